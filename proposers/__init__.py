@@ -1,0 +1,1 @@
+"""Everything that knows vLLM's internals; imported as `vllm_mtpc.proposers`."""

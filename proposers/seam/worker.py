@@ -1,0 +1,114 @@
+"""Patches that run where a model is: the two model runners, and one bug of V1 sampling on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_mtpc.proposers.seam.patch import Patch
+
+
+def _is_ours(speculative_config: Any) -> bool:
+    from vllm_mtpc.proposers.seam.config import is_ours
+
+    return is_ours(speculative_config)
+
+
+class InitSpeculator(Patch):
+    module = "vllm.v1.worker.gpu.model_runner"
+    attribute = "init_speculator"
+    reason = "build our speculator on Model Runner V2; vLLM's factory knows a closed list"
+    parameters = ("vllm_config", "device")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_ours(vllm_config.speculative_config):
+                return original(vllm_config, device, *args, **kwargs)
+            from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+            return MtpcSpeculator(vllm_config, device)
+
+        return init_speculator
+
+
+class V1RunnerInit(Patch):
+    module = "vllm.v1.worker.gpu_model_runner"
+    attribute = "GPUModelRunner.__init__"
+    reason = "build our proposer on V1 through its offered `custom_class`, which it only looks at while it starts"
+    parameters = ("self", "vllm_config", "device")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            spec = vllm_config.speculative_config
+            if not _is_ours(spec):
+                original(self, vllm_config, *args, **kwargs)
+                return
+            ours = spec.method, spec.model
+            # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
+            object.__setattr__(spec, "method", "custom_class")
+            object.__setattr__(spec, "model", "vllm_mtpc.proposers.v1.proposer.MtpcProposer")
+            try:
+                original(self, vllm_config, *args, **kwargs)
+            finally:
+                object.__setattr__(spec, "method", ours[0])
+                object.__setattr__(spec, "model", ours[1])
+
+        return __init__
+
+
+class V1ProposeDraftTokenIds(Patch):
+    module = "vllm.v1.worker.gpu_model_runner"
+    attribute = "GPUModelRunner.propose_draft_token_ids"
+    reason = "hand our V1 proposer the hidden states; `custom_class` proposers get none"
+    parameters = ("self", "sampled_token_ids", "sampling_metadata", "sample_hidden_states", "spec_decode_metadata")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def propose_draft_token_ids(
+            self: Any,
+            scheduler_output: Any,
+            sampled_token_ids: Any,
+            sampling_metadata: Any,
+            hidden_states: Any,
+            sample_hidden_states: Any,
+            aux_hidden_states: Any,
+            spec_decode_metadata: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if _is_ours(self.speculative_config):
+                return self.drafter.propose_drafts(
+                    self, sampled_token_ids, sampling_metadata, sample_hidden_states, spec_decode_metadata
+                )
+            return original(
+                self,
+                scheduler_output,
+                sampled_token_ids,
+                sampling_metadata,
+                hidden_states,
+                sample_hidden_states,
+                aux_hidden_states,
+                spec_decode_metadata,
+                *args,
+                **kwargs,
+            )
+
+        return propose_draft_token_ids
+
+
+class ExpandBatchToTokens(Patch):
+    module = "vllm.v1.sample.rejection_sampler"
+    attribute = "expand_batch_to_tokens"
+    reason = "vLLM's CPU kernel fills a copy of a float output, so V1 samples with uninitialised temperatures"
+    parameters = ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        from vllm_mtpc.proposers.v1.expand import choose
+
+        return choose(original)
+
+
+PATCHES: tuple[type[Patch], ...] = (InitSpeculator, V1RunnerInit, V1ProposeDraftTokenIds, ExpandBatchToTokens)

@@ -1,0 +1,1 @@
+"""Proposer for vLLM's V1 model runner (a CPU without Triton)."""

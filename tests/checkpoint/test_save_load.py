@@ -1,0 +1,130 @@
+"""What is saved is what is loaded, and a save that fails leaves nothing half-done."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.errors import MtpcError
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+CIRCUITS = ("ff", "cp", "hmm", "btree")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("circuit", CIRCUITS)
+def test_a_round_trip_is_equal_bit_for_bit_in_the_stored_dtype(tmp_path, new_head, circuit, dtype):
+    config, head = new_head(circuit)
+    save_head(tmp_path, config, head, {}, "card", dtype)
+    expected = {name: value.to(dtype) for name, value in head.state_dict().items()}
+    stored = load_file(tmp_path / "model.safetensors")
+    read_config, loaded = load_head(tmp_path, dtype)
+    assert read_config == config
+    for tensors in (stored, loaded.state_dict()):
+        assert set(tensors) == set(expected)
+        assert all(tensors[name].dtype == dtype and torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_a_loaded_head_computes_what_the_saved_one_does(tmp_path, new_head):
+    config, head = new_head()
+    save_head(tmp_path, config, head, {}, "card", torch.float32)
+    _, loaded = load_head(tmp_path)
+    hidden = torch.randn(3, config.hidden_size)
+    for given, expected in zip(loaded(hidden), head(hidden), strict=True):
+        assert torch.equal(given, expected)
+    assert not loaded.training
+    assert not any(value.requires_grad for value in loaded.parameters())
+
+
+def test_saving_a_loaded_head_again_writes_the_same_bytes(folder, tmp_path):
+    config, head = load_head(folder)
+    save_head(tmp_path / "again", config, head, {"command": "train me"}, "# a head\n")
+    for file in sorted(folder.iterdir()):
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_folder_holds_config_weights_card_and_provenance_with_versions(folder):
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+    ]
+    assert (folder / "README.md").read_text() == "# a head\n"
+    record = json.loads((folder / "provenance.json").read_text())
+    assert record["command"] == "train me"
+    assert record["versions"]["torch"] == torch.__version__
+    assert "python" in record["versions"]
+
+
+@pytest.mark.parametrize("circuit", ["btree", "hmm"], ids=["same-shapes", "other-shapes"])
+@pytest.mark.parametrize("failing", ["model.safetensors", "README.md", "provenance.json", "config.json"])
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+def test_a_save_that_fails_half_way_leaves_a_head_that_loads_or_is_refused(
+    folder, new_head, monkeypatch, circuit, failing, step
+):
+    old_config, old = load_head(folder)
+    config, head = new_head(circuit, seed=1)
+    replace, stage = os.replace, []
+
+    def failing_replace(source, target):
+        if os.fspath(target).endswith(failing):
+            raise OSError("disk full")
+        stage.append(target)
+        replace(source, target)
+
+    def failing_fsync(number):
+        if len(stage) == ["model.safetensors", "README.md", "provenance.json", "config.json"].index(failing):
+            raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", failing_replace)
+    if step == "fsync":
+        monkeypatch.setattr(os, "fsync", failing_fsync)
+    with pytest.raises(OSError, match="disk full"):
+        save_head(folder, config, head, {}, "new card")
+    monkeypatch.undo()
+    assert not list(folder.glob("*.partial"))
+    try:
+        read_config, loaded = load_head(folder)
+    except MtpcError:
+        assert circuit != "btree"  # new weights under the old config: refused by their shapes
+        assert failing != "model.safetensors"
+        return
+    assert read_config == old_config
+    expected = old if failing == "model.safetensors" else head.half().float()
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name])  # all of one head, never a mixture
+
+
+def test_a_first_save_that_fails_leaves_a_folder_that_is_refused(tmp_path, new_head, monkeypatch):
+    def fail(source, target):
+        if os.fspath(target).endswith("config.json"):
+            raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_head(tmp_path, *new_head(), {}, "card")
+    with pytest.raises(MtpcError, match=r"config\.json"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e6], ids=["nan", "beyond-float16"])
+def test_weights_that_could_not_be_loaded_again_are_not_saved(folder, new_head, value):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    config, head = new_head("btree", seed=1)
+    head.leaf_weight.data[0, 0, 0, 0] = value
+    with pytest.raises(MtpcError, match=r"leaf_weight.*float16"):
+        save_head(folder, config, head, {}, "new card")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_record_that_is_not_json_is_refused_before_anything_is_written(folder, new_head):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(TypeError):
+        save_head(folder, *new_head("btree", seed=1), {"when": object()}, "new card")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

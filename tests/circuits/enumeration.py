@@ -1,0 +1,142 @@
+"""Brute force over every latent assignment and every token, in float64.
+
+Written from the definitions of the four circuits, and sharing no code with them: each circuit is a list
+of latents (parent, row of `inner` that holds p(latent | parent)) and the latent that emits each token.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import torch
+from scipy.special import log_softmax, logsumexp
+
+from vllm_mtpc.circuits import Circuit, CircuitParams, get_circuit
+
+CIRCUITS = ("ff", "cp", "hmm", "btree")
+
+# Trees written out by hand: a region of length L gives its left part round-half-to-even(L / 2) tokens.
+TREES = {
+    2: (0, 1),
+    3: ((0, 1), 2),
+    4: ((0, 1), (2, 3)),
+    5: ((0, 1), ((2, 3), 4)),
+    6: (((0, 1), 2), ((3, 4), 5)),
+    7: (((0, 1), (2, 3)), ((4, 5), 6)),
+    8: (((0, 1), (2, 3)), ((4, 5), (6, 7))),
+    9: (((0, 1), (2, 3)), ((4, 5), ((6, 7), 8))),
+}
+TREES[16] = (TREES[8], (((8, 9), (10, 11)), ((12, 13), (14, 15))))
+
+# Regions below the root that have a sum, in the order of the checkpoint: leaves to root, then left to right.
+INNER_REGIONS = {
+    2: [],
+    3: [(0, 1)],
+    4: [(0, 1), (2, 3)],
+    5: [(0, 1), (2, 3), ((2, 3), 4)],
+    6: [(0, 1), (3, 4), ((0, 1), 2), ((3, 4), 5)],
+    7: [(0, 1), (2, 3), (4, 5), ((0, 1), (2, 3)), ((4, 5), 6)],
+    8: [(0, 1), (2, 3), (4, 5), (6, 7), ((0, 1), (2, 3)), ((4, 5), (6, 7))],
+    9: [(0, 1), (2, 3), (4, 5), (6, 7), ((0, 1), (2, 3)), ((6, 7), 8), ((4, 5), ((6, 7), 8))],
+}
+INNER_REGIONS[16] = [
+    *[(k, k + 1) for k in range(0, 16, 2)],
+    *[((k, k + 1), (k + 2, k + 3)) for k in range(0, 16, 4)],
+    *TREES[16],
+]
+
+Latents = list[tuple[int, int]]  # (parent latent, row of `inner`); the first one is the root
+
+
+def structure(name: str, n: int) -> tuple[Latents, list[int]]:
+    """Latents, parents first, and for each token the latent that emits it."""
+    if name in ("ff", "cp"):
+        return [(-1, -1)], [0] * n
+    if name == "hmm":
+        return [(k - 1, k - 1) for k in range(n)], list(range(n))
+    latents: Latents = []
+    owner = [-1] * n
+
+    def visit(region: tuple, parent: int) -> None:
+        mine = len(latents)
+        latents.append((parent, INNER_REGIONS[n].index(region) if parent >= 0 else -1))
+        for child in region:
+            if isinstance(child, int):
+                owner[child] = mine
+            else:
+                visit(child, mine)
+
+    visit(TREES[n], -1)
+    return latents, owner
+
+
+class Enumerated:
+    """One circuit of a batch, with every latent assignment listed."""
+
+    def __init__(self, name: str, params: CircuitParams, b: int = 0) -> None:
+        self.leaf, self.root, self.inner = (part[b].double().numpy() for part in params)
+        self.n, r, self.vocab = self.leaf.shape
+        latents, owner = structure(name, self.n)
+        self.num_inner = len(latents) - 1
+        states = np.array(list(product(range(r), repeat=len(latents))))  # [A, latents]
+        self.prior = self.root[states[:, 0]]  # [A], log p(assignment)
+        for mine, (parent, row) in enumerate(latents[1:], start=1):
+            self.prior = self.prior + self.inner[row][states[:, parent], states[:, mine]]
+        self.emit = [self.leaf[k][states[:, owner[k]]] for k in range(self.n)]  # [A, V] each
+
+    def latent_terms(self, tokens: tuple[int, ...]) -> np.ndarray:
+        """log p(assignment, tokens) of every assignment, [A]; -1 leaves the token out."""
+        seen = [self.emit[k][:, token] for k, token in enumerate(tokens) if token >= 0]
+        return self.prior + sum(seen, np.zeros_like(self.prior))
+
+    def table(self) -> np.ndarray:
+        """log p of every token sequence, [V] * n."""
+        total = self.prior.reshape([-1] + [1] * self.n)
+        for k, emit in enumerate(self.emit):
+            total = total + emit.reshape([-1] + [self.vocab if axis == k else 1 for axis in range(self.n)])
+        return logsumexp(total, axis=0)
+
+
+def marginals(table: np.ndarray) -> np.ndarray:
+    """The table with a marginal in front of every axis, [V + 1] * n: index 0 (token -1) sums the position out."""
+    for axis in range(table.ndim):
+        table = np.concatenate([logsumexp(table, axis=axis, keepdims=True), table], axis=axis)
+    return table
+
+
+def prefix_marginals(table: np.ndarray, m: int, skip: bool = False) -> np.ndarray:
+    """log p of every prefix of m tokens, [V] * m; with `skip`, tokens may also be -1: [V + 1] * m."""
+    picked = [slice(None if skip else 1, None)] * m + [0] * (table.ndim - m)
+    return marginals(table)[tuple(picked)]
+
+
+def conditionals(table: np.ndarray, prefix: tuple[int, ...]) -> np.ndarray:
+    """log p(x_k = . | prefix) with k = len(prefix), [V]."""
+    return log_softmax(prefix_marginals(table, len(prefix) + 1)[prefix])
+
+
+def all_tokens(n: int, vocab: int) -> torch.Tensor:
+    """Every token sequence, [V**n, n], in the order of a flattened table."""
+    return torch.tensor(list(product(range(vocab), repeat=n)))
+
+
+def random_params(circuit: Circuit, vocab: int, batch: int = 1, seed: int = 0, scale: float = 1.5) -> CircuitParams:
+    """Normalised float32 parameters; `scale` is the spread of the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    n, r = circuit.window, circuit.num_components
+
+    def logs(*shape: int) -> torch.Tensor:
+        return (torch.randn(batch, *shape, generator=generator) * scale).log_softmax(dim=-1)
+
+    root = logs(r) if circuit.has_root else torch.zeros(batch, r)
+    return CircuitParams(logs(n, r, vocab), root, logs(circuit.num_inner, r, r))
+
+
+def repeated(params: CircuitParams, b: int, count: int) -> CircuitParams:
+    """Circuit b of a batch, `count` times."""
+    return CircuitParams(*(part[b : b + 1].expand(count, *part.shape[1:]) for part in params))
+
+
+def make(name: str, n: int, r: int) -> Circuit:
+    return get_circuit(name, n, 1 if name == "ff" else r)

@@ -1,0 +1,94 @@
+"""Long windows, tiny probabilities and gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import logsumexp
+
+from tests.circuits.enumeration import CIRCUITS, Enumerated, make, random_params
+from vllm_mtpc.circuits import CircuitParams
+
+torch.set_num_threads(1)
+ALL = pytest.mark.parametrize("name", CIRCUITS)
+
+
+@ALL
+def test_sixteen_unlikely_tokens_do_not_underflow(name):
+    """Far below the smallest float32 (1e-45) and the smallest float64: only log space gets there."""
+    circuit = make(name, 16, 2)
+    params = random_params(circuit, 4, seed=2, scale=40.0)
+    tokens = params.leaf[0].max(dim=1).values.argmin(dim=-1)  # [n], unlikely under every component
+    exact = Enumerated(name, params)
+    expected = logsumexp(exact.latent_terms(tuple(tokens.tolist())))
+    assert expected < -750
+    # float32 keeps 1.2e-7 of values near 1000, over about 50 rounded additions
+    assert circuit.log_prob(params, tokens[None]).item() == pytest.approx(expected, rel=5e-6)
+    terms = circuit.conditional_log_probs(params, tokens[None])[0]
+    assert terms.sum().item() == pytest.approx(expected, rel=5e-6)
+    for m in (1, 7, 15):
+        prefix = logsumexp(exact.latent_terms(tuple(tokens[:m].tolist())))
+        assert terms[:m].sum().item() == pytest.approx(prefix, rel=5e-6, abs=1e-4)
+
+
+@ALL
+def test_conditionals_stay_normalised_after_tokens_that_were_all_but_impossible(name):
+    circuit = make(name, 16, 4)
+    params = random_params(circuit, 8, batch=4, seed=3, scale=60.0)
+    state = circuit.start(params)
+    for k in range(16):
+        log_probs = circuit.next_log_probs(params, state, k)
+        # Log weights near -100 carry an absolute error of 100 * 1.2e-7, a few of them add up.
+        torch.testing.assert_close(log_probs.logsumexp(-1), torch.zeros(4), rtol=0, atol=1e-4)
+        state = circuit.observe(params, state, k, params.leaf[:, k].amax(dim=1).argmin(dim=-1))
+
+
+@ALL
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+def test_gradients_are_finite(name, scale):
+    circuit = make(name, 7, 3)
+    logits = [part.clone().requires_grad_(True) for part in random_params(circuit, 5, batch=3, seed=4, scale=scale)]
+    params = CircuitParams(*(part.log_softmax(dim=-1) if part.numel() else part for part in logits))
+    tokens = torch.randint(-1, 5, (3, 7), generator=torch.Generator().manual_seed(0))
+    circuit.log_prob(params, tokens).sum().backward()
+    assert all(bool(part.grad.isfinite().all()) for part in logits if part.grad is not None)
+    assert logits[0].grad.abs().sum() > 0
+
+
+@ALL
+def test_gradient_of_the_joint_is_right_and_equals_that_of_the_conditionals(name):
+    """Central differences in float64, and the two ways to write the training loss."""
+    circuit = make(name, 5, 2)
+    names = ("leaf", "root", "inner") if circuit.num_inner else ("leaf", "root") if circuit.has_root else ("leaf",)
+    start = random_params(circuit, 3, batch=2, seed=5)
+    logits = [getattr(start, part).double().requires_grad_(True) for part in names]
+    tokens = torch.tensor([[0, 2, 1, 1, 0], [2, -1, 0, 1, 2]])
+
+    def params(values) -> CircuitParams:
+        free = {part: value.log_softmax(dim=-1) for part, value in zip(names, values, strict=True)}
+        return CircuitParams(*(part.double() for part in start))._replace(**free)
+
+    def joint(*values):
+        return circuit.log_prob(params(values), tokens)
+
+    def conditionals(*values):
+        return circuit.conditional_log_probs(params(values), tokens).sum(dim=1)
+
+    assert torch.autograd.gradcheck(joint, logits)
+    from_joint = torch.autograd.grad(joint(*logits).sum(), logits)
+    from_conditionals = torch.autograd.grad(conditionals(*logits).sum(), logits)
+    for one, other in zip(from_joint, from_conditionals, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)  # float64 throughout
+
+
+@ALL
+def test_components_that_agree_cost_no_precision(name):
+    """Equal components: the mixture is each of them, whatever the weights."""
+    circuit = make(name, 8, 4)
+    params = random_params(circuit, 5, batch=3, seed=6, scale=10.0)
+    params = params._replace(leaf=params.leaf[:, :, :1].expand(-1, -1, circuit.num_components, -1))
+    tokens = torch.randint(0, 5, (3, 8), generator=torch.Generator().manual_seed(1))
+    expected = params.leaf[:, :, 0].double().gather(2, tokens[..., None])[..., 0]
+    got = circuit.conditional_log_probs(params, tokens)
+    np.testing.assert_allclose(got.numpy(), expected.numpy(), rtol=2e-6, atol=2e-6)

@@ -1,0 +1,109 @@
+"""Draws against the enumerated law by chi-square, with a planted bias that the same test must catch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from tests.circuits.enumeration import CIRCUITS, Enumerated, make, random_params, repeated
+from vllm_mtpc.circuits import Circuit, CircuitParams
+
+torch.set_num_threads(1)
+
+DRAWS = 20_000
+# Seeds are fixed, so a result never changes by chance. A right sampler gives p below this once in 10 000 seeds; the
+# planted biases below must stay far under it.
+SIGNIFICANCE, CAUGHT = 1e-4, 1e-12
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """Chi-square of counts against a law; cells that expect fewer than 5 draws are pooled into one."""
+    counts, expected = counts.ravel(), law.ravel() / law.sum() * counts.sum()
+    rare = expected < 5
+    if rare.any():
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+    return float(chisquare(counts, expected).pvalue)
+
+
+def draw(circuit: Circuit, params: CircuitParams, prefix: tuple[int, ...] = (), seed: int = 0) -> np.ndarray:
+    """Counts of each sequence among DRAWS samples, [V] * m."""
+    given = torch.tensor(prefix, dtype=torch.long).repeat(DRAWS, 1)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = circuit.sample(repeated(params, 0, DRAWS), given if prefix else None, generator)
+    assert torch.equal(tokens[:, : len(prefix)], given)
+    return counts_of(tokens, params.leaf.shape[-1])
+
+
+def counts_of(tokens: torch.Tensor, vocab: int) -> np.ndarray:
+    shape = (vocab,) * tokens.shape[1]
+    index = np.ravel_multi_index(tuple(tokens.T.numpy()), shape)
+    return np.bincount(index, minlength=vocab ** tokens.shape[1]).reshape(shape)
+
+
+def forgetful(circuit: Circuit) -> Circuit:
+    """The planted bias: observed tokens never reach the weights."""
+    advance = circuit.advance
+    circuit.advance = lambda params, state, k, evidence: advance(params, state, k, torch.zeros_like(evidence))
+    return circuit
+
+
+@pytest.mark.parametrize("n, r, vocab", [(3, 2, 4), (5, 3, 3)])
+@pytest.mark.parametrize("name", CIRCUITS)
+def test_samples_follow_the_enumerated_law(name, n, r, vocab):
+    circuit = make(name, n, r)
+    params = random_params(circuit, vocab, seed=n)
+    law = np.exp(Enumerated(name, params).table())
+    assert p_value(draw(circuit, params), law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("name", CIRCUITS)
+def test_samples_given_a_prefix_follow_the_enumerated_conditional(name):
+    circuit = make(name, 5, 3)
+    params = random_params(circuit, 3, seed=11)
+    law = np.exp(Enumerated(name, params).table())
+    for prefix in [(2,), (0, 1, 2)]:
+        counts = draw(circuit, params, prefix, seed=1)[prefix]
+        assert p_value(counts, law[prefix]) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("name", CIRCUITS)
+def test_samples_of_a_truncated_window_follow_the_marginal(name):
+    circuit = make(name, 5, 3)
+    params = random_params(circuit, 3, seed=12)
+    law = np.exp(Enumerated(name, params).table()).sum(axis=(3, 4))
+    counts = draw(circuit, params._replace(leaf=params.leaf[:, :3]))
+    assert p_value(counts, law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("name", ["cp", "hmm", "btree"])
+def test_a_sampler_that_ignores_what_it_has_drawn_is_caught(name):
+    circuit = make(name, 3, 2)
+    params = random_params(circuit, 4, seed=3)  # the same law as in test_samples_follow_the_enumerated_law
+    law = np.exp(Enumerated(name, params).table())
+    assert p_value(draw(forgetful(circuit), params), law) < CAUGHT
+
+
+@pytest.mark.parametrize("name", ["cp", "hmm", "btree"])
+def test_a_sampler_that_ignores_only_its_prefix_is_caught(name):
+    """What drafting without the verifier's token would do: everything after the prefix is drawn rightly."""
+    circuit = make(name, 5, 3)
+    leaf, root, inner = random_params(circuit, 3, seed=11, scale=3.0)
+    stay = (inner + 3 * torch.eye(3)).log_softmax(dim=-1)  # latents that last: tokens depend on the first one
+    params = CircuitParams(leaf, torch.zeros_like(root).log_softmax(dim=-1), stay)
+    law = np.exp(Enumerated(name, params).table())
+    unseen = torch.full((DRAWS, 1), -1)
+    tokens = circuit.sample(repeated(params, 0, DRAWS), unseen, torch.Generator().manual_seed(1))
+    counts = counts_of(tokens[:, 1:], 3)
+    assert p_value(counts, law.sum(axis=0)) > SIGNIFICANCE  # the draws are right for the law without the prefix
+    assert min(p_value(counts, law[token]) for token in range(3)) < CAUGHT
+
+
+def test_a_generator_decides_the_samples():
+    circuit = make("btree", 4, 3)
+    params = random_params(circuit, 4, batch=64)
+    first, again, other = (circuit.sample(params, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)

@@ -1,0 +1,43 @@
+"""What all tests share: the marker of slow tests, the folder of shared data, calm defaults for engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Engines that a test starts in its own process: no second process (3 s to start in place of 20), little output, no
+# look at the network. A test that needs something else sets it for the process it starts.
+ENGINE_DEFAULTS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Two OpenMP threads that wait for each other on a busy machine of two cores can be 40 times slower than one.
+    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1)),
+}
+for _name, _value in ENGINE_DEFAULTS.items():
+    os.environ.setdefault(_name, _value)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: over a minute, or many engines; scripts/test.sh runs it only with --all")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder ``shared`` beside the checkout: data too large for it. Tests that need it are skipped without it."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"no folder {os.path.relpath(folder, ROOT)} beside the checkout: its data is needed here")
+    return folder

@@ -1,0 +1,82 @@
+"""The packaged demo assets: there, small, readable, and free of traces of the machine that made them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vllm_mtpc import demo
+from vllm_mtpc.checkpoint import load_head, resolve_verifier
+
+MAX_BYTES = 24_000_000
+
+
+def test_assets_are_complete_and_small():
+    total = 0
+    for name in demo.NAMES:
+        folder = demo.path(name)
+        for file in ("config.json", "model.safetensors", "README.md", "provenance.json"):
+            assert (folder / file).is_file(), f"{name}/{file}"
+        total += sum(file.stat().st_size for file in folder.iterdir())
+    assert total <= MAX_BYTES
+
+
+def test_no_absolute_paths():
+    for name in demo.NAMES:
+        for file in demo.path(name).iterdir():
+            if file.suffix in (".json", ".md") and file.name != "tokenizer.json":
+                text = file.read_text()
+                assert not any(root in text for root in ("/home", "/root", "/tmp", "/work", "/usr", "://")), file.name
+
+
+def test_wrong_name_is_refused():
+    with pytest.raises(ValueError, match=r"'tree' does not exist: use one of target, ff, cp, hmm, btree"):
+        demo.path("tree")
+
+
+def test_import_is_cheap():
+    code = "import sys, vllm_mtpc.demo; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tokenizer_is_the_bytes():
+    tokenizer = AutoTokenizer.from_pretrained(demo.path("target"))
+    text = "def f(x):\n\treturn 'é€🎉'  # \r\n\x00\x7f  end  "
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(list(range(32, 127))) == bytes(range(32, 127)).decode()
+    assert len(tokenizer) == 257
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (256, 256)
+    assert tokenizer.encode("a<|endoftext|>b") == [97, 256, 98]
+
+
+def test_target_loads_in_float32_and_predicts_python():
+    model = AutoModelForCausalLM.from_pretrained(demo.path("target"), dtype=torch.float32)
+    assert model.config.dtype == torch.float32
+    assert all(torch.equal(weight, weight.half().float()) for weight in model.state_dict().values())
+    tokens = torch.tensor([list(b"import sys\nimport os\n\n\nclass Error(Exception):\n    def __init__(sel")])
+    with torch.no_grad():
+        assert model(tokens).logits[0, -1].argmax() == ord("f")
+
+
+@pytest.mark.parametrize("name", demo.HEADS)
+def test_heads_load_and_name_their_target(name):
+    config, head = load_head(demo.path(name))
+    assert config.circuit == name
+    assert config.window == 8
+    verifier = config.speculators_config.verifier.name_or_path
+    assert verifier == "../target"
+    assert resolve_verifier(demo.path(name), verifier) == str(demo.path("target"))
+    assert head(torch.zeros(2, config.hidden_size)).leaf.shape == (2, 8, config.num_components, 257)
+
+
+def test_structure_pays():
+    """What the demo is there to show: a tree drafts at least a fifth more tokens per step than independent bytes."""
+    figures = {name: json.loads((demo.path(name) / "provenance.json").read_text())["figures"] for name in demo.HEADS}
+    assert figures["btree"]["t1"]["tokens_per_step"] >= 1.2 * figures["ff"]["t1"]["tokens_per_step"]
+    for name in demo.HEADS:
+        for temperature in ("t1", "t0"):
+            assert figures[name][temperature]["contexts"] >= 1000

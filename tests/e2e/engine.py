@@ -1,0 +1,144 @@
+"""Runs vLLM engines in a process of their own, on either model runner, and hands back what they said.
+
+A test describes engines (their arguments, then calls one after the other); `run` starts one child
+process that builds them in turn. V2 runs its Triton kernels in Triton's interpreter (see
+interpreter/sitecustomize.py): the same kernels as on a GPU, slowly.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SMALL = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 26,
+    "max_num_seqs": 8,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+
+
+@dataclass
+class Call:
+    """One `LLM.generate`: prompts as token ids, one dict of SamplingParams arguments for each."""
+
+    prompts: list[list[int]]
+    sampling: list[dict[str, Any]]
+
+
+@dataclass
+class Engine:
+    """`LLM(model, **arguments)` and what to ask it; `plant` names a deliberate fault (see PLANTS)."""
+
+    model: str
+    calls: list[Call]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    plant: str | None = None
+
+
+@dataclass
+class Reply:
+    """Answers of one call, by prompt and sample, and the engine's counters after it."""
+
+    tokens: list[list[list[int]]]
+    texts: list[list[str]]
+    finish: list[list[str | None]]
+    logprobs: list[list[Any]]
+    metrics: dict[str, float]
+
+
+def run(
+    engines: dict[str, Engine], runner: str, async_scheduling: bool = False, timeout: float = 900
+) -> dict[str, list[Reply] | str]:
+    """Replies by engine name; a string instead where the engine raised (the error's last line)."""
+    env = dict(
+        os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false"
+    )
+    if runner == "v2":
+        env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(HERE / "interpreter")}
+        env |= {"MTPC_TEST_ASYNC": "1"} if async_scheduling else {}
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder, "asked"), Path(folder, "answered")
+        asked.write_bytes(pickle.dumps(engines))
+        command = [sys.executable, str(HERE / "engine.py"), str(asked), str(answered)]
+        child = subprocess.run(command, env=env, timeout=timeout, capture_output=True, text=True)
+        if not answered.is_file():
+            raise RuntimeError(
+                f"the engine process ended with {child.returncode}:\n{child.stdout[-3000:]}{child.stderr[-6000:]}"
+            )
+        return pickle.loads(answered.read_bytes())
+
+
+def _drop_recovered() -> None:
+    """The fault of the paper's algorithm: after one or more accepted drafts, throw the recovered token away."""
+    import vllm.v1.sample.rejection_sampler as module
+
+    original = module.rejection_sample
+
+    def rejection_sample(draft_token_ids: Any, num_draft_tokens: list[int], *args: Any, **kwargs: Any) -> Any:
+        output = original(draft_token_ids, num_draft_tokens, *args, **kwargs)
+        for row, drafted in zip(output, num_draft_tokens, strict=True):
+            emitted = int((row >= 0).sum())
+            if 1 < emitted <= drafted:
+                row[emitted - 1] = -1
+        return output
+
+    module.rejection_sample = rejection_sample
+
+
+PLANTS = {"drop_recovered": _drop_recovered}
+
+
+def _answer(engine: Engine) -> list[Reply]:
+    from vllm import LLM, SamplingParams
+
+    if engine.plant:
+        PLANTS[engine.plant]()
+    llm = LLM(engine.model, **{**SMALL, **engine.arguments})
+    replies = []
+    for call in engine.calls:
+        prompts = [{"prompt_token_ids": prompt} for prompt in call.prompts]
+        outputs = llm.generate(prompts, [SamplingParams(**sampling) for sampling in call.sampling], use_tqdm=False)
+        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        per_position = next((m.values for m in llm.get_metrics() if m.name.endswith("tokens_per_pos")), None)
+        replies.append(
+            Reply(
+                tokens=[[list(sample.token_ids) for sample in output.outputs] for output in outputs],
+                texts=[[sample.text for sample in output.outputs] for output in outputs],
+                finish=[[sample.finish_reason for sample in output.outputs] for output in outputs],
+                logprobs=[[sample.logprobs for sample in output.outputs] for output in outputs],
+                metrics={**metrics, "per_position": per_position},
+            )
+        )
+    return replies
+
+
+def main(asked: str, answered: str) -> None:
+    import gc
+    import traceback
+
+    replies: dict[str, Any] = {}
+    for name, engine in pickle.loads(Path(asked).read_bytes()).items():
+        try:
+            replies[name] = _answer(engine)
+        except Exception as error:
+            traceback.print_exc()
+            replies[name] = f"{type(error).__name__}: {error}"
+        gc.collect()
+    Path(answered).write_bytes(pickle.dumps(replies))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parents[1]))  # so that what is pickled here has one name there
+    from tests.e2e import engine as this_module
+
+    this_module.main(*sys.argv[1:])

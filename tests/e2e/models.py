@@ -1,0 +1,69 @@
+"""Tiny targets and heads made on the spot: small enough that their law can be written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.heads import build_head
+
+
+def make_target(folder: Path, vocab_size: int, seed: int, hidden_size: int = 64, layers: int = 2) -> LlamaForCausalLM:
+    """A random Llama with a varied law, saved to `folder` in float32."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def sample_target(model: LlamaForCausalLM, count: int, length: int, seed: int) -> torch.Tensor:
+    """Draws [count, length] from the target at temperature 1, first token uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.config.vocab_size, (count, 1), generator=generator)
+    while tokens.shape[1] < length:
+        probs = model(tokens).logits[:, -1].softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], dim=1)
+    return tokens
+
+
+def make_head(
+    folder: Path, target: LlamaForCausalLM, circuit: str, window: int, components: int, steps: int = 60, seed: int = 0
+) -> None:
+    """A head fitted a little to its target's own samples, so that drafts are accepted and rejected."""
+    config = HeadConfig.create(
+        circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target"
+    )
+    torch.manual_seed(seed)
+    head = build_head(config)
+    tokens = sample_target(target, 64, 24, seed)
+    with torch.no_grad():
+        hidden = target.model(tokens).last_hidden_state
+    windows = tokens[:, 1:].unfold(1, window, 1)  # [S, T, n]
+    hidden = hidden[:, : windows.shape[1]].flatten(0, 1)
+    windows = windows.flatten(0, 1)
+    optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
+    for _ in range(steps):
+        loss = -head.circuit.conditional_log_probs(head(hidden), windows).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)

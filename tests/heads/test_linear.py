@@ -1,0 +1,189 @@
+"""LinearHead: shapes, initialisation close to CP, truncation and precision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.circuits.enumeration import CIRCUITS, INNER_REGIONS, all_tokens, make, repeated
+from vllm_mtpc.circuits import CircuitParams
+from vllm_mtpc.heads.linear import INIT_STD, STAY_PROBABILITY, LinearHead
+
+torch.set_num_threads(1)
+V, D, B = 5, 16, 3
+ALL = pytest.mark.parametrize("name", CIRCUITS)
+
+
+def build(
+    name: str, n: int = 5, r: int = 3, seed: int = 0, leaf_std: float | None = None, vocab: int = V
+) -> LinearHead:
+    """A new head; with `leaf_std`, leaves and root are drawn that wide, so that components really differ."""
+    torch.manual_seed(seed)
+    head = LinearHead(make(name, n, r), vocab, D)
+    if leaf_std is not None:
+        for weight in (head.leaf_weight, head.root_weight):
+            if weight is not None:
+                weight.data.normal_(std=leaf_std)
+    return head.requires_grad_(False)
+
+
+def hidden_states(batch: int = B, seed: int = 1) -> torch.Tensor:
+    return torch.randn(batch, D, generator=torch.Generator().manual_seed(seed))
+
+
+@ALL
+@pytest.mark.parametrize("n, r", [(2, 1), (5, 3), (8, 4)])
+def test_parameters_and_outputs_have_the_shapes_of_the_circuit(name, n, r):
+    head = build(name, n, r)
+    r = 1 if name == "ff" else r
+    inner = {"ff": 0, "cp": 0, "hmm": n - 1, "btree": len(INNER_REGIONS[n])}[name]
+    expected = {"leaf_weight": (n, r, V, D)}
+    if name != "ff":
+        expected["root_weight"] = (r, D)
+    if inner:
+        expected |= {"inner_weight": (inner, r, r, D), "inner_bias": (inner, r, r)}
+    assert {key: tuple(value.shape) for key, value in head.state_dict().items()} == expected
+    leaf, root, sums = head(hidden_states())
+    assert leaf.shape == (B, n, r, V)
+    assert root.shape == (B, r)
+    assert sums.shape == (B, inner, r, r)
+
+
+@ALL
+def test_parameters_are_the_stated_functions_of_the_hidden_state(name):
+    head, hidden = build(name, leaf_std=1.0), hidden_states()
+    leaf, root, inner = head(hidden)
+    r = head.circuit.num_components
+    for b in range(B):
+        for k in range(5):
+            for z in range(r):
+                torch.testing.assert_close(leaf[b, k, z], (head.leaf_weight[k, z] @ hidden[b]).log_softmax(-1))
+        if head.root_weight is not None:
+            torch.testing.assert_close(root[b], (head.root_weight @ hidden[b]).log_softmax(-1))
+        for f in range(inner.shape[1]):
+            rows = head.inner_weight[f] @ hidden[b] + head.inner_bias[f]
+            torch.testing.assert_close(inner[b, f], rows.log_softmax(-1))
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_parameters_are_float32_and_normalised_whatever_the_weights_are(name, dtype):
+    head = build(name, leaf_std=3.0).to(dtype)
+    params = head(hidden_states().to(dtype))
+    if name == "ff":
+        assert bool((params.root == 0).all())  # one component: probability one
+    for part in params:
+        assert part.dtype == torch.float32
+        total = part.double().exp().sum(-1)
+        # A float32 log probability near -20 is off by up to 1e-6 relative; a bfloat16 softmax would be off by 4e-3.
+        torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=5e-6)
+
+
+@ALL
+@pytest.mark.parametrize("m", [1, 2, 4, 5])
+def test_the_first_positions_alone_are_what_the_whole_window_gives(name, m):
+    head, hidden = build(name, leaf_std=1.0), hidden_states()
+    whole, short = head(hidden), head(hidden, m)
+    assert short.leaf.shape == (B, m, head.circuit.num_components, V)
+    # Another matrix size may be summed in another order: float32 rounding.
+    torch.testing.assert_close(short.leaf, whole.leaf[:, :m], rtol=0, atol=1e-5)
+    torch.testing.assert_close(short.root, whole.root, rtol=0, atol=1e-5)
+    torch.testing.assert_close(short.inner, whole.inner, rtol=0, atol=1e-5)
+    tokens = torch.randint(0, V, (B, m), generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(
+        head.circuit.conditional_log_probs(short, tokens),
+        head.circuit.conditional_log_probs(whole, tokens),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+def start_distance(name: str, n: int, zero_bias: bool = False) -> tuple[float, float]:
+    """(total variation, smallest log q - log q_cp) between a new head and the CP with the same leaves and root."""
+    cp, head = build("cp", n, 3, leaf_std=1.0, vocab=3), build(name, n, 3, vocab=3)
+    head.leaf_weight.copy_(cp.leaf_weight)
+    head.root_weight.copy_(cp.root_weight)
+    if zero_bias:
+        head.inner_bias.zero_()
+    hidden, tokens = hidden_states(1), all_tokens(n, 3)
+
+    def joint(model: LinearHead) -> torch.Tensor:
+        params: CircuitParams = repeated(model(hidden), 0, len(tokens))
+        return model.circuit.log_prob(params, tokens)
+
+    ours, theirs = joint(head), joint(cp)
+    return (ours.exp() - theirs.exp()).abs().sum().item() / 2, (ours - theirs).min().item()
+
+
+@pytest.mark.parametrize("n", [4, 5, 6])
+@pytest.mark.parametrize("name", ["hmm", "btree"])
+def test_hmm_and_btree_start_close_to_the_cp_with_the_same_leaves(name, n):
+    """With probability s = 0.95 ** (number of sums) no latent ever changes, and then the law is the CP's.
+
+    So the start is q = s * q_cp + (1 - s) * other: the total variation is at most 1 - s, and log q is nowhere more
+    than -log s below log q_cp. The weights of the sums (std 0.01, |h| about 4) move s by about 0.2 % per sum.
+    """
+    sums = n - 1 if name == "hmm" else len(INNER_REGIONS[n])
+    stay = (STAY_PROBABILITY - 0.01) ** sums
+    variation, lowest = start_distance(name, n)
+    assert variation <= 1 - stay
+    assert lowest >= math.log(stay)
+    assert variation > 0  # not the CP itself: the sums can be trained
+
+
+@pytest.mark.parametrize("name", ["hmm", "btree"])
+def test_without_the_bias_the_start_would_not_be_close(name):
+    """The control of the test above: the same bound is broken by sums that start uniform."""
+    variation, lowest = start_distance(name, 5, zero_bias=True)
+    stay = (STAY_PROBABILITY - 0.01) ** len(INNER_REGIONS[5] if name == "btree" else range(4))
+    assert variation > 1 - stay
+    assert lowest < math.log(stay)
+
+
+@pytest.mark.parametrize("name", ["hmm", "btree"])
+@pytest.mark.parametrize("r", [1, 2, 8])
+def test_the_probability_of_staying_is_the_stated_one(name, r):
+    inner = build(name, 5, r)(torch.zeros(1, D)).inner.exp()
+    diagonal = inner.diagonal(dim1=-2, dim2=-1)
+    expected = 1.0 if r == 1 else STAY_PROBABILITY
+    torch.testing.assert_close(diagonal, torch.full_like(diagonal, expected))
+
+
+@ALL
+def test_a_head_started_from_the_lm_head_predicts_what_the_target_predicts(name):
+    head = build(name)
+    lm_head = torch.randn(V, D, generator=torch.Generator().manual_seed(3))
+    head.init_from_lm_head(lm_head, seed=0)
+    hidden = hidden_states()
+    target = (hidden @ lm_head.T).log_softmax(-1)[:, None, None]
+    # Noise of std 0.01 per weight times |h| <= 7 moves a logit by 0.07 (one sigma); 5 sigma, twice (normaliser).
+    assert hidden.norm(dim=1).max() < 7
+    difference = (head(hidden).leaf - target).abs()
+    assert difference.max() < 2 * 5 * INIT_STD * 7
+    assert difference.mean() < INIT_STD * 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_components_and_positions_started_from_the_lm_head_differ_and_the_seed_decides(dtype):
+    head = build("cp", 3, 2).to(dtype)
+    lm_head = torch.randn(V, D, generator=torch.Generator().manual_seed(3)).to(dtype)
+    head.init_from_lm_head(lm_head, seed=0)
+    first = head.leaf_weight.clone()
+    pieces = first.flatten(0, 1)
+    assert len({tuple(piece.flatten().tolist()) for piece in pieces}) == 6
+    head.init_from_lm_head(lm_head, seed=0)
+    assert torch.equal(head.leaf_weight, first)
+    head.init_from_lm_head(lm_head, seed=1)
+    assert not torch.equal(head.leaf_weight, first)
+
+
+def test_gradients_reach_every_parameter():
+    for name in CIRCUITS:
+        head = build(name, 5, 3, leaf_std=1.0).requires_grad_(True)
+        tokens = torch.randint(0, V, (B, 5), generator=torch.Generator().manual_seed(4))
+        head.circuit.log_prob(head(hidden_states()), tokens).mean().backward()
+        for key, value in head.named_parameters():
+            assert value.grad is not None and bool(value.grad.isfinite().all()), key
+            assert float(value.grad.abs().sum()) > 0, key

@@ -1,0 +1,188 @@
+"""Bad input: one line, at start, in the caller's process, with what was given, what is allowed, what to type."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.models import make_target
+from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.heads import build_head
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `target` and a head `head` (btree, window 5, 3 components)."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    target = make_target(folder / "target", vocab_size=32, seed=0)
+    write_head(folder / "head", target.config.to_dict())
+    return folder
+
+
+def write_head(folder: Path, target: dict[str, Any]) -> None:
+    config = HeadConfig.create(circuit="btree", window=5, num_components=3, target=target, verifier="../target")
+    save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def engine_config(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    small = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26}
+    return EngineArgs(str(model), speculative_config=speculative_config, **small, **arguments).create_engine_config()
+
+
+def refusal(place: Path, **given: Any) -> str:
+    """The message `speculative_config` = {"method": "mtpc", "model": head, **given} is refused with."""
+    speculative_config = {"method": "mtpc", "model": str(place / "head"), **given}
+    with pytest.raises(MtpcError) as caught:
+        engine_config(place / "target", speculative_config)
+    message = str(caught.value)
+    assert "\n" not in message, message
+    return message
+
+
+def rewrite(place: Path, **changes: Any) -> None:
+    file = place / "head" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_good_head_is_accepted_with_its_defaults(place: Path) -> None:
+    spec = engine_config(place / "target", {"method": "mtpc", "model": str(place / "head")}).speculative_config
+    assert spec.num_speculative_tokens == 4 and spec.draft_sample_method == "probabilistic"
+    assert "circuit='btree'" in repr(spec)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 4])
+def test_any_number_of_drafts_up_to_the_window(place: Path, drafts: int) -> None:
+    given = {"method": "mtpc", "model": str(place / "head"), "num_speculative_tokens": drafts}
+    assert engine_config(place / "target", given).speculative_config.num_speculative_tokens == drafts
+
+
+@pytest.mark.parametrize("drafts", [0, -1, 5, 2.5, "3"])
+def test_more_drafts_than_the_window(place: Path, drafts: Any) -> None:
+    message = refusal(place, num_speculative_tokens=drafts)
+    assert f"num_speculative_tokens={drafts}" in message and "1 to 4" in message
+
+
+def test_unknown_circuit(place: Path) -> None:
+    rewrite(place, circuit="tensor-train")
+    assert "'tensor-train'" in (message := refusal(place)) and "ff, cp, hmm, btree" in message
+
+
+@pytest.mark.parametrize(("key", "value"), [("vocab_size", 33), ("hidden_size", 96)])
+def test_head_for_another_target(place: Path, key: str, value: int) -> None:
+    target = json.loads((place / "target" / "config.json").read_text())
+    write_head(place / "head", {**target, key: value})
+    message = refusal(place)
+    assert f"{key}={value}" in message and str(place / "target") in message
+
+
+def test_missing_tensor(place: Path) -> None:
+    change_tensors(place, lambda tensors: tensors.pop("inner_bias"))
+    assert "missing: inner_bias" in refusal(place)
+
+
+def test_extra_tensor(place: Path) -> None:
+    change_tensors(place, lambda tensors: tensors.update(surplus=torch.zeros(2)))
+    assert "unknown tensor(s): surplus" in (message := refusal(place)) and "leaf_weight" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_tensor_with_nan(place: Path, value: float) -> None:
+    change_tensors(place, lambda tensors: tensors["root_weight"][0].fill_(value))
+    assert "'root_weight' holds NaN or infinity" in refusal(place)
+
+
+def change_tensors(place: Path, change: Any) -> None:
+    file = place / "head" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_wrong_format_version(place: Path) -> None:
+    rewrite(place, format_version=2)
+    assert "'format_version' = 2" in (message := refusal(place)) and "reads format 1" in message
+
+
+def test_unknown_config_key(place: Path) -> None:
+    rewrite(place, widnow=8)
+    assert "unknown key 'widnow'" in (message := refusal(place)) and "window" in message
+
+
+def test_pickle_where_safetensors_is_expected(place: Path) -> None:
+    (place / "head" / "model.safetensors").rename(place / "head" / "model@900.pt")
+    assert "model@900.pt" in (message := refusal(place)) and "pickled weights are never loaded" in message
+    message = refusal(place, model=str(place / "head" / "model@900.pt"))
+    assert "is a file" in message and "model.safetensors" in message
+
+
+def test_missing_head(place: Path) -> None:
+    assert "the folder does not exist" in refusal(place, model=str(place / "nowhere"))
+
+
+def test_a_target_is_not_a_head(place: Path) -> None:
+    assert "not a head's config" in refusal(place, model=str(place / "target"))
+
+
+def test_block_verification_is_refused_where_it_is_biased(place: Path) -> None:
+    message = refusal(place, rejection_sample_method="block")
+    assert "biased" in message and "'standard'" in message and "0.33" in message
+
+
+@pytest.mark.parametrize("key", ["quantization", "parallel_drafting", "typo", "head"])
+def test_an_option_of_other_methods_is_refused(place: Path, key: str) -> None:
+    message = refusal(place, **{key: "x"})
+    assert repr(key) in message and "num_speculative_tokens" in message
+
+
+def test_unknown_value_of_an_option(place: Path) -> None:
+    assert "draft_sample_method" in refusal(place, draft_sample_method="beam")
+
+
+def test_ptp_is_refused_until_it_has_heads(place: Path) -> None:
+    assert "'ptp'" in (message := refusal(place, method="ptp")) and "'mtpc'" in message
+
+
+def test_no_model_and_no_shipped_head(place: Path) -> None:
+    assert "ships no head in mtpc/" in refusal(place, model=None)
+
+
+def test_shipped_head_needs_no_name(place: Path) -> None:
+    shutil.copytree(place / "head", place / "target" / "mtpc")
+    spec = engine_config(place / "target", {"method": "mtpc"}).speculative_config
+    assert spec.model == str(place / "target" / "mtpc")
+
+
+def test_a_head_folder_serves_its_verifier(place: Path) -> None:
+    made = engine_config(place / "head", None)
+    assert made.model_config.model == str((place / "target").resolve())
+    assert made.speculative_config.head.circuit == "btree" and made.speculative_config.num_speculative_tokens == 4
+
+
+def test_a_damaged_head_folder_is_refused_before_vllm_reads_it(place: Path) -> None:
+    rewrite(place, speculators_config={"proposal_methods": []})
+    with pytest.raises(MtpcError, match="speculators_config") as caught:
+        engine_config(place / "head", None)
+    assert "\n" not in str(caught.value)
+
+
+def test_pipeline_parallel_on_v1_is_refused(place: Path) -> None:
+    given = {"method": "mtpc", "model": str(place / "head")}
+    with pytest.raises(MtpcError, match="pipeline_parallel_size=2") as caught:
+        engine_config(place / "target", given, pipeline_parallel_size=2, distributed_executor_backend="mp")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,107 @@
+"""The patch machinery, on modules made for the test: no vLLM, no GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_mtpc.proposers.seam import patch as machinery
+from vllm_mtpc.proposers.seam.patch import Patch, PatchError, apply
+
+SOURCE = """
+TABLE = ["a"]
+
+def work(value, factor):
+    '''Multiply.'''
+    return value * factor
+
+class Box:
+    @staticmethod
+    def make(value):
+        return ("made", value)
+
+    def keep(self, value):
+        return ("kept", value)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = "mtpc_patched_module"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(machinery, "applied", {})
+    monkeypatch.setattr(machinery, "problems", [])
+    yield name
+    sys.modules.pop(name, None)
+    machinery._after_import.waiting.pop(name, None)
+
+
+def doubling(module_name: str, attribute_name: str = "work", needs: tuple[str, ...] = ("value",)) -> type[Patch]:
+    class Doubling(Patch):
+        module, attribute, reason, parameters = module_name, attribute_name, "a test", needs
+
+        @classmethod
+        def replace(cls, original: Callable) -> Callable:
+            return lambda *args: (original(*args), "twice")
+
+    return Doubling
+
+
+def test_a_patch_waits_for_the_import(module: str) -> None:
+    apply(doubling(module))
+    assert module not in sys.modules
+    patched = __import__(module)
+    assert patched.work(3, 4) == (12, "twice")
+    assert patched.work.__doc__ == "Multiply."
+    assert machinery.problems == []
+
+
+def test_an_imported_module_is_patched_at_once(module: str) -> None:
+    patched = __import__(module)
+    apply(doubling(module))
+    assert patched.work(3, 4) == (12, "twice")
+
+
+def test_the_same_patch_twice_is_applied_once(module: str) -> None:
+    patched = __import__(module)
+    declared = doubling(module)
+    apply(declared)
+    apply(declared)
+    assert patched.work(3, 4) == (12, "twice")
+
+
+def test_a_second_patch_of_an_attribute_is_refused(module: str) -> None:
+    apply(doubling(module))
+    with pytest.raises(PatchError, match="already replaced by Doubling"):
+        apply(doubling(module))
+
+
+def test_methods_and_static_methods_stay_what_they_are(module: str) -> None:
+    patched = __import__(module)
+    apply(doubling(module, "Box.make"))
+    apply(doubling(module, "Box.keep"))
+    assert patched.Box.make(1) == (("made", 1), "twice")
+    assert patched.Box().keep(2) == (("kept", 2), "twice")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "needs", "said"),
+    [("gone", (), "no such attribute"), ("work", ("value", "temperature"), "no longer takes temperature")],
+)
+def test_what_vllm_moved_is_reported_and_left_alone(module: str, attribute: str, needs: tuple, said: str) -> None:
+    patched = __import__(module)
+    apply(doubling(module, attribute, needs))
+    assert patched.work(3, 4) == 12
+    assert len(machinery.problems) == 1
+    assert said in machinery.problems[0] and f"{module}:{attribute}" in machinery.problems[0]
+
+
+def test_other_imports_are_not_touched(module: str) -> None:
+    apply(doubling(module))
+    import colorsys
+
+    assert "exec_module" not in vars(colorsys.__loader__)

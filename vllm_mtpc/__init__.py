@@ -1,0 +1,22 @@
+"""vllm_mtpc: exact speculative decoding for vLLM with probabilistic-circuit heads.
+
+Importing this package is cheap: neither torch nor vLLM is loaded until a head is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "has_heads"]
+
+
+def has_heads(path: str | Path) -> bool:
+    """Whether `path` is a head checkpoint or a target folder that ships one in `mtpc/`.
+
+    Reads at most two small JSON files and no weights. A folder that does not exist, or whose
+    `config.json` is not readable JSON, has no heads.
+    """
+    from vllm_mtpc.checkpoint.locate import find_head
+
+    return find_head(path) is not None

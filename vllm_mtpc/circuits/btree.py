@@ -1,0 +1,113 @@
+"""Binary tree of latents: every region of two or more tokens has one, its row given by the region above.
+
+The window is halved until single tokens are left. A token has no latent of its own: it reads the one
+of the region it is a child of, so the two tokens of a pair share a latent (MtPC paper, section 3;
+the left part of an odd region takes round-half-to-even of its length).
+
+Filtering walks the tree depth first. Each open region keeps one tensor: while its left child is being
+read, its weights; afterwards, the message of that left child, which its own upward message needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState, Reduce, step
+
+
+@dataclass
+class Region:
+    """Tokens [lo, hi); children when there is more than one; `index` into the inner sums (root: -1)."""
+
+    lo: int
+    hi: int
+    left: Region | None = None
+    right: Region | None = None
+    index: int = -1
+
+    @property
+    def height(self) -> int:
+        return 1 + max(self.left.height, self.right.height) if self.left and self.right else 0
+
+
+def build_tree(lo: int, hi: int) -> Region:
+    region = Region(lo, hi)
+    if hi - lo > 1:
+        middle = lo + round((hi - lo) / 2)
+        region.left, region.right = build_tree(lo, middle), build_tree(middle, hi)
+    return region
+
+
+def inner_regions(root: Region) -> list[Region]:
+    """Regions with a sum of their own below the root, leaves to root, left to right within a height."""
+    found, todo = [], [root.left, root.right]
+    while todo:
+        region = todo.pop()
+        if region is not None and region.left is not None:
+            found.append(region)
+            todo += [region.left, region.right]
+    return sorted(found, key=lambda region: (region.height, region.lo))
+
+
+class BTree(Circuit):
+    name = "btree"
+
+    def __init__(self, window: int, num_components: int) -> None:
+        super().__init__(window, num_components)
+        self.tree = build_tree(0, window)
+        inner = inner_regions(self.tree)
+        for index, region in enumerate(inner):
+            region.index = index
+        self._num_inner = len(inner)
+        self._paths = [self._path_to(k) for k in range(window)]
+
+    @property
+    def num_inner(self) -> int:
+        return self._num_inner
+
+    def _path_to(self, k: int) -> list[tuple[Region, bool]]:
+        """Open regions above token k, root first, each with whether k lies in its right child."""
+        path, region = [], self.tree
+        while region.left is not None:
+            is_right = k >= region.right.lo
+            path.append((region, is_right))
+            region = region.right if is_right else region.left
+        return path
+
+    def start(self, params: CircuitParams) -> FilterState:
+        return self._descend(params, self.tree, params.root, [])
+
+    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
+        stack, path, message = list(state.stack), list(self._paths[k]), evidence
+        while path[-1][1]:  # token k closes this region: send its message up
+            region, _ = path.pop()
+            message = self._send(params, region, stack.pop() + message, torch.logsumexp)
+        region, _ = path.pop()
+        weights = (stack.pop() + message).log_softmax(dim=-1)
+        return self._descend(params, region.right, weights, [*stack, message])
+
+    def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
+        def message(region: Region) -> Tensor:
+            if region.left is None:
+                return evidence[:, region.lo]
+            return self._send(params, region, message(region.left) + message(region.right), reduce)
+
+        both = message(self.tree.left) + message(self.tree.right)
+        return reduce(params.root + both, -1)
+
+    def _descend(self, params: CircuitParams, region: Region, weights: Tensor, stack: list[Tensor]) -> FilterState:
+        """Down the left edge of `region` to its first token; `weights` are those of the latent above it."""
+        while region.left is not None:
+            if region.index >= 0:
+                weights = step(weights, params.inner[:, region.index])
+            stack.append(weights)
+            region = region.left
+        return FilterState(weights, tuple(stack))
+
+    @staticmethod
+    def _send(params: CircuitParams, region: Region, value: Tensor, reduce: Reduce) -> Tensor:
+        """Message [B, r] of a region to the latent above it, from the value [B, r] under its own latent."""
+        return reduce(params.inner[:, region.index] + value.unsqueeze(1), -1)

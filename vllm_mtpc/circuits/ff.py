@@ -1,0 +1,31 @@
+"""Fully factorised: q(x) = prod_k q(x_k). No dependence between tokens; one component."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState, Reduce
+from vllm_mtpc.errors import HeadConfigError
+
+
+class FullyFactorised(Circuit):
+    name = "ff"
+
+    def __init__(self, window: int, num_components: int) -> None:
+        super().__init__(window, num_components)
+        if num_components != 1:
+            raise HeadConfigError(f"circuit 'ff' with num_components={num_components}: it has exactly 1; use 'cp'")
+
+    @property
+    def num_inner(self) -> int:
+        return 0
+
+    @property
+    def has_root(self) -> bool:
+        return False
+
+    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
+        return state
+
+    def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
+        return evidence.sum(dim=1)[:, 0]

@@ -1,0 +1,187 @@
+"""A head's `config.json`: every field described, nothing inferred, unknown keys refused.
+
+The file follows the speculators convention, so that `vllm serve HEAD_FOLDER` finds the verifier, the
+method and the number of drafts by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from vllm_mtpc.errors import HeadConfigError, one_line
+
+FORMAT_VERSION = 1
+METHODS = ("mtpc", "ptp")
+# Beyond any model; they keep the sizes of a damaged config within what can be multiplied and refused by shape.
+MAX_VOCAB_SIZE = 2**22
+MAX_HIDDEN_SIZE = 2**17
+
+# What of a target's config travels with its head: enough for a reader to know what it was made for.
+TARGET_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "vocab_size",
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ProposalMethod(_Strict):
+    proposal_type: Literal["probabilistic", "greedy"] = Field(description="How drafts are picked by default.")
+    speculative_tokens: int = Field(ge=1, description="Drafts per step, the verifier's own token not counted.")
+
+
+class Verifier(_Strict):
+    name_or_path: str = Field(min_length=1, description="The target; a relative path starts at the head's folder.")
+    architectures: list[str] = Field(description="The target's model classes.")
+
+
+class SpeculatorsConfig(_Strict):
+    algorithm: Literal["mtpc"] = Field(description="Same as speculators_model_type.")
+    default_proposal_method: Literal["probabilistic", "greedy"] = Field(description="The type used unless asked.")
+    proposal_methods: list[ProposalMethod] = Field(min_length=1, description="The first one is used.")
+    verifier: Verifier = Field(description="The model this head was trained for.")
+
+
+class HeadConfig(_Strict):
+    """Everything that is needed to rebuild and serve an MtPC head."""
+
+    architectures: list[str] = Field(description="Name of the head's class, for the speculators convention.")
+    speculators_model_type: Literal["mtpc"] = Field(description="The vLLM method this head is served with.")
+    speculators_config: SpeculatorsConfig = Field(description="Verifier and number of drafts.")
+    transformer_layer_config: dict[str, Any] = Field(description="Sizes of the target, from its own config.")
+    format_version: int = Field(description="Version of this format.")
+    circuit: str = Field(description="Structure over the window: ff, cp, hmm or btree.")
+    window: int = Field(ge=2, description="n, tokens the circuit spans, the verifier's token included.")
+    num_components: int = Field(ge=1, description="r, latent states.")
+    head: str = Field(description="How hidden states become circuit parameters: linear.")
+    hidden_state_layer: Literal[-1] = Field(description="Which hidden state is read; -1: the last, after final norm.")
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
+    hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
+    lora_layers: Literal[0] = Field(description="Target layers with draft adapters; this version serves 0.")
+    x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
+    trained_temperature: float = Field(
+        gt=0, allow_inf_nan=False, description="Temperature of the text the head was trained on."
+    )
+    trained_top_k: int = Field(ge=0, description="Top-k of that text; 0: off.")
+    trained_top_p: float = Field(gt=0, le=1, description="Top-p of that text; 1: off.")
+
+    @field_validator("format_version")
+    @classmethod
+    def _known_version(cls, value: int) -> int:
+        if value != FORMAT_VERSION:
+            raise ValueError(f"this version reads format {FORMAT_VERSION}; install the vllm_mtpc that wrote the head")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HeadConfig:
+        from vllm_mtpc.circuits import get_circuit
+        from vllm_mtpc.heads import check_head_name
+
+        get_circuit(self.circuit, self.window, self.num_components)
+        check_head_name(self.head)
+        drafts = self.num_speculative_tokens
+        if drafts > self.window - 1:
+            raise ValueError(
+                f"speculative_tokens={drafts} with window={self.window}: the first token of a window is the "
+                f"verifier's, so at most {self.window - 1} can be drafted; lower speculative_tokens"
+            )
+        return self
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts per step when the user names none."""
+        return self.speculators_config.proposal_methods[0].speculative_tokens
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        circuit: str,
+        window: int,
+        num_components: int,
+        target: Any,
+        verifier: str,
+        head: str = "linear",
+        num_speculative_tokens: int | None = None,
+        trained_temperature: float = 1.0,
+        trained_top_k: int = 0,
+        trained_top_p: float = 1.0,
+    ) -> HeadConfig:
+        """The config of a new head for `target`, a transformers config (or its dict).
+
+        Raises HeadConfigError where a size or a name is not possible.
+        """
+        from vllm_mtpc.circuits import get_circuit
+
+        get_circuit(circuit, window, num_components)
+        values = target if isinstance(target, dict) else target.to_dict()
+        for size in ("vocab_size", "hidden_size"):
+            if values.get(size) is None:
+                raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
+        layer_config = {key: values[key] for key in TARGET_KEYS if values.get(key) is not None}
+        drafts = window - 1 if num_speculative_tokens is None else num_speculative_tokens
+        proposal = {"proposal_type": "probabilistic", "speculative_tokens": drafts}
+        return cls.parse(
+            {
+                "architectures": ["MtpcHeadModel"],
+                "speculators_model_type": "mtpc",
+                "speculators_config": {
+                    "algorithm": "mtpc",
+                    "default_proposal_method": "probabilistic",
+                    "proposal_methods": [proposal],
+                    "verifier": {"name_or_path": verifier, "architectures": values.get("architectures") or []},
+                },
+                "transformer_layer_config": layer_config,
+                "format_version": FORMAT_VERSION,
+                "circuit": circuit,
+                "window": window,
+                "num_components": num_components,
+                "head": head,
+                "hidden_state_layer": -1,
+                "vocab_size": values["vocab_size"],
+                "hidden_size": values["hidden_size"],
+                "lora_layers": 0,
+                "x1_from": "verifier",
+                "trained_temperature": trained_temperature,
+                "trained_top_k": trained_top_k,
+                "trained_top_p": trained_top_p,
+            }
+        )
+
+    @classmethod
+    def parse(cls, values: Any, source: str = "head config") -> HeadConfig:
+        """Validate a dict; raises HeadConfigError with one line that starts with `source`."""
+        if not isinstance(values, dict):
+            raise HeadConfigError(f"{source}: holds a {type(values).__name__}; a JSON object is expected")
+        if "speculators_model_type" not in values:
+            raise HeadConfigError(
+                f"{source}: not a head's config (key 'speculators_model_type' is missing); name a head folder"
+            )
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise HeadConfigError(f"{source}: {one_line(error, cls)}") from None
+
+    @classmethod
+    def read(cls, file: Path) -> HeadConfig:
+        """Read and validate a `config.json`; raises HeadConfigError."""
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, endless digits
+            raise HeadConfigError(f"{file}: cannot be read as JSON ({error}); restore the head's config.json") from None
+        return cls.parse(values, str(file))
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(), indent=2) + "\n"

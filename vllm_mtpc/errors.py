@@ -1,0 +1,48 @@
+"""Errors a user sees: one line each, saying what was given, what is allowed and what to type."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+class MtpcError(ValueError):
+    """Base class of every error this package raises on bad input; always one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # names and causes that come from files may hold breaks
+
+
+class HeadConfigError(MtpcError):
+    """A head's `config.json`, or the request to build a head, is not valid."""
+
+
+class CheckpointError(MtpcError):
+    """A head's folder or weight file is missing, damaged or of another shape."""
+
+
+class ServeConfigError(MtpcError):
+    """`speculative_config` asks for something that cannot be served exactly."""
+
+
+def one_line(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem of a pydantic error in one line, unknown keys answered with the allowed ones."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        allowed = ", ".join(_keys_beside(problem["loc"], model))
+        return f"unknown key {key!r}; allowed keys: {allowed}; remove it or correct its name"
+    if problem["type"] == "missing":
+        return f"key {key!r} is missing; every key is explicit in this format: add it"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"key {key!r} = {problem['input']!r}: {message}" if key else message  # without a key: about several
+
+
+def _keys_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """Names of the fields at the place in `model` where a pydantic location points to."""
+    for part in location[:-1]:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            model = next(iter(get_args(annotation)), annotation)  # list[Model] or Model
+    return sorted(model.model_fields)
