@@ -60,7 +60,7 @@ setup(
     python_requires=">=3.10",
     packages=packages(),
     package_dir={"vllm_mtpc": "vllm_mtpc", **BESIDE},
-    package_data={"vllm_mtpc": ["py.typed"], "vllm_mtpc.demo": ["assets/**"], "vllm_mtpc.kernels": ["**/*.md"]},
+    package_data={"vllm_mtpc.demo": ["assets/**"], "vllm_mtpc.kernels": ["**/*.md"]},
     include_package_data=False,
     zip_safe=False,
     install_requires=["numpy>=1.26", "pydantic>=2.12", "rich>=13.8", "safetensors>=0.6.2", "tqdm>=4.66"],

@@ -62,7 +62,7 @@ hint() {
             "https://pytorch.org/get-started/locally, choose CPU): PIP_EXTRA_INDEX_URL=ADDRESS scripts/setup.sh"
     elif grep -q -i 'no space left' "$LOG"; then
         echo "the disk is full: about 6 GB are needed here and in the folder for temporary files (TMPDIR)"
-    elif grep -q -i 'connection\|timed out\|name resolution\|SSLError' "$LOG"; then
+    elif grep -q -i 'connection\|timed out\|name resolution\|SSLError\|from versions: none' "$LOG"; then
         echo "the package index was not reached: check the network or pip's settings (pip config list), then run again"
     else
         echo "run again after mending the cause above; to begin anew: rm -rf .venv && scripts/setup.sh"
@@ -102,7 +102,7 @@ for name in ("torchvision", "torchaudio", "torchcodec"):
         continue
     try:
         importlib.import_module(name)
-    except Exception as error:
+    except Exception:
         print(name)
 PYTHON
     ) || broken="torchvision torchaudio torchcodec" # an import that ends the interpreter counts as broken

@@ -180,7 +180,7 @@ def test_a_file_that_is_not_a_json_object_is_refused(tmp_path, content):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(HeadConfigError, match="config.json"):
+    with pytest.raises(HeadConfigError, match=r"config\.json"):
         HeadConfig.read(tmp_path / "config.json")
 
 

@@ -101,8 +101,8 @@ def _check_request(given: dict[str, Any]) -> None:
         )
     if given.get("rejection_sample_method") == "block" and versions.vllm_minor() < versions.EXACT_BLOCK_VERIFICATION:
         raise ServeConfigError(
-            f"speculative_config: rejection_sample_method 'block' is biased in vLLM {versions.vllm_version()} (it reuses "
-            "noise it has already looked at), so the output would not be the target's; allowed: 'standard', or "
+            f"speculative_config: rejection_sample_method 'block' is biased in vLLM {versions.vllm_version()} (it "
+            "reuses noise it has already looked at), so the output would not be the target's; allowed: 'standard', or "
             "vLLM 0.33 and later; remove rejection_sample_method"
         )
 
@@ -146,8 +146,8 @@ def _check_fit(folder: Path, head: HeadConfig, given: dict[str, Any], target: Mo
     drafts = given.get("num_speculative_tokens")
     if drafts is not None and (not isinstance(drafts, int) or not 1 <= drafts <= head.window - 1):
         raise ServeConfigError(
-            f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window} and its first "
-            f"token is the target's own, so allowed are 1 to {head.window - 1}; lower it or leave it out"
+            f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window} and its "
+            f"first token is the target's own, so allowed are 1 to {head.window - 1}; lower it or leave it out"
         )
 
 

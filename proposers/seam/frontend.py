@@ -144,8 +144,9 @@ def check_runner(vllm_config: Any) -> None:
     if stages > 1 and not (is_v2 and scheduler.async_scheduling):
         runner = "Model Runner V2 with synchronous scheduling" if is_v2 else "Model Runner V1"
         raise ServeConfigError(
-            f"pipeline_parallel_size={stages} with drafts on {runner}: vLLM crashes there; allowed: Model Runner V2 with "
-            "asynchronous scheduling; drop --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or use tensor parallelism"
+            f"pipeline_parallel_size={stages} with drafts on {runner}: vLLM crashes there; allowed: Model Runner V2 "
+            "with asynchronous scheduling; drop --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or use tensor "
+            "parallelism"
         )
     if not is_v2:
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host

@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import Version
+
 TESTED = ("0.32",)
 EXACT_BLOCK_VERIFICATION = (0, 33)  # first release that mixes the step into block verification's noise
 
@@ -24,8 +26,8 @@ def vllm_version() -> str:
 
 
 def vllm_minor() -> tuple[int, int]:
-    major, minor = (vllm_version().split("+")[0].split(".") + ["0"])[:2]
-    return int(major), int("".join(digit for digit in minor if digit.isdigit()) or 0)
+    major, minor = [*Version(vllm_version()).release, 0][:2]
+    return major, minor
 
 
 def untested_warning() -> str | None:

@@ -1,4 +1,4 @@
-"""Patches that run where a model is: the two model runners, and one bug of V1 sampling on a CPU."""
+"""Patches that run where a model is: the two model runners, and two bugs of V1 sampling on a CPU."""
 
 from __future__ import annotations
 
@@ -111,4 +111,24 @@ class ExpandBatchToTokens(Patch):
         return choose(original)
 
 
-PATCHES: tuple[type[Patch], ...] = (InitSpeculator, V1RunnerInit, V1ProposeDraftTokenIds, ExpandBatchToTokens)
+class ApplySamplingConstraints(Patch):
+    module = "vllm.v1.sample.rejection_sampler"
+    attribute = "apply_sampling_constraints"
+    reason = "in a step without drafts V1 verifies no rows at all, and vLLM's top-k of nothing raises on a CPU"
+    parameters = ("logits",)
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply_sampling_constraints(logits: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(logits, *args, **kwargs) if logits.shape[0] else logits
+
+        return apply_sampling_constraints
+
+
+PATCHES: tuple[type[Patch], ...] = (
+    InitSpeculator,
+    V1RunnerInit,
+    V1ProposeDraftTokenIds,
+    ExpandBatchToTokens,
+    ApplySamplingConstraints,
+)

@@ -92,6 +92,18 @@ def test_mpe_with_ties_everywhere_still_reaches_the_largest_value(name):
     assert exact.latent_terms(tuple(tokens)).max() == pytest.approx(best_value(exact, (), 5), abs=TOLERANCE)
 
 
+def test_mpe_never_mixes_two_pairs_that_tie():
+    """Latents 0 -> 2 and 1 -> 1 are equally good and say (0, 0) and (1, 1); (0, 1) is worse than both."""
+    emit = {0: [0.75, 0.25], 1: [0.25, 0.75], 2: [0.75, 0.25]}
+    leaf = torch.tensor([[[emit[z] for z in range(3)]] * 2]).log()
+    stay = torch.tensor([[0.1, 0.1, 0.8], [0.1, 0.8, 0.1], [0.8, 0.1, 0.1]]).log()
+    params = CircuitParams(leaf, torch.tensor([[0.5, 0.5, 1e-6]]).log(), stay[None, None])
+    tokens = tuple(make("hmm", 2, 3).mpe(params)[0].tolist())
+    exact = Enumerated("hmm", params)
+    assert exact.latent_terms((0, 1)).max() < best_value(exact, (), 2) - 0.5
+    assert exact.latent_terms(tokens).max() == pytest.approx(best_value(exact, (), 2), abs=TOLERANCE)
+
+
 def test_mpe_and_greedy_differ_where_latents_compete():
     """One component says 0 and is the likeliest (0.4 * 0.9); two others, 0.3 * 0.9 each, say 1 together."""
     circuit = make("cp", 2, 3)

@@ -57,15 +57,16 @@ class Reply:
 
 
 def run(
-    engines: dict[str, Engine], runner: str, async_scheduling: bool = False, timeout: float = 900
+    engines: dict[str, Engine], runner: str, async_scheduling: bool = False, timeout: float = 1200, **more_env: str
 ) -> dict[str, list[Reply] | str]:
-    """Replies by engine name; a string instead where the engine raised (the error's last line)."""
+    """Replies by engine name; the traceback as a string instead where the engine raised."""
     env = dict(
         os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false"
     )
     if runner == "v2":
         env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(HERE / "interpreter")}
         env |= {"MTPC_TEST_ASYNC": "1"} if async_scheduling else {}
+    env |= more_env
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "asked"), Path(folder, "answered")
         asked.write_bytes(pickle.dumps(engines))
@@ -98,8 +99,18 @@ def _drop_recovered() -> None:
 PLANTS = {"drop_recovered": _drop_recovered}
 
 
+def _sampling_params(arguments: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = arguments.get("structured_outputs")
+    return SamplingParams(
+        **{**arguments, "structured_outputs": StructuredOutputsParams(**structured) if structured else None}
+    )
+
+
 def _answer(engine: Engine) -> list[Reply]:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     if engine.plant:
         PLANTS[engine.plant]()
@@ -107,7 +118,7 @@ def _answer(engine: Engine) -> list[Reply]:
     replies = []
     for call in engine.calls:
         prompts = [{"prompt_token_ids": prompt} for prompt in call.prompts]
-        outputs = llm.generate(prompts, [SamplingParams(**sampling) for sampling in call.sampling], use_tqdm=False)
+        outputs = llm.generate(prompts, [_sampling_params(sampling) for sampling in call.sampling], use_tqdm=False)
         metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
         per_position = next((m.values for m in llm.get_metrics() if m.name.endswith("tokens_per_pos")), None)
         replies.append(
@@ -130,9 +141,8 @@ def main(asked: str, answered: str) -> None:
     for name, engine in pickle.loads(Path(asked).read_bytes()).items():
         try:
             replies[name] = _answer(engine)
-        except Exception as error:
-            traceback.print_exc()
-            replies[name] = f"{type(error).__name__}: {error}"
+        except Exception:
+            replies[name] = traceback.format_exc()
         gc.collect()
     Path(answered).write_bytes(pickle.dumps(replies))
 

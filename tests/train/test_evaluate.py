@@ -104,7 +104,7 @@ def test_measure_agrees_with_a_simulated_server(greedy):
     """Drafts, accepts and rejects token by token; the tokens per step must agree within the noise."""
     torch.manual_seed(1)
     head, target = tiny_head("hmm"), TinyTarget()
-    rows, length = 400, 42
+    rows, length = (40 if greedy else 400), 42
 
     def law(text: list[int]) -> torch.Tensor:
         return (target.lm_head @ target.table[text[-2], text[-1]]).softmax(-1)
@@ -120,7 +120,7 @@ def test_measure_agrees_with_a_simulated_server(greedy):
     hidden = torch.cat([torch.zeros(rows, 1, D), target.hidden(text)], 1)[:, :-1]
     figures = evaluate.measure(head, target.lm_head, Samples(text, hidden, prompt=2), greedy)
     tokens = steps = 0
-    for row in range(rows if greedy else rows // 2):
+    for row in range(rows if greedy else 120):
         served = text[row, :2].tolist()
         first = pick(law(served))
         while len(served) <= length - N + 2:  # as far as the evaluator's windows reach
@@ -142,7 +142,7 @@ def test_measure_agrees_with_a_simulated_server(greedy):
                 first = pick(law(context))
             served += window
             tokens, steps = tokens + len(window), steps + 1
-    assert figures.tokens_per_step == pytest.approx(tokens / steps, rel=1e-5 if greedy else 0.03)
+    assert figures.tokens_per_step == pytest.approx(tokens / steps, rel=1e-5 if greedy else 0.04)
     assert figures.tokens_per_step == pytest.approx(1 + sum(figures.per_position), abs=1e-6)
 
 

@@ -79,7 +79,7 @@ def _check_names(file: Path, given: set[str], expected: set[str]) -> None:
         raise CheckpointError(f"{file}: tensor(s) missing: {', '.join(missing)}; save the head again")
     if extra:
         raise CheckpointError(
-            f"{file}: unknown tensor(s): {', '.join(extra)}; allowed: {', '.join(sorted(expected))}; save the head again"
+            f"{file}: unknown tensor(s): {', '.join(extra)}; allowed: {', '.join(sorted(expected))}; save it again"
         )
 
 

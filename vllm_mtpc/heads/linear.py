@@ -31,13 +31,21 @@ class LinearHead(nn.Module):
         super().__init__()
         self.circuit = circuit
         n, r, inner = circuit.window, circuit.num_components, circuit.num_inner
-        self.leaf_weight = nn.Parameter(torch.randn(n, r, vocab_size, hidden_size) * INIT_STD)
-        self.root_weight = nn.Parameter(torch.randn(r, hidden_size) * INIT_STD) if circuit.has_root else None
-        if inner:
-            self.inner_weight = nn.Parameter(torch.randn(inner, r, r, hidden_size) * INIT_STD)
-            self.inner_bias = nn.Parameter(_stay_bias(r).repeat(inner, 1, 1))
-        else:
-            self.inner_weight = self.inner_bias = None
+        self.leaf_weight = nn.Parameter(torch.empty(n, r, vocab_size, hidden_size))
+        self.root_weight = nn.Parameter(torch.empty(r, hidden_size)) if circuit.has_root else None
+        self.inner_weight = nn.Parameter(torch.empty(inner, r, r, hidden_size)) if inner else None
+        self.inner_bias = nn.Parameter(torch.empty(inner, r, r)) if inner else None
+        if not self.leaf_weight.is_meta:  # on meta, even filling a tensor imports seconds worth of torch
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Small random weights; inner sums that mostly keep the latent."""
+        for weight in (self.leaf_weight, self.root_weight, self.inner_weight):
+            if weight is not None:
+                weight.normal_().mul_(INIT_STD)
+        if self.inner_bias is not None:
+            self.inner_bias.copy_(_stay_bias(self.circuit.num_components))
 
     @torch.no_grad()
     def init_from_lm_head(self, weight: Tensor, seed: int) -> None:

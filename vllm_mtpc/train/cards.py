@@ -62,7 +62,7 @@ are bytes, 256 is `<|endoftext|>`. Weights are stored in float16 and meant to be
 | {settings["short_window"]} bytes | {figures["bits_per_byte"]:.4f} |
 | {settings["long_window"]} bytes | {figures["bits_per_byte_long"]:.4f} |
 
-Each window is read without earlier context; measured in float32 on the stored weights.
+Each window is read without earlier context; {settings["loss_bytes"]} bytes, measured in float32 on the stored weights.
 
 - Data: {data["description"]}; {data["files"]} files, {data["bytes"]} bytes, SHA-256 `{data["sha256"]}`. The
   Python standard library is under the PSF License.
@@ -101,8 +101,9 @@ drafts up to {window - 1} bytes from the target's last hidden state, given the t
 ## Training
 
 - Data: {settings["sequences_t1"]} continuations at T=1 and {settings["sequences_t0"]} greedy ones of
-  {settings["new_tokens"]} bytes, written by the target after {settings["prompt"]} bytes of its own training text
-  ({data["files"]} files, SHA-256 `{data["sha256"]}`); the end of text does not end a continuation.
+  {settings["new_tokens"]} bytes, written by the target after {settings["prompt"]} bytes of its own training text, and
+  {settings["sequences_corpus"]} crops of that text of the same length ({data["files"]} files, SHA-256
+  `{data["sha256"]}`). The end of text does not end a continuation.
 - Loss: conditional negative log-likelihood of the window, position k weighted by {settings["gamma"]}^(k-1), in
   expectation under the target's law of each byte.
 - {settings["steps"]} steps of {settings["windows_per_step"]} windows, Adam, learning rate {settings["learning_rate"]}

@@ -24,15 +24,16 @@ class Plan:
     steps: int = target.STEPS
     long_steps: int = target.LONG_STEPS
     head_steps: int = heads.STEPS
-    sequences_t1: int = 2304
-    sequences_t0: int = 768
-    new_tokens: int = 224
+    sequences_t1: int = 2048  # of the target's own text, sampled
+    sequences_t0: int = 384  # greedy
+    sequences_corpus: int = 1024
+    new_tokens: int = 128
     evaluation_sequences: int = 256
-    evaluation_tokens: int = 192
-    loss_windows: int = 0  # windows of held-out text for bits per byte; 0: all
+    evaluation_tokens: int = 96
+    loss_bytes: int = 131072  # of held-out text, evenly spread, for bits per byte
 
 
-QUICK = Plan(20, 2, 20, 24, 8, 48, 16, 48, 32)
+QUICK = Plan(20, 2, 20, 16, 8, 8, 32, 16, 32, 4096)
 
 
 def run_target(text: corpus.Corpus, folder: Path, plan: Plan, command: str) -> None:
@@ -46,8 +47,8 @@ def describe_target(text: corpus.Corpus, folder: Path, plan: Plan, command: str,
     """Measures the saved target and writes its card and provenance."""
     model = target.load(folder)
     figures = {
-        "bits_per_byte": target.bits_per_byte(model, text.valid, target.SHORT, plan.loss_windows),
-        "bits_per_byte_long": target.bits_per_byte(model, text.valid, target.LONG, plan.loss_windows),
+        "bits_per_byte": target.bits_per_byte(model, text.valid, target.SHORT, plan.loss_bytes),
+        "bits_per_byte_long": target.bits_per_byte(model, text.valid, target.LONG, plan.loss_bytes),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "minutes": round(minutes, 1),
     }
@@ -57,6 +58,7 @@ def describe_target(text: corpus.Corpus, folder: Path, plan: Plan, command: str,
         "tokens_per_step": target.TOKENS_PER_STEP,
         "short_window": target.SHORT,
         "long_window": target.LONG,
+        "loss_bytes": plan.loss_bytes,
     }
     record = {"versions": package_versions(), **cards.provenance(text, command, target.SEED, figures, settings)}
     replace_file(folder / "README.md", cards.target_card(record).encode())
@@ -65,10 +67,11 @@ def describe_target(text: corpus.Corpus, folder: Path, plan: Plan, command: str,
 
 
 def training_text(model: torch.nn.Module, text: corpus.Corpus, plan: Plan) -> samples.Samples:
-    """The target's own text that heads are trained on: mostly sampled, some greedy."""
+    """What heads are trained on: text of the target, sampled and greedy, and as much of the corpus."""
     drawn = samples.generate(model, text.train, plan.sequences_t1, plan.new_tokens, 1.0, seed=1)
     greedy = samples.generate(model, text.train, plan.sequences_t0, plan.new_tokens, 0.0, seed=2)
-    return samples.join([drawn, greedy])
+    found = samples.read(model, text.train, plan.sequences_corpus, samples.PROMPT + plan.new_tokens, seed=3)
+    return samples.join([drawn, greedy, found])
 
 
 def evaluation_text(model: torch.nn.Module, text: corpus.Corpus, plan: Plan) -> dict[str, samples.Samples]:
@@ -93,6 +96,7 @@ def run_heads(text: corpus.Corpus, out: Path, plan: Plan, command: str) -> None:
         "gamma": heads.GAMMA,
         "sequences_t1": plan.sequences_t1,
         "sequences_t0": plan.sequences_t0,
+        "sequences_corpus": plan.sequences_corpus,
         "prompt": samples.PROMPT,
         "new_tokens": plan.new_tokens,
     }

@@ -126,13 +126,14 @@ def train(text: corpus.Corpus, steps: int = STEPS, long_steps: int = LONG_STEPS)
 
 
 @torch.no_grad()
-def bits_per_byte(model: LlamaForCausalLM, part: corpus.Split, length: int = SHORT, windows: int = 0) -> float:
-    """Bits per byte in float32 over consecutive windows of ``length`` that cover ``part`` (all, or evenly spread).
+def bits_per_byte(model: LlamaForCausalLM, part: corpus.Split, length: int = SHORT, at_most: int = 131072) -> float:
+    """Bits per byte in float32 over windows of ``length``, spread evenly over ``part``, of ``at_most`` tokens in all.
 
     Every window starts without context, as training windows do, so this is an upper bound of what serving sees.
     """
     starts = torch.arange(0, len(part.tokens) - length - 1, length)
-    if windows and windows < len(starts):
+    windows = max(1, at_most // length)
+    if windows < len(starts):
         starts = starts[torch.linspace(0, len(starts) - 1, windows).long()]
     total = 0.0
     for chunk in starts.split(max(1, 16384 // length)):

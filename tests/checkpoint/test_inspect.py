@@ -1,0 +1,137 @@
+"""What `inspect` reports of a head, as data and as a table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.checkpoint.inspect import inspect_head
+from vllm_mtpc.cli import main
+from vllm_mtpc.errors import MtpcError
+
+
+@pytest.fixture
+def show(capsys):
+    """Standard output of `inspect` on a path."""
+
+    def run(*argv) -> str:
+        assert main(["inspect", *map(str, argv)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_report_says_what_the_files_say(folder):
+    report = inspect_head(folder)
+    expected = {
+        "path": str(folder),
+        "circuit": "btree",
+        "window": 4,
+        "num_components": 2,
+        "drafts_per_step": 3,
+        "proposal": "probabilistic",
+        "head": "linear",
+        "vocab_size": 7,
+        "hidden_size": 4,
+        "format_version": 1,
+        "trained_sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    }
+    assert {key: report[key] for key in expected} == expected
+    # leaves n r V D, root r D, and two pairs below the root with r r D weights and r r biases each
+    assert report["parameters"] == 4 * 2 * 7 * 4 + 2 * 4 + 2 * 2 * 2 * 4 + 2 * 2 * 2
+    weights = report["weights"]
+    assert weights["check"] == "ok"
+    assert weights["bytes"] == (folder / "model.safetensors").stat().st_size
+    assert weights["dtypes"] == ["F16"]
+    assert weights["tensors"]["leaf_weight"] == {"shape": [4, 2, 7, 4], "dtype": "F16"}
+    assert set(weights["tensors"]) == {"leaf_weight", "root_weight", "inner_weight", "inner_bias"}
+    assert report["provenance"]["command"] == "train me"
+
+
+def test_json_is_the_report(folder, show):
+    assert json.loads(show(folder, "--json")) == inspect_head(folder)
+
+
+def test_the_table_holds_every_figure(folder, show):
+    text = show(folder)
+    parameters = str(inspect_head(folder)["parameters"])
+    for words in ["btree", "4 tokens", "3, probabilistic", "linear", parameters, "F16", "train me"]:
+        assert words in text
+    for words in ["../target", "LlamaForCausalLM", "not found", "top-k off", "top-p off", "temperature 1.0"]:
+        assert words in text
+    assert text.splitlines()[-1].startswith("weights: ok (4 tensors")
+
+
+def test_a_relative_target_is_looked_for_beside_the_head(folder):
+    assert inspect_head(folder)["target"] == {
+        "name_or_path": "../target",
+        "resolved": str(folder.parent / "target"),
+        "found": False,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    (folder.parent / "target").mkdir()
+    target = inspect_head(folder)["target"]
+    assert target["found"] is True
+    assert target["resolved"] == str((folder.parent / "target").resolve())
+
+
+@pytest.mark.parametrize("name, found", [("org/model", None), ("gpt2", None), ("/nowhere/model", False)])
+def test_other_targets_are_names_or_missing(tmp_path, new_head, name, found):
+    save_head(tmp_path, *new_head(verifier=name), {}, "card")
+    target = inspect_head(tmp_path)["target"]
+    assert (target["resolved"], target["found"]) == (name, found)
+
+
+def test_a_target_folder_shows_the_head_it_ships(folder, tmp_path):
+    place = tmp_path / "llama"
+    place.mkdir()
+    (place / "config.json").write_text('{"model_type": "llama"}')
+    folder.rename(place / "mtpc")
+    assert inspect_head(place)["path"] == str(place / "mtpc")
+
+
+def test_a_hub_name_shows_the_downloaded_head(folder, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(folder))
+    assert inspect_head("someone/some-head")["circuit"] == "btree"
+
+
+def test_sampling_the_head_was_trained_for_is_shown(tmp_path, new_head, show):
+    config, head = new_head(trained_temperature=0.7, trained_top_k=40, trained_top_p=0.9)
+    save_head(tmp_path, config, head, {}, "card")
+    assert "temperature 0.7, top-k 40, top-p 0.9" in show(tmp_path)
+
+
+def test_nested_provenance_is_shown_row_by_row(folder, show):
+    figures = {"t1": {"tokens_per_step": 2.5, "acceptance": [0.9, 0.8]}}
+    (folder / "provenance.json").write_text(json.dumps({"commit": None, "figures": figures, "date": "2025-01-01"}))
+    text = show(folder)
+    for words in ["commit", "null", "figures.t1.tokens_per_step", "2.5", "[0.9, 0.8]", "date", "2025-01-01"]:
+        assert words in text
+
+
+@pytest.mark.parametrize("content, words", [(None, "no provenance.json"), (b"{", "unreadable"), (b"[1, NaN]", "NaN")])
+def test_missing_or_odd_provenance_does_not_hide_the_head(folder, show, content, words):
+    (folder / "provenance.json").unlink()
+    if content is not None:
+        (folder / "provenance.json").write_bytes(content)
+    assert words in show(folder)
+    json.loads(show(folder, "--json"), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_text_from_files_can_neither_style_nor_drive_the_terminal(folder, show):
+    (folder / "provenance.json").write_text(json.dumps({"command": "[red]x[/nope] \x1b[2J \ud800 \n next"}))
+    text = show(folder)
+    assert "[red]x[/nope]" in text
+    assert "\x1b" not in text
+    assert r"\x1b[2J \ud800 \n next" in text
+
+
+def test_a_damaged_head_is_not_reported(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-1])
+    with pytest.raises(MtpcError, match="not a readable safetensors file"):
+        inspect_head(folder)

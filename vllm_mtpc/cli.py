@@ -1,0 +1,62 @@
+"""The command line, `vllm-mtpc` or `python -m vllm_mtpc`.
+
+A command is one line of COMMANDS: its help, and a module with `add_arguments(parser)` and `run(args) -> int`.
+Only the module of the command that was typed is imported, so `vllm-mtpc --help` loads neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import NamedTuple
+
+from vllm_mtpc import __version__
+from vllm_mtpc.errors import MtpcError
+
+PROG = "vllm-mtpc"
+
+
+class Command(NamedTuple):
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "inspect": Command("show what a head is and check its weights", "vllm_mtpc.checkpoint.inspect"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; bad input is one line on stderr and exit code 1."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser(argv).parse_args(argv)
+    try:
+        return args.run(args)
+    except MtpcError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("vllm_mtpc"):
+            raise
+        return _fail(f"{error.name} is not installed; type: pip install 'vllm_mtpc[cpu]' (or [cuda], or [train])")
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROG, description="Probabilistic-circuit draft heads for vLLM.")
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    typed = next((word for word in argv if not word.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.help, description=command.help)
+        if name == typed:
+            module = import_module(command.module)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def _fail(message: str) -> int:
+    print(f"{PROG}: error: {message}", file=sys.stderr)
+    return 1
