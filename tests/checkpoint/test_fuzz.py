@@ -83,6 +83,6 @@ def test_a_damaged_header_length_is_refused(folder):
             assert not survives(folder)
 
 
-def test_the_mutations_reach_the_undamaged_head_too(folder):
-    """The control: without a change the same path loads."""
+def test_an_undamaged_head_loads(folder):
+    """The control of the tests above."""
     assert survives(folder)

@@ -7,7 +7,15 @@ import pytest
 import torch
 from scipy.special import logsumexp
 
-from tests.circuits.enumeration import CIRCUITS, Enumerated, make, random_params
+from tests.circuits.enumeration import (
+    CIRCUITS,
+    Enumerated,
+    all_tokens,
+    make,
+    prefix_marginals,
+    random_params,
+    repeated,
+)
 from vllm_mtpc.circuits import CircuitParams
 
 torch.set_num_threads(1)
@@ -42,6 +50,21 @@ def test_conditionals_stay_normalised_after_tokens_that_were_all_but_impossible(
         # Log weights near -100 carry an absolute error of 100 * 1.2e-7, a few of them add up.
         torch.testing.assert_close(log_probs.logsumexp(-1), torch.zeros(4), rtol=0, atol=1e-4)
         state = circuit.observe(params, state, k, params.leaf[:, k].amax(dim=1).argmin(dim=-1))
+
+
+@ALL
+def test_a_latent_that_was_all_but_ruled_out_can_come_back(name):
+    """Its weight of exp(-120) or less is no float32, and decides the next conditional all the same."""
+    circuit, vocab = make(name, 4, 2), 2
+    r = circuit.num_components
+    leaf = torch.tensor([[0.0, -120.0], [-120.0, 0.0]])[:r].expand(1, 4, r, vocab)  # latent z says token z
+    stay = torch.tensor([[0.0, -200.0], [-200.0, 0.0]])[:r, :r].expand(1, circuit.num_inner, r, r)
+    params = CircuitParams(leaf, torch.zeros(1, r).log_softmax(dim=-1), stay)
+    table, tokens = Enumerated(name, params).table(), all_tokens(4, vocab)
+    got = circuit.conditional_log_probs(repeated(params, 0, len(tokens)), tokens).cumsum(dim=1)
+    for m in range(1, 5):
+        expected = prefix_marginals(table, m)[tuple(tokens[:, :m].T.numpy())]
+        np.testing.assert_allclose(got[:, m - 1].numpy(), expected, rtol=1e-6, atol=1e-4)  # float32 of up to 480
 
 
 @ALL

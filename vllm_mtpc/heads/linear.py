@@ -52,7 +52,7 @@ class LinearHead(nn.Module):
         """Start every position and component at the target's lm_head[V, D], told apart by seeded noise."""
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.leaf_weight.shape, generator=generator) * INIT_STD
-        self.leaf_weight.copy_(weight + noise.to(weight.dtype))
+        self.leaf_weight.copy_(weight + noise.to(weight))
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
         """CircuitParams from hidden[B, D]; only the first `num_positions` leaves when the tail is not needed."""

@@ -24,8 +24,8 @@ class Plan:
     steps: int = target.STEPS
     long_steps: int = target.LONG_STEPS
     head_steps: int = heads.STEPS
-    sequences_t1: int = 2048  # of the target's own text, sampled
-    sequences_t0: int = 384  # greedy
+    sequences_t1: int = 1024  # of the target's own text, sampled
+    sequences_t0: int = 256  # greedy
     sequences_corpus: int = 1024
     new_tokens: int = 128
     evaluation_sequences: int = 256
@@ -106,7 +106,7 @@ def run_heads(text: corpus.Corpus, out: Path, plan: Plan, command: str) -> None:
             circuit=circuit, window=WINDOW, num_components=components, target=model.config, verifier="../target"
         )
         started = time.monotonic()
-        head = heads.train(config, lm_head, trained_on, plan.head_steps)
+        head = heads.train(config, lm_head, trained_on, plan.head_steps, heads.WINDOWS_PER_STEP)
         minutes = (time.monotonic() - started) / 60
         folder = out / circuit
         save_head(folder, config, head, {}, "")

@@ -147,6 +147,8 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Writes 16-bit weights, a config that says float32 (what users compute in) and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(0o644)  # written for the owner alone; a packaged file is for everyone
     config = target_config()
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
