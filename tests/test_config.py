@@ -6,9 +6,10 @@ import copy
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from vllm_mtpc.config import HeadConfig
-from vllm_mtpc.errors import HeadConfigError, MtpcError, ServeConfigError
+from vllm_mtpc.errors import HeadConfigError, MtpcError, ServeConfigError, one_line
 
 TARGET = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "architectures": ["LlamaForCausalLM"]}
 
@@ -212,3 +213,10 @@ def test_an_error_is_one_line_and_a_value_error(kind):
     error = kind("tensor 'a\nb' is\r\nunknown")
     assert isinstance(error, ValueError)
     assert str(error) == "tensor 'a b' is unknown"
+
+
+def test_unknown_keys_can_be_answered_with_a_list_of_keys():
+    with pytest.raises(ValidationError) as caught:
+        HeadConfig.model_validate(changed("windw", 8))
+    text = one_line(caught.value, ["method", "draft"])
+    assert text == "unknown key 'windw'; allowed keys: draft, method; remove it or correct its name"

@@ -26,13 +26,16 @@ class ServeConfigError(MtpcError):
     """`speculative_config` asks for something that cannot be served exactly."""
 
 
-def one_line(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem of a pydantic error in one line, unknown keys answered with the allowed ones."""
+def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> str:
+    """The first problem of a pydantic error in one line, unknown keys answered with the allowed ones.
+
+    `allowed` lists them, or is the model that was validated; nested keys are then looked up in it.
+    """
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        allowed = ", ".join(_keys_beside(problem["loc"], model))
-        return f"unknown key {key!r}; allowed keys: {allowed}; remove it or correct its name"
+        keys = allowed if isinstance(allowed, list) else _keys_beside(problem["loc"], allowed)
+        return f"unknown key {key!r}; allowed keys: {', '.join(sorted(keys))}; remove it or correct its name"
     if problem["type"] == "missing":
         return f"key {key!r} is missing; every key is explicit in this format: add it"
     message = problem["msg"].removeprefix("Value error, ")
@@ -45,4 +48,4 @@ def _keys_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> lis
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation
             model = next(iter(get_args(annotation)), annotation)  # list[Model] or Model
-    return sorted(model.model_fields)
+    return list(model.model_fields)

@@ -51,6 +51,11 @@ def total_variation(draws: list[list[int]], law: np.ndarray, vocab_size: int) ->
     return float(np.abs(empirical - law).sum() / 2)
 
 
+def coarse(law: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The law of the two tokens in the middle of four, for runs too short to fill every cell."""
+    return law.reshape((vocab_size,) * 4).sum(axis=(0, 3)).ravel()
+
+
 def noise_floor(law: np.ndarray, count: int) -> float:
     """Largest total variation that `count` exact draws show by chance: mean + SIGMAS deviations, simulated."""
     law = law / law.sum()

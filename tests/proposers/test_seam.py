@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from vllm_mtpc import plugin
+from vllm_mtpc import demo, plugin
 from vllm_mtpc.proposers.seam import frontend, patch, versions, worker
 
 PATCHES = (*frontend.PATCHES, *worker.PATCHES)
@@ -57,7 +57,7 @@ def test_registering_is_cheap() -> None:
 def test_plain_vllm_falls_through() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    args = EngineArgs(model="unused")
+    args = EngineArgs(model=str(demo.path("target")))
     assert args.create_speculative_config(None, None) is None
 
 
@@ -82,6 +82,6 @@ def test_moved_attributes_are_reported_when_a_head_is_asked_for(monkeypatch: pyt
     from vllm.engine.arg_utils import EngineArgs
 
     monkeypatch.setattr(frontend, "problems", ["vllm.somewhere:thing (this vLLM has no such attribute)"])
-    args = EngineArgs(model="unused", speculative_config={"method": "mtpc", "model": "x"})
+    args = EngineArgs(model=str(demo.path("target")), speculative_config={"method": "mtpc", "model": "x"})
     with pytest.raises(ValueError, match=r"has moved what vllm_mtpc hooks: vllm\.somewhere:thing"):
         args.create_speculative_config(None, None)

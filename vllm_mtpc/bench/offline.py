@@ -47,25 +47,20 @@ def measure(llm: Any, prompts: list[str], setting: Setting) -> Measured:
     """Runs one setting on a built engine. The same code times plain and drafted decoding."""
     from vllm import SamplingParams
 
-    def sampling(index: int, max_tokens: int) -> Any:
-        return SamplingParams(
-            temperature=setting.temperature,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            seed=None if setting.greedy else setting.seed + index,
-        )
+    def generate(batch: Sequence[str], max_tokens: int) -> list[Any]:
+        how = SamplingParams(temperature=setting.temperature, max_tokens=max_tokens, ignore_eos=True)
+        return llm.generate(list(batch), how, use_tqdm=False)
 
     chosen = prompts[: setting.prompts]
-    first = [(prompt, sampling(index, setting.max_tokens)) for index, prompt in enumerate(chosen)]
-    batches = [first[start : start + setting.clients] for start in range(0, len(first), setting.clients)]
-    llm.generate([prompt for prompt, _ in batches[0]], [sampling(0, 16)] * len(batches[0]), use_tqdm=False)  # warm-up
+    batches = [chosen[start : start + setting.clients] for start in range(0, len(chosen), setting.clients)]
+    generate(batches[0], 16)  # warm-up
     seconds, tokens, answers = [], [], []
     before = Acceptance.from_llm(llm.get_metrics())
     for _ in range(setting.repeats):
         repetition = []
         started = time.perf_counter()
         for batch in batches:
-            repetition += llm.generate([prompt for prompt, _ in batch], [how for _, how in batch], use_tqdm=False)
+            repetition += generate(batch, setting.max_tokens)
         seconds.append(time.perf_counter() - started)
         tokens.append(sum(len(answer.outputs[0].token_ids) for answer in repetition))
         answers = answers or repetition

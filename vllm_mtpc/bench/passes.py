@@ -11,7 +11,10 @@ from vllm_mtpc.bench.acceptance import Acceptance
 
 @dataclass(frozen=True)
 class Setting:
-    """How prompts are sent. ``clients`` = how many are in flight at once; 1 sends them one after the other."""
+    """How prompts are sent. ``clients`` = how many are in flight at once; 1 sends them one after the other.
+
+    Requests carry no seed of their own: repetitions of a sampled pass are new samples, from the engine's seed.
+    """
 
     name: str
     clients: int
@@ -19,7 +22,6 @@ class Setting:
     max_tokens: int
     prompts: int  # how many of the job's prompts
     repeats: int = 1  # timed repetitions; the median counts
-    seed: int = 0
 
     @property
     def greedy(self) -> bool:

@@ -122,7 +122,7 @@ def measure(client: Client, prompts: Sequence[str], setting: Setting) -> Measure
             "temperature": setting.temperature,
             "ignore_eos": True,
         }
-        return client.complete(body if setting.greedy else {**body, "seed": setting.seed + index})
+        return client.complete(body)
 
     chosen = range(setting.prompts)
     request(0, 16)  # warm-up
