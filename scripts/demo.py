@@ -29,10 +29,10 @@ from vllm_mtpc.bench.process import EngineFailed
 
 BATCH = 16
 KV_CACHE_BYTES = 256 << 20  # the batch at full length in float32 needs half of it
-HTTP = Setting("HTTP stream, 1 client", clients=1, temperature=0.0, max_tokens=192, prompts=8, repeats=2)
-ONE = Setting("offline, 1 client", clients=1, temperature=0.0, max_tokens=192, prompts=8, repeats=2)
-BATCHED = Setting(f"offline, batch {BATCH}", clients=BATCH, temperature=0.0, max_tokens=192, prompts=BATCH, repeats=2)
-SAMPLED = replace(BATCHED, temperature=1.0, repeats=3)
+HTTP = Setting("HTTP stream, 1 client", clients=1, temperature=0.0, max_tokens=128, prompts=24)
+ONE = Setting("offline, 1 client", clients=1, temperature=0.0, max_tokens=128, prompts=24, repeats=2)
+BATCHED = Setting(f"offline, batch {BATCH}", clients=BATCH, temperature=0.0, max_tokens=128, prompts=3 * BATCH)
+SAMPLED = replace(BATCHED, temperature=1.0)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Demo:
         self.say(f"  {name}: {where}: {measured.tokens_per_second:.0f} tok/s, {step:.2f} tokens/step")
 
     def scaled(self, setting: Setting) -> Setting:
-        return replace(setting, max_tokens=96, repeats=1) if self.quick else setting
+        return replace(setting, prompts=max(8, setting.clients), repeats=1) if self.quick else setting
 
     def http(self, name: str, speculative: dict[str, Any] | None) -> None:
         arguments = [str(self.target), "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", str(BATCH)]
@@ -139,7 +139,7 @@ class Demo:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer tokens, one repetition, no second circuit")
+    parser.add_argument("--quick", action="store_true", help="fewer prompts, one repetition, no second circuit")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write figures, hardware, versions and commit here")
     parser.add_argument("--logs", metavar="DIR", type=Path, help="keep the engines' logs here (default: removed)")
     return parser.parse_args(arguments)
@@ -205,7 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from vllm_mtpc.demo import path
 
     with tempfile.TemporaryDirectory() as folder:
-        demo = Demo(path("target"), prompts.held_out(BATCH), options.quick, options.logs or Path(folder), console)
+        demo = Demo(
+            path("target"), prompts.held_out(BATCHED.prompts), options.quick, options.logs or Path(folder), console
+        )
         try:
             run(demo)
         except EngineFailed as error:

@@ -13,24 +13,28 @@ from vllm_mtpc import demo
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer", "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "size"],
     "additionalProperties": False,
 }
 TEXT = "import os\n\n\ndef walk(path):\n    "
+ENDING = '\n\nif __name__ == "__main__":\n    main()'  # a line break, then often the end of text
 EOS = 256
 
 
 def calls() -> dict[str, Call]:
-    prompt = list(TEXT.encode())
-    grammar = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}, "max_tokens": 100}
+    prompt, ending = list(TEXT.encode()), list(ENDING.encode())
+    grammar = {"structured_outputs": {"json": SCHEMA}, "max_tokens": 100}
     sampled = [{"temperature": 1.0, "seed": seed} for seed in range(4)]
     return {
         "schema": Call([prompt] * 5, [{"temperature": 0.0, **grammar}, *({**one, **grammar} for one in sampled)]),
         "stop string": Call([prompt] * 5, [{"temperature": 0.0}, *sampled]),
         "stop token": Call([prompt] * 5, [{"temperature": 0.0}, *sampled]),
         "end of text": Call(
-            [prompt] * 40, [{"temperature": 1.3, "seed": seed, "max_tokens": 80} for seed in range(40)]
+            [ending] * 32, [{"temperature": 1.0, "seed": seed, "max_tokens": 20} for seed in range(32)]
         ),
     }
 
@@ -41,7 +45,12 @@ def engine(speculative_config: dict[str, Any] | None) -> Engine:
         sampling |= {"stop": [")\n", ":\n"], "max_tokens": 80}
     for sampling in asked["stop token"].sampling:
         sampling |= {"stop_token_ids": [ord("\n")], "max_tokens": 80}
-    arguments = {"speculative_config": speculative_config, "max_model_len": 256}
+    arguments = {
+        "speculative_config": speculative_config,
+        "max_model_len": 256,
+        # or this small a model fills its answer with blanks
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    }
     return Engine(str(demo.path("target")), list(asked.values()), arguments)
 
 
@@ -57,10 +66,8 @@ def answers(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
 def test_schema_output_is_valid(answers: dict[str, dict[str, Reply]]) -> None:
     reply = answers["btree"]["schema"]
     for texts, finish in zip(reply.texts, reply.finish, strict=True):
-        if finish[0] == "length":  # the grammar allows long numbers and escapes; what was cut is no document
-            continue
+        assert finish[0] == "stop"
         jsonschema.validate(json.loads(texts[0]), SCHEMA)
-    assert sum(finish[0] == "stop" for finish in reply.finish) >= 3
     assert reply.texts[0] == answers["plain"]["schema"].texts[0]
 
 
@@ -86,3 +93,4 @@ def test_nothing_follows_the_end_of_text(answers: dict[str, dict[str, Reply]]) -
         for tokens, finish in zip(reply.tokens, reply.finish, strict=True):
             assert EOS not in tokens[0][:-1]
             assert (tokens[0][-1] == EOS) == (finish[0] == "stop")
+    assert any(finish[0] == "stop" for finish in reply.finish)
