@@ -21,6 +21,16 @@ from vllm_mtpc.checkpoint import load_head
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
 
+def head_dtype(target_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """dtype of the head's weights; the conditionals are float32 whatever it is.
+
+    Reading the leaf weights is most of a draft on a CPU, and bfloat16 halves it where products are native.
+    """
+    if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return target_dtype
+
+
 class MtpcProposer:
     """Drafts for a batch; `model` is the head, buffers are allocated once."""
 
@@ -39,6 +49,7 @@ class MtpcProposer:
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the head beside the target, on the target's device."""
         device = next(target_model.parameters()).device
+        self.dtype = head_dtype(self.dtype, device)
         _, self.model = load_head(self.folder, self.dtype, device)
         if self.is_probabilistic:
             self.draft_probs, self.noise = self.draft_probs.to(device), self.noise.to(device)
@@ -57,7 +68,8 @@ class MtpcProposer:
         spec_decode_metadata: Any,
     ) -> list[list[int]]:
         """K drafts per request ([] for an unfinished prompt); leaves their probabilities with the runner."""
-        hidden = sample_hidden_states[self._last_rows(sampled_token_ids, spec_decode_metadata)]  # [B, D]
+        rows = self._last_rows(sampled_token_ids, spec_decode_metadata)
+        hidden = sample_hidden_states[rows].to(self.dtype)  # [B, D]
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         is_sampled = self.is_probabilistic and not sampling_metadata.all_greedy
         if is_sampled:

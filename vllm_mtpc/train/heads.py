@@ -17,7 +17,7 @@ from vllm_mtpc.train.samples import Samples
 
 SEED = 0
 GAMMA = 0.9
-STEPS = 1000
+STEPS = 2500
 WINDOWS_PER_STEP = 384
 LEARNING_RATE = 5e-3
 WARM_UP = 30

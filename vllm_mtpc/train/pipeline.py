@@ -24,8 +24,8 @@ class Plan:
     steps: int = target.STEPS
     long_steps: int = target.LONG_STEPS
     head_steps: int = heads.STEPS
-    sequences_t1: int = 1024  # of the target's own text, sampled
-    sequences_t0: int = 256  # greedy
+    sequences_t1: int = 2048  # of the target's own text, sampled
+    sequences_t0: int = 512  # greedy
     sequences_corpus: int = 1024
     new_tokens: int = 128
     evaluation_sequences: int = 256
