@@ -63,7 +63,14 @@ setup(
     package_data={"vllm_mtpc.demo": ["assets/**"], "vllm_mtpc.kernels": ["**/*.md"]},
     include_package_data=False,
     zip_safe=False,
-    install_requires=["numpy>=1.26", "pydantic>=2.12", "rich>=13.8", "safetensors>=0.6.2", "tqdm>=4.66"],
+    install_requires=[
+        "numpy>=1.26",
+        "packaging>=23",
+        "pydantic>=2.12",
+        "rich>=13.8",
+        "safetensors>=0.6.2",
+        "tqdm>=4.66",
+    ],
     extras_require=EXTRAS,
     entry_points={
         "vllm.general_plugins": ["vllm_mtpc = vllm_mtpc.plugin:register"],
