@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "has_heads"]
+__all__ = ["METHODS", "__version__", "has_heads"]
+
+METHODS = ("mtpc", "ptp")  # names in vLLM's speculative_config
 
 
 def has_heads(path: str | Path) -> bool:

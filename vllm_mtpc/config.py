@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_mtpc.errors import HeadConfigError, one_line
 
 FORMAT_VERSION = 1
-METHODS = ("mtpc", "ptp")
 # Beyond any model; they keep the sizes of a damaged config within what can be multiplied and refused by shape.
 MAX_VOCAB_SIZE = 2**22
 MAX_HIDDEN_SIZE = 2**17

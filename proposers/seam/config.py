@@ -12,7 +12,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
-from vllm_mtpc.config import METHODS, HeadConfig
+from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.proposers.seam import versions
 
@@ -149,6 +149,3 @@ def _check_fit(folder: Path, head: HeadConfig, given: dict[str, Any], target: Mo
             f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window} and its "
             f"first token is the target's own, so allowed are 1 to {head.window - 1}; lower it or leave it out"
         )
-
-
-__all__ = ["METHODS", "MtpcSpeculativeConfig", "create", "is_ours"]

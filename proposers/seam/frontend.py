@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_mtpc.config import METHODS
+from vllm_mtpc import METHODS
 from vllm_mtpc.proposers.seam.patch import Patch, applied, problems
 
 logger = logging.getLogger("vllm.mtpc")

@@ -44,12 +44,12 @@ def test_register_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_registering_is_cheap() -> None:
-    """Neither torch nor vLLM nor pydantic models are loaded, so a vLLM without a head pays nothing for the plugin."""
+    """Nothing heavy is loaded, so a vLLM without a head pays nothing for the plugin."""
     code = (
         "import sys, time; from vllm_mtpc import plugin; start = time.perf_counter(); plugin.register();"
         "seconds = time.perf_counter() - start;"
-        "heavy = {'torch', 'vllm', 'transformers', 'safetensors'} & set(sys.modules);"
-        "assert not heavy, heavy; assert seconds < 1, seconds"
+        "heavy = {'torch', 'vllm', 'transformers', 'safetensors', 'pydantic'} & set(sys.modules);"
+        "assert not heavy, heavy; assert seconds < 0.5, seconds"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

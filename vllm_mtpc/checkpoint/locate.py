@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from vllm_mtpc import METHODS
 from vllm_mtpc.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -23,7 +24,7 @@ def is_head(folder: Path) -> bool:
         values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(values, dict) and values.get("speculators_model_type") in ("mtpc", "ptp")
+    return isinstance(values, dict) and values.get("speculators_model_type") in METHODS
 
 
 def find_head(path: str | Path) -> Path | None:
