@@ -49,7 +49,7 @@ def test_registering_is_cheap() -> None:
         "import sys, time; from vllm_mtpc import plugin; start = time.perf_counter(); plugin.register();"
         "seconds = time.perf_counter() - start;"
         "heavy = {'torch', 'vllm', 'transformers', 'safetensors', 'pydantic'} & set(sys.modules);"
-        "assert not heavy, heavy; assert seconds < 0.5, seconds"
+        "assert not heavy, heavy; assert seconds < 2, seconds"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
