@@ -76,6 +76,7 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
     _check_fit(folder, head, given, target)
     check_tensors(folder, head)
     given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
+    given.setdefault("draft_sample_method", head.speculators_config.default_proposal_method)
     try:
         return MtpcSpeculativeConfig(
             **{**given, "model": str(folder), "model_folder": str(folder), "head": head},

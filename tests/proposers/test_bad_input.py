@@ -66,6 +66,15 @@ def test_a_good_head_is_accepted_with_its_defaults(place: Path) -> None:
     assert "circuit='btree'" in repr(spec)
 
 
+def test_a_head_may_name_greedy_drafts_as_its_default(place: Path) -> None:
+    written = json.loads((place / "head" / "config.json").read_text())["speculators_config"]
+    rewrite(place, speculators_config={**written, "default_proposal_method": "greedy"})
+    given = {"method": "mtpc", "model": str(place / "head")}
+    assert engine_config(place / "target", given).speculative_config.draft_sample_method == "greedy"
+    asked = {**given, "draft_sample_method": "probabilistic"}
+    assert engine_config(place / "target", asked).speculative_config.draft_sample_method == "probabilistic"
+
+
 @pytest.mark.parametrize("drafts", [1, 2, 4])
 def test_any_number_of_drafts_up_to_the_window(place: Path, drafts: int) -> None:
     given = {"method": "mtpc", "model": str(place / "head"), "num_speculative_tokens": drafts}
