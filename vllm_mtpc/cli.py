@@ -23,6 +23,13 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "train": Command("train a head for a model, from text to a folder that can be served", "vllm_mtpc.train.command"),
+    "regenerate": Command("have the target write the text a head is trained on", "vllm_mtpc.train.regenerate"),
+    "cache": Command("keep a target's hidden states on disk", "vllm_mtpc.train.data.cache_command"),
+    "eval": Command("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
+    "doctor": Command("compare what vLLM serves with what was expected", "vllm_mtpc.eval.doctor"),
+    "generate": Command("continue a prompt: plain, unverified, or as it is served", "vllm_mtpc.eval.generate"),
+    "plot": Command("draw heads: acceptance, and expressiveness against latency", "vllm_mtpc.train.plot_command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.checkpoint.inspect"),
 }
 

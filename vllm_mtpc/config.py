@@ -18,6 +18,7 @@ FORMAT_VERSION = 1
 # Beyond any model; they keep the sizes of a damaged config within what can be multiplied and refused by shape.
 MAX_VOCAB_SIZE = 2**22
 MAX_HIDDEN_SIZE = 2**17
+MAX_EXPANDER_LAYERS = 64
 
 # What of a target's config travels with its head: enough for a reader to know what it was made for.
 TARGET_KEYS = (
@@ -64,11 +65,25 @@ class HeadConfig(_Strict):
     circuit: str = Field(description="Structure over the window: ff, cp, hmm or btree.")
     window: int = Field(ge=2, description="n, tokens the circuit spans, the verifier's token included.")
     num_components: int = Field(ge=1, description="r, latent states.")
-    head: str = Field(description="How hidden states become circuit parameters: linear.")
+    head: str = Field(
+        description="How hidden states become circuit parameters: linear, shared (in front of the target's own "
+        "lm_head), mlp or transformer."
+    )
+    expander_rank: int | None = Field(
+        default=None, ge=1, le=MAX_HIDDEN_SIZE, description="Head shared: width of the low-rank expander."
+    )
+    expander_layers: int | None = Field(
+        default=None, ge=1, le=MAX_EXPANDER_LAYERS, description="Heads mlp and transformer: blocks of the expander."
+    )
+    expander_heads: int | None = Field(
+        default=None, ge=1, le=MAX_HIDDEN_SIZE, description="Head transformer: attention heads of a block."
+    )
     hidden_state_layer: Literal[-1] = Field(description="Which hidden state is read; -1: the last, after final norm.")
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
     hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
-    lora_layers: Literal[0] = Field(description="Target layers with draft adapters; this version serves 0.")
+    lora_layers: Literal[0, 1, 2, 4] = Field(
+        description="Last layers of the target with draft adapters, saved beside the head; this version serves 0."
+    )
     x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
     trained_temperature: float = Field(
         gt=0, allow_inf_nan=False, description="Temperature of the text the head was trained on."
@@ -86,10 +101,10 @@ class HeadConfig(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> HeadConfig:
         from vllm_mtpc.circuits import get_circuit
-        from vllm_mtpc.heads import check_head_name
+        from vllm_mtpc.heads import OPTIONS, check_head
 
         get_circuit(self.circuit, self.window, self.num_components)
-        check_head_name(self.head)
+        check_head(self.head, self.hidden_size, {key: getattr(self, key) for key in OPTIONS})
         drafts = self.num_speculative_tokens
         if drafts > self.window - 1:
             raise ValueError(
@@ -113,6 +128,10 @@ class HeadConfig(_Strict):
         target: Any,
         verifier: str,
         head: str = "linear",
+        expander_rank: int | None = None,
+        expander_layers: int | None = None,
+        expander_heads: int | None = None,
+        lora_layers: int = 0,
         num_speculative_tokens: int | None = None,
         trained_temperature: float = 1.0,
         trained_top_k: int = 0,
@@ -120,9 +139,11 @@ class HeadConfig(_Strict):
     ) -> HeadConfig:
         """The config of a new head for `target`, a transformers config (or its dict).
 
-        Raises HeadConfigError where a size or a name is not possible.
+        Options of the head that are not named take its defaults (`vllm_mtpc.heads.default_options`). Raises
+        HeadConfigError where a size or a name is not possible.
         """
         from vllm_mtpc.circuits import get_circuit
+        from vllm_mtpc.heads import default_options
 
         get_circuit(circuit, window, num_components)
         values = target if isinstance(target, dict) else target.to_dict()
@@ -131,6 +152,9 @@ class HeadConfig(_Strict):
                 raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
         layer_config = {key: values[key] for key in TARGET_KEYS if values.get(key) is not None}
         drafts = window - 1 if num_speculative_tokens is None else num_speculative_tokens
+        given = {"expander_rank": expander_rank, "expander_layers": expander_layers, "expander_heads": expander_heads}
+        options = default_options(head, values["hidden_size"])
+        options |= {key: value for key, value in given.items() if value is not None}
         proposal = {"proposal_type": "probabilistic", "speculative_tokens": drafts}
         return cls.parse(
             {
@@ -148,10 +172,11 @@ class HeadConfig(_Strict):
                 "window": window,
                 "num_components": num_components,
                 "head": head,
+                **options,
                 "hidden_state_layer": -1,
                 "vocab_size": values["vocab_size"],
                 "hidden_size": values["hidden_size"],
-                "lora_layers": 0,
+                "lora_layers": lora_layers,
                 "x1_from": "verifier",
                 "trained_temperature": trained_temperature,
                 "trained_top_k": trained_top_k,
@@ -183,4 +208,8 @@ class HeadConfig(_Strict):
         return cls.parse(values, str(file))
 
     def to_json(self) -> str:
-        return json.dumps(self.model_dump(), indent=2) + "\n"
+        """The text of `config.json`; options that the head does not have are left out."""
+        from vllm_mtpc.heads import OPTIONS
+
+        absent = {key for key in OPTIONS if getattr(self, key) is None}
+        return json.dumps(self.model_dump(exclude=absent), indent=2) + "\n"

@@ -73,6 +73,11 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
     _check_request(given)
     folder = _head_folder(given, target)
     head = read_config(folder)
+    if head.lora_layers:
+        raise ServeConfigError(
+            f"speculative_config: head {folder} has lora_layers={head.lora_layers}: draft layers are not served in "
+            "this version; allowed: 0; use a head trained with lora_layers 0"
+        )
     _check_fit(folder, head, given, target)
     check_tensors(folder, head)
     given.setdefault("num_speculative_tokens", head.num_speculative_tokens)

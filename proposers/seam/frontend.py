@@ -136,8 +136,9 @@ def _report_vllm() -> None:
 
 
 def check_runner(vllm_config: Any) -> None:
-    """Refuse pipeline parallelism where drafts break it; keep V1's scheduling synchronous."""
+    """Refuse some pipeline parallelism and LoRA of an lm_head that is shared; keep V1's scheduling synchronous."""
     from vllm_mtpc.errors import ServeConfigError
+    from vllm_mtpc.heads import needs_lm_head
 
     is_v2, scheduler = vllm_config.use_v2_model_runner, vllm_config.scheduler_config
     stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -147,6 +148,12 @@ def check_runner(vllm_config: Any) -> None:
             f"pipeline_parallel_size={stages} with drafts on {runner}: vLLM crashes there; allowed: Model Runner V2 "
             "with asynchronous scheduling; drop --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or use tensor "
             "parallelism"
+        )
+    head = vllm_config.speculative_config.head
+    if vllm_config.lora_config is not None and needs_lm_head(head.head):
+        raise ServeConfigError(
+            f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes one "
+            "row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop enable_lora or the head"
         )
     if not is_v2:
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host

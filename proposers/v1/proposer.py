@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.proposers.load import load_served_head
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
@@ -39,7 +39,7 @@ class MtpcProposer:
         self.folder = spec.model_folder
         self.num_drafts = spec.num_speculative_tokens
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
-        self.dtype = vllm_config.model_config.dtype
+        self.target_dtype = self.dtype = vllm_config.model_config.dtype
         max_num_reqs, vocab_size = vllm_config.scheduler_config.max_num_seqs, spec.head.vocab_size
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, vocab_size)
@@ -49,8 +49,8 @@ class MtpcProposer:
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the head beside the target, on the target's device."""
         device = next(target_model.parameters()).device
-        self.dtype = head_dtype(self.dtype, device)
-        _, self.model = load_head(self.folder, self.dtype, device)
+        self.dtype = head_dtype(self.target_dtype, device)
+        self.model = load_served_head(self.folder, self.dtype, device, target_model, self.target_dtype)
         if self.is_probabilistic:
             self.draft_probs, self.noise = self.draft_probs.to(device), self.noise.to(device)
 

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.proposers.load import load_served_head
 
 
 class MtpcSpeculator(DraftModelSpeculator):
@@ -40,8 +40,8 @@ class MtpcSpeculator(DraftModelSpeculator):
         return torch.float32, 0.0
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        _, head = load_head(self.speculative_config.model_folder, self.dtype, self.device)
-        return head
+        folder = self.speculative_config.model_folder
+        return load_served_head(folder, self.dtype, self.device, target_model, self.dtype)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Nothing to manage: the draft is not captured."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,14 +47,24 @@ def sample_target(model: LlamaForCausalLM, count: int, length: int, seed: int) -
 
 
 def make_head(
-    folder: Path, target: LlamaForCausalLM, circuit: str, window: int, components: int, steps: int = 60, seed: int = 0
+    folder: Path,
+    target: LlamaForCausalLM,
+    circuit: str,
+    window: int,
+    components: int,
+    steps: int = 60,
+    seed: int = 0,
+    **options: Any,
 ) -> None:
     """A head fitted a little to its target's own samples, so that drafts are accepted and rejected."""
     config = HeadConfig.create(
-        circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target"
+        circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target", **options
     )
     torch.manual_seed(seed)
     head = build_head(config)
+    if head.needs_lm_head:
+        target.requires_grad_(False)
+        head.bind_lm_head(target.lm_head)
     tokens = sample_target(target, 64, 24, seed)
     with torch.no_grad():
         hidden = target.model(tokens).last_hidden_state

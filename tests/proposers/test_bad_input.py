@@ -27,8 +27,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_head(folder: Path, target: dict[str, Any]) -> None:
-    config = HeadConfig.create(circuit="btree", window=5, num_components=3, target=target, verifier="../target")
+def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
+    settings |= {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
+    config = HeadConfig.create(**settings)
     save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)
 
 
@@ -73,6 +74,25 @@ def test_a_head_may_name_greedy_drafts_as_its_default(place: Path) -> None:
     assert engine_config(place / "target", given).speculative_config.draft_sample_method == "greedy"
     asked = {**given, "draft_sample_method": "probabilistic"}
     assert engine_config(place / "target", asked).speculative_config.draft_sample_method == "probabilistic"
+
+
+def test_draft_layers_are_not_served(place: Path) -> None:
+    """Refused before its files are looked at: the head may well be whole."""
+    rewrite(place, lora_layers=2)
+    message = refusal(place)
+    assert "lora_layers=2: draft layers are not served in this version" in message and "allowed: 0" in message
+
+
+@pytest.mark.parametrize("head", ["shared", "mlp", "transformer"])
+def test_every_head_is_accepted(place: Path, head: str) -> None:
+    write_head(place / "head", json.loads((place / "target" / "config.json").read_text()), head=head)
+    spec = engine_config(place / "target", {"method": "mtpc", "model": str(place / "head")}).speculative_config
+    assert spec.head.head == head
+
+
+def test_an_option_that_the_head_does_not_have(place: Path) -> None:
+    rewrite(place, expander_rank=8)
+    assert "expander_rank=8" in (message := refusal(place)) and "'linear'" in message
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 _OPENING = re.compile(rb"^ *(?:def|class) ", re.MULTILINE)
@@ -13,13 +12,10 @@ def held_out(count: int, length: int = 200) -> list[str]:
 
     Each begins at a definition; the first definition of every document is passed over in favour of one in its middle.
     """
-    from vllm_mtpc.train import corpus
+    from vllm_mtpc.demo import corpus
 
-    part = corpus.load().valid
-    starts = [*part.starts.tolist(), len(part.tokens)]
-    documents = [bytes(part.tokens[start + 1 : end].tolist()) for start, end in itertools.pairwise(starts)]
     snippets: list[list[str]] = []
-    for document in documents:
+    for document in corpus.documents(corpus.load().valid):
         cuts = [document[found.start() : found.start() + length] for found in _OPENING.finditer(document)]
         usable = [cut.decode("ascii") for cut in cuts if len(cut) == length and cut.isascii()]
         middle = len(usable) // 2

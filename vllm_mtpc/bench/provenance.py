@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
 import sys
@@ -52,10 +53,25 @@ def commit() -> str | None:
     return None
 
 
+def public(value: Any) -> Any:
+    """A setting or a word of a command without absolute paths: relative to this folder, or the last name alone."""
+    if isinstance(value, list):
+        return [public(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    flag, equals, path = value.partition("=")
+    if flag.startswith("--") and equals:
+        return f"{flag}={public(path)}"
+    if not os.path.isabs(value):
+        return value
+    inside = os.path.relpath(value, os.getcwd())
+    return Path(value).name if inside.startswith("..") else inside
+
+
 def collect() -> dict[str, Any]:
     """Everything, with the command as it was typed."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name, *map(public, sys.argv[1:])]),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "hardware": hardware(),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, WEIGHTS_FILE, find_head, resolve_head, resolve_verifier
+from vllm_mtpc.heads import OPTIONS
 
 if TYPE_CHECKING:
     import argparse
@@ -36,10 +37,12 @@ def inspect_head(path: str | Path) -> Report:
     """Everything a head's files say. Raises an MtpcError where load_head would."""
     place = resolve_head(str(path))
     folder = find_head(place) or place
+    from vllm_mtpc.checkpoint.adapters import check_adapters
     from vllm_mtpc.checkpoint.load import check_tensors, read_config  # torch: not before the path is known to be good
 
     config = read_config(folder)
     check_tensors(folder, config)
+    adapters = check_adapters(folder, config)
     method, verifier = config.speculators_config.proposal_methods[0], config.speculators_config.verifier
     tensors = _tensors(folder / WEIGHTS_FILE)
     return {
@@ -50,6 +53,7 @@ def inspect_head(path: str | Path) -> Report:
         "drafts_per_step": method.speculative_tokens,
         "proposal": method.proposal_type,
         "head": config.head,
+        "expander": {key: value for key in OPTIONS if (value := getattr(config, key)) is not None},
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
@@ -60,6 +64,7 @@ def inspect_head(path: str | Path) -> Report:
             "dtypes": sorted({tensor["dtype"] for tensor in tensors.values()}),
             "tensors": tensors,
         },
+        "adapters": adapters and adapters._asdict(),
         "target": _target(folder, verifier.name_or_path) | {"architectures": verifier.architectures},
         "trained_sampling": {
             "temperature": config.trained_temperature,
@@ -102,13 +107,15 @@ def _provenance(file: Path) -> Any:
 def _rows(report: Report) -> list[tuple[str, str]]:
     target, weights, sampling = report["target"], report["weights"], report["trained_sampling"]
     dtypes = ", ".join(weights["dtypes"])
+    expander = ", ".join(f"{key} {value}" for key, value in report["expander"].items())
     top_k, top_p = sampling["top_k"] or "off", "off" if sampling["top_p"] == 1 else sampling["top_p"]
     return [
         ("circuit", report["circuit"]),
         ("window n", f"{report['window']} tokens, the verifier's own token included"),
         ("components r", str(report["num_components"])),
         ("drafts per step", f"{report['drafts_per_step']}, {report['proposal']}"),
-        ("head", report["head"]),
+        ("head", f"{report['head']}, {expander}" if expander else report["head"]),
+        ("draft layers", _adapters(report["adapters"])),
         ("vocabulary", f"{report['vocab_size']:,}"),
         ("hidden size", f"{report['hidden_size']:,}"),
         ("parameters", f"{report['parameters']:,}"),
@@ -118,6 +125,13 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("trained for", f"temperature {sampling['temperature']}, top-k {top_k}, top-p {top_p}"),
         ("format version", str(report["format_version"])),
     ]
+
+
+def _adapters(adapters: Report | None) -> str:
+    if adapters is None:
+        return "none"
+    layers, parameters = ", ".join(map(str, adapters["layers"])), f"{adapters['parameters']:,} parameters"
+    return f"{layers} of the target, rank {adapters['rank']}, alpha {adapters['alpha']}, {parameters}"
 
 
 def _flat(value: Any, name: str) -> list[tuple[str, str]]:

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from vllm_mtpc.checkpoint.adapters import check_adapters
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE
+from vllm_mtpc.checkpoint.tensors import check_names, checked, open_tensors
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.heads import build_head
 
 if TYPE_CHECKING:
-    from vllm_mtpc.heads.linear import LinearHead
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+    from vllm_mtpc.heads.base import Head
 
 
 def read_config(folder: Path) -> HeadConfig:
@@ -27,20 +26,26 @@ def read_config(folder: Path) -> HeadConfig:
 
 
 def check_tensors(folder: Path, config: HeadConfig) -> None:
-    """Raise CheckpointError unless the weight file holds exactly the head's tensors, all finite."""
+    """Raise CheckpointError unless the files hold exactly the tensors of the head and its adapters, all finite."""
     for _ in _tensors(folder, config):
         pass
+    check_adapters(folder, config)
 
 
 def load_head(
     folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> tuple[HeadConfig, LinearHead]:
-    """Config and head (eval mode, no gradients) of a folder; raises CheckpointError or HeadConfigError."""
+) -> tuple[HeadConfig, Head]:
+    """Config and head (eval mode, no gradients) of a folder; raises CheckpointError or HeadConfigError.
+
+    A head with `needs_lm_head` has to be lent one before use. Draft layers are checked here, and loaded on their target
+    by `vllm_mtpc.heads.adapters.DraftLayers.load`.
+    """
     folder = Path(folder)
     config = read_config(folder)
     with torch.device("meta"):
         head = build_head(config)
     tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _tensors(folder, config)}
+    check_adapters(folder, config)
     head.load_state_dict(tensors, assign=True)
     return config, head.eval().requires_grad_(False)
 
@@ -56,38 +61,14 @@ def _tensors(folder: Path, config: HeadConfig):
         )
     with torch.device("meta"):
         expected = {name: tuple(value.shape) for name, value in build_head(config).state_dict().items()}
-    try:
-        with safe_open(str(file), framework="pt") as handle:
-            _check_names(file, set(handle.keys()), set(expected))
-            for name, shape in expected.items():
-                given = tuple(handle.get_slice(name).get_shape())
-                if given != shape:
-                    raise CheckpointError(
-                        f"{file}: tensor {name!r} has shape {given}; {CONFIG_FILE} (circuit, window, num_components, "
-                        f"vocab_size, hidden_size) asks for {shape}; correct the config or save the head again"
-                    )
-            for name in expected:
-                yield name, _checked(file, name, handle.get_tensor(name))
-    except (SafetensorError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{file}: not a readable safetensors file ({reason}); copy the head again") from None
-
-
-def _check_names(file: Path, given: set[str], expected: set[str]) -> None:
-    missing, extra = sorted(expected - given), sorted(given - expected)
-    if missing:
-        raise CheckpointError(f"{file}: tensor(s) missing: {', '.join(missing)}; save the head again")
-    if extra:
-        raise CheckpointError(
-            f"{file}: unknown tensor(s): {', '.join(extra)}; allowed: {', '.join(sorted(expected))}; save it again"
-        )
-
-
-def _checked(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in FLOATS:
-        raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}; allowed: float16, bfloat16, float32")
-    if not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(
-            f"{file}: tensor {name!r} holds NaN or infinity; the head is damaged, train or copy it again"
-        )
-    return tensor
+    with open_tensors(file) as handle:
+        check_names(file, set(handle.keys()), set(expected))
+        for name, shape in expected.items():
+            given = tuple(handle.get_slice(name).get_shape())
+            if given != shape:
+                raise CheckpointError(
+                    f"{file}: tensor {name!r} has shape {given}; {CONFIG_FILE} (circuit, window, num_components, "
+                    f"vocab_size, hidden_size, expander_...) asks for {shape}; correct it or save the head again"
+                )
+        for name in expected:
+            yield name, checked(file, name, handle.get_tensor(name))

@@ -12,38 +12,55 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save
 
+from vllm_mtpc.checkpoint.adapters import ADAPTER_DIGEST, adapter_digest
+from vllm_mtpc.checkpoint.adapters import FILES as ADAPTER_FILES
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, WEIGHTS_FILE
 from vllm_mtpc.errors import CheckpointError
 
 if TYPE_CHECKING:
     from vllm_mtpc.config import HeadConfig
-    from vllm_mtpc.heads.linear import LinearHead
+    from vllm_mtpc.heads.adapters import DraftLayers
+    from vllm_mtpc.heads.base import Head
 
 
 def save_head(
     folder: Path | str,
     config: HeadConfig,
-    head: LinearHead,
+    head: Head,
     provenance: dict[str, Any],
     card: str,
     dtype: torch.dtype = torch.float16,
+    draft_layers: DraftLayers | None = None,
 ) -> None:
     """Write a head folder. `provenance` says how the head came about; package versions are added.
 
-    A folder that already holds a head keeps its old files until each new one is complete. Raises
+    `draft_layers` are those the head was trained with (config.lora_layers of them); their adapters travel with it, in
+    float32. A folder that already holds a head keeps its old files until each new one is complete. Raises
     CheckpointError, before anything is written, for weights that load_head would refuse.
     """
     folder = Path(folder)
+    given = draft_layers.num_layers if draft_layers is not None else 0
+    if given != config.lora_layers:
+        raise CheckpointError(
+            f"{folder}: the head's config says lora_layers={config.lora_layers}, but {given} draft layers are to be "
+            "saved; not saved: hand save_head the draft layers the head was trained with"
+        )
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in head.state_dict().items()}
-    for name, tensor in tensors.items():
+    adapters = dict(draft_layers.named_parameters()) if draft_layers is not None else {}
+    for name, tensor in {**tensors, **adapters}.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(
-                f"{folder}: tensor {name!r} holds NaN or infinity as {dtype}; not saved: "
+                f"{folder}: tensor {name!r} holds NaN or infinity as {tensor.dtype}; not saved: "
                 "train it again, or save with dtype=torch.float32 if it left the range of a 16-bit float"
             )
     record = {"versions": package_versions(), **provenance}
+    adapter_files, metadata = {}, {"format": "pt"}
+    if draft_layers is not None:
+        adapter_files = draft_layers.files(config.speculators_config.verifier.name_or_path)
+        metadata[ADAPTER_DIGEST] = adapter_digest(adapter_files)
     files = {  # the config comes last: without it there is no head
-        WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}),
+        WEIGHTS_FILE: save(tensors, metadata=metadata),
+        **adapter_files,
         "README.md": card.encode(),
         PROVENANCE_FILE: (json.dumps(record, indent=2) + "\n").encode(),
         CONFIG_FILE: config.to_json().encode(),
@@ -51,6 +68,8 @@ def save_head(
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         replace_file(folder / name, data)
+    for name in set(ADAPTER_FILES) - files.keys():  # of a head that was here before
+        (folder / name).unlink(missing_ok=True)
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -6,73 +6,42 @@ inner[f, z, :] = log_softmax(W[f, z] h + b[f, z])                      (MtPC pap
 
 from __future__ import annotations
 
-import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mtpc.circuits import Circuit, CircuitParams
+from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY, Head
 
-# Probability of keeping the latent at initialisation: HMM and BTree then start (nearly) as the CP
-# with the same leaves, and the softmax is not yet so saturated that its rows cannot move.
-STAY_PROBABILITY = 0.95
-INIT_STD = 0.01
+__all__ = ["INIT_STD", "STAY_PROBABILITY", "LinearHead"]
 
 
-class LinearHead(nn.Module):
-    """Hidden states [B, D] -> CircuitParams of a batch of B circuits.
+class LinearHead(Head):
+    """Leaf parameters: leaf_weight [n, r, V, D] in position order."""
 
-    Parameters: leaf_weight [n, r, V, D] in position order; root_weight [r, D] where the circuit has a
-    root; inner_weight [F, r, r, D] and inner_bias [F, r, r], leaves to root (HMM: in position order).
-    """
+    component_dims: ClassVar = {**Head.component_dims, "leaf_weight": (1,)}
+    noise_in = "leaf_weight"
 
-    def __init__(self, circuit: Circuit, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.circuit = circuit
-        n, r, inner = circuit.window, circuit.num_components, circuit.num_inner
-        self.leaf_weight = nn.Parameter(torch.empty(n, r, vocab_size, hidden_size))
-        self.root_weight = nn.Parameter(torch.empty(r, hidden_size)) if circuit.has_root else None
-        self.inner_weight = nn.Parameter(torch.empty(inner, r, r, hidden_size)) if inner else None
-        self.inner_bias = nn.Parameter(torch.empty(inner, r, r)) if inner else None
-        if not self.leaf_weight.is_meta:  # on meta, even filling a tensor imports seconds worth of torch
-            self.reset_parameters()
+    def add_leaves(self) -> None:
+        n, r = self.circuit.window, self.circuit.num_components
+        self.leaf_weight = nn.Parameter(torch.empty(n, r, self.vocab_size, self.hidden_size))
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Small random weights; inner sums that mostly keep the latent."""
-        for weight in (self.leaf_weight, self.root_weight, self.inner_weight):
-            if weight is not None:
-                weight.normal_().mul_(INIT_STD)
-        if self.inner_bias is not None:
-            self.inner_bias.copy_(_stay_bias(self.circuit.num_components))
+    def reset_leaves(self) -> None:
+        self.leaf_weight.normal_().mul_(INIT_STD)
 
     @torch.no_grad()
     def init_from_lm_head(self, weight: Tensor, seed: int) -> None:
-        """Start every position and component at the target's lm_head[V, D], told apart by seeded noise."""
+        """Start every position and component at the target's lm_head[V, D], told apart by seeded noise.
+
+        `weight` may also be [n, 1, V, D], one unembedding per position (`vllm_mtpc.heads.init` makes that of targets
+        with several prediction heads, and checks sizes).
+        """
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.leaf_weight.shape, generator=generator) * INIT_STD
         self.leaf_weight.copy_(weight + noise.to(weight))
 
-    def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        """CircuitParams from hidden[B, D]; only the first `num_positions` leaves when the tail is not needed."""
-        m = num_positions or self.circuit.window
-        r, batch = self.circuit.num_components, hidden.shape[0]
-        vocab_size, hidden_size = self.leaf_weight.shape[2:]
-        logits = F.linear(hidden, self.leaf_weight[:m].reshape(-1, hidden_size))
-        leaf = logits.view(batch, m, r, vocab_size).float().log_softmax(dim=-1)
-        if self.root_weight is None:
-            root = leaf.new_zeros(batch, r)
-        else:
-            root = F.linear(hidden, self.root_weight).float().log_softmax(dim=-1)
-        if self.inner_weight is None:
-            return CircuitParams(leaf, root, leaf.new_zeros(batch, 0, r, r))
-        inner = F.linear(hidden, self.inner_weight.reshape(-1, hidden_size)).float()
-        inner = inner.view(batch, -1, r, r) + self.inner_bias.float()
-        return CircuitParams(leaf, root, inner.log_softmax(dim=-1))
-
-
-def _stay_bias(r: int) -> Tensor:
-    if r == 1:
-        return torch.zeros(1, 1)
-    return torch.eye(r) * math.log(STAY_PROBABILITY * (r - 1) / (1 - STAY_PROBABILITY))
+    def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        # One product for all positions: serving reads every leaf weight once per step.
+        logits = F.linear(prepared, self.leaf_weight[start:stop].reshape(-1, self.hidden_size))
+        return logits.view(prepared.shape[0], stop - start, -1, self.vocab_size).float()

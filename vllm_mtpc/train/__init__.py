@@ -1,1 +1,1 @@
-"""Training of the packaged demo: a byte-level target and four MtPC heads (``python -m vllm_mtpc.train``)."""
+"""Training of heads (`vllm-mtpc train`): options, data, losses, the loop, and what is written. See docs/training.md."""

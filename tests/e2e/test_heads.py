@@ -1,0 +1,105 @@
+"""Every head served: output token for token the target's, and exactly the acceptance its numbers predict.
+
+The prediction runs the head on hidden states of transformers, with transformers' lm_head where the head needs one, and
+counts the drafts that greedy decoding accepts. Only a worker that reads the same states, binds the same lm_head and
+computes the same conditionals counts the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.e2e.engine import Call, Engine, Reply, run
+from tests.e2e.models import make_head, make_target
+from vllm_mtpc.checkpoint import load_head
+
+HEADS = {
+    "linear": {},
+    "shared": {"expander_rank": 16},
+    "mlp": {"expander_layers": 2},
+    "transformer": {"expander_layers": 2, "expander_heads": 4},
+}
+WINDOW, LENGTH = 5, 24
+PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8], [29, 2, 2, 19]]
+GREEDY = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
+ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("heads")
+    target = make_target(folder / "target", vocab_size=30, seed=3)  # vLLM pads 30 to a multiple of 64
+    for name, options in HEADS.items():
+        make_head(folder / name, target, "btree", WINDOW, components=3, head=name, **options)
+    return folder
+
+
+def engine(folder: Path, head: str | None, **arguments: object) -> Engine:
+    if head:
+        arguments["speculative_config"] = {"method": "mtpc", "model": str(folder / head)}
+    call = Call(PROMPTS, [GREEDY] * len(PROMPTS))
+    return Engine(str(folder / "target"), [call], {"skip_tokenizer_init": True, "max_model_len": 64, **arguments})
+
+
+@torch.inference_mode()
+def predicted(folder: Path, name: str, dtype: torch.dtype) -> tuple[int, int]:
+    """(drafts accepted, steps with drafts) of greedy decoding, from transformers' hidden states."""
+    target = LlamaForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    _, head = load_head(folder / name, dtype)
+    if head.needs_lm_head:
+        head.bind_lm_head(lambda states: target.lm_head(states.float()))
+    accepted = steps = 0
+    for prompt in PROMPTS:
+        text = torch.tensor([prompt])
+        for _ in range(LENGTH + WINDOW):  # the last step may draft beyond the last token that is asked for
+            text = torch.cat([text, target(text).logits[:, -1:].argmax(-1)], 1)
+        hidden = target.model(text).last_hidden_state[0]
+        end = len(prompt) + 1  # tokens so far; the first one comes from reading the prompt
+        while end < len(prompt) + LENGTH:
+            params = head(hidden[end - 2 : end - 1].to(dtype))
+            drafts = head.circuit.greedy(params, text[:, end - 1 : end])[0, 1:]
+            equal = int((drafts == text[0, end : end + WINDOW - 1]).long().cumprod(0).sum())
+            accepted, steps, end = accepted + equal, steps + 1, end + equal + 1
+    return accepted, steps
+
+
+def served_dtype() -> torch.dtype:
+    """V1 on a CPU keeps a head's weights in bfloat16 where products of it are native."""
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def check(folder: Path, name: str, replies: dict[str, list[Reply] | str], dtype: torch.dtype) -> None:
+    for reply in replies.values():
+        assert not isinstance(reply, str), reply
+    (plain,), (drafted,) = replies["plain"], replies[name]
+    assert drafted.tokens == plain.tokens
+    accepted, steps = predicted(folder, name, dtype)
+    assert 0 < accepted < steps * (WINDOW - 1)  # drafts were accepted and rejected
+    assert (drafted.metrics[ACCEPTED], drafted.metrics[DRAFTS]) == (accepted, steps)
+
+
+@pytest.fixture(scope="module")
+def on_v1(tiny: Path) -> dict[str, list[Reply] | str]:
+    return run({"plain": engine(tiny, None), **{name: engine(tiny, name) for name in HEADS}}, "v1")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_served_on_v1(tiny: Path, on_v1: dict[str, list[Reply] | str], name: str) -> None:
+    check(tiny, name, {"plain": on_v1["plain"], name: on_v1[name]}, served_dtype())
+
+
+def test_shared_on_v2(tiny: Path) -> None:
+    replies = run({"plain": engine(tiny, None), "shared": engine(tiny, "shared")}, "v2", async_scheduling=True)
+    check(tiny, "shared", replies, torch.float32)
+
+
+@pytest.mark.slow
+def test_shared_tensor_parallel(tiny: Path) -> None:
+    """Half of the lm_head on each rank: without vLLM's gather the logits would be of half the vocabulary."""
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
+    engines = {name or "plain": engine(tiny, name, tensor_parallel_size=2) for name in (None, "shared")}
+    check(tiny, "shared", run(engines, "v1", **environment), served_dtype())

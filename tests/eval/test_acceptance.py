@@ -1,0 +1,194 @@
+"""The evaluator's shortcut (acceptance read off the target's own text) against enumeration of the serving rule."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.eval.tiny import D, N, TableReader, TableTarget, V, tiny_head
+from vllm_mtpc.eval import acceptance as evaluate
+from vllm_mtpc.eval.conditionals import conditionals
+from vllm_mtpc.eval.decode import decode
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.simulate import figures
+from vllm_mtpc.eval.text import Samples
+
+CIRCUITS = ["ff", "cp", "hmm", "btree"]
+
+
+def all_windows(m: int = N) -> torch.Tensor:
+    return torch.tensor(list(itertools.product(range(V), repeat=m)))
+
+
+def enumerated(target: TableTarget, head, m: int, temperature: float = 1.0):
+    """All windows behind one prompt: tokens [W, m], states [W, m, D], p and q [W, m, V] at that temperature."""
+    tokens = all_windows(m)
+    prompt = torch.tensor([1, 2]).expand(len(tokens), 2)
+    states = target.states(torch.cat([prompt, tokens], 1))[:, :m]
+    p = (target.logits(states) / temperature).softmax(-1)
+    q = (conditionals(head.circuit, head(states[:, 0], m), tokens) / temperature).softmax(-1)
+    return tokens, states, p, q
+
+
+def along(law: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return law.gather(-1, tokens[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("circuit", CIRCUITS)
+@pytest.mark.parametrize("m", [N, N - 1])
+def test_conditionals_agree_with_the_circuit(circuit, m):
+    head, tokens = tiny_head(circuit), all_windows(m)
+    params = head(torch.randn(1, D).expand(len(tokens), D), m)
+    log_q = conditionals(head.circuit, params, tokens)
+    expected = head.circuit.conditional_log_probs(params, tokens)
+    torch.testing.assert_close(along(log_q, tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(log_q.exp().sum(-1), torch.ones(len(tokens), m))
+
+
+def test_conditionals_marginalise_what_is_not_known():
+    head, tokens = tiny_head("btree"), all_windows()
+    params = head(torch.randn(1, D).expand(len(tokens), D))
+    with_all = conditionals(head.circuit, params, tokens)
+    joint = (along(with_all, tokens)[:, 0] + along(with_all, tokens)[:, 1]).exp()  # q(x_1, x_2)
+    hidden_first = torch.cat([torch.full_like(tokens[:, :1], -1), tokens[:, 1:]], 1)
+    marginal = conditionals(head.circuit, params, hidden_first)[:, 1].exp()  # q(x_2), x_1 summed out
+    for second in range(V):
+        ways = [int(((tokens[:, 0] == first) & (tokens[:, 1] == second)).nonzero()[0]) for first in range(V)]
+        assert marginal[0, second].item() == pytest.approx(joint[ways].sum().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("circuit", CIRCUITS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_acceptance_is_that_of_drafted_paths(circuit, temperature):
+    """sum over text of p * prod min(1, q/p) = sum over drafts of p(x_1) q * prod min(1, p/q), length by length."""
+    head, target = tiny_head(circuit), TableTarget()
+    tokens, states, p, q = enumerated(target, head, N, temperature)
+    p, q = along(p, tokens), along(q, tokens)
+    drafted = p[:, 0] * q[:, 1:].prod(1)
+    by_drafts = (drafted[:, None] * (p / q)[:, 1:].clamp(max=1).cumprod(1)).sum(0)
+    shortcut = evaluate.acceptance(head, target.logits, states, tokens, False, temperature).cumprod(1)
+    by_text = (p.prod(1)[:, None] * shortcut).sum(0)
+    torch.testing.assert_close(by_text, by_drafts, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("circuit", CIRCUITS)
+@pytest.mark.parametrize("drafts", [N - 1, 1])
+def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):
+    """Both estimators averaged over every text with its exact probability; the planted one has the wrong mean."""
+    head, target = tiny_head(circuit), TableTarget()
+    tokens, states, p, _ = enumerated(target, head, drafts + 1)
+    weight = along(p, tokens).prod(1).double()
+    log_q = conditionals(head.circuit, head(states[:, 0], drafts + 1), tokens)
+    values = evaluate._at_contexts(log_q, target, states, tokens, Sampling(1.0)).double()
+    text, overlap = values[:, :drafts], values[:, drafts : 2 * drafts]
+    means = [(weight[:, None] * part).sum(0) for part in (text, overlap)]
+    torch.testing.assert_close(*means, atol=1e-6, rtol=1e-5)
+    spreads = [
+        (weight * (part.sum(1) - mean.sum()) ** 2).sum() for part, mean in zip((text, overlap), means, strict=True)
+    ]
+    assert spreads[1] < spreads[0]
+    planted = text * overlap.clamp(max=1)  # the overlap on top of the last factor instead of in its place
+    assert ((weight[:, None] * planted).sum(0) - means[0]).abs().max() > 1e-3
+
+
+def test_bits_are_those_of_the_laws():
+    head, target = tiny_head("hmm"), TableTarget()
+    tokens, states, p, _ = enumerated(target, head, N)
+    log_q = conditionals(head.circuit, head(states[:, 0]), tokens)
+    values = evaluate._at_contexts(log_q, target, states, tokens, Sampling(0.5))
+    torch.testing.assert_close(values[:, -2], -along(p, tokens)[:, 0].log(), atol=1e-5, rtol=1e-5)
+    joint = head.circuit.log_prob(head(states[:, 0]), tokens)
+    torch.testing.assert_close(values[:, -1], -joint, atol=1e-4, rtol=1e-5)
+    assert joint.exp().sum().item() == pytest.approx(1.0, abs=1e-4)  # all windows share one h_t
+
+
+@pytest.mark.parametrize("drafts", [N - 1, 2])
+def test_greedy_acceptance_is_that_of_the_drafts(drafts):
+    head, target = tiny_head("btree"), TableTarget()
+    samples = target.write(rows=1, length=N, greedy=True)
+    tokens, states = samples.tokens[:, 2 : 3 + drafts], samples.hidden[:, 1 : 2 + drafts]
+    expected = head.circuit.greedy(head(states[:, 0], drafts + 1), prefix=tokens[:, :1]) == tokens
+    measured = evaluate.acceptance(head, target.logits, states, tokens, greedy=True).cumprod(1)
+    assert torch.equal(measured, expected[:, 1:].float().cumprod(1))
+
+
+def test_step_starts_follow_the_jumps():
+    """Against all jump sequences of a short text, enumerated."""
+    torch.manual_seed(0)
+    alive = torch.rand(1, 5, 2).cumprod(-1)
+    exactly = torch.cat([1 - alive[..., :1], alive[..., :1] - alive[..., 1:], alive[..., 1:]], -1)[0]
+    expected = torch.zeros(5)
+
+    def walk(position: int, probability: float) -> None:
+        if position < 5:
+            expected[position] += probability
+            for accepted in range(3):
+                walk(position + 1 + accepted, probability * exactly[position, accepted].item())
+
+    walk(0, 1.0)
+    torch.testing.assert_close(evaluate.step_starts(alive)[0], expected)
+
+
+@pytest.mark.parametrize("drafts", [N - 1, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
+def test_measure_agrees_with_a_simulated_server(temperature, drafts):
+    """Greedy: every figure exactly, the cut last step included. Sampled: within three standard errors."""
+    head, target, length, sampling = tiny_head("hmm"), TableTarget(), 30, Sampling(temperature)
+    rows = 16 if sampling.greedy else 300
+    if sampling.greedy:
+        samples = target.write(rows, length + drafts, greedy=True)
+        samples = Samples(samples.tokens, samples.hidden, samples.prompt_lengths, samples.lengths - drafts)
+    else:
+        tempered = TableTarget()
+        tempered.lm_head = target.lm_head / temperature
+        text = tempered.write(rows, length + drafts, greedy=False)
+        samples = Samples(text.tokens, text.hidden, text.prompt_lengths, text.lengths - drafts)
+    measured = evaluate.measure(head, target, samples, sampling.greedy, temperature or 1.0, num_drafts=drafts)
+    generator = torch.Generator().manual_seed(2)
+    texts = []
+    for row in range(rows):
+        prompt = samples.tokens[row, :2].tolist()
+        states = target.states(torch.tensor([prompt]))
+        texts.append(
+            decode("speculative", TableReader(target, prompt), states, head, length, sampling, generator, drafts)
+        )
+    served = figures(texts)
+    if sampling.greedy:
+        assert served.steps == measured.steps
+        assert served.per_position == pytest.approx(measured.per_position, abs=1e-9)
+        assert served.tokens_per_step == pytest.approx(measured.tokens_per_step, abs=1e-9)
+    else:
+        noise = math.hypot(served.standard_error, measured.standard_error)
+        assert abs(served.tokens_per_step - measured.tokens_per_step) < 3 * noise
+        assert noise < 0.05  # so that the line above can fail
+    assert measured.tokens_per_step == pytest.approx(1 + sum(measured.per_position), abs=1e-6)
+    assert len(measured.per_position) == drafts
+
+
+def test_an_ended_text_starts_no_step():
+    """Contexts: positions from the prompt's end on, up to the one whose x_1 stands before the last token."""
+    head, target = tiny_head("cp"), TableTarget()
+    whole = target.write(rows=2, length=20, greedy=False)
+    tokens = whole.tokens.clone()
+    tokens[1, 2 + 6 + N - 1 :] = -1  # the second text ends after 6 new tokens; N - 1 tokens behind it are known
+    samples = Samples(tokens, whole.hidden, whole.prompt_lengths, torch.tensor([2 + 20 - N + 1, 2 + 6]))
+    contexts = evaluate.collect(head, target, samples, Sampling(1.0), batch=3)
+    assert contexts.valid.sum(1).tolist() == [20 - N, 5]
+    cut = Samples(tokens[:, :8], whole.hidden[:, :7], whole.prompt_lengths, torch.tensor([8, 8]))  # nothing behind it
+    assert evaluate.collect(head, target, cut, Sampling(1.0)).valid.sum(1).tolist() == [6 - N + 1] * 2
+    other = evaluate.collect(head, target, samples, Sampling(1.0), batch=1000)
+    torch.testing.assert_close(contexts.text, other.text, atol=1e-6, rtol=1e-5)  # sums in another order
+
+
+def test_what_cannot_be_measured_is_refused():
+    head, target = tiny_head("cp"), TableTarget()
+    with pytest.raises(evaluate.EvaluationError, match="raise the number of new tokens"):
+        evaluate.measure(head, target, target.write(rows=2, length=N - 1, greedy=False), greedy=False)
+    with pytest.raises(evaluate.EvaluationError, match="allowed are 1 to 3"):
+        evaluate.measure(head, target, target.write(2, 20, False), False, num_drafts=N)
+
+
+def test_standard_error_of_a_ratio():
+    value, error = evaluate.ratio(torch.tensor([2.0, 2.0, 2.0]), torch.tensor([1.0, 1.0, 1.0]))
+    assert (value, error) == (2.0, 0.0)

@@ -1,0 +1,174 @@
+"""`vllm-mtpc eval` and `vllm-mtpc generate` on the packaged demo, through their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from tests.eval.tiny import llama_target
+from vllm_mtpc import demo
+from vllm_mtpc.bench.prompts import held_out
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.eval import command, generate, loading, text
+from vllm_mtpc.eval.acceptance import EvaluationError
+from vllm_mtpc.train.data.documents import Documents
+
+HEAD = str(demo.path("btree"))
+
+
+def call(module: ModuleType, *given: str) -> int:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return module.run(parser.parse_args([HEAD, *given]))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": opening}) + "\n" for opening in held_out(8)))
+    return str(file)
+
+
+def test_eval_prints_and_writes_the_figures(data, tmp_path, capsys):
+    report = tmp_path / "eval.json"
+    small = ("--sequences", "6", "--new-tokens", "40", "--num-drafts", "3", "--simulate", "6")
+    assert call(command, "--data", data, *small, "--json", str(report)) == 0
+    printed = capsys.readouterr().out
+    assert "tokens/step, expected" in printed and "T=1" in printed and "T=0" in printed
+    assert "the target's own token included" in printed and "unconditional" in printed  # both definitions
+    found = json.loads(report.read_text())
+    assert found["num_drafts"] == 3 and [row["temperature"] for row in found["results"]] == [1.0, 0.0]
+    for row in found["results"]:
+        expected, ceiling = row["expected"], row["ceiling"]
+        assert 1 < expected["tokens_per_step"] < ceiling == 4.0
+        assert len(expected["per_position"]) == 3
+        assert expected["tokens_per_step"] == pytest.approx(1 + sum(expected["per_position"]), abs=1e-6)
+        assert expected["joint_bits"] > expected["target_bits"]  # a circuit cannot know the future
+    greedy = found["results"][1]
+    for name in ("simulated", "along_text"):  # greedy: one text, whoever writes it
+        assert greedy[name]["tokens_per_step"] == pytest.approx(greedy["expected"]["tokens_per_step"], abs=1e-9)
+        assert greedy[name]["steps"] == pytest.approx(greedy["expected"]["steps"], abs=1e-6)
+
+
+def test_help_is_instant_and_evaluation_needs_no_vllm():
+    """Modules of commands import no torch; what they run imports no vLLM."""
+    lines = (
+        "import sys",
+        "from vllm_mtpc.eval import command, doctor, generate",
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)",
+        "from vllm_mtpc.eval import causes, compare, loading, served, simulate, text",
+        "assert 'vllm' not in sys.modules",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+@pytest.mark.parametrize("mode", ["stp", "mtp", "speculative"])
+def test_generate_prints_text_and_statistics(mode, capsys):
+    opening = ("--prompt", "def main(", "--num-tokens", "30", "--mode", mode, "--argmax")
+    assert call(generate, *opening) == 0
+    printed = capsys.readouterr().out
+    assert call(generate, *opening, "--quiet") == 0
+    quiet = capsys.readouterr().out
+    assert "tokens/step" in quiet and f"{mode}, T=0" in quiet
+    assert call(generate, *opening, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert printed.startswith(found["text"].rstrip()) and not quiet.startswith(found["text"][:10])
+    assert len(found["tokens"]) == 30 and sum(found["histogram"]) == found["steps"]
+
+
+def test_greedy_modes_agree(capsys):
+    texts = []
+    for mode in ("stp", "speculative"):
+        call(generate, "--prompt", "class Reader:\n", "--num-tokens", "60", "--mode", mode, "--argmax", "--json")
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert texts[0] == texts[1]
+
+
+def test_a_seed_fixes_sampled_text(capsys):
+    texts = []
+    for seed in ("0", "0", "1"):
+        call(generate, "--prompt", "import ", "--num-tokens", "30", "--seed", seed, "--json")
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_chat_prompt_takes_the_template():
+    target = loading.load(HEAD).target
+    with pytest.raises(MtpcError, match="no chat template"):
+        generate.encode(target, "hello", chat=True)
+    target.tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    ids = generate.encode(target, "hello", chat=True)
+    assert target.tokenizer.decode(ids) == "[user]hello[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "message"),
+    [
+        (generate, ["--prompt", "x", "--argmax", "--temperature", "1"], "drop one of them"),
+        (generate, ["--prompt", "x", "--num-tokens", "0"], "allowed are 1 and above"),
+        (generate, ["--prompt", "", "--num-tokens", "3"], "--prompt is empty"),
+        (generate, ["--prompt", "x", "--num-tokens", "1020"], "lower --num-tokens"),
+        (generate, ["--prompt", "x", "--num-drafts", "8"], "allowed are 1 to 7"),
+        (generate, ["--prompt", "x", "--top-p", "2"], "top_p=2"),
+        (command, ["--data", "nowhere.txt"], "no such file"),
+        (command, ["--data", "nowhere.txt", "--temperature", "-1"], "temperature=-1"),
+        (command, ["--data", "nowhere.txt", "--sequences", "0"], "allowed are 1 and above"),
+    ],
+)
+def test_bad_requests_are_one_line(module, given, message):
+    with pytest.raises(MtpcError, match=message) as caught:
+        call(module, *given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_of_another_size_is_refused(tmp_path):
+    target = llama_target(vocab_size=40)
+    with pytest.raises(EvaluationError, match="vocab_size=257, but target tiny has 40"):
+        loading.join(demo.path("cp"), target)
+
+
+def test_prompts_stand_before_what_is_trained():
+    """Chat: all up to the first trained token. Text: crops, no document too short, repeated where there are too few."""
+    trained = [[False] * 3 + [True] * 2, [True] * 10, [True] * 3]
+    documents = Documents.join([(np.arange(100 * at, 100 * at + len(mask)), mask) for at, mask in enumerate(trained)])
+    found = loading.prompts(documents, 9, 4, seed=0)
+    chats = [prompt.tolist() for prompt in found if prompt[0] < 100]
+    crops = [prompt.tolist() for prompt in found if prompt[0] >= 100]
+    assert len(found) == 9 and len(chats) in (4, 5) and all(chat == [0, 1, 2] for chat in chats)
+    assert all(len(crop) == 4 and 100 <= crop[0] <= 106 and crop == sorted(crop) for crop in crops)
+    assert len({crop[0] for crop in crops}) > 1
+    again = loading.prompts(documents, 9, 4, seed=0)
+    assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
+    with pytest.raises(EvaluationError, match="no document has 11 tokens"):
+        loading.prompts(Documents.join(documents[at] for at in (1, 2)), 2, 11, seed=0)
+
+
+def test_a_head_behind_draft_layers_reads_their_states():
+    """Adapters that are zero leave the target's own states, so the figures are those without them."""
+    from vllm_mtpc.eval.acceptance import measure
+    from vllm_mtpc.eval.sampling import Sampling
+    from vllm_mtpc.heads.adapters import DraftLayers
+
+    loaded = loading.load(HEAD)
+    prompts = [torch.tensor(loaded.target.tokenizer(opening).input_ids[:32]) for opening in held_out(3)]
+    samples = text.generate(loaded.target, prompts, 24, Sampling(0.0), overhang=7)
+    layers = DraftLayers(loaded.target, 1)
+    read = text.with_draft_layers(samples, layers)
+    plain = measure(loaded.head, loaded.target, samples, greedy=True)
+    assert measure(loaded.head, loaded.target, read, greedy=True).tokens_per_step == pytest.approx(
+        plain.tokens_per_step
+    )
+    for parameter in layers.parameters():
+        torch.nn.init.normal_(parameter)
+    changed = text.with_draft_layers(samples, layers)
+    assert measure(loaded.head, loaded.target, changed, greedy=True).tokens_per_step < plain.tokens_per_step

@@ -1,0 +1,216 @@
+"""The doctor on the packaged demo: agreement within 2 %, and planted faults named by their cause.
+
+The served side of most tests is stood in for by the decoding loop on the Hugging Face target (it counts as vLLM does);
+one test starts vLLM itself, healthy and with a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.eval.tiny import TableTarget, tiny_head
+from vllm_mtpc import demo
+from vllm_mtpc.bench.acceptance import Acceptance
+from vllm_mtpc.bench.prompts import held_out
+from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.eval import causes, doctor, simulate
+from vllm_mtpc.eval.acceptance import collect, summarise
+from vllm_mtpc.eval.compare import compare, noise_given_text
+from vllm_mtpc.eval.loading import Loaded, join, load
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.served import Served
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.target import load_target
+
+K, PROMPTS, TOKENS = 7, 8, 48
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(str(demo.path("btree")))
+
+
+@pytest.fixture(scope="module")
+def prompts(loaded) -> list[list[int]]:
+    return [loaded.target.tokenizer(text).input_ids[:64] for text in held_out(PROMPTS)]
+
+
+def serve(head, target, prompts, temperature: float, num_drafts: int = K) -> Served:
+    """Counters of the serving rule on the Hugging Face target, in vLLM's form."""
+    texts = simulate.run(
+        "speculative", head, target, [torch.tensor(p) for p in prompts], TOKENS, Sampling(temperature), num_drafts, 3
+    )
+    kept = [count for text in texts for count in text.accepted]
+    reached = tuple(sum(count >= k for count in kept) for k in range(1, num_drafts + 1))
+    counted = Acceptance(len(kept), num_drafts * len(kept), sum(kept), reached)
+    return Served(temperature, [text.tokens for text in texts], counted, "float32")
+
+
+@pytest.fixture(scope="module")
+def healthy(loaded, prompts) -> list[Served]:
+    return [serve(loaded.head, loaded.target, prompts, temperature) for temperature in (0.0, 1.0)]
+
+
+def examine(loaded, prompts, served: list[Served]):
+    return [compare(loaded.head, loaded.target, prompts, one, Sampling(one.temperature), K) for one in served]
+
+
+def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
+    greedy, sampled = examine(loaded, prompts, healthy)
+    assert greedy.served.acceptance.drafts == round(greedy.predicted.steps)
+    assert greedy.difference == pytest.approx(0, abs=1e-9) and greedy.noise == 0
+    assert greedy.chain.differing == 0 and greedy.chain.tokens == PROMPTS * TOKENS
+    assert 0 < sampled.noise < 0.2 and not sampled.differs
+    assert abs(sampled.chain.surprise) < 4
+    assert causes.knows_nothing(loaded, [greedy, sampled], K) is None
+
+
+def test_noise_is_that_of_repeated_serving():
+    """The exact standard error given the text, against 4,000 walks over one text's steps."""
+    contexts = collect(tiny_head("hmm"), TableTarget(), TableTarget().write(3, 30, greedy=False), Sampling(1.0))
+    alive, valid = contexts.text, contexts.valid
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for _ in range(4000):
+        accepted = steps = 0
+        for row in range(3):
+            at = 0
+            while at < valid.shape[1] and valid[row, at]:
+                uniform = torch.rand((), generator=generator, dtype=torch.float64)
+                count = int((alive[row, at] > uniform).sum())
+                accepted, steps, at = accepted + count, steps + 1, at + 1 + count
+        values.append(1 + accepted / steps)
+    values = torch.tensor(values)
+    assert values.mean().item() == pytest.approx(summarise(contexts, overlap=False).tokens_per_step, abs=0.02)
+    # 4,000 walks tell the spread to 1 %; a ratio of sums over some 40 steps is not quite linear
+    assert noise_given_text(contexts) == pytest.approx(values.std().item(), rel=0.1)
+
+
+def shifted(loaded: Loaded, by: int = 3):
+    head = type(loaded.head)(loaded.head.circuit, loaded.target.vocab_size, loaded.target.hidden_size)
+    state = loaded.head.state_dict()
+    head.load_state_dict({**state, "leaf_weight": state["leaf_weight"].roll(-by, 0)})
+    return head.eval().requires_grad_(False)
+
+
+def test_positions_in_another_order_are_named(loaded, prompts):
+    served = [serve(shifted(loaded), loaded.target, prompts, temperature) for temperature in (0.0, 1.0)]
+    comparisons = examine(loaded, prompts, served)
+    assert any(comparison.differs for comparison in comparisons)
+    cause = causes.find(loaded, comparisons, K)
+    assert cause.name == "positions" and "shifted by 3" in cause.sentence
+
+
+def test_another_head_is_named(loaded, prompts):
+    other = load(str(demo.path("ff"))).head
+    comparisons = examine(loaded, prompts, [serve(other, loaded.target, prompts, 0.0)])
+    assert comparisons[0].differs
+    assert causes.find(loaded, comparisons, K).name == "head"
+
+
+def test_drafts_from_nowhere_are_named(loaded, prompts):
+    """A head of the right size and random weights on the serving side: acceptance at chance."""
+    torch.manual_seed(0)
+    noise = build_head(loaded.config).eval().requires_grad_(False)
+    comparisons = examine(loaded, prompts, [serve(noise, loaded.target, prompts, 0.0)])
+    assert causes.find(loaded, comparisons, K).name == "hidden state"
+
+
+def other_target(folder):
+    """The demo's target with its last layer's weights turned around."""
+    shutil.copytree(demo.path("target"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.7.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name].flip(0).contiguous()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_another_target_is_named(loaded, prompts, tmp_path, temperature):
+    target = load_target(other_target(tmp_path / "other"), attention="torch")
+    comparisons = examine(loaded, prompts, [serve(loaded.head, target, prompts, temperature)])
+    assert comparisons[0].chain.other_target
+    assert causes.find(loaded, comparisons, K).name == "target"
+
+
+def test_other_numbers_of_drafts_are_named(loaded, prompts, healthy):
+    fewer = examine(loaded, prompts, [serve(loaded.head, loaded.target, prompts, 0.0, num_drafts=2)])
+    assert fewer[0].differs
+    cause = causes.find(loaded, fewer, K)
+    assert cause.name == "drafts" and "2.0 drafts per step" in cause.sentence
+    counted = healthy[0].acceptance
+    reached = (*counted.accepted_per_position[:2], *[0] * (K - 2))
+    lost = replace(counted, accepted_tokens=sum(reached), accepted_per_position=reached)
+    cause = causes.find(loaded, examine(loaded, prompts, [replace(healthy[0], acceptance=lost)]), K)
+    assert cause.name == "drafts" and "beyond position 2" in cause.sentence
+
+
+def test_lost_precision_is_named(loaded, prompts, tmp_path):
+    """Weights of which bfloat16 keeps little: a large common part under the differences that matter."""
+    folder = tmp_path / "coarse"
+    config, coarse = load_head(demo.path("btree"))
+    coarse.leaf_weight.data += 40.0  # the softmax does not see it; float32 keeps 5 digits below it, bfloat16 none
+    save_head(folder, config, coarse, {}, "made by a test", torch.float32)
+    rounded = join(folder, loaded.target, torch.bfloat16).head
+    patient = join(folder, loaded.target)
+    comparisons = examine(patient, prompts, [serve(rounded, loaded.target, prompts, 0.0)])
+    assert comparisons[0].differs
+    cause = causes.find(patient, comparisons, K)
+    assert cause.name == "precision" and "bfloat16" in cause.sentence
+
+
+def test_a_head_for_other_weights_is_named(loaded, prompts):
+    """Served as predicted, and no better than chance on either side."""
+    torch.manual_seed(0)
+    untrained = replace(loaded, head=build_head(loaded.config).eval().requires_grad_(False))
+    served = [serve(untrained.head, loaded.target, prompts, 0.0)]
+    comparisons = examine(untrained, prompts, served)
+    assert not comparisons[0].differs
+    assert causes.knows_nothing(untrained, comparisons, K).name == "hidden state"
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return parser.parse_args([str(demo.path("btree")), *given])
+
+
+def test_bad_requests_are_refused_before_anything_starts():
+    for given, message in (
+        (["--engine", "[]"], "not a JSON object"),
+        (["--prompts", "0"], "allowed are 1 and above"),
+        (["--max-tokens", "1000"], "lower --max-tokens"),
+        (["--num-drafts", "0"], "allowed are 1 to 7"),
+    ):
+        with pytest.raises(MtpcError, match=message):
+            doctor.run(arguments(*given))
+
+
+def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    few = ("--prompts", "8", "--max-tokens", "64", "--dtype", "float32")
+    assert doctor.run(arguments(*few, "--json", str(report))) == 0
+    printed = capsys.readouterr().out
+    assert "\nhealthy" in printed and "tokens/step:" in printed
+    found = json.loads(report.read_text())
+    for comparison in found["comparisons"]:
+        assert abs(comparison["difference"]) < max(0.02, 3 * comparison["standard_error"])
+        assert comparison["text"]["greedy_tokens_differing"] == 0
+        assert comparison["served"]["tokens_per_step"] > 1.5
+    assert [comparison["temperature"] for comparison in found["comparisons"]] == [0.0, 1.0]
+
+
+def test_vllm_serving_another_target_is_noticed(tmp_path, capsys):
+    planted = str(other_target(tmp_path / "other"))
+    args = arguments("--prompts", "4", "--max-tokens", "32", "--temperature", "0", "--dtype", "float32")
+    diagnosis = doctor.diagnose(args, serve_target=planted)
+    assert not diagnosis.healthy and diagnosis.cause.name == "target"
+    assert "another target" in diagnosis.verdict

@@ -1,0 +1,110 @@
+"""The target's own continuations: the model's law and states, whatever the batch, ended where a server ends them."""
+
+import pytest
+import torch
+
+from tests.eval.tiny import llama_target, tiny_head
+from vllm_mtpc.eval.acceptance import measure
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.simulate import simulate
+from vllm_mtpc.eval.text import ends, generate, join, stop_ids
+
+PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7], [1], [2, 9, 9, 9, 30], [11, 12, 13])]
+
+
+def reference(target, prompt: torch.Tensor, count: int) -> list[int]:
+    ids = prompt[None]
+    for _ in range(count):
+        ids = torch.cat([ids, target.model(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids[0].tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_greedy_text_and_its_states(batch):
+    target = llama_target()
+    samples = generate(target, PROMPTS, 12, Sampling(0.0), overhang=3, batch=batch)
+    assert samples.tokens.shape == (4, 5 + 15) and samples.hidden.shape[:2] == (4, 19)
+    assert samples.prompt_lengths.tolist() == [3, 1, 5, 3]
+    assert samples.lengths.tolist() == [15, 13, 17, 15]
+    for row, prompt in enumerate(PROMPTS):
+        known = samples.tokens[row][samples.tokens[row] >= 0]
+        assert known.tolist() == reference(target, prompt, 15)
+        states = target.backbone(known[None, :-1]).last_hidden_state[0]
+        torch.testing.assert_close(samples.hidden[row, : len(states)], states, atol=5e-5, rtol=1e-4)
+
+
+def test_an_end_token_ends_a_text_but_not_its_overhang():
+    free = llama_target()
+    written = [reference(free, prompt, 15)[len(prompt) :] for prompt in PROMPTS]
+    stop = written[0][4]
+    target = llama_target(eos=stop)
+    assert stop_ids(target) == {stop}
+    samples = generate(target, PROMPTS, 12, Sampling(0.0), overhang=3)
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, written, strict=True)):
+        expected = tokens.index(stop) + 1 if stop in tokens[:12] else 12
+        assert samples.lengths[row] == len(prompt) + expected
+        known = samples.tokens[row][samples.tokens[row] >= 0].tolist()
+        assert known == prompt.tolist() + tokens[: expected + 3]
+    assert samples.lengths[0] == 3 + written[0].index(stop) + 1
+    assert (generate(target, PROMPTS, 12, Sampling(0.0), stops=set()).lengths == torch.tensor([15, 13, 17, 15])).all()
+
+
+def test_generation_ends_with_the_last_text():
+    """All rows ended: no forward is spent on what nobody asked for."""
+    free = llama_target()
+    stop = reference(free, PROMPTS[0], 1)[-1]
+    samples = generate(free, PROMPTS[:1], 50, Sampling(0.0), stops={stop}, overhang=2)
+    assert samples.lengths.tolist() == [4] and samples.tokens.shape == (1, 3 + 1 + 2)
+
+
+def test_ends():
+    tokens = torch.tensor([[9, 1, 2, 9, 3], [9, 1, 2, 3, 4], [1, 9, 9, 2, 3]])
+    assert ends(tokens, torch.tensor([1, 1, 1]), torch.tensor([5, 4, 5]), {9}).tolist() == [4, 4, 2]
+
+
+def test_sampled_text_is_fixed_by_its_seed():
+    target = llama_target()
+
+    def text(seed: int) -> torch.Tensor:
+        return generate(target, PROMPTS, 12, Sampling(1.0), torch.Generator().manual_seed(seed)).tokens
+
+    assert torch.equal(text(0), text(0)) and not torch.equal(text(0), text(1))
+
+
+def test_first_tokens_have_the_models_law():
+    """5,000 first tokens of one prompt at temperature 0.7 against the softmax; 3 s.e. of the likeliest token."""
+    target = llama_target()
+    prompts = [PROMPTS[0]] * 5000
+    generator = torch.Generator().manual_seed(0)
+    samples = generate(target, prompts, 1, Sampling(0.7), generator, batch=5000)
+    expected = (target.model(PROMPTS[0][None]).logits[0, -1] / 0.7).softmax(-1)
+    found = torch.bincount(samples.tokens[:, 3], minlength=32) / 5000
+    top = int(expected.argmax())
+    assert found[top].item() == pytest.approx(expected[top].item(), abs=3 * (expected[top] / 5000).sqrt().item())
+    assert (found - expected).abs().sum() / 2 < 0.05
+
+
+def test_joined_pieces_keep_their_rows():
+    target = llama_target()
+    pieces = [generate(target, [prompt], 4, Sampling(0.0)) for prompt in PROMPTS]
+    joined, together = join(pieces), generate(target, PROMPTS, 4, Sampling(0.0))
+    assert torch.equal(joined.tokens, together.tokens) and torch.equal(joined.lengths, together.lengths)
+    torch.testing.assert_close(joined.hidden, together.hidden, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_measured_and_simulated_agree_on_a_transformers_model(temperature):
+    """End tokens, left padding, cut last steps: the two ways share nothing but the model and the head."""
+    target, head = llama_target(eos=7), tiny_head("btree", hidden_size=32, vocab_size=32)
+    prompts = [(PROMPTS[row % 4] + row // 4) % 32 for row in range(20)]
+    sampling = Sampling(temperature)
+    samples = generate(target, prompts, 24, sampling, torch.Generator().manual_seed(5), overhang=3)
+    measured = measure(head, target, samples, sampling.greedy)
+    served = simulate(head, target, prompts, 24, sampling, seed=6)
+    if sampling.greedy:
+        assert served.tokens_per_step == pytest.approx(measured.tokens_per_step, abs=1e-9)
+        assert served.per_position == pytest.approx(measured.per_position, abs=1e-9)
+        assert served.steps == measured.steps
+    else:
+        noise = (served.standard_error**2 + measured.standard_error**2) ** 0.5
+        assert abs(served.tokens_per_step - measured.tokens_per_step) < 3 * noise < 0.5

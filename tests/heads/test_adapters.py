@@ -1,0 +1,224 @@
+"""Draft layers: the target stays bit for bit what it is, drafts start there, gradients reach the adapters alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.target import Target, load_target
+
+torch.set_num_threads(1)
+V, LAYERS = 32, 5
+TOKENS = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(0))
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 4 + [1] * 6 + [-1] * 2])
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make(folder: Path, model_type: str = "llama", **changes: object) -> Path:
+    """A random target saved to `folder`."""
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(SIZES | changes))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("adapters") / "llama")
+
+
+@pytest.fixture
+def target(folder: Path) -> Target:
+    return load_target(folder, attention="torch")
+
+
+def move(split: DraftLayers, seed: int = 1, std: float = 0.2) -> None:
+    """Adapters as training would leave them: not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for value in split.parameters():
+        value.data.copy_(torch.randn(value.shape, generator=generator) * std)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one-document", "packed"])
+def test_the_target_is_untouched_and_drafts_start_at_its_states(target: Target, layers: int, documents) -> None:
+    names, before = list(target.model.state_dict()), target.hidden(TOKENS, documents)
+    torch.manual_seed(0)
+    split = DraftLayers(target, layers)
+    trunk = split.trunk(TOKENS, documents)
+    assert torch.equal(split.verifier(trunk, documents), before)
+    assert torch.equal(split.draft(trunk, documents), before)  # B is zero
+    move(split)
+    assert not torch.allclose(split.draft(trunk, documents), before, atol=0.1)
+    assert torch.equal(split.verifier(trunk, documents), before)
+    assert torch.equal(target.hidden(TOKENS, documents), before)
+    assert list(target.model.state_dict()) == names
+    assert not any(value.requires_grad for value in target.model.parameters())
+
+
+def test_the_trunk_is_what_the_first_draft_layer_reads(target: Target) -> None:
+    seen = []
+    hook = target.backbone.layers[LAYERS - 2].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    target.hidden(TOKENS, DOCUMENTS)
+    hook.remove()
+    trunk = DraftLayers(target, 2).trunk(TOKENS, DOCUMENTS)
+    assert torch.equal(trunk, seen[0])
+    assert not trunk.requires_grad
+
+
+def test_gradients_reach_every_adapter_and_nothing_else(target: Target) -> None:
+    split = DraftLayers(target, 2, rank=3)
+    move(split)
+    trunk = split.trunk(TOKENS, DOCUMENTS)
+    states = split(trunk, DOCUMENTS)
+    split.verifier(trunk, DOCUMENTS)  # a teacher between forward and backward takes nothing away
+    states.pow(2).sum().backward()
+    parameters = dict(split.named_parameters())
+    assert len(parameters) == 2 * 7 * 2  # layers, projections, A and B
+    assert {min(value.shape) for value in parameters.values()} == {3}
+    for name, value in parameters.items():
+        assert value.grad is not None and value.grad.abs().sum() > 0, name
+    assert all(value.grad is None for value in target.model.parameters())
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one-document", "packed"])
+def test_the_update_is_alpha_by_rank_times_b_a_on_the_last_layers(target: Target, folder: Path, documents) -> None:
+    """Against a target whose weights were changed by hand."""
+    split = DraftLayers(target, 2, rank=4, alpha=8)
+    move(split)
+    other = load_target(folder, attention="torch")
+    tensors = split.state_dict()
+    for index in (LAYERS - 2, LAYERS - 1):
+        for block, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))):
+            for name in names:
+                place = f"layers/{index}/{block}/{name}_proj/lora_{{}}/default/weight"
+                a, b = (tensors[f"_weights.{place.format(part)}"] for part in "AB")
+                linear = getattr(getattr(other.backbone.layers[index], block), f"{name}_proj")
+                linear.weight.data += 8 / 4 * b @ a
+    expected = other.hidden(TOKENS, documents)
+    given = split.draft(split.trunk(TOKENS, documents), documents)
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)  # two products added, or one: rounding
+
+
+def test_draft_layers_keep_packed_documents_apart(target: Target) -> None:
+    split = DraftLayers(target, 2)
+    move(split)
+    other = TOKENS.clone()
+    other[0, :5] = (other[0, :5] + 1) % V  # the first document of row 0
+    first, second = (split.draft(split.trunk(tokens, DOCUMENTS), DOCUMENTS) for tokens in (TOKENS, other))
+    assert torch.equal(first[0, 5:], second[0, 5:])
+    assert not torch.allclose(first[0, :5], second[0, :5])
+
+
+def test_peft_reads_the_files(target: Target, folder: Path, tmp_path: Path) -> None:
+    split = DraftLayers(target, 2, rank=4, alpha=8)
+    move(split)
+    for name, data in split.files(str(folder)).items():
+        (tmp_path / name).write_bytes(data)
+    model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), tmp_path).eval()
+    with torch.no_grad():
+        expected = model.base_model.model.model(TOKENS).last_hidden_state
+    torch.testing.assert_close(split.draft(split.trunk(TOKENS)), expected, rtol=1e-5, atol=1e-5)
+    loaded = DraftLayers.load(tmp_path, target)
+    assert torch.equal(loaded.draft(split.trunk(TOKENS)), split.draft(split.trunk(TOKENS)))
+    assert (loaded.num_layers, loaded.config.r, loaded.config.lora_alpha) == (2, 4, 8)
+
+
+def test_state_dict_round_trip(target: Target) -> None:
+    split, other = DraftLayers(target, 1), DraftLayers(target, 1)
+    move(split)
+    other.load_state_dict(split.state_dict())
+    trunk = split.trunk(TOKENS)
+    assert torch.equal(other.draft(trunk), split.draft(trunk))
+
+
+def test_adapters_of_a_bfloat16_target_are_float32(folder: Path) -> None:
+    target = load_target(folder, dtype=torch.bfloat16, attention="torch")
+    split = DraftLayers(target, 2)
+    move(split)
+    trunk = split.trunk(TOKENS, DOCUMENTS)
+    states = split.draft(trunk, DOCUMENTS)
+    assert trunk.dtype == states.dtype == torch.bfloat16
+    assert all(value.dtype == torch.float32 for value in split.parameters())
+    states.float().sum().backward()
+    assert all(value.grad.dtype == torch.float32 for value in split.parameters())
+    assert torch.equal(split.verifier(trunk, DOCUMENTS), target.hidden(TOKENS, DOCUMENTS))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral", "gemma", "gemma3_text", "olmo2", "granite"])
+def test_other_llama_like_targets(tmp_path: Path, model_type: str) -> None:
+    """Scaled embeddings (Gemma, Granite), layers with masks of their own (Gemma 3), other norms: the same equality."""
+    target = load_target(make(tmp_path / model_type, model_type), attention="torch")
+    before = target.hidden(TOKENS, DOCUMENTS)
+    split = DraftLayers(target, 2)
+    trunk = split.trunk(TOKENS, DOCUMENTS)
+    assert torch.equal(split.verifier(trunk, DOCUMENTS), before)
+    assert torch.equal(split.draft(trunk, DOCUMENTS), before)
+    move(split)
+    assert not torch.allclose(split.draft(trunk, DOCUMENTS), before, atol=0.05)
+    assert torch.equal(target.hidden(TOKENS, DOCUMENTS), before)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"layers": 3}, ["lora_layers=3", "1, 2 and 4"]),
+        ({"layers": 0}, ["lora_layers=0", "1, 2 and 4"]),
+        ({"layers": 2, "rank": 0}, ["rank=0"]),
+        ({"layers": 2, "alpha": -1}, ["alpha=-1"]),
+    ],
+)
+def test_what_cannot_be_is_refused(target: Target, arguments: dict, words: list[str]) -> None:
+    refuse(target, arguments, words)
+
+
+def refuse(target: Target, arguments: dict, words: list[str]) -> None:
+    with pytest.raises(HeadConfigError) as caught:
+        DraftLayers(target, **arguments)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_without_a_layer_to_spare_is_refused(tmp_path: Path) -> None:
+    target = load_target(make(tmp_path / "short", num_hidden_layers=2), attention="torch")
+    refuse(target, {"layers": 2}, ["2 layers", "lower lora_layers"])
+    assert DraftLayers(target, 1).num_layers == 1
+
+
+def test_a_target_of_another_build_is_refused(tmp_path: Path) -> None:
+    config = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    torch.manual_seed(0)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(**config)).save_pretrained(tmp_path)
+    refuse(load_target(tmp_path, attention="torch"), {"layers": 1}, ["GPT2Model", "lora_layers to 0"])
+
+
+def test_adapters_of_another_target_are_refused(target: Target, tmp_path: Path) -> None:
+    for name, data in DraftLayers(target, 2).files("llama").items():
+        (tmp_path / name).write_bytes(data)
+    other = load_target(make(tmp_path / "other", intermediate_size=64), attention="torch")
+    with pytest.raises(HeadConfigError, match="name the target the head was trained for"):
+        DraftLayers.load(tmp_path, other)

@@ -1,0 +1,208 @@
+"""What holds for every head: the contract, where training starts, and the stated function of the hidden state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads import HEADS, build_head
+from vllm_mtpc.heads.base import Head
+
+torch.set_num_threads(1)
+V, D, B, N, R = 7, 16, 3, 5, 3
+ALL = pytest.mark.parametrize("name", HEADS)
+TARGET = {"hidden_size": D, "vocab_size": V}
+LM_HEAD = torch.randn(V, D, generator=torch.Generator().manual_seed(3))
+OPTIONS = {
+    "linear": {},
+    "shared": {"expander_rank": 4},
+    "mlp": {"expander_layers": 2},
+    "transformer": {"expander_layers": 2, "expander_heads": 4},
+}
+
+
+def build(name: str, circuit: str = "btree", seed: int = 0, std: float | None = None, bind: bool = True) -> Head:
+    """A new head; with `std`, every parameter is drawn that wide, so that nothing is zero by initialisation."""
+    components = 1 if circuit == "ff" else R
+    config = HeadConfig.create(
+        circuit=circuit, window=N, num_components=components, target=TARGET, verifier="x", head=name, **OPTIONS[name]
+    )
+    torch.manual_seed(seed)
+    head = build_head(config)
+    if std is not None:
+        for value in head.parameters():
+            value.data.normal_(std=std)
+    if head.needs_lm_head and bind:
+        head.bind_lm_head(lambda states: states @ LM_HEAD.to(states).T)
+    return head.requires_grad_(False)
+
+
+def hidden_states(batch: int = B, seed: int = 1) -> torch.Tensor:
+    return torch.randn(batch, D, generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(name: str, head: Head, h: torch.Tensor, k: int, z: int) -> torch.Tensor:
+    """Logits [V] of position k and component z of one hidden state [D], written down once more."""
+    if name == "shared":
+        return LM_HEAD @ (h + head.up_weight[k, z] @ F.silu(head.down_weight[k] @ h))
+    state = h
+    if name == "mlp":
+        for weight, bias in zip(head.block_weight, head.block_bias, strict=True):
+            state = state + F.silu(weight[k, z] @ state + bias[k, z])
+    if name == "transformer":
+        state = transformed(head, h)[k]
+    return head.leaf_weight[k, z] @ state
+
+
+def transformed(head: Head, h: torch.Tensor) -> torch.Tensor:
+    """States [n, D] after the blocks: pre-norm, attention over the window, MLP with GELU, residual around each."""
+    states, size = h + head.query, D // 4
+    for block in head.blocks:
+        normed = F.layer_norm(states, (D,), block.norm1.weight, block.norm1.bias)
+        q, k, v = (normed @ block.self_attn.in_proj_weight.T + block.self_attn.in_proj_bias).split(D, -1)
+        parts = [slice(i * size, (i + 1) * size) for i in range(4)]
+        read = torch.cat([(q[:, p] @ k[:, p].T / size**0.5).softmax(-1) @ v[:, p] for p in parts], -1)
+        states = states + read @ block.self_attn.out_proj.weight.T + block.self_attn.out_proj.bias
+        normed = F.layer_norm(states, (D,), block.norm2.weight, block.norm2.bias)
+        inner = F.gelu(normed @ block.linear1.weight.T + block.linear1.bias)
+        states = states + inner @ block.linear2.weight.T + block.linear2.bias
+    return states
+
+
+@ALL
+@pytest.mark.parametrize("circuit", CIRCUITS)
+def test_leaves_are_the_stated_function_of_the_hidden_state(name, circuit):
+    head, hidden = build(name, circuit, std=0.3), hidden_states()
+    leaf, root, inner = head(hidden)
+    r = head.circuit.num_components
+    assert leaf.shape == (B, N, r, V) and root.shape == (B, r) and inner.shape == (B, head.circuit.num_inner, r, r)
+    for b in range(B):
+        for k in range(N):
+            for z in range(r):
+                expected = by_hand(name, head, hidden[b], k, z).log_softmax(-1)
+                # Other orders of summation over at most 64 terms of size about 1, three layers deep: float32 rounding.
+                torch.testing.assert_close(leaf[b, k, z], expected, rtol=1e-4, atol=1e-4)
+
+
+@ALL
+def test_sums_are_the_same_in_every_head(name):
+    head, hidden = build(name, std=0.3), hidden_states()
+    root, inner = head.sums(hidden)
+    torch.testing.assert_close(root, (hidden @ head.root_weight.T).log_softmax(-1))
+    rows = torch.einsum("bd,fzyd->bfzy", hidden, head.inner_weight) + head.inner_bias
+    torch.testing.assert_close(inner, rows.log_softmax(-1))
+
+
+@ALL
+def test_the_parts_are_what_the_whole_is_made_of(name):
+    """A trainer bounds memory with a few positions at a time, a server leaves out the tail: the same numbers."""
+    head, hidden = build(name, std=0.3), hidden_states()
+    whole = head(hidden)
+    prepared = head.prepare(hidden)
+    parts = torch.cat(
+        [head.leaf_logits(prepared, 0, 2), head.leaf_logits(prepared, 2, 3), head.leaf_logits(prepared, 3, 5)], 1
+    )
+    assert parts.dtype == torch.float32
+    # Products of another size may be summed in another order: float32 rounding.
+    torch.testing.assert_close(parts.log_softmax(-1), whole.leaf, rtol=1e-5, atol=1e-5)
+    for given, expected in zip(head.sums(hidden), whole[1:], strict=True):
+        assert torch.equal(given, expected)
+    torch.testing.assert_close(head(hidden, 3).leaf, whole.leaf[:, :3], rtol=1e-5, atol=1e-5)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_are_float32_and_normalised_whatever_the_weights_are(name, dtype):
+    params = build(name, std=0.3).to(dtype)(hidden_states().to(dtype))
+    for part in params:
+        assert part.dtype == torch.float32
+        torch.testing.assert_close(part.exp().sum(-1), torch.ones(part.shape[:-1]), rtol=0, atol=5e-6)
+
+
+@ALL
+def test_gradients_reach_every_parameter(name):
+    head = build(name, std=0.3).requires_grad_(True)
+    tokens = torch.randint(0, V, (B, N), generator=torch.Generator().manual_seed(4))
+    head.circuit.log_prob(head(hidden_states()), tokens).mean().backward()
+    for key, value in head.named_parameters():
+        assert value.grad is not None and float(value.grad.abs().sum()) > 0, key
+
+
+@ALL
+def test_a_new_head_can_learn_all_of_its_parameters(name):
+    """Zeros at initialisation must not be a place no gradient leads out of: after two steps everything has moved."""
+    head = build(name).requires_grad_(True)
+    before = copy.deepcopy(head.state_dict())
+    tokens = torch.randint(0, V, (B, N), generator=torch.Generator().manual_seed(4))
+    optimiser = torch.optim.SGD(head.parameters(), lr=0.1)
+    for _ in range(2):
+        optimiser.zero_grad()
+        (-head.circuit.log_prob(head(hidden_states()), tokens).mean()).backward()
+        optimiser.step()
+    for key, value in head.state_dict().items():
+        assert not torch.equal(value, before[key]), key
+
+
+@ALL
+def test_a_head_fits_windows_it_has_seen(name):
+    torch.manual_seed(0)
+    head = build(name).requires_grad_(True)
+    hidden, tokens = hidden_states(8), torch.randint(0, V, (8, N), generator=torch.Generator().manual_seed(4))
+    optimiser = torch.optim.Adam(head.parameters(), lr=3e-2)
+    for _ in range(150):
+        loss = -head.circuit.log_prob(head(hidden), tokens).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert loss < 0.1  # nats for five tokens; log 7 = 1.95 each by chance
+    assert torch.equal(head.circuit.greedy(head(hidden), tokens[:, :1]), tokens)
+
+
+@pytest.mark.parametrize("name", ["shared"])
+def test_a_shared_head_starts_at_the_targets_own_law(name):
+    head, hidden = build(name), hidden_states()
+    law = (hidden @ LM_HEAD.T).log_softmax(-1)[:, None, None]
+    difference = (head(hidden).leaf - law).abs()
+    # A state moves by 0.01 * sqrt(4) * |silu| <= 0.1 per entry, 16 entries against weights of size 1: below 0.4.
+    assert difference.max() < 0.4
+    assert len({tuple(part.tolist()) for part in head(hidden).leaf[0].flatten(0, 1)}) == N * R  # told apart
+    head.up_weight.zero_()
+    torch.testing.assert_close(head(hidden).leaf, law.expand(-1, N, R, -1))
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_an_expander_starts_as_the_linear_head(name):
+    head, hidden = build(name), hidden_states()
+    if name == "transformer":
+        head.query.zero_()
+    expected = torch.einsum("bd,kzvd->bkzv", hidden, head.leaf_weight)
+    torch.testing.assert_close(head.leaf_logits(head.prepare(hidden), 0, N), expected)
+
+
+def test_a_head_without_its_lm_head_is_refused_in_one_line():
+    with pytest.raises(HeadConfigError, match="bind_lm_head"):
+        build("shared", bind=False)(hidden_states())
+    with pytest.raises(HeadConfigError, match="own unembedding"):
+        build("linear").bind_lm_head(lambda states: states)
+
+
+def test_the_lm_head_is_neither_a_parameter_nor_saved():
+    head = build("shared", bind=False)
+    before = set(head.state_dict())
+    head.bind_lm_head(torch.nn.Linear(D, V, bias=False))
+    assert set(head.state_dict()) == before == {"down_weight", "up_weight", "root_weight", "inner_weight", "inner_bias"}
+
+
+def test_the_parameter_count_in_the_docstring():
+    sizes = {"circuit": "cp", "window": 8, "num_components": 8, "verifier": "x"}
+    sizes["target"] = {"hidden_size": 4096, "vocab_size": 128_256}
+    with torch.device("meta"):
+        shared, linear = (build_head(HeadConfig.create(head=name, **sizes)) for name in ("shared", "linear"))
+    assert shared.down_weight.numel() + shared.up_weight.numel() == 18_874_368
+    assert round(linear.leaf_weight.numel() / 1e9, 1) == 33.6

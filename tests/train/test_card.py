@@ -1,0 +1,198 @@
+"""What is written about a run: provenance, the model card made from it, and the page that names every option."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_mtpc.bench.provenance import public
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.train.card import head_card, loss_sentence, record
+from vllm_mtpc.train.options import TrainOptions, parse
+
+T1 = {
+    "tokens_per_step": 1.75,
+    "standard_error": 0.0312,
+    "per_position": [0.5, 0.25],
+    "anywhere": 1.8125,
+    "sequences": 6,
+    "contexts": 123,
+    "steps": 70.5,
+    "target_bits": 2.125,
+    "joint_bits": 3.25,
+    "bytes_per_token": None,
+}
+T0 = {**T1, "tokens_per_step": 2.5, "per_position": [0.8]}
+RUN = {
+    "steps": 1300,
+    "minutes": 3.25,
+    "tokens": 54321,
+    "documents": 9,
+    "data_sha256": "ab" * 32,
+    "tokens_per_second": 5031.2,
+    "peak_memory_bytes": 3 * 2**29,
+    "processes": 2,
+}
+
+
+def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:
+    """The record of a run whose out folder is tmp_path/head."""
+    options = parse({"target": "org/model", "data": ["a.txt"], "out": str(tmp_path / "head"), "window": 4, **changes})
+    config = HeadConfig.create(
+        circuit=options.circuit,
+        window=options.window,
+        num_components=options.num_components,
+        target={"vocab_size": 7, "hidden_size": 8},
+        verifier=options.verifier or options.target,
+        head=options.head,
+        lora_layers=options.lora_layers,
+    )
+    return record(options, config, figures, run)
+
+
+def test_a_record_holds_what_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/vllm-mtpc", "train", "--data", "a b.txt", "--out", "/home/me/head"])
+    values = json.loads(json.dumps(make(tmp_path, {"t1": T1}, RUN, seed=7)))
+    assert values["command"] == "vllm-mtpc train --data 'a b.txt' --out head"
+    assert values["seed"] == 7 and values["figures"] == {"t1": T1}
+    assert values["data"] == {"names": ["a.txt"], "tokens": 54321, "documents": 9, "sha256": "ab" * 32}
+    assert set(TrainOptions.model_fields) <= set(values["settings"])
+    assert values["settings"]["num_components"] == 32 and values["run"]["steps"] == 1300
+    assert {"commit", "hardware"} <= set(values)
+
+
+def test_a_worker_takes_the_command_of_the_process_that_started_it(tmp_path: Path) -> None:
+    values = make(tmp_path, {}, {**RUN, "command": "vllm-mtpc train --data '/data/a b.txt'"})
+    assert values["command"] == "vllm-mtpc train --data 'a b.txt'" and "command" not in values["run"]
+
+
+def test_a_module_is_named_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/lib/vllm_mtpc/__main__.py", "train"])
+    assert make(tmp_path, {}, RUN)["command"] == "python -m vllm_mtpc train"
+
+
+def test_absolute_paths_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "target").mkdir()
+    monkeypatch.chdir(tmp_path)
+    target, words = str(tmp_path / "target"), ["--target", f"{tmp_path}/target", f"--out={tmp_path}/head", "/etc/x.txt"]
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/bin/vllm-mtpc", "train", *words])
+    values = make(tmp_path, {"t1": T1}, RUN, target=target, data=["/etc/x.txt"], cache="/var/states", verifier=target)
+    assert values["command"] == "vllm-mtpc train --target target --out=head x.txt"
+    for text in (json.dumps(values), head_card(values)):
+        assert str(tmp_path) not in text and "/etc" not in text and "/var" not in text
+    assert public(["a/b", "../c", 3, None, "--x=1"]) == ["a/b", "../c", 3, None, "--x=1"]
+
+
+def test_the_card_states_figures_definitions_and_training(tmp_path: Path) -> None:
+    card = head_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN, components=8, beta=0.25))
+    lines = card.splitlines()
+    assert "|  | T=1 | T=0 |" in lines
+    assert "| Tokens/step | **1.750** (s.e. 0.031) | **2.500** (s.e. 0.031) |" in lines
+    assert "| Accepted up to 1 | 0.500 | 0.800 |" in lines and "| Accepted up to 2 | 0.250 |  |" in lines
+    assert "| Tokens of a step started anywhere | 1.812 | 1.812 |" in lines
+    assert "| Bits per token, the head's joint | 3.250 | 3.250 |" in lines
+    assert "| Sequences / contexts | 6 / 123 | 6 / 123 |" in lines
+    assert "includes the target's own token" in card and "s.e.: standard error over sequences" in card
+    for part in ("54,321 tokens of 9 documents", "1,300 steps of 4,096 windows", "5,031 window tokens/s", "1.50 GiB"):
+        assert part in card
+    assert "3.2 minutes" in card and "2 processes" in card and "seed 0" in card
+    assert "untrained" not in card and "Not measured" not in card
+
+
+def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def front(card: str) -> dict:
+        return yaml.safe_load(card.split("---\n")[1])
+
+    assert front(head_card(make(tmp_path, {}, RUN)))["base_model"] == "org/model"
+    assert front(head_card(make(tmp_path, {}, RUN)))["tags"] == ["mtpc", "speculative-decoding"]
+    (tmp_path / "org" / "model").mkdir(parents=True)  # a folder is not on the hub, whatever its name looks like
+    monkeypatch.chdir(tmp_path)
+    assert "base_model" not in front(head_card(make(tmp_path, {}, RUN)))
+
+
+def test_the_card_says_how_to_serve(tmp_path: Path) -> None:
+    card = head_card(make(tmp_path, {}, RUN))
+    assert "\nvllm serve head\n" in card
+    typed = next(line for line in card.splitlines() if "--speculative-config" in line)
+    words = shlex.split(typed)
+    assert words[:3] == ["vllm", "serve", "org/model"] and json.loads(words[4]) == {"method": "mtpc", "model": "head"}
+    layers = head_card(make(tmp_path, {}, RUN, lora_layers=2))
+    assert "last 2 layers" in layers and "does not serve them" in layers and "vllm serve head" not in layers
+
+
+def test_a_head_that_was_not_measured_or_not_trained_says_so(tmp_path: Path) -> None:
+    unmeasured, untrained = (head_card(make(tmp_path, {}, run)) for run in (RUN, {"steps": 0}))
+    assert "**Not measured**" in unmeasured and "vllm-mtpc eval head --data DATA" in unmeasured
+    assert "## Training" in unmeasured and "untrained" not in unmeasured
+    assert "**This head is untrained**" in untrained and "## Training" not in untrained
+    assert "vllm serve head" in untrained and "| Tokens/step" not in untrained
+
+
+def test_plots_are_linked_when_they_exist(tmp_path: Path) -> None:
+    assert "](loss.png)" not in head_card(make(tmp_path, {}, RUN))
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "loss.png").touch()
+    card = head_card(make(tmp_path, {}, RUN))
+    assert "](loss.png)" in card and "acceptance.png" not in card
+    assert "loss.png" not in head_card(make(tmp_path, {}, {"steps": 0}))  # left by an earlier run
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "conditional negative log-likelihood of the text; position k weighted by 0.9^(k-1)."),
+        ({"beta": 1.0, "kl": "reverse"}, "KL(draft || target) over the vocabulary; position k weighted by 0.9^(k-1)."),
+        ({"acceptance": 1.0}, "expected number of accepted drafts (maximised)."),
+        (
+            {"beta": 0.5, "kl_form": "binary", "acceptance": 0.2, "gamma": 1.0, "train_first": False},
+            "40 % conditional negative log-likelihood of the text + 40 % KL(target || draft) over the text's token "
+            "against the rest + 20 % expected number of accepted drafts (maximised); position k of the other terms "
+            "weighted by 1^(k-1), the first token left out.",
+        ),
+    ],
+)
+def test_the_loss_is_told_by_its_shares(changes: dict, sentence: str) -> None:
+    plain = {"beta": 0.0, "acceptance": 0.0, "acceptance_form": "length", "train_first": True}
+    options = parse({"target": "t", "data": ["d"], "out": "o", **plain, **changes})
+    assert loss_sentence(options.model_dump(mode="json")) == sentence
+
+
+def row(name: str) -> str:
+    """The line of docs/training.md about an option."""
+    field = TrainOptions.model_fields[name]
+    words = {None: "", False: "off", True: "on"}
+    shown = "" if field.default == [] else words.get(field.default, f"`{field.default}`")
+    if type(field.default) in (int, float):  # 0 and 1 are no words
+        shown = f"`{field.default}`"
+    description = field.description.replace("|", "\\|")
+    return f"| `{name}` | {'required' if field.is_required() else shown} | {description} |"
+
+
+def test_every_option_is_in_the_docs_and_every_one_there_exists(root: Path) -> None:
+    text = (root / "docs" / "training.md").read_text(encoding="utf-8")
+    table = text.split("## Options\n")[1].split("\n## ")[0]
+    lines = set(table.splitlines())
+    missing = [row(name) for name in TrainOptions.model_fields if row(name) not in lines]
+    assert not missing, "docs/training.md lacks these lines:\n" + "\n".join(missing)
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(TrainOptions.model_fields)
+
+
+def test_commands_and_flags_in_the_docs_exist(root: Path) -> None:
+    from vllm_mtpc.cli import COMMANDS
+
+    text = (root / "docs" / "training.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"vllm-mtpc ([a-z]+)", text)) <= set(COMMANDS)
+    typed = [line for line in text.splitlines() if re.search(r"(vllm-mtpc|vllm_mtpc) train", line)]
+    flags = {flag.replace("-", "_") for line in typed for flag in re.findall(r"--([a-z][a-z-]+)", line)}
+    assert flags - {"nproc_per_node", "config"} <= set(TrainOptions.model_fields)
+
+
+def test_the_docs_stay_short(root: Path) -> None:
+    assert len((root / "docs" / "training.md").read_text(encoding="utf-8").splitlines()) <= 260

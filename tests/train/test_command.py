@@ -1,0 +1,179 @@
+"""`vllm-mtpc train` as it is typed: what it writes, on one process and on two, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaModel
+
+from tests.e2e.models import make_target
+from tests.train.harness import losses
+from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.cli import main
+from vllm_mtpc.demo.byte_target import build_tokenizer
+
+WORDS = "the cat sat on the mat and the dog sat on the cat while the rat ran from the mat to the hat. "
+
+
+@pytest.fixture(scope="module", name="place")
+def fixture_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random byte target with a tokenizer, and some text."""
+    folder = tmp_path_factory.mktemp("train")
+    make_target(folder / "target", 257, seed=3, hidden_size=32)
+    build_tokenizer().save_pretrained(folder / "target")
+    lines = [{"text": WORDS[start : start + 60 + 3 * start]} for start in range(0, 24)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def flags(place: Path, out: str, **changes: object) -> list[str]:
+    values = {
+        "target": place / "target",
+        "data": place / "text.jsonl",
+        "out": place / out,
+        "circuit": "btree",
+        "window": 4,
+        "components": 2,
+        "max_steps": 4,
+        "windows_per_step": 64,
+        "seq_len": 64,
+        "log_every": 1,
+        "learning_rate": 1e-2,
+        "evaluation_sequences": 4,
+        "evaluation_prompt_tokens": 8,
+        "evaluation_tokens": 12,
+        "device": "cpu",
+        "block_rows": 6,
+    }
+    words = []
+    for name, value in (values | changes).items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def test_a_run_writes_everything(place, capsys):
+    assert main(["train", *flags(place, "head")]) == 0
+    out = place / "head"
+    config, _ = load_head(out)
+    assert (config.circuit, config.window, config.num_components) == ("btree", 4, 2)
+    assert config.speculators_config.verifier.name_or_path == "../target"
+    record = json.loads((out / "provenance.json").read_text())
+    printed = capsys.readouterr().out
+    for name in ("t1", "t0"):
+        figure = record["figures"][name]["tokens_per_step"]
+        assert 1 <= figure <= 4
+        assert f"tokens/step at T={name[1]}: {figure:.3f}" in printed
+    assert len(losses(out)) == 4
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "model.safetensors", "README.md", "provenance.json", "metrics.jsonl", "state",
+        "loss.png", "loss.svg", "acceptance.png", "acceptance.svg",
+    }  # fmt: skip
+    assert f"vllm serve {out}" in printed
+    assert main(["inspect", str(out)]) == 0
+
+
+def test_fine_tuning_starts_where_the_head_was(place):
+    assert main(["train", *flags(place, "first", circuit="cp", max_steps=30, beta=0, acceptance=0)]) == 0
+    more = flags(place, "second", circuit="btree", init_from=place / "first", max_steps=1, learning_rate=1e-6,
+                 beta=0, acceptance=0)  # fmt: skip
+    assert main(["train", *more]) == 0
+    assert losses(place / "second")[0] < losses(place / "first")[0] - 0.3
+
+
+def test_dry_run_writes_a_servable_head(place, capsys):
+    assert main(["train", *flags(place, "dry", dry_run=True)]) == 0
+    config, head = load_head(place / "dry")
+    assert head(torch.zeros(1, config.hidden_size)).leaf.isfinite().all()
+    assert "This head is untrained" in (place / "dry" / "README.md").read_text()
+    assert not (place / "dry" / "state").exists()
+    assert "untrained head written" in capsys.readouterr().out
+
+
+def spread(place: Path, out: str, *more: str) -> Path:
+    """The same command under torchrun, in two processes."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vllm_mtpc"]
+    execute([*start, "train", *flags(place, out), *more])
+    return place / out
+
+
+def execute(command: list[str]) -> None:
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_equal_one(place, parallel):
+    case = ["--dtype", "float32"]
+    one = place / "one"
+    if not one.exists():
+        assert main(["train", *flags(place, "one"), *case]) == 0
+    two = spread(place, f"two-{parallel}", "--parallel", parallel, *case)
+    # The same windows and denominators; sums of float32 in another order, four steps of Adam on them.
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+    mine, theirs = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(theirs[name], mine[name], atol=2e-4, rtol=0)
+    # It must be able to fail: a step is far larger than what is allowed.
+    assert (mine["leaf_weight"] - load_file_of_start(place)["leaf_weight"]).abs().max() > 1e-2
+
+
+def load_file_of_start(place: Path) -> dict[str, torch.Tensor]:
+    assert main(["train", *flags(place, "start", dry_run=True, dtype="float32")]) == 0
+    return load_file(place / "start" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_ray_equals_one_process(place):
+    """Two Ray workers; slow because a Ray cluster has to start."""
+    assert main(["train", *flags(place, "alone", dtype="float32")]) == 0
+    command = [sys.executable, "-m", "vllm_mtpc", "train", *flags(place, "ray", dtype="float32", ray_workers=2)]
+    execute(command)
+    assert losses(place / "ray") == pytest.approx(losses(place / "alone"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 1024}, "reads at most 512 tokens"),
+        ({"target": "no/such-model"}, "not a causal language model"),
+        ({"init_from": "nowhere"}, "no head at nowhere"),
+        ({"target_dtype": "float8"}, "allowed are auto, float32"),
+        ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(place, capsys, changes, message):
+    assert main(["train", *flags(place, "refused", **changes)]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("vllm-mtpc: error: ")
+    assert message in error
+    assert not (place / "refused" / "config.json").exists()
+
+
+def test_a_target_without_lm_head_is_refused(place, capsys):
+    """A backbone alone: transformers would make up an lm_head."""
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    LlamaModel(LlamaConfig(**sizes)).save_pretrained(place / "backbone")
+    assert main(["train", *flags(place, "refused", target=place / "backbone")]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "have no lm_head.weight (1 tensors of LlamaForCausalLM are missing)" in error
+
+
+def test_another_model_s_folder_is_not_overwritten(place, capsys):
+    assert main(["train", *flags(place, "target")]) == 1
+    assert "holds another model's config.json" in capsys.readouterr().err

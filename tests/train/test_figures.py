@@ -1,0 +1,42 @@
+"""The figures a run prints are those of the rule it names: T=1 is not judged by argmax, nor T=0 by overlap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.train.harness import options_for, random_documents, tiny_target
+from vllm_mtpc.eval.acceptance import acceptance
+from vllm_mtpc.train import figures, prepare
+
+__all__ = ["tiny_target"]  # the fixture
+
+
+def test_figures_follow_their_temperature(tiny_target, tmp_path):
+    """Against the mean over all positions, written out: `anywhere` weights them alike."""
+    options = options_for(
+        tiny_target, tmp_path, evaluation_sequences=6, evaluation_prompt_tokens=4, evaluation_tokens=20
+    )
+    head = prepare.initial_head(options, prepare.head_config(options, tiny_target), tiny_target)
+    samples = figures.held_out_samples(options, tiny_target, random_documents())
+    found = figures.figures_of(head, tiny_target, samples)
+    values = {}
+    for name, some in samples.items():
+        total = []
+        for text, hidden, first, last in zip(
+            some.tokens, some.hidden, some.prompt_lengths - 1, some.lengths - 3, strict=True
+        ):
+            for t in range(int(first), int(last) + 1):
+                at = torch.arange(t, t + options.window)
+                kept = acceptance(head, tiny_target.logits, hidden[at][None], text[at + 1][None], greedy=name == "t0")
+                total.append(1 + kept.cumprod(-1).sum().item())
+        values[name] = sum(total) / len(total)
+    assert found["t0"]["anywhere"] == pytest.approx(values["t0"], abs=1e-5)
+    # the figure averages the last factor of each product over the target's law: same mean, other noise
+    assert found["t1"]["anywhere"] == pytest.approx(values["t1"], abs=0.1)
+    assert abs(found["t1"]["anywhere"] - found["t0"]["anywhere"]) > 0.2  # so that mixing them up shows
+
+
+def test_no_sequences_no_figures(tiny_target, tmp_path):
+    options = options_for(tiny_target, tmp_path, evaluation_sequences=0)
+    assert figures.held_out_samples(options, tiny_target, random_documents()) == {}

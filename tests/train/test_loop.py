@@ -1,0 +1,157 @@
+"""The training loop: it learns, repeats, resumes bit for bit, and what it is split into does not matter."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from tests.train.harness import losses, make_trainer, options_for, random_documents, tiny_target
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.train import state
+from vllm_mtpc.train.loop import METRICS_FILE, Trainer, learning_rate, read_metrics
+
+__all__ = ["tiny_target"]  # the fixture
+
+
+def run(options, target, documents=None) -> Trainer:
+    trainer = make_trainer(options, target, documents)
+    trainer.run()
+    return trainer
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+CASES = {
+    "nll": {"circuit": "hmm"},
+    "acceptance": {"beta": 1.0, "acceptance": 0.5, "train_first": False},
+    "shared": {"head": "shared", "circuit": "cp"},
+    "transformer": {"head": "transformer"},
+    "layers": {"lora_layers": 1, "learning_rate": 3e-3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_learns_and_repeats(tiny_target, tmp_path, case):
+    few = random_documents(4)
+    first = run(options_for(tiny_target, tmp_path / "a", max_steps=30, **CASES[case]), tiny_target, few)
+    second = run(options_for(tiny_target, tmp_path / "b", max_steps=30, **CASES[case]), tiny_target, few)
+    loss = losses(tmp_path / "a")
+    assert loss[-1] < loss[0] - 0.05
+    assert loss == losses(tmp_path / "b")
+    assert same(first.weights(), second.weights())
+
+
+@pytest.mark.parametrize("case", ["nll", "acceptance", "layers"])
+def test_a_killed_run_goes_on_bit_for_bit(tiny_target, tmp_path, case, monkeypatch):
+    whole = run(options_for(tiny_target, tmp_path / "whole", **CASES[case]), tiny_target)
+    killed = make_trainer(options_for(tiny_target, tmp_path / "killed", **CASES[case]), tiny_target)
+    update = killed._update
+
+    def until_the_ninth(*args, **kwargs):
+        if killed.step == 8:
+            raise KeyboardInterrupt
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(killed, "_update", until_the_ninth)
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    assert len(losses(tmp_path / "killed")) == 8  # two of them after the state of step 6
+    again = run(options_for(tiny_target, tmp_path / "killed", resume=True, **CASES[case]), tiny_target)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert same(again.weights(), whole.weights())
+
+
+@pytest.mark.parametrize("change", [{"grad_accumulation": 3}, {"chunk_windows": 7}, {"checkpoint_circuit": True}])
+def test_splitting_a_step_changes_nothing(tiny_target, tmp_path, change):
+    case = {"beta": 1.0, "acceptance": 0.5}
+    run(options_for(tiny_target, tmp_path / "one", max_steps=5, **case), tiny_target)
+    run(options_for(tiny_target, tmp_path / "other", max_steps=5, **case, **change), tiny_target)
+    # float32 sums in another order, five steps of Adam on them
+    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "one"), abs=2e-5)
+
+
+def test_neighbours_in_a_row_do_not_matter(tiny_target, tmp_path):
+    """Another document beside it, the same windows: the loss of a document's windows is its own."""
+    documents = random_documents(2)
+    found = []
+    for shift in (0, 1):
+        tokens = documents.tokens.copy()
+        first = documents.offsets[1]
+        tokens[first:] = (tokens[first:] + shift) % 12
+        changed = type(documents)(tokens, documents.trained, documents.offsets)
+        trainer = make_trainer(options_for(tiny_target, tmp_path, seq_len=80), tiny_target, changed)
+        batch = next(trainer.source.batches())
+        rows = trainer.source.source.rows
+        own = (rows.tokens[0] == torch.tensor(documents.tokens[0])).nonzero()[0]  # its first token, wherever it is
+        assert len(rows.tokens) == 1 and own is not None
+        length = documents.lengths[0]
+        number = next(
+            d for d in range(2) if rows.tokens[0][rows.document[0] == d].tolist() == documents.tokens[:length].tolist()
+        )
+        mine = rows.document[0, batch.start] == number
+        order = batch.start[mine].argsort()
+        part = batch._replace(
+            tokens=batch.tokens[mine][order], row=batch.row[mine][order], start=batch.start[mine][order]
+        )
+        loss, _ = trainer.drafter(part)
+        found.append((loss.item(), part.tokens.tolist()))
+    # the sums run in the order of places in the row, which the neighbour's length alone decides: bit for bit
+    assert found[0] == found[1]
+
+
+def test_another_run_s_state_is_refused(tiny_target, tmp_path):
+    run(options_for(tiny_target, tmp_path, max_steps=2), tiny_target)
+    with pytest.raises(CheckpointError, match=r"run with gamma=0.9, not 0.8; resume with the options"):
+        run(options_for(tiny_target, tmp_path, resume=True, gamma=0.8), tiny_target)
+    longer = run(options_for(tiny_target, tmp_path, resume=True, max_steps=4), tiny_target)  # how long is free
+    assert longer.step == 4
+    (tmp_path / "state" / state.FILE).write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"damaged .*; delete it and train again without --resume"):
+        run(options_for(tiny_target, tmp_path, resume=True), tiny_target)
+    with pytest.raises(CheckpointError, match=r"run without --resume to start one"):
+        run(options_for(tiny_target, tmp_path / "new", resume=True), tiny_target)
+
+
+def test_a_full_disk_keeps_the_state_before(tiny_target, tmp_path, monkeypatch):
+    trainer = run(options_for(tiny_target, tmp_path, max_steps=6), tiny_target)
+    kept = (tmp_path / "state" / state.FILE).read_bytes()
+
+    def full(values, file):
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"no space left.*saved before is intact.*--resume"):
+        trainer.save()
+    assert (tmp_path / "state" / state.FILE).read_bytes() == kept
+    assert [path.name for path in (tmp_path / "state").iterdir()] == [state.FILE]
+    monkeypatch.undo()
+    run(options_for(tiny_target, tmp_path, max_steps=7, resume=True), tiny_target)
+
+
+def test_a_diverged_run_stops(tiny_target, tmp_path):
+    trainer = make_trainer(options_for(tiny_target, tmp_path), tiny_target)
+    with torch.no_grad():
+        trainer.drafter.head.leaf_weight.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="the loss is nan at step 1: lower learning_rate"):
+        trainer.run()
+
+
+def test_rate_rises_and_falls(tiny_target, tmp_path):
+    o = options_for(tiny_target, tmp_path, warmup_steps=10, learning_rate=1.0)
+    rates = [learning_rate(o, step, 1000) for step in range(1000)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) <= 1 and rates.index(max(rates)) in range(8, 12)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    constant = options_for(tiny_target, tmp_path, warmup_steps=0, learning_rate=1.0, schedule="constant")
+    assert {learning_rate(constant, step, 1000) for step in range(1000)} == {1.0}
+
+
+def test_torn_metrics_are_read_up_to_the_tear(tmp_path):
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 1}, {"step": 2}]
+    assert read_metrics(tmp_path / "none") == []

@@ -1,0 +1,210 @@
+"""Losses and their gradients against brute force: the circuit enumerated in float64, gradients by central differences.
+
+The reference shares no code with the losses: it is written from the formulas, with probabilities of whole token
+sequences (tests/circuits/enumeration.py).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from tests.circuits import enumeration
+from vllm_mtpc.circuits import CircuitParams
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.train.losses import chunk_size, step_loss, window_loss
+from vllm_mtpc.train.options import TrainOptions
+
+V, N, R, B = 3, 4, 2, 3
+TOKENS = torch.tensor([[0, 2, 1, 1], [2, 0, 0, -1], [1, 1, -1, -1]])
+COUNTS = (TOKENS >= 0).sum(0)
+CASES = {
+    "nll": {},
+    "discounted": {"gamma": 0.5},
+    "kl": {"beta": 1.0},
+    "reverse": {"beta": 0.7, "kl": "reverse"},
+    "binary": {"beta": 1.0, "kl_form": "binary"},
+    "binary_reverse": {"beta": 0.4, "kl_form": "binary", "kl": "reverse"},
+    "without_first": {"beta": 0.5, "train_first": False},
+    "length": {"acceptance": 1.0},
+    "mixed_length": {"acceptance": 0.3, "beta": 0.5},
+    "tv": {"acceptance": 0.6, "acceptance_form": "tv"},
+    "log": {"acceptance": 0.6, "acceptance_form": "log", "train_first": False},
+}
+
+
+def options(circuit: str, **changes) -> TrainOptions:
+    r = 1 if circuit == "ff" else R
+    values = {"beta": 0.0, "acceptance": 0.0, "acceptance_form": "length", "train_first": True} | changes
+    return TrainOptions(target="t", data=["d"], out="o", circuit=circuit, window=N, components=r, **values)
+
+
+def logits_of(name: str) -> list[torch.Tensor]:
+    """Raw parameters of B circuits in float64."""
+    circuit, generator = enumeration.make(name, N, R), torch.Generator().manual_seed(4)
+    r = circuit.num_components
+    shapes = [(B, N, r, V), (B, r), (B, circuit.num_inner, r, r)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def params_of(name: str, logits: list[torch.Tensor]) -> CircuitParams:
+    leaf, root, inner = (part.log_softmax(-1) for part in logits)
+    return CircuitParams(leaf, root if name != "ff" else torch.zeros_like(root), inner)
+
+
+def target_law() -> torch.Tensor:
+    return torch.randn(B, N, V, generator=torch.Generator().manual_seed(9), dtype=torch.float64).log_softmax(-1)
+
+
+def reference(name: str, params: CircuitParams, law: np.ndarray, o: TrainOptions) -> float:
+    """L from its definition; `law` [B, N, V] holds log p."""
+    weights = np.array([o.gamma**k for k in range(N)])
+    weights[0] *= o.train_first
+    weights /= weights.sum()
+    total = 0.0
+    for b, tokens in enumerate(TOKENS.tolist()):
+        table, alive = enumeration.Enumerated(name, params, b).table(), 1.0
+        for k, token in enumerate(tokens):
+            if token < 0:
+                break
+            q, p = np.exp(enumeration.conditionals(table, tuple(tokens[:k]))), np.exp(law[b, k])
+            overlap = np.minimum(p, q).sum()
+            total += (1 - o.acceptance) * weights[k] * base_term(q, p, token, o) / COUNTS[k].item()
+            if k and o.acceptance:
+                lost = {"tv": 1 - overlap, "log": -np.log(overlap)}.get(o.acceptance_form)
+                if lost is None:
+                    total -= o.acceptance * alive * overlap / COUNTS[1].item() / (N - 1)
+                else:
+                    total += o.acceptance * weights[k] / weights[1:].sum() * lost / COUNTS[k].item()
+            if k:
+                alive *= min(1.0, q[token] / p[token])
+    return total
+
+
+def base_term(q: np.ndarray, p: np.ndarray, token: int, o: TrainOptions) -> float:
+    if o.kl_form == "binary":
+        kl_q, kl_p = np.array([q[token], 1 - q[token]]), np.array([p[token], 1 - p[token]])
+    else:
+        kl_q, kl_p = q, p
+    first, second = (kl_p, kl_q) if o.kl == "forward" else (kl_q, kl_p)
+    return -(1 - o.beta) * np.log(q[token]) + o.beta * (first * np.log(first / second)).sum()
+
+
+@pytest.mark.parametrize("circuit", enumeration.CIRCUITS)
+@pytest.mark.parametrize("case", CASES)
+def test_loss_is_the_enumerated_one(circuit, case):
+    o, params, law = options(circuit, **CASES[case]), params_of(circuit, logits_of(circuit)), target_law()
+    given = law if o.needs_law else None
+    loss = window_loss(enumeration.make(circuit, N, R), params, TOKENS, given, o, COUNTS)
+    # 1e-7: without the target's law everything is float64; the posterior of a mixture is clamped at 1e-38 only.
+    assert loss.item() == pytest.approx(reference(circuit, params, law.numpy(), o), abs=1e-7)
+
+
+@pytest.mark.parametrize("circuit", enumeration.CIRCUITS)
+@pytest.mark.parametrize("case", ["nll", "kl", "binary_reverse", "mixed_length", "tv", "log"])
+def test_gradient_is_that_of_the_enumerated_loss(circuit, case):
+    o, law, logits = options(circuit, **CASES[case]), target_law(), logits_of(circuit)
+    learnt = [part.clone().requires_grad_(True) for part in logits]
+    window_loss(enumeration.make(circuit, N, R), params_of(circuit, learnt), TOKENS, law, o, COUNTS).backward()
+    rng = np.random.default_rng(0)
+    step = 1e-6
+    for number, part in enumerate(logits):
+        if part.numel() == 0 or (circuit == "ff" and number == 1):
+            continue
+        for index in rng.choice(part.numel(), min(6, part.numel()), replace=False):
+            values = []
+            for sign in (1, -1):
+                moved = [other.clone() for other in logits]
+                moved[number].view(-1)[index] += sign * step
+                values.append(reference(circuit, params_of(circuit, moved), law.numpy(), o))
+            slope = (values[0] - values[1]) / (2 * step)
+            # central differences: curvature times step^2, and rounding of order 1e-16 / step
+            assert learnt[number].grad.view(-1)[index].item() == pytest.approx(slope, abs=1e-7)
+
+
+def test_length_loss_is_minus_the_accepted_drafts():
+    """Averaged over all text of the target, `length` is what a server accepts, drafts enumerated one by one."""
+    circuit, o = enumeration.make("btree", N, R), options("btree", acceptance=1.0)
+    tokens = enumeration.all_tokens(N, V)
+    params = enumeration.repeated(enumeration.random_params(circuit, V, seed=3), 0, len(tokens))
+    rng = torch.Generator().manual_seed(2)
+    law = {p: torch.randn(V, generator=rng).log_softmax(-1) for k in range(N) for p in product(range(V), repeat=k)}
+    along = torch.stack([torch.stack([law[tuple(row[:k])] for k in range(N)]) for row in tokens.tolist()])  # [., N, V]
+    text = along.gather(-1, tokens[..., None])[..., 0].sum(1).exp()  # probability of each text
+    ones = torch.ones(N, dtype=torch.long)
+    by_text = sum(
+        weight * window_loss(circuit, CircuitParams(*(part[i : i + 1] for part in params)), tokens[i : i + 1],
+                             along[i : i + 1], o, ones)
+        for i, weight in enumerate(text)
+    )  # fmt: skip
+    table, accepted = enumeration.Enumerated("btree", params).table(), 0.0
+    for drafts in product(range(V), repeat=N):
+        path = law[()][drafts[0]].exp().item()
+        for k in range(1, N):
+            q, p = np.exp(enumeration.conditionals(table, drafts[:k])), law[drafts[:k]].exp().numpy()
+            path *= min(q[drafts[k]], p[drafts[k]])
+            # later tokens of the sequence are summed out by the loop: count each prefix once
+            accepted += path / V ** (N - 1 - k)
+    assert -by_text.item() * (N - 1) == pytest.approx(accepted, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["nll", "kl", "length"])
+def test_chunks_change_nothing(case):
+    """Chunked and recomputed, or at once: the same loss and gradient, and the default chunk fits its budget."""
+    losses, gradients = [], []
+    generator = torch.Generator().manual_seed(1)
+    hidden, law = torch.randn(B, 8, generator=generator), target_law().float()
+    for chunk in (None, 2, 1):
+        o = options("hmm", chunk_windows=chunk, **CASES[case])
+        torch.manual_seed(0)
+        head = build_head(head_config(o))
+        loss = step_loss(head, hidden, TOKENS, COUNTS, lambda piece: law[piece], o)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in head.parameters()]))
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        assert loss == pytest.approx(losses[0], abs=1e-6)  # float32 sums in another order
+        torch.testing.assert_close(gradient, gradients[0], atol=1e-6, rtol=1e-4)
+    assert chunk_size(options("hmm"), 32000) * N * R * 32000 * 16 <= 1 << 30
+
+
+def test_bf16_casts_the_head_s_products_and_nothing_else():
+    found = {}
+    for precision in ("float32", "bf16"):
+        o = options("btree", precision=precision)
+        torch.manual_seed(0)
+        head = build_head(head_config(o))
+        with torch.no_grad():
+            head.leaf_weight.normal_()
+        seen = []
+        head.register_forward_hook(lambda module, inputs, params, seen=seen: seen.append(params))
+        hidden = torch.randn(B, 8, generator=torch.Generator().manual_seed(1))
+        loss = step_loss(head, hidden, TOKENS, COUNTS, lambda piece: None, o)
+        found[precision] = loss.item()
+        assert {part.dtype for part in seen[0]} == {torch.float32}
+        # rows of probabilities sum to 1 as float32 has it, not as bfloat16 has it
+        torch.testing.assert_close(seen[0].leaf.exp().sum(-1), torch.ones(B, N, R), atol=1e-5, rtol=0)
+    assert found["bf16"] == pytest.approx(found["float32"], rel=0.02)  # 8 bits of mantissa in products of 8 terms
+    assert found["bf16"] != found["float32"]
+
+
+def test_law_is_asked_for_only_where_it_is_needed():
+    o = options("cp")
+    head = build_head(head_config(o))
+
+    def refuse(piece: slice) -> torch.Tensor:
+        raise AssertionError("the likelihood of the text needs no law of the target")
+
+    assert step_loss(head, torch.randn(B, 8), TOKENS, COUNTS, refuse, o).isfinite()
+
+
+def head_config(o: TrainOptions):
+    from vllm_mtpc.config import HeadConfig
+
+    sizes = {"model_type": "llama", "vocab_size": V, "hidden_size": 8}
+    return HeadConfig.create(
+        circuit=o.circuit, window=N, num_components=o.num_components, target=sizes, verifier="../target"
+    )

@@ -1,0 +1,84 @@
+"""Options of a training run: file and flags are the same keys, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.train import command
+from vllm_mtpc.train.options import TrainOptions, TrainOptionsError, parse
+
+REQUIRED = {"target": "t", "data": ["d"], "out": "o"}
+
+
+def typed(*words: str) -> TrainOptions:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.read_options(parser.parse_args(words))
+
+
+def test_every_option_is_a_flag_and_described():
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    for name, field in TrainOptions.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in flags
+        assert field.description
+    assert "--max-steps" in parser.format_help()
+
+
+def test_flags_are_converted():
+    o = typed("--target", "t", "--data", "a", "b", "--out", "o", "--window", "8", "--gamma", "0.5", "--train-first",
+              "--track", "wandb", "--cache", "c", "--dry-run")  # fmt: skip
+    assert (o.data, o.window, o.gamma, o.train_first, o.track) == (["a", "b"], 8, 0.5, True, "wandb")
+    assert (o.cache, o.dry_run, o.out) == (Path("c"), True, Path("o"))
+
+
+def test_flags_go_before_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("target: t\ndata: [d]\nout: o\nwindow: 8\ncircuit: hmm\n")
+    o = typed("--config", str(file), "--window", "4")
+    assert (o.window, o.circuit) == (4, "hmm")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("target: t\ndata: [d]\nout: o\nwindows: 8\n", "unknown key 'windows'; allowed keys: .*window"),
+        ("target: [\n", "cannot be read as YAML"),
+        ("- a\n", "holds list; expected are lines"),
+        ("target: t\n", "--data, --out missing; type: vllm-mtpc train"),
+        ("target: t\ndata: [d]\nout: o\ncircuit: tree\n", "tree"),
+        ("target: t\ndata: [d]\nout: o\nhead: cubic\n", "cubic"),
+        ("target: t\ndata: [d]\nout: o\ngamma: 2\n", "gamma"),
+        ("target: t\ndata: [d]\nout: o\ncircuit: ff\ncomponents: 4\n", "exactly 1; use 'cp'"),
+        ("target: t\ndata: [d]\nout: o\nkl: reverse\nbeta: 0\n", "beta is 0: give it a share"),
+        ("target: t\ndata: [d]\nout: o\nlora_layers: 1\ncache: c\n", "leave out cache"),
+        ("target: t\ndata: [d]\nout: o\nlora_layers: 3\n", "lora_layers"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(MtpcError, match=message) as caught:
+        typed("--config", str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(TrainOptionsError, match="cannot be read"):
+        typed("--config", str(tmp_path / "none.yaml"))
+
+
+def test_components_depend_on_the_circuit():
+    assert parse(REQUIRED).num_components == 32
+    assert parse(REQUIRED | {"circuit": "ff"}).num_components == 1
+
+
+def test_regeneration_in_several_processes_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainOptionsError, match="type vllm-mtpc regenerate first"):
+        command.with_responses(parse(REQUIRED | {"regenerate": 4}))

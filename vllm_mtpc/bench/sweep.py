@@ -1,0 +1,115 @@
+"""Several training runs side by side: ``python -m vllm_mtpc.bench.sweep FILE --runs FOLDER [--json FILE]``.
+
+FILE is YAML: ``title``, ``common`` (options of ``vllm-mtpc train``) and ``runs`` (name: what differs). Every run is a
+folder of its own in FOLDER; one that is there already, with the same options, is not trained again. The table is made
+from what the runs wrote (provenance.json), nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_mtpc.bench import provenance
+from vllm_mtpc.bench.acceptance import DEFINITIONS
+from vllm_mtpc.train.options import TrainOptions, TrainOptionsError, parse, read_yaml
+from vllm_mtpc.train.state import identity
+
+KEYS = {"title", "common", "runs"}
+NAMES = {"target", "data", "validation_data", "init_from"}  # provenance holds them without their folders
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_mtpc.bench.sweep", description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML: title, common, runs")
+    parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="where the heads are written")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="options for every run")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains what is missing and prints the table."""
+    args = parser().parse_args(arguments)
+    plan = read_yaml(args.file)
+    if set(plan) != KEYS:
+        raise TrainOptionsError(f"{args.file}: has the keys {', '.join(plan)}; expected are {', '.join(sorted(KEYS))}")
+    from vllm_mtpc.train.run import train
+
+    rows = []
+    for options in plans(plan, dict(word.split("=", 1) for word in args.set), args.runs):
+        record = done(options)
+        if record is None:
+            print(f"--- {options.out.name}", flush=True)
+            train(options)
+            record = done(options)
+        rows.append(row(options.out.name, record))
+    print(table(plan["title"], rows))
+    if args.json:
+        values = {"title": plan["title"], "definitions": DEFINITIONS.splitlines(), **provenance.collect(), "rows": rows}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def plans(plan: dict[str, Any], more: dict[str, str], folder: Path) -> Iterator[TrainOptions]:
+    """The options of every run."""
+    for name, changes in plan["runs"].items():
+        values = {**plan["common"], **(changes or {}), **more, "out": folder / name}
+        yield parse(values, f"run {name}")
+
+
+def done(options: TrainOptions) -> dict[str, Any] | None:
+    """provenance.json of a finished run with these options; None where there is none."""
+    file = options.out / "provenance.json"
+    if not file.is_file():
+        return None
+    record = json.loads(file.read_text(encoding="utf-8"))
+    learnt = {**identity(options), "max_steps": options.max_steps}
+    same = all(record["settings"].get(key) == value for key, value in learnt.items() if key not in NAMES)
+    return record if same and record.get("figures") else None
+
+
+def row(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """What is told about a run."""
+    t1, t0 = record["figures"]["t1"], record["figures"]["t0"]
+    bytes_per_token = t1.get("bytes_per_token") or 1.0
+    return {
+        "name": name,
+        "circuit": record["head"]["circuit"],
+        "components": record["head"]["num_components"],
+        "steps": record["settings"]["max_steps"],
+        "tokens_per_step": {"t1": t1["tokens_per_step"], "t0": t0["tokens_per_step"]},
+        "standard_error": {"t1": t1["standard_error"], "t0": t0["standard_error"]},
+        "per_position": {"t1": t1["per_position"], "t0": t0["per_position"]},
+        "bits_per_byte": {
+            "target": t1["target_bits"] / bytes_per_token,
+            "joint": t1["joint_bits"] / bytes_per_token,
+        },
+        "command": record["command"],
+    }
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> str:
+    """Markdown, as it goes into the documentation."""
+    lines = [
+        title,
+        "",
+        "| run | circuit | r | tokens/step T=1 | tokens/step T=0 | bits per byte, joint |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        figures = [f"{one['tokens_per_step'][t]:.3f} ± {one['standard_error'][t]:.3f}" for t in ("t1", "t0")]
+        bits = f"{one['bits_per_byte']['joint']:.3f}"
+        lines.append("| " + " | ".join([one["name"], one["circuit"], str(one["components"]), *figures, bits]) + " |")
+    target = rows[0]["bits_per_byte"]["target"] if rows else float("nan")
+    return "\n".join([*lines, "", f"Bits per byte of the target on the same text: {target:.3f}."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The demo corpus: the source text of the Python standard library, as bytes.
+
+It is on every machine that can run this package, so nothing is downloaded. Documents are files in sorted order, each
+preceded by the end-of-text token (id 256); every 20th file is held out for validation.
+"""
+
+import argparse
+import hashlib
+import json
+import sysconfig
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+EOS = 256
+VOCAB_SIZE = 257
+HOLDOUT = 20
+# Folders that are tests or somebody else's code, and not the library's own style.
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# The build's own configuration (paths of the machine that built the interpreter): not library text.
+SKIPPED_PREFIX = "_sysconfigdata"
+MIN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents of one part of the corpus in one flat token array."""
+
+    tokens: torch.Tensor  # [N] uint8-valued ids and EOS, int16
+    starts: torch.Tensor  # [docs] index of each document's leading EOS
+    lines: torch.Tensor  # [lines] index of the first byte of every line
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Both parts, and what identifies them."""
+
+    train: Split
+    valid: Split
+    sha256: str
+    files: int
+    bytes: int
+
+
+def library_files(root: Path) -> list[Path]:
+    """The corpus' files under ``root`` in a fixed order (by relative posix path)."""
+    found = []
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        if not SKIPPED_FOLDERS.intersection(relative.parts[:-1]) and not path.name.startswith(SKIPPED_PREFIX):
+            found.append((relative.as_posix(), path))
+    return [path for _, path in sorted(found)]
+
+
+def split(documents: list[bytes]) -> Split:
+    """Joins documents, each led by EOS."""
+    parts, starts, position = [], [], 0
+    for document in documents:
+        starts.append(position)
+        parts += [torch.tensor([EOS], dtype=torch.int16), torch.frombuffer(bytearray(document), dtype=torch.uint8)]
+        position += 1 + len(document)
+    tokens = torch.cat([part.to(torch.int16) for part in parts])
+    after_newline = (tokens[:-1] == ord("\n")) & (tokens[1:] != EOS)
+    return Split(tokens, torch.tensor(starts), after_newline.nonzero()[:, 0] + 1)
+
+
+def load(root: Path | None = None) -> Corpus:
+    """Reads the corpus; ``root`` defaults to the running interpreter's standard library."""
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    texts = [data for path in library_files(root) if len(data := path.read_bytes()) >= MIN_BYTES]
+    if len(texts) < HOLDOUT:
+        raise ValueError(
+            f"the corpus folder {root} has {len(texts)} Python files of {MIN_BYTES} bytes or more, at least {HOLDOUT} "
+            "are needed: use an interpreter whose standard library is installed as source files"
+        )
+    held_out = [text for index, text in enumerate(texts) if index % HOLDOUT == HOLDOUT - 1]
+    rest = [text for index, text in enumerate(texts) if index % HOLDOUT != HOLDOUT - 1]
+    return corpus_of(rest, held_out, texts)
+
+
+def load_file(file: Path) -> Corpus:
+    """One text file as two documents: its last 1/20 is held out."""
+    text = file.read_bytes()
+    cut = len(text) - len(text) // HOLDOUT
+    if cut < MIN_BYTES:
+        raise ValueError(f"{file} has {len(text)} bytes, at least {HOLDOUT * MIN_BYTES} are needed: name a longer text")
+    return corpus_of([text[:cut]], [text[cut:]], [text])
+
+
+def corpus_of(train: list[bytes], valid: list[bytes], texts: list[bytes]) -> Corpus:
+    """Both parts; ``texts`` are what identifies them, in order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return Corpus(split(train), split(valid), digest.hexdigest(), len(texts), sum(map(len, texts)))
+
+
+def documents(part: Split) -> list[bytes]:
+    """The documents of a part, without their leading EOS."""
+    starts = [*part.starts.tolist(), len(part.tokens)]
+    return [bytes(part.tokens[start + 1 : end].tolist()) for start, end in pairwise(starts)]
+
+
+def write_jsonl(text: Corpus, folder: Path) -> None:
+    """``train.jsonl`` and ``valid.jsonl``, a line {"text": ...} per document; what is not UTF-8 is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", text.train), ("valid", text.valid)):
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+            for document in documents(part):
+                try:
+                    file.write(json.dumps({"text": document.decode("utf-8")}) + "\n")
+                except UnicodeDecodeError:
+                    continue
+
+
+def crops(part: Split, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Random windows of the text. Returns [count, length] int64.
+
+    A prompt that is served starts anywhere a person starts typing, so 45 % of the windows start at a line, 10 % at a
+    document (half of those with its leading EOS) and the rest at any byte.
+    """
+    last = len(part.tokens) - length
+    kind = torch.rand(count, generator=generator)
+    anywhere = torch.randint(0, last + 1, (count,), generator=generator)
+    lines = part.lines if len(part.lines) else part.starts  # a text of one line
+    line = lines[torch.randint(0, len(lines), (count,), generator=generator)]
+    document = part.starts[torch.randint(0, len(part.starts), (count,), generator=generator)]
+    document = document + torch.randint(0, 2, (count,), generator=generator)
+    start = torch.where(kind < 0.10, document, torch.where(kind < 0.55, line, anywhere)).clamp(max=last)
+    return part.tokens[start[:, None] + torch.arange(length)].long()
+
+
+def main() -> None:
+    """``python -m vllm_mtpc.demo.corpus --out FOLDER``: the corpus as data of ``vllm-mtpc train``."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_mtpc.demo.corpus", description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="this text in place of the standard library")
+    arguments = parser.parse_args()
+    text = load_file(arguments.text) if arguments.text else load()
+    write_jsonl(text, arguments.out)
+    print(f"corpus: {text.files} files, {text.bytes} bytes, sha256 {text.sha256}: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Arguments that the commands of this package share; imports nothing that is slow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_mtpc.errors import MtpcError
+
+if TYPE_CHECKING:
+    import argparse
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ArgumentsError(MtpcError):
+    """A flag's value that is not allowed."""
+
+
+def add_head(parser: argparse.ArgumentParser) -> None:
+    """A head, its target, and where and in what the target computes."""
+    parser.add_argument("head", metavar="HEAD", help="head folder, target folder that ships mtpc/, or hub name")
+    parser.add_argument("--target", metavar="MODEL", help="folder or hub name (default: the head's own verifier)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the target computes in (default: its own)")
+
+
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raises ArgumentsError unless every one of these is 1 or more."""
+    for name in names:
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ArgumentsError(f"{flag} {getattr(args, name)}: allowed are 1 and above; give it a positive number")

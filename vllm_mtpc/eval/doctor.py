@@ -1,0 +1,279 @@
+"""`vllm-mtpc doctor`: does vLLM accept as many drafts as the head should get, and if not, why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.eval.arguments import ArgumentsError, add_head, check_positive
+
+if TYPE_CHECKING:
+    from vllm_mtpc.eval.causes import Cause
+    from vllm_mtpc.eval.compare import Comparison
+    from vllm_mtpc.eval.loading import Loaded
+
+MAX_NUM_SEQS = 16
+CPU_CACHE_BYTES = 256 << 20
+
+
+class DoctorError(MtpcError):
+    """vLLM is not installed or did not serve the head."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """``cause`` is None where served and predicted agree; ``notes`` are no errors."""
+
+    comparisons: list[Comparison]
+    cause: Cause | None
+    verdict: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        return self.cause is None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_head(parser)
+    parser.add_argument("--data", nargs="+", metavar="DATA", help="prompts come from it (default: packaged ones)")
+    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="default: 32")
+    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="P", help="of a prompt of text (default: 64)")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of an answer (default: 128)")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="default: 0 1")
+    parser.add_argument("--num-drafts", type=int, metavar="K", help="drafts per step (default: as the head says)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts and of the engine")
+    parser.add_argument(
+        "--engine", default="{}", metavar="JSON", help='more of vllm.LLM, as {"tensor_parallel_size": 2}'
+    )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep vLLM's log there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    diagnosis = diagnose(args)
+    _print(diagnosis)
+    if args.json:
+        args.json.write_text(json.dumps(_report(args, diagnosis), indent=1) + "\n", encoding="utf-8")
+    return 0 if diagnosis.healthy else 1
+
+
+def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_target: str | None = None) -> Diagnosis:
+    """Serves, predicts, compares. ``serve_head`` and ``serve_target`` plant a fault: vLLM serves those instead.
+
+    Raises DoctorError where vLLM is missing or fails, and what loading the head or its target raises.
+    """
+    check_positive(args, "prompts", "prompt_tokens", "max_tokens")
+    if importlib.util.find_spec("vllm") is None:
+        raise DoctorError(
+            "vllm is not installed, and doctor serves with it; type: pip install 'vllm_mtpc[cpu]' (or [cuda])"
+        )
+    from vllm_mtpc.eval import causes
+    from vllm_mtpc.eval.compare import compare
+    from vllm_mtpc.eval.loading import drafts_of, load, place, target_of
+
+    folder, config = place(args.head)
+    if config.lora_layers:
+        raise DoctorError(f"head {folder} has lora_layers={config.lora_layers}, which this version does not serve")
+    target_name = target_of(folder, config, args.target)
+    drafts = drafts_of(config, args.num_drafts)
+    prompts, limit = _prompts(args, target_name, drafts)
+    engine = {
+        "model": serve_target or target_name,
+        "dtype": args.dtype,
+        "seed": args.seed,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_model_len": min(limit, max(map(len, prompts)) + args.max_tokens + 4 * (drafts + 1)),
+        "speculative_config": {"method": "mtpc", "model": serve_head or str(folder), "num_speculative_tokens": drafts},
+        **_on_device(args.device),
+        **_more(args.engine),
+    }
+    served = _serve(engine, prompts, args)
+    # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
+    loaded = load(args.head, args.target, served[0].dtype, args.device)
+    comparisons = [
+        compare(loaded.head, loaded.target, prompts, answer, loaded.sampling(answer.temperature), drafts)
+        for answer in served
+    ]
+    if any(comparison.differs for comparison in comparisons):
+        cause = causes.find(loaded, comparisons, drafts)
+    else:
+        cause = causes.knows_nothing(loaded, comparisons, drafts)
+    return Diagnosis(comparisons, cause, _verdict(comparisons, cause), _notes(loaded, args, comparisons))
+
+
+def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[list[int]], int]:
+    """Token ids of the prompts, and the most tokens the target can read.
+
+    vLLM V1 drafts for no request of a batch in which one is within two steps of the longest length it serves; texts
+    that come that near are refused, so that this is not taken for a fault of the head.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    from vllm_mtpc.eval.loading import prompts
+    from vllm_mtpc.target import TargetError
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        config = AutoConfig.from_pretrained(target).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise TargetError(f"target {target}: no tokenizer or config to be had ({reason}); correct --target") from None
+    if args.data:
+        from vllm_mtpc.train.data.sources import load_documents
+
+        documents = load_documents(args.data, tokenizer, seed=args.seed)
+        found = [prompt.tolist() for prompt in prompts(documents, args.prompts, args.prompt_tokens, args.seed)]
+    else:
+        from vllm_mtpc.bench.prompts import held_out
+
+        found = [tokenizer(text).input_ids[: args.prompt_tokens] for text in held_out(args.prompts)]
+    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    longest = max(map(len, found))
+    if longest + args.max_tokens + 2 * (drafts + 1) > limit:
+        raise ArgumentsError(
+            f"a prompt of {longest} tokens, {args.max_tokens} new ones and {2 * (drafts + 1)} of drafts are more than "
+            f"the {limit} positions of target {target}; lower --max-tokens"
+        )
+    return found, limit
+
+
+def _on_device(device: str) -> dict[str, Any]:
+    import torch
+
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES} if on_cpu else {}
+
+
+def _more(given: str) -> dict[str, Any]:
+    try:
+        more = json.loads(given)
+    except ValueError:
+        more = None
+    if not isinstance(more, dict):
+        raise ArgumentsError(f"--engine {given}: not a JSON object; write it as '{{\"tensor_parallel_size\": 2}}'")
+    return more
+
+
+def _serve(engine: dict[str, Any], prompts: list[list[int]], args: argparse.Namespace) -> list[Any]:
+    from vllm_mtpc.bench.process import EngineFailed
+    from vllm_mtpc.eval.served import serve
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = args.log or Path(folder) / "vllm.log"
+        try:
+            return serve(engine, prompts, args.temperature, args.max_tokens, log)
+        except EngineFailed as error:
+            print(error, file=sys.stderr)
+            raise DoctorError(
+                "vLLM did not serve the head: the end of its log is above; correct what it names"
+            ) from None
+
+
+def _verdict(comparisons: list[Comparison], cause: Cause | None) -> str:
+    from vllm_mtpc.eval.compare import TOLERANCE
+
+    if cause is not None:
+        worst = max(comparisons, key=lambda comparison: abs(comparison.difference))
+        apart = f"T={worst.sampling.temperature:g}: {worst.difference:+.1%} tokens/step. " if worst.differs else ""
+        return f"not healthy ({cause.name}): {apart}{cause.sentence}."
+    noisy = [comparison for comparison in comparisons if abs(comparison.difference) > TOLERANCE]
+    if noisy:
+        return "healthy as far as can be told: the difference is within noise; more --prompts tell more."
+    return f"healthy: vLLM accepts what the head should get, within {TOLERANCE:.0%}."
+
+
+def _notes(loaded: Loaded, args: argparse.Namespace, comparisons: list[Comparison]) -> list[str]:
+    from vllm_mtpc.eval.compare import ERRORS, TOLERANCE
+
+    notes = []
+    verifier = loaded.config.speculators_config.verifier.name_or_path
+    if args.target and args.target != verifier:
+        notes.append(f"the head names another verifier ({verifier}) than --target {args.target}.")
+    recorded = _recorded(loaded.folder / "provenance.json")
+    for comparison in comparisons:
+        key = f"t{comparison.sampling.temperature:g}"
+        found = recorded.get(key) if isinstance(recorded.get(key), dict) else {}
+        value, error = found.get("tokens_per_step"), found.get("standard_error") or 0.0
+        if value is None or comparison.differs:
+            continue
+        got, spread = comparison.served.acceptance.tokens_per_step, comparison.predicted.standard_error
+        if abs(got - value) > max(TOLERANCE * value, ERRORS * (error**2 + spread**2) ** 0.5):
+            notes.append(
+                f"the head's provenance says {value:.2f} tokens/step at T={comparison.sampling.temperature:g}: these "
+                "prompts are not like those it was measured on."
+            )
+    return notes
+
+
+def _recorded(file: Path) -> dict[str, Any]:
+    """Figures of a head's provenance; empty where there are none."""
+    try:
+        figures = json.loads(file.read_text(encoding="utf-8")).get("figures")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return figures if isinstance(figures, dict) else {}
+
+
+def _row(comparison: Comparison) -> dict[str, Any]:
+    counted, predicted, chain = comparison.served.acceptance, comparison.predicted, comparison.chain
+    return {
+        "temperature": comparison.sampling.temperature,
+        "served": {"tokens_per_step": counted.tokens_per_step, "per_position": list(counted.per_position)},
+        "predicted": {"tokens_per_step": predicted.tokens_per_step, "per_position": predicted.per_position},
+        "standard_error": comparison.noise,
+        "difference": comparison.difference,
+        "steps": {"served": counted.drafts, "predicted": predicted.steps},
+        "dtype": comparison.served.dtype,
+        "text": {
+            "tokens": chain.tokens,
+            "greedy_tokens_differing": chain.differing,
+            "greedy_ties": chain.ties,
+            "sampled_surprise_in_standard_errors": chain.surprise,
+        },
+    }
+
+
+def _report(args: argparse.Namespace, diagnosis: Diagnosis) -> dict[str, Any]:
+    from vllm_mtpc.bench import provenance
+
+    return {
+        **provenance.collect(),
+        "head": args.head,
+        "healthy": diagnosis.healthy,
+        "cause": diagnosis.cause.name if diagnosis.cause else None,
+        "verdict": diagnosis.verdict,
+        "notes": diagnosis.notes,
+        "comparisons": [_row(comparison) for comparison in diagnosis.comparisons],
+    }
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_mtpc.bench.acceptance import DEFINITIONS
+
+    table = Table(title="served by vLLM, and predicted along the same text", title_justify="left")
+    for name in ("T", "", "tokens/step", "steps", "acceptance per position"):
+        table.add_column(name, justify="right" if name in ("T", "steps") else "left")
+    for comparison in diagnosis.comparisons:
+        row = _row(comparison)
+        for name in ("served", "predicted"):
+            shown = f"{row[name]['tokens_per_step']:.3f}"
+            shown += f" ± {row['standard_error']:.3f}" if name == "predicted" else f" ({row['difference']:+.1%})"
+            positions = " ".join(f"{value:.2f}".removeprefix("0") for value in row[name]["per_position"])
+            table.add_row(f"{row['temperature']:g}", name, shown, f"{row['steps'][name]:.0f}", positions)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(table)
+    console.print(DEFINITIONS, markup=False)
+    for note in diagnosis.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(diagnosis.verdict, markup=False)

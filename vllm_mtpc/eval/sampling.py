@@ -1,0 +1,63 @@
+"""How next tokens are picked: the target's law after temperature and top-p, and a circuit's law after temperature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_mtpc.errors import MtpcError
+
+GREEDY_BELOW = 1e-5  # vLLM's own threshold
+
+
+class SamplingError(MtpcError):
+    """A temperature or top-p that is none."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature (0: greedy) and top-p (1: off). Raises SamplingError where a value is not allowed.
+
+    ``greedy_drafts``: drafts are the likeliest tokens of the circuit whatever the temperature.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    greedy_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise SamplingError(f"temperature={self.temperature}: allowed are 0 (greedy) and above; set it to 1")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p={self.top_p}: allowed are values above 0 up to 1 (off); set it to 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """log p [..., V] float32 of logits[..., V]; -inf outside the top-p set. Greedy: the untempered law."""
+        log_p = self._temper(logits.float())
+        if self.top_p == 1 or self.greedy:
+            return log_p
+        ordered, order = log_p.sort(dim=-1, descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()  # probability of what is likelier than each token
+        ordered = ordered.masked_fill(before >= self.top_p, -torch.inf)
+        return torch.empty_like(ordered).scatter(-1, order, ordered).log_softmax(-1)
+
+    def draft_log_probs(self, log_q: Tensor) -> Tensor:
+        """The law a draft is drawn from, log [..., V]: softmax(log_q / T), or all on one token for greedy drafts."""
+        if self.greedy_drafts:
+            return torch.full_like(log_q, -torch.inf).scatter(-1, log_q.argmax(-1, keepdim=True), 0.0)
+        return self._temper(log_q)
+
+    def _temper(self, logits: Tensor) -> Tensor:
+        return (logits if self.greedy or self.temperature == 1 else logits / self.temperature).log_softmax(-1)
+
+    def pick(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One token per row of log_probs[B, V], [B] int64: the likeliest one if greedy, a draw otherwise."""
+        if self.greedy:
+            return log_probs.argmax(-1)
+        return torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]

@@ -1,0 +1,84 @@
+"""Text that vLLM serves with a head, and what it counted: an engine in a process of its own.
+
+``serve`` starts ``python -m vllm_mtpc.eval.served`` with a job (JSON); the child builds the engine once and answers all
+prompts, given as token ids, at each temperature.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_mtpc.bench.acceptance import Acceptance
+from vllm_mtpc.bench.process import engine_environment, failure, group
+
+
+@dataclass(frozen=True)
+class Served:
+    """One temperature: the answers, one list of token ids per prompt, and the engine's counters over them."""
+
+    temperature: float
+    outputs: list[list[int]]
+    acceptance: Acceptance
+    dtype: str  # the target computed in, e.g. "bfloat16"
+
+
+def serve(
+    engine: dict[str, Any], prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_tokens: int, log: Path
+) -> list[Served]:
+    """Serves every prompt at every temperature. ``engine``: keyword arguments of ``vllm.LLM``.
+
+    Raises bench.process.EngineFailed, with the end of the log, where the engine does not answer.
+    """
+    job = {"engine": engine, "prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps({**job, "temperatures": list(temperatures)}), encoding="utf-8")
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "vllm_mtpc.eval.served", str(path), str(writing)]
+        with (
+            os.fdopen(reading, encoding="utf-8") as results,
+            group(command, log, environment, pass_fds=[writing]) as process,
+        ):
+            os.close(writing)
+            answers = [json.loads(line) for line in results]
+            if len(answers) < len(temperatures):
+                raise failure("the engine", process.wait(), log)
+    return [_served(answer) for answer in answers]
+
+
+def _served(answer: dict[str, Any]) -> Served:
+    counters = answer.pop("acceptance")
+    positions = tuple(counters.pop("accepted_per_position"))
+    return Served(acceptance=Acceptance(**counters, accepted_per_position=positions), **answer)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The child: ``JOB`` is the job's file, ``FD`` the open file that takes one JSON line per temperature."""
+    from dataclasses import asdict
+
+    from vllm import LLM, SamplingParams
+
+    job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    llm = LLM(**{"disable_log_stats": False, **job["engine"]})
+    dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as results:
+        for temperature in job["temperatures"]:
+            before = Acceptance.from_llm(llm.get_metrics())
+            how = SamplingParams(temperature=temperature, max_tokens=job["max_tokens"])
+            outputs = [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, how, use_tqdm=False)]
+            counted = asdict(Acceptance.from_llm(llm.get_metrics()) - before)
+            answer = {"temperature": temperature, "outputs": outputs, "acceptance": counted, "dtype": dtype}
+            print(json.dumps(answer), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,153 @@
+"""The target's own continuations of prompts, with the hidden state at every position.
+
+A head is served on the target's own output, so that is what it is measured on. Generation computes every hidden state
+anyway; keeping them makes the measurement free of further target forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.session import Session
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm_mtpc.heads.adapters import DraftLayers
+    from vllm_mtpc.target import Target
+
+
+@dataclass(frozen=True)
+class Samples:
+    """S texts, each a prompt and a continuation; the hidden state that has read tokens[:, : t + 1] is hidden[:, t].
+
+    What stands behind the end of a text (``lengths``) is how the target would have gone on: a server drafts past the
+    end in its last step, and whether those drafts are accepted is counted.
+    """
+
+    tokens: Tensor  # [S, L] int64, on the CPU; -1: not known
+    hidden: Tensor  # [S, L - 1, D] in the target's dtype, on the CPU, after the final norm; 0 where not known
+    prompt_lengths: Tensor  # [S] int64
+    lengths: Tensor  # [S] int64, prompt and continuation, an end-of-text token included
+    bytes_per_token: float | None = None  # UTF-8 bytes of the continuations by their tokens
+    draft: Tensor | None = None  # [S, L - 1, D] what the head reads, where it has draft layers of its own
+
+
+def stop_ids(target: Target) -> set[int]:
+    """Tokens at which a server ends a text: the model's end-of-text ids and the tokenizer's."""
+    found: set[int] = set()
+    generation = getattr(target.model, "generation_config", None)
+    for source in (generation, target.config, target.tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, (list, tuple)) else set() if ids is None else {ids}
+    return found
+
+
+def ends(tokens: Tensor, lengths: Tensor, longest: Tensor, stops: set[int]) -> Tensor:
+    """Where texts end [S]: behind the first stop token from ``lengths``[S] on, at most at ``longest``[S]."""
+    if not stops:
+        return longest
+    at = torch.arange(tokens.shape[1])
+    stop = torch.isin(tokens, torch.tensor(sorted(stops))) & (at >= lengths[:, None])
+    first = torch.where(stop, at, tokens.shape[1]).amin(1)
+    return torch.minimum(first + 1, longest)
+
+
+@torch.inference_mode()
+def generate(
+    target: Target,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+    *,
+    overhang: int = 0,
+    stops: set[int] | None = None,
+    batch: int = 64,
+    progress: Callable[[int], object] | None = None,
+) -> Samples:
+    """Continues 1-D ``prompts`` by up to ``new_tokens`` tokens, and by ``overhang`` tokens past the end.
+
+    ``stops``: tokens that end a text (None: those of the target; empty: none). ``progress`` is told how many texts are
+    done. A generator with a fixed seed (on the target's device) gives the same text.
+    """
+    stops = stop_ids(target) if stops is None else stops
+    pieces = []
+    for start in range(0, len(prompts), batch):
+        pieces.append(
+            _continue(target, prompts[start : start + batch], new_tokens, sampling, generator, overhang, stops)
+        )
+        if progress:
+            progress(len(pieces[-1].tokens))
+    return join(pieces, target)
+
+
+def _continue(
+    target: Target,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    overhang: int,
+    stops: set[int],
+) -> Samples:
+    """One batch. A row that has ended goes on until the longest one has: its overhang."""
+    session = Session(target)
+    states = [session.start(prompts)]  # [B, P, D]
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    widest = int(prompt_lengths.max())
+    is_stop = torch.tensor(sorted(stops), device=target.device)
+    behind = torch.zeros(len(prompts), dtype=torch.long, device=target.device)  # tokens past the end of each row
+    columns: list[Tensor] = []
+    for made in range(1, new_tokens + overhang + 1):
+        step = sampling.pick(sampling.log_probs(session.logits(states[-1][:, -1])), generator)
+        columns.append(step)
+        ended = (behind > 0) | (made > new_tokens)
+        behind = torch.where(ended, behind + 1, torch.isin(step, is_stop).long())
+        if made == new_tokens + overhang or bool((behind > overhang).all()):
+            break
+        states.append(session.read(step[:, None]))
+    written, hidden = torch.stack(columns, 1).cpu(), torch.cat(states, 1).cpu()
+    rows = []
+    for row, prompt in enumerate(prompts):
+        rows.append((torch.cat([prompt.cpu(), written[row]]), hidden[row, widest - len(prompt) :]))
+    tokens = pad_sequence([row[0] for row in rows], True, -1)
+    lengths = ends(tokens, prompt_lengths, prompt_lengths + new_tokens, stops)
+    known = torch.arange(tokens.shape[1]) < (lengths + overhang)[:, None]
+    hidden = pad_sequence([row[1] for row in rows], True)
+    return Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths)
+
+
+def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
+    """One set out of several; ``target``'s tokenizer counts the bytes."""
+    prompt_lengths = torch.cat([piece.prompt_lengths for piece in pieces])
+    tokens = pad_sequence([row for piece in pieces for row in piece.tokens], True, -1)
+    hidden = pad_sequence([row for piece in pieces for row in piece.hidden], True)
+    joined = Samples(tokens, hidden, prompt_lengths, torch.cat([piece.lengths for piece in pieces]))
+    if target is None or target.tokenizer is None:
+        return joined
+    return Samples(tokens, hidden, prompt_lengths, joined.lengths, bytes_per_token(joined, target))
+
+
+def bytes_per_token(samples: Samples, target: Target) -> float | None:
+    """UTF-8 bytes by tokens of the continuations (a character torn by the end counts as its replacement)."""
+    total = tokens = 0
+    for row, start, end in zip(samples.tokens, samples.prompt_lengths.tolist(), samples.lengths.tolist(), strict=True):
+        total += len(target.tokenizer.decode(row[start:end].tolist()).encode("utf-8", "replace"))
+        tokens += end - start
+    return total / tokens if tokens else None
+
+
+@torch.inference_mode()
+def with_draft_layers(samples: Samples, layers: DraftLayers, batch: int = 8) -> Samples:
+    """The samples with the states that a head behind draft ``layers`` reads."""
+    pieces = []
+    for tokens in samples.tokens[:, :-1].clamp(min=0).split(batch):
+        pieces.append(layers.draft(layers.trunk(tokens)).to(samples.hidden.dtype).cpu())
+    return replace(samples, draft=torch.cat(pieces))

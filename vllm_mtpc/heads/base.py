@@ -1,0 +1,119 @@
+"""The one contract every head fulfils, and the sum parameters, which every head has alike.
+
+A head turns the target's last hidden state h into the parameters of a circuit (MtPC paper, section 4):
+
+    leaf[k, z, :] = log_softmax(leaf_logits of position k, component z)       what a head is free to choose
+    root = log_softmax(R h)        inner[f, z, :] = log_softmax(W[f, z] h + b[f, z])       the same in every head
+
+Whoever bounds memory (n * r * V logits per context) asks for `prepare` once and for `leaf_logits` a few positions at
+a time; whoever drafts calls the head and gets all of it at once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_mtpc.circuits import Circuit, CircuitParams
+from vllm_mtpc.errors import HeadConfigError
+
+# Probability of keeping the latent at initialisation: HMM and BTree then start (nearly) as the CP
+# with the same leaves, and the softmax is not yet so saturated that its rows cannot move.
+STAY_PROBABILITY = 0.95
+INIT_STD = 0.01
+
+
+class Head(nn.Module, ABC):
+    """Hidden states [B, D] -> CircuitParams of a batch of B circuits.
+
+    Parameters of every head: root_weight [r, D] where the circuit has a root; inner_weight [F, r, r, D] and
+    inner_bias [F, r, r], leaves to root (HMM: in position order), where it has inner sums. Hidden states have the
+    dtype of the weights. `options` are the head's own (`expander_...` of HeadConfig); they go to `add_leaves`.
+    """
+
+    needs_lm_head: ClassVar[bool] = False  # True: bind_lm_head must have been called before the head is used
+    # Dimensions along which a parameter goes over components: where one component can be made into several.
+    component_dims: ClassVar[dict[str, tuple[int, ...]]] = {
+        "root_weight": (0,),
+        "inner_weight": (1, 2),
+        "inner_bias": (1, 2),
+    }
+    noise_in: ClassVar[str]  # the parameter of the leaves in which noise tells equal components apart
+
+    def __init__(self, circuit: Circuit, vocab_size: int, hidden_size: int, **options: int) -> None:
+        super().__init__()
+        self.circuit = circuit
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.options = options
+        self.add_leaves(**options)
+        r, inner = circuit.num_components, circuit.num_inner
+        self.root_weight = nn.Parameter(torch.empty(r, hidden_size)) if circuit.has_root else None
+        self.inner_weight = nn.Parameter(torch.empty(inner, r, r, hidden_size)) if inner else None
+        self.inner_bias = nn.Parameter(torch.empty(inner, r, r)) if inner else None
+        if not next(self.parameters()).is_meta:  # on meta, even filling a tensor imports seconds worth of torch
+            self.reset_parameters()
+
+    @abstractmethod
+    def add_leaves(self, **options: int) -> None:
+        """Create the parameters of the leaves, uninitialised, in position order."""
+
+    @abstractmethod
+    def reset_leaves(self) -> None:
+        """Initial values of the parameters of the leaves, from torch's own generator."""
+
+    @abstractmethod
+    def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """Unnormalised leaves of positions start to stop - 1: [B, stop - start, r, V], float32.
+
+        `prepared` is what `prepare` made of the hidden states.
+        """
+
+    def prepare(self, hidden: Tensor) -> Tensor:
+        """What `leaf_logits` reads, from hidden[B, D]: work that positions share is done here, once."""
+        return hidden
+
+    def bind_lm_head(self, logits: Callable[[Tensor], Tensor]) -> None:
+        """Lend the target's lm_head, hidden[..., D] -> logits[..., V]; only for heads that need it."""
+        raise HeadConfigError(f"{type(self).__name__} has its own unembedding; bind no lm_head to it")
+
+    def sums(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Root [B, r] and inner sums [B, F, r, r] of hidden[B, D]; log-softmax over the last dimension, float32."""
+        batch, r = hidden.shape[0], self.circuit.num_components
+        if self.root_weight is None:
+            root = hidden.new_zeros(batch, r, dtype=torch.float32)
+        else:
+            root = F.linear(hidden, self.root_weight).float().log_softmax(dim=-1)
+        if self.inner_weight is None:
+            return root, root.new_zeros(batch, 0, r, r)
+        inner = F.linear(hidden, self.inner_weight.reshape(-1, self.hidden_size)).float()
+        inner = inner.view(batch, -1, r, r) + self.inner_bias.float()
+        return root, inner.log_softmax(dim=-1)
+
+    def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
+        """CircuitParams from hidden[B, D]; only the first `num_positions` leaves when the tail is not needed."""
+        leaf = self.leaf_logits(self.prepare(hidden), 0, num_positions or self.circuit.window)
+        return CircuitParams(leaf.log_softmax(dim=-1), *self.sums(hidden))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Leaves as the head has them; small random sum weights; inner sums that mostly keep the latent."""
+        self.reset_leaves()
+        for weight in (self.root_weight, self.inner_weight):
+            if weight is not None:
+                weight.normal_().mul_(INIT_STD)
+        if self.inner_bias is not None:
+            self.inner_bias.copy_(stay_bias(self.circuit.num_components, STAY_PROBABILITY))
+
+
+def stay_bias(r: int, probability: float) -> Tensor:
+    """Logits [r, r] of a sum that keeps its latent with `probability`, the rest spread evenly."""
+    if r == 1:
+        return torch.zeros(1, 1)
+    return torch.eye(r) * math.log(probability * (r - 1) / (1 - probability))

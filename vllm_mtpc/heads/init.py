@@ -1,0 +1,102 @@
+"""Where training starts: at the target's own lm_head, or at a head that was trained before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.base import INIT_STD, Head, stay_bias
+
+# Probability that an inner sum keeps its latent after a CP has become an HMM or a BTree. With F sums the latent never
+# changes with probability s**F: nowhere is log q more than -F log s (0.001 F nats) below the CP's, and the total
+# variation is at most 1 - s**F. A start at 0.95 (STAY_PROBABILITY) would give up what the CP has learnt.
+INHERITED_STAY = 0.999
+GROWTH = {"ff": ("cp", "hmm", "btree"), "cp": ("hmm", "btree")}  # circuits that contain the first one
+
+
+@torch.no_grad()
+def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
+    """Start the leaves at the target's lm_head, weight[V, D] or [heads * V, D], told apart by noise from `seed`.
+
+    Block i of a target with several prediction heads (EvaByte: eight) predicts the token i + 1 ahead, so position i
+    starts from it; positions beyond the blocks start from the last one (the only one of most targets). A head that
+    reads the target's own lm_head starts there by construction and is left alone. Raises HeadConfigError for a weight
+    of another size.
+    """
+    rows, width = weight.shape
+    if width != head.hidden_size or rows == 0 or rows % head.vocab_size:
+        raise HeadConfigError(
+            f"lm_head of {rows} x {width} for a head with vocab_size={head.vocab_size}, "
+            f"hidden_size={head.hidden_size}: its rows must be a multiple of vocab_size and its width hidden_size; "
+            "build the head from this target's config"
+        )
+    if head.needs_lm_head:
+        return
+    blocks = weight.view(-1, head.vocab_size, width)
+    if len(blocks) == 1:
+        head.init_from_lm_head(blocks[0], seed)
+        return
+    block = torch.arange(head.circuit.window, device=weight.device).clamp(max=len(blocks) - 1)
+    head.init_from_lm_head(blocks[block, None], seed)
+
+
+@torch.no_grad()
+def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
+    """Start `head` at the law of a trained `source` head of the same kind, window and target.
+
+    The same circuit is copied. An ff or cp source becomes any circuit that contains it: leaves and root are copied,
+    inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components than the
+    source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Raises
+    HeadConfigError for anything else.
+    """
+    _check_source(head, source)
+    repeats = head.circuit.num_components // source.circuit.num_components
+    generator = torch.Generator().manual_seed(seed)
+    given, wanted = dict(source.named_parameters()), dict(head.named_parameters())
+    for name, value in given.items():
+        dims = head.component_dims.get(name, ())
+        value = value.repeat([repeats if dim in dims else 1 for dim in range(value.dim())])
+        if repeats > 1 and name == head.noise_in:
+            noise = torch.randn(value.shape, generator=generator) * INIT_STD
+            value = value + noise.to(value)
+        wanted[name].copy_(value)
+    if head.inner_bias is not None and "inner_bias" not in given:
+        head.inner_weight.zero_()
+        head.inner_bias.copy_(stay_bias(head.circuit.num_components, INHERITED_STAY))
+
+
+def _check_source(head: Head, source: Head) -> None:
+    """Raise HeadConfigError unless `head` can start where `source` is."""
+    ours, theirs = head.circuit, source.circuit
+    if type(head) is not type(source):
+        raise HeadConfigError(
+            f"a {type(head).__name__} cannot start from a {type(source).__name__}; allowed: a head of the same kind; "
+            "set head to the source's"
+        )
+    sizes = [(h.circuit.window, h.vocab_size, h.hidden_size) for h in (head, source)]
+    if sizes[0] != sizes[1]:
+        raise HeadConfigError(
+            f"window, vocab_size, hidden_size = {sizes[0]} cannot start from a head of {sizes[1]}; allowed: the same "
+            "three; train without a source head, or set them to the source's"
+        )
+    if ours.name != theirs.name and ours.name not in GROWTH.get(theirs.name, ()):
+        allowed = ", ".join((theirs.name, *GROWTH.get(theirs.name, ())))
+        raise HeadConfigError(
+            f"circuit {ours.name!r} cannot start from a {theirs.name!r} head; allowed from it: {allowed}; set circuit "
+            "to one of them"
+        )
+    if ours.num_components % theirs.num_components:
+        raise HeadConfigError(
+            f"num_components={ours.num_components} cannot start from a head with {theirs.num_components}; allowed: "
+            f"multiples of {theirs.num_components}; set num_components to one"
+        )
+    if head.options != source.options:
+        raise HeadConfigError(
+            f"a head with {_shown(head)} cannot start from one with {_shown(source)}; allowed: the same; set them to "
+            "the source's"
+        )
+
+
+def _shown(head: Head) -> str:
+    return ", ".join(f"{key}={value}" for key, value in head.options.items())

@@ -1,0 +1,203 @@
+"""Attention of a target over packed rows, several documents in a row, none of which reads another.
+
+`torch` leaves it to transformers: from position ids that restart, it builds a block-diagonal causal mask for PyTorch's
+scaled dot-product attention. `xformers` computes each block on its own, without a mask of S x S. The numbers are the
+same up to rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vllm_mtpc.errors import MtpcError
+
+if TYPE_CHECKING:
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATION = "mtpc_xformers"  # our function's name among transformers' attention implementations
+NAMES = ("auto", "torch", "xformers")
+CAPABILITY = (7, 0)  # the oldest GPUs xformers is built for
+
+
+class AttentionError(MtpcError):
+    """The attention asked for is not there, or the target's does not keep packed documents apart."""
+
+
+class Backend(NamedTuple):
+    """An attention: our name of it, and transformers' (`attn_implementation`)."""
+
+    name: str
+    implementation: str
+
+
+def choose_attention(name: str, device: torch.device | str) -> Backend:
+    """The attention for a device.
+
+    `auto` is xformers where it is installed and `device` is a CUDA device of compute capability 7.0 or more for which
+    it has a kernel, else torch. Raises AttentionError for another name, and for xformers where it cannot run.
+    """
+    device = torch.device(device)
+    if name not in NAMES:
+        raise AttentionError(f"attention {name!r} is not known; allowed: {', '.join(NAMES)}")
+    if name == "torch":
+        return Backend("torch", "sdpa")
+    obstacle = _obstacle(device)
+    if obstacle is None:
+        _register()
+        return Backend("xformers", IMPLEMENTATION)
+    if name == "xformers":
+        raise AttentionError(f"attention 'xformers' cannot be used: {obstacle}")
+    return Backend("torch", "sdpa")
+
+
+def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
+    """Keyword arguments of a transformers backbone that keep the documents of packed rows apart.
+
+    documents: [B, S] integers, the document each token belongs to; the tokens of one are neighbours; -1: padding, at
+    the end. Positions restart at each document. Padding is a document of its own, so its states are finite and
+    nothing reads them. attention: `Backend.name`. Needs `use_cache=False` and no attention mask.
+    """
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    arguments: dict[str, Any] = {"position_ids": index - torch.where(first, index, 0).cummax(1).values}
+    if attention == "xformers":
+        starts = first.flatten().nonzero()[:, 0].tolist()
+        ends = [*starts[1:], documents.numel()]
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        arguments["packing"] = Packing(lengths, documents.device)
+    return arguments
+
+
+@torch.no_grad()
+def check_packing(backbone: nn.Module, attention: str, device: torch.device | str = "cpu") -> None:
+    """Runs two short documents in a row; raises AttentionError if the second reads the first.
+
+    Attention layers of transformers keep packed documents apart; recurrent layers and some models' own code do not.
+    """
+    documents = torch.tensor([[0] * 4 + [1] * 4], device=device)
+    tokens = torch.tensor([[0, 1, 0, 1, 0, 1, 1, 0], [1, 0, 1, 1, 0, 1, 1, 0]], device=device)
+    packed = packed_arguments(documents, attention)
+    one, other = (backbone(input_ids=row[None], use_cache=False, **packed).last_hidden_state[0, 4:] for row in tokens)
+    # Rounding may differ where work is grouped by token (experts); a leak of four tokens is far larger than that.
+    allowed = max(1e-3, 8 * torch.finfo(one.dtype).eps)
+    if (one - other).float().norm() > allowed * one.float().norm():
+        raise AttentionError(
+            f"{type(backbone).__name__} does not keep the documents of a packed row apart (recurrent layers, or a mask "
+            "of its own): name a target of attention layers that transformers implements"
+        )
+
+
+class Packing:
+    """Lengths of the documents in the flattened rows, as xformers' mask; built once per forward."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.lengths, self.device = lengths, device
+        self._masks: dict[int | None, BlockDiagonalCausalMask] = {}
+
+    def mask(self, sliding_window: int | None) -> BlockDiagonalCausalMask:
+        """Token i of a document reads its tokens j <= i; with a sliding window only those with j > i - window."""
+        if sliding_window is not None and sliding_window >= max(self.lengths):
+            sliding_window = None
+        if sliding_window not in self._masks:
+            from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+            mask = BlockDiagonalCausalMask.from_seqlens(self.lengths, device=self.device)
+            self._masks[sliding_window] = mask if sliding_window is None else mask.make_local_attention(sliding_window)
+        return self._masks[sliding_window]
+
+
+class DeferredMask:
+    """The dense mask of transformers, built when a layer asks for it: a packed forward never does."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
+
+    @cached_property
+    def dense(self) -> Tensor | None:
+        from transformers.masking_utils import sdpa_mask
+
+        return sdpa_mask(**self._arguments)
+
+
+def xformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: DeferredMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers. query: [B, H, S, D]; key, value: [B, G, S, D]. Returns [B, S, H, D].
+
+    Without packing (generation with a cache, padded batches), with what xformers cannot compute (attention sinks, a
+    soft cap), or where it has no kernel for a type or size, PyTorch's attention does it.
+    """
+    if packing is not None and kwargs.get("s_aux") is None and kwargs.get("softcap") is None:
+        try:
+            return _packed(query, key, value, scaling, dropout, packing.mask(kwargs.get("sliding_window"))), None
+        except NotImplementedError:  # what xformers raises where no kernel of its fits
+            _say_fallback(query.dtype, query.shape[-1])
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    dense = attention_mask.dense if isinstance(attention_mask, DeferredMask) else attention_mask
+    return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, mask: BlockDiagonalCausalMask
+) -> Tensor:
+    """Attention within the blocks of `mask` over all rows in one."""
+    from xformers.ops import memory_efficient_attention
+
+    batch, heads, length, _ = query.shape
+    groups = key.shape[1]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1)[None] for x in (query, key, value))  # [1, B*S, heads, D]
+    if groups != heads:  # xformers' form of grouped queries; its kernels read an expanded head in place
+        q = q.unflatten(2, (groups, heads // groups))
+        k, v = (x[:, :, :, None].expand(-1, -1, -1, heads // groups, -1) for x in (k, v))
+    out = memory_efficient_attention(q, k, v, attn_bias=mask, p=dropout, scale=scaling)
+    return out.reshape(batch, length, heads, value.shape[-1])
+
+
+def _obstacle(device: torch.device) -> str | None:
+    """Why xformers cannot run on a device, and what to type; None if it can."""
+    if importlib.util.find_spec("xformers") is None:
+        return "it is not installed; type: pip install 'vllm_mtpc[train-cuda]', or --attention torch"
+    if device.type != "cuda":
+        return f"the device is {device}, and it runs on CUDA only; type --attention torch"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, at least "
+            f"{CAPABILITY[0]}.{CAPABILITY[1]} is needed; type --attention torch"
+        )
+    try:
+        tiny = torch.zeros(1, 2, 8, 16, device=device, dtype=torch.float16)  # [B, H, S, D]
+        _packed(tiny, tiny, tiny, None, 0.0, Packing([3, 5], device).mask(None))
+    except Exception as error:  # a build for another torch or CUDA fails in many ways, all with the same consequence
+        return f"it fails on {device} ({next(iter(str(error).splitlines()), '')}); type --attention torch"
+    return None
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, xformers_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, DeferredMask)
+
+
+@cache
+def _say_fallback(dtype: torch.dtype, size: int) -> None:
+    logger.warning("xformers has no kernel for %s with heads of %d here; PyTorch's attention is used", dtype, size)

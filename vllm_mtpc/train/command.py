@@ -1,0 +1,78 @@
+"""`vllm-mtpc train`: from text to a head that can be served.
+
+One process by default. The same command runs on several GPUs of a machine under `torchrun --nproc-per-node N -m
+vllm_mtpc train ...`, and on the nodes of a Ray cluster with `--ray-workers N`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_mtpc.flags import add_flags, typed
+from vllm_mtpc.train.options import TrainOptions, TrainOptionsError, parse, read_yaml
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the same keys; flags go first")
+    add_flags(parser, TrainOptions, required=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = read_options(args)
+    if options.regenerate and not options.dry_run:
+        options = with_responses(options)
+    from vllm_mtpc.train.run import on_ray, train
+
+    if options.ray_workers:
+        on_ray(options)
+    else:
+        train(options)
+    return 0
+
+
+def read_options(args: argparse.Namespace) -> TrainOptions:
+    """The options of a command line and its file. Raises TrainOptionsError."""
+    values = read_yaml(args.config) if args.config else {}
+    source = str(args.config) if args.config else "train"
+    missing = [name for name in ("target", "data", "out") if name not in values | typed(args, TrainOptions)]
+    if missing:
+        flags = ", ".join(f"--{name}" for name in missing)
+        raise TrainOptionsError(f"train: {flags} missing; type: vllm-mtpc train --target MODEL --data DATA --out DIR")
+    return parse(values | typed(args, TrainOptions), source)
+
+
+def with_responses(options: TrainOptions) -> TrainOptions:
+    """Have vLLM write the responses (or the missing ones of them); the options then name their files as data."""
+    from vllm_mtpc.train.regenerate import RegenerateOptions, regenerate
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or options.ray_workers:
+        raise TrainOptionsError(
+            "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
+            "the file it writes"
+        )
+    greedy = round(options.regenerate * options.regenerate_greedy_share)
+    files = []
+    for name, temperature, count in (("sampled", 1.0, options.regenerate - greedy), ("greedy", 0.0, greedy)):
+        if not count:
+            continue
+        settings = RegenerateOptions(
+            target=options.target,
+            data=options.data,
+            out=options.out / "data" / f"{name}.jsonl",
+            temperature=temperature,
+            max_tokens=options.regenerate_tokens,
+            prompt_tokens=options.regenerate_prompt_tokens,
+            crops=options.regenerate_crops,
+            limit=count,
+            seed=options.seed,
+            split=options.split,
+            dtype=options.target_dtype,
+            kv_cache_memory=options.regenerate_memory,
+        )
+        files.append(str(regenerate(settings)))
+    return options.model_copy(update={"data": files})

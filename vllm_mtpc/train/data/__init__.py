@@ -1,0 +1,1 @@
+"""Training data: from what the user names to packed rows of tokens."""

@@ -1,0 +1,176 @@
+"""The training loop: the same on one process and on many (torchrun, Ray Train), resumed or not.
+
+A step is the same set of windows whatever the number of processes: each takes those in its own rows, and every term is
+divided by the number of windows of the whole step. Gradients are averaged by DDP and FSDP, so the loss is multiplied
+by the number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from tqdm import tqdm
+
+from vllm_mtpc.train import state
+from vllm_mtpc.train.drafter import Drafter
+from vllm_mtpc.train.memory import peak_memory_bytes
+from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.windows import Windows, WindowSource
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+STATE_FOLDER = "state"
+METRICS_FILE = "metrics.jsonl"
+BETAS = (0.9, 0.95)  # the authors' (reference: MtPC paper, section 4)
+
+
+def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
+    """Rate of step `step` of `steps`: linear warm-up, then constant, or a cosine that ends at a tenth of the peak."""
+    warmup = min(options.warmup_steps, max(1, steps // 4))
+    rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    if options.schedule == "constant":
+        return options.learning_rate * rise
+    fall = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(1, steps)))
+    return options.learning_rate * rise * fall
+
+
+class Trainer:
+    """Trains a drafter on a source of windows, from step 0 or from the state in the out folder."""
+
+    def __init__(
+        self, options: TrainOptions, accelerator: Accelerator, drafter: Drafter, source: WindowSource, steps: int
+    ) -> None:
+        self.options, self.accelerator, self.source, self.steps = options, accelerator, source, steps
+        learnt = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            learnt, lr=options.learning_rate, betas=BETAS, weight_decay=options.weight_decay, fused=True
+        )
+        self.drafter, self.optimizer = accelerator.prepare(drafter, optimizer)
+        self.folder = options.out / STATE_FOLDER
+        self.step = 0
+        self.tokens_per_second = 0.0
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def run(self) -> None:
+        """All steps. An interruption leaves the last saved state and every line of metrics up to it."""
+        if self.options.resume:
+            self.step = state.load_state(self.folder, self.drafter, self.optimizer.optimizer, self.options)
+        self._start_metrics()
+        started, seen, waiting = time.monotonic(), 0, Watch()
+        bar = tqdm(
+            total=self.steps, initial=self.step, desc=self.options.circuit, unit="step", disable=not self.is_main
+        )
+        batches = self.source.batches(self.step)
+        while self.step < self.steps:
+            batch = next(batches)
+            rate = learning_rate(self.options, self.step, self.steps)
+            logs = (self.step + 1) % self.options.log_every == 0 or self.step + 1 == self.steps
+            loss, watched = self._update(batch, rate, watch=logs)
+            self.step += 1
+            seen += int(batch.counts.sum())
+            if logs:
+                self.tokens_per_second = seen / (time.monotonic() - started)
+                waiting.update(self._log(loss, watched, rate))
+                bar.set_postfix(waiting.shown(), refresh=False)
+            bar.update()
+            if self.step % self.options.save_every == 0 or self.step == self.steps:
+                self.save()
+        bar.close()
+
+    def save(self) -> None:
+        """The trainer's state after the steps so far."""
+        state.save_state(
+            self.folder, self.drafter, self.optimizer.optimizer, self.step, self.options, is_main=self.is_main
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """The head's weights on the host, put together from all processes."""
+        weights = get_model_state_dict(self.drafter, options=state.FULL)
+        return {name.removeprefix("head."): value for name, value in weights.items() if name.startswith("head.")}
+
+    def _update(self, batch: Windows, rate: float, watch: bool) -> tuple[Tensor, Tensor | None]:
+        """One optimiser step. Returns this process's share of the loss and what was watched."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        parts = split(batch, self.options.grad_accumulation)
+        total, watched = torch.zeros((), device=self.accelerator.device), None
+        for number, part in enumerate(parts):
+            is_last = number == len(parts) - 1
+            with self.accelerator.no_sync(self.drafter) if not is_last else nullcontext():
+                loss, watched = self.drafter(part, watch=watch and is_last)
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+            total += loss.detach()
+        self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.options.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, watched
+
+    def _log(self, loss: Tensor, watched: Tensor, rate: float) -> dict[str, Any]:
+        """One line of metrics.jsonl, and of the trackers; the same numbers whatever the number of processes."""
+        loss, watched = self.accelerator.reduce(loss, "sum"), self.accelerator.reduce(watched, "sum")
+        line = {
+            "step": self.step,
+            "loss": loss.item(),
+            "tokens_per_step": (watched[0] / watched[1]).item(),
+            "learning_rate": rate,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
+        }
+        if not math.isfinite(line["loss"]):
+            raise state.CheckpointError(
+                f"the loss is {line['loss']} at step {self.step}: lower learning_rate, or use precision float32; "
+                f"the state saved before is intact ({self.folder})"
+            )
+        if self.is_main:
+            with open(self.options.out / METRICS_FILE, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self.accelerator.log({key: value for key, value in line.items() if key != "step"}, step=self.step)
+        return line
+
+    def _start_metrics(self) -> None:
+        """Metrics of steps after the one that is resumed from are of a run that never happened: drop them."""
+        if not self.is_main:
+            return
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        file = self.options.out / METRICS_FILE
+        kept = [line for line in read_metrics(file) if line["step"] <= self.step] if self.options.resume else []
+        file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+class Watch(dict):
+    """The last figures, as the progress bar shows them."""
+
+    def shown(self) -> dict[str, str]:
+        return {"loss": f"{self['loss']:.4f}", "tokens/step": f"{self['tokens_per_step']:.2f}"} if self else {}
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Lines of a metrics file; a torn last line is left out."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def split(batch: Windows, parts: int) -> list[Windows]:
+    """The windows of a batch in `parts` batches that share its counts; every process makes the same number."""
+    pieces = [batch.tokens[number::parts] for number in range(parts)]
+    return [
+        batch._replace(tokens=tokens, row=batch.row[number::parts], start=batch.start[number::parts])
+        for number, tokens in enumerate(pieces)
+    ]

@@ -1,0 +1,140 @@
+"""Losses of a window, from the circuit's exact conditionals and the target's law.
+
+With q_k = q(. | x_<k, h) the draft's conditionals, p_k the target's law at the same place and w_k = gamma^(k-1) / sum:
+
+    CE_k  = -log q_k(x_k)                                               (MtPC paper, eq. 4 and section 4)
+    KL_k  = KL(p_k || q_k) or KL(q_k || p_k), over the vocabulary or over {x_k, the rest} (appendix G)
+    L     = (1 - a) sum_k w_k mean[(1 - beta) CE_k + beta KL_k] + a A
+
+Serving gives x_1 and accepts a draft v with probability min(1, p/q), so draft k survives, given the ones before it,
+with probability overlap_k = sum_v min(p_k(v), q_k(v)), 1 - overlap_k being the total variation. A is one of
+
+    length  -sum_{k>=2} mean[ prod_{1<j<k} min(1, q_j(x_j) / p_j(x_j)) overlap_k ] / (n - 1)
+    tv       sum_{k>=2} w_k mean[1 - overlap_k]
+    log      sum_{k>=2} w_k mean[-log overlap_k]
+
+On text x of the target itself, `length` is minus the expected number of accepted drafts, exactly: a token that came
+out as x_j was an accepted draft with probability min(1, q_j/p_j)(x_j) (see eval/acceptance.py).
+
+Means are over windows with a token at k; positions without one are marginalised and carry no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vllm_mtpc.circuits import Circuit, CircuitParams
+from vllm_mtpc.eval.conditionals import conditionals
+
+if TYPE_CHECKING:
+    from vllm_mtpc.heads.base import Head
+    from vllm_mtpc.train.options import TrainOptions
+
+CHUNK_BYTES = 1 << 30
+COPIES = 4  # logits, log-softmax, its exponential and a gradient exist at once
+TINY = torch.finfo(torch.float32).tiny
+
+
+def position_weights(options: TrainOptions) -> Tensor:
+    """w_k [n], summing to 1; the first is 0 where x_1 is not learnt."""
+    weights = options.gamma ** torch.arange(options.window, dtype=torch.float64)
+    if not options.train_first:
+        weights[0] = 0
+    return weights / weights.sum()
+
+
+def window_loss(
+    circuit: Circuit, params: CircuitParams, tokens: Tensor, law: Tensor | None, options: TrainOptions, counts: Tensor
+) -> Tensor:
+    """This batch's share of L: terms summed over windows, divided by counts[n] (of the whole step). Scalar, nats.
+
+    tokens: [B, n] int64 with -1; law: the target's log p_k [B, n, V], None where the options need none.
+    """
+    kept = tokens >= 0
+    if law is None:
+        log_q = None
+        chosen = circuit.conditional_log_probs(params, tokens)  # [B, n]
+    else:
+        log_q = conditionals(circuit, params, tokens)  # [B, n, V]
+        chosen = _at(log_q, tokens)
+    means = 1 / counts.clamp(min=1).to(chosen)  # [n]
+    weights = position_weights(options).to(chosen) * means
+    terms = -(1 - options.beta) * chosen
+    if options.beta > 0:
+        terms = terms + options.beta * _kl(log_q, law, tokens, options)
+    loss = (1 - options.acceptance) * (terms.masked_fill(~kept, 0) * weights).sum()
+    if options.acceptance == 0:
+        return loss
+    overlap = torch.minimum(log_q, law).exp().sum(-1)[:, 1:]  # [B, n - 1]
+    if options.acceptance_form == "length":
+        survived = (chosen - _at(law, tokens))[:, 1:-1].clamp(max=0).masked_fill(~kept[:, 1:-1], 0).cumsum(1).exp()
+        alive = torch.nn.functional.pad(survived, (1, 0), value=1.0)  # [B, n - 1]
+        gained = (alive * overlap).masked_fill(~kept[:, 1:], 0).sum()
+        return loss - options.acceptance * gained * means[1] / (options.window - 1)
+    lost = 1 - overlap if options.acceptance_form == "tv" else -overlap.clamp(min=TINY).log()
+    rest = weights[1:] / position_weights(options)[1:].sum()
+    return loss + options.acceptance * (lost.masked_fill(~kept[:, 1:], 0) * rest).sum()
+
+
+def _kl(log_q: Tensor, law: Tensor, tokens: Tensor, options: TrainOptions) -> Tensor:
+    """KL_k [B, n] in nats."""
+    if options.kl_form == "binary":
+        log_q, law = _against_rest(_at(log_q, tokens)), _against_rest(_at(law, tokens))  # [B, n, 2]
+    first, second = (law, log_q) if options.kl == "forward" else (log_q, law)
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def _at(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    """log_probs[B, n, V] at tokens[B, n] -> [B, n]."""
+    return log_probs.gather(-1, tokens.clamp(min=0).unsqueeze(-1))[..., 0]
+
+
+def _against_rest(log_prob: Tensor) -> Tensor:
+    """log of (p, 1 - p), [..., 2]; 1 - p is kept above the smallest that float32 tells from 0."""
+    p = log_prob.exp()
+    return torch.stack([log_prob, (1 - p).clamp(min=torch.finfo(p.dtype).eps).log()], -1)
+
+
+def chunk_size(options: TrainOptions, vocab_size: int) -> int:
+    """Windows whose logits exist at once."""
+    if options.chunk_windows:
+        return options.chunk_windows
+    bytes_per_window = options.window * options.num_components * vocab_size * 4 * COPIES
+    return max(1, CHUNK_BYTES // bytes_per_window)
+
+
+def step_loss(
+    head: Head,
+    drafted: Tensor,
+    tokens: Tensor,
+    counts: Tensor,
+    law: Callable[[slice], Tensor],
+    options: TrainOptions,
+) -> Tensor:
+    """L of the windows of a step, chunk by chunk, each recomputed in the backward pass where there are several.
+
+    drafted: [B, D], what the head reads; tokens: [B, n]; counts: [n]; law(rows): the target's log p_k [., n, V] of
+    some windows, asked for only where the options need it.
+    """
+
+    def chunk_loss(hidden: Tensor, piece: slice) -> Tensor:
+        target = law(piece) if options.needs_law else None
+        # The head's products alone are cast: its logits return as float32, and so the circuit is.
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+            params = head(hidden)
+        return window_loss(head.circuit, params, tokens[piece], target, options, counts)
+
+    size = chunk_size(options, head.vocab_size)
+    pieces = [slice(first, min(first + size, len(tokens))) for first in range(0, len(tokens), size)]
+    total = drafted.new_zeros((), dtype=torch.float32)
+    for piece in pieces:
+        if len(pieces) > 1 or options.checkpoint_circuit:
+            total = total + checkpoint(chunk_loss, drafted[piece], piece, use_reentrant=False)
+        else:
+            total = total + chunk_loss(drafted[piece], piece)
+    return total

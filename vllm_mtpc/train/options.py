@@ -1,0 +1,154 @@
+"""What a training run is: one flat set of options, the same as a YAML file and as flags; unknown keys are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_mtpc.errors import MtpcError, one_line
+
+
+class TrainOptionsError(MtpcError):
+    """The options of a training run are not valid."""
+
+
+class TrainOptions(BaseModel):
+    """Every option of `vllm-mtpc train`. A field is a key of the YAML file and, with dashes, a flag."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # what is trained, on what, to where
+    target: str = Field(min_length=1, description="causal language model on transformers: folder or hub name")
+    data: list[str] = Field(
+        min_length=1, description="text file, folder, glob, .jsonl, .bin, or datasets name (NAME:CONFIG); repeatable"
+    )
+    out: Path = Field(description="folder of the head; trainer state and plots go there too")
+    split: str = Field("train", description="split of a datasets name")
+    validation_data: list[str] = Field([], description="held-out data; without it a share of the data is held out")
+    validation_share: float = Field(0.02, gt=0, lt=0.5, description="share of documents held out")
+
+    # the head
+    circuit: str = Field("btree", description="ff, cp, hmm or btree")
+    window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
+    components: int | None = Field(None, ge=1, description="r, latent states (default: 32; 1 for ff)")
+    head: str = Field("linear", description="linear, shared (large vocabularies), mlp or transformer")
+    expander_rank: int | None = Field(None, ge=1, description="width of the shared head's expanders")
+    expander_layers: int | None = Field(None, ge=1, description="blocks of the mlp and transformer heads")
+    expander_heads: int | None = Field(None, ge=1, description="attention heads of the transformer head")
+    init: Literal["lm-head", "random"] = Field("lm-head", description="start of a new head")
+    init_from: str | None = Field(None, description="head folder to start from: the same kind, or a cp for hmm, btree")
+    lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
+    lora_rank: int = Field(16, ge=1, description="rank of the adapters")
+    lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
+
+    # the loss (docs/training.md)
+    gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
+    beta: float = Field(1.0, ge=0, le=1, description="share of KL to the target; the rest is likelihood of the text")
+    kl: Literal["forward", "reverse"] = Field("forward", description="direction: KL(target||draft) or the reverse")
+    kl_form: Literal["full", "binary"] = Field(
+        "full", description="over the vocabulary, or this token against the rest"
+    )
+    acceptance: float = Field(0.9, ge=0, le=1, description="share of the acceptance loss in the whole")
+    acceptance_form: Literal["length", "tv", "log"] = Field(
+        "tv", description="expected accepted length, total variation, or -log of the overlap"
+    )
+    train_first: bool = Field(False, description="also learn x_1, which serving is given by the target")
+
+    # how long, how fast
+    epochs: float = Field(1.0, gt=0, description="passes over the windows of the data")
+    max_steps: int | None = Field(None, ge=0, description="optimiser steps, in place of epochs")
+    windows_per_step: int = Field(4096, ge=1, description="windows of one optimiser step, over all processes")
+    grad_accumulation: int = Field(1, ge=1, description="backward passes a step is split into")
+    chunk_windows: int | None = Field(
+        None, ge=1, description="windows whose n*r*V logits exist at once (default: what fits in 1 GiB)"
+    )
+    checkpoint_circuit: bool = Field(False, description="recompute the circuit in the backward pass also for one chunk")
+    learning_rate: float = Field(3e-4, gt=0, description="peak learning rate of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    schedule: Literal["constant", "cosine"] = Field("cosine", description="after the warm-up")
+    warmup_steps: int = Field(30, ge=0, description="steps of linear warm-up, a quarter of the steps at most")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
+    seed: int = Field(0, ge=0, description="the run repeats with it")
+
+    # the data path
+    seq_len: int = Field(1024, ge=4, description="tokens of a packed row (at most what the target reads)")
+    cache: Path | None = Field(None, description="folder of hidden states on disk; written if it is not there")
+    block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
+    regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
+    regenerate_prompt_tokens: int = Field(32, ge=1, description="tokens of a prompt cut from text")
+    regenerate_crops: int = Field(8, ge=0, description="prompts cut from random places of each text; 0: its beginning")
+    regenerate_tokens: int = Field(128, ge=1, description="tokens of a response")
+    regenerate_greedy_share: float = Field(0.2, ge=0, le=1, description="share of the responses at temperature 0")
+    regenerate_memory: int | None = Field(
+        None, ge=1, description="bytes of vLLM's KV cache (default: its own; CPU: 1 GiB)"
+    )
+    target_dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
+
+    # where it runs
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="with several processes (torchrun, Ray)")
+    ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
+
+    # what is written
+    save_every: int = Field(500, ge=1, description="steps between trainer states; the last one is kept")
+    resume: bool = Field(False, description="go on from the trainer state in the out folder")
+    log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
+    track: Literal["none", "tensorboard", "wandb"] = Field("none", description="also log there")
+    evaluation_sequences: int = Field(64, ge=0, description="held-out continuations the figures come from; 0: none")
+    evaluation_prompt_tokens: int = Field(32, ge=1, description="tokens of a held-out prompt cut from text")
+    evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
+    num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
+    verifier: str | None = Field(
+        None, description="how the head names its target (default: relative path, or the name)"
+    )
+    dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
+    dry_run: bool = Field(False, description="write the untrained head and stop")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainOptions:
+        from vllm_mtpc.circuits import get_circuit
+        from vllm_mtpc.heads import check_head_name
+
+        get_circuit(self.circuit, self.window, self.num_components)
+        check_head_name(self.head)
+        if self.beta == 0 and (self.kl, self.kl_form) != ("forward", "full"):
+            raise ValueError("kl and kl_form say which KL, but beta is 0: give it a share, e.g. beta: 0.5")
+        if self.lora_layers and self.cache:
+            raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
+        return self
+
+    @property
+    def num_components(self) -> int:
+        """r, with its default."""
+        return self.components if self.components is not None else (1 if self.circuit == "ff" else 32)
+
+    @property
+    def needs_law(self) -> bool:
+        """Whether the loss reads the target's law over the vocabulary, not just the text."""
+        return self.beta > 0 or self.acceptance > 0
+
+
+def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:
+    """Validated options; raises TrainOptionsError, one line."""
+    try:
+        return TrainOptions.model_validate(values)
+    except ValidationError as error:
+        raise TrainOptionsError(f"{source}: {one_line(error, TrainOptions)}") from None
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The keys of a YAML file; raises TrainOptionsError."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise TrainOptionsError(f"{file}: cannot be read as YAML ({reason}); correct the file") from None
+    if not isinstance(values, dict):
+        raise TrainOptionsError(f"{file}: holds {type(values).__name__}; expected are lines 'option: value'")
+    return values

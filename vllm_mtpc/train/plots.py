@@ -1,0 +1,284 @@
+"""Plots of a training run and of heads: loss, acceptance per position, tokens per step against latency.
+
+Each is written as PNG and SVG, and the same numbers give the same files: no dates, fixed ids. matplotlib is imported
+when a plot is drawn. Colours are Okabe and Ito's, safe for colour-blind readers; markers and dashes differ as well, so
+that nothing is lost in greyscale.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 160,
+    "svg.hashsalt": "vllm_mtpc",  # otherwise ids of an SVG differ from run to run
+}
+NO_DATES = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+SMOOTHED_FROM = 40  # lines of metrics
+LABEL_PLACES = [(6, 5), (6, -12), (-6, 5), (-6, -12), (0, 9), (0, -17), (9, -3), (-9, -3)]  # points from a marker
+
+
+class Look(NamedTuple):
+    colour: str
+    marker: str
+    dashes: Any
+
+
+CIRCUIT_LOOKS = {
+    "ff": Look("#E69F00", "^", ":"),
+    "cp": Look("#009E73", "s", "-."),
+    "hmm": Look("#CC79A7", "D", "--"),
+    "btree": Look("#0072B2", "o", "-"),
+}
+MORE_LOOKS = (
+    Look("#D55E00", "v", (0, (5, 1))),
+    Look("#56B4E9", "P", (0, (3, 1, 1, 1))),
+    Look("#000000", "X", (0, (1, 1))),
+    Look("#8C6D31", "*", (0, (7, 2))),
+)
+
+
+def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """loss.png and loss.svg: loss (nats) and expected tokens/step at T=1 over optimiser steps, one panel each.
+
+    metrics: lines of metrics.jsonl (step, loss, tokens_per_step); long runs get a running mean. Returns the files
+    written, none without a line.
+    """
+    if not metrics:
+        return []
+    steps = [line["step"] for line in metrics]
+    panels = {"loss": "loss (nats per token)", "tokens_per_step": "tokens/step, T=1 (training data)"}
+    with _figure(1, 2, (7.2, 2.7)) as (figure, axes):
+        for axis, (key, label) in zip(axes, panels.items(), strict=True):
+            values = [line[key] for line in metrics]
+            colour = CIRCUIT_LOOKS["btree"].colour
+            if len(values) < SMOOTHED_FROM:
+                axis.plot(steps, values, color=colour, linewidth=1.4, marker=".", markersize=3)
+            else:
+                width = len(values) // 20
+                axis.plot(steps, values, color="#b8b8b8", linewidth=0.7, label="each line of the log")
+                mean = running_mean(values, width)
+                axis.plot(steps, mean, color=colour, linewidth=1.6, label=f"mean of the last {width}")
+                axis.legend(loc="best", fontsize=8)
+            axis.set_xlabel("optimiser steps")
+            axis.set_ylabel(label)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        return _save(figure, folder, "loss")
+
+
+def plot_acceptance(figures: Mapping[str, Mapping[str, Mapping[str, Any]]], folder: Path) -> list[Path]:
+    """acceptance.png and .svg: P(drafts 1 to k are all accepted), and tokens/step with k drafts at most, over k.
+
+    figures: name of a head -> {"t1": ..., "t0": ...}, each the fields of `vllm_mtpc.eval.acceptance.Figures`. Columns
+    are temperatures, rows the two quantities; the legend gives the total with its standard error over sequences. A name
+    that starts with a circuit's gets that circuit's colour. Returns the files written.
+    """
+    temperatures = [key for key in ("t1", "t0") if any(key in values for values in figures.values())]
+    if not temperatures:
+        return []
+    with _figure(2, len(temperatures), (3.6 * len(temperatures), 5.0), sharex=True, sharey="row") as (figure, axes):
+        looks = looks_of(list(figures))
+        for column, key in enumerate(temperatures):
+            upper, lower = axes[column], axes[column + len(temperatures)]
+            for name, values in figures.items():
+                if key in values:
+                    _acceptance_lines(upper, lower, name, values[key], looks[name])
+            upper.set_title(temperature_label(key), fontsize=9)
+            lower.set_xlabel("drafts k")
+            lower.xaxis.get_major_locator().set_params(integer=True)
+            upper.legend(title="tokens/step ± s.e.", title_fontsize=8, fontsize=8, loc="best")
+        axes[0].set_ylabel("P(drafts 1 to k are all accepted)")
+        axes[0].set_ylim(0, 1)
+        axes[len(temperatures)].set_ylabel("tokens/step with k drafts")
+        axes[len(temperatures)].set_ylim(bottom=1)
+        return _save(figure, folder, "acceptance")
+
+
+def _acceptance_lines(upper: Axes, lower: Axes, name: str, values: Mapping[str, Any], look: Look) -> None:
+    alive = list(values["per_position"])
+    positions = range(1, len(alive) + 1)
+    total = f"{name}: {values['tokens_per_step']:.2f} ± {values['standard_error']:.2f}"
+    drawn = {"color": look.colour, "marker": look.marker, "linestyle": look.dashes, "linewidth": 1.4, "markersize": 4.5}
+    upper.plot(positions, alive, label=total, **drawn)
+    # Steps of fewer drafts are the same steps cut short: their tokens are the sum of what survives so far.
+    lower.plot([0, *positions], [1.0, *(1 + part for part in itertools.accumulate(alive))], **drawn)
+
+
+class Point(NamedTuple):
+    """A way of decoding, measured at batch 1."""
+
+    label: str  # "btree r=8"; "plain" for decoding without drafts
+    circuit: str | None  # None: plain decoding
+    temperature: str  # "t1" or "t0"
+    milliseconds: float  # of one step: the target's forward over its rows, and the draft
+    tokens_per_step: float  # the target's own token included
+    standard_error: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1000 * self.tokens_per_step / self.milliseconds
+
+
+def plot_frontier(points: Sequence[Point], folder: Path) -> list[Path]:
+    """frontier.png and .svg: tokens/step over milliseconds of a step, one panel per temperature.
+
+    Grey lines through the origin join what gives the same tokens/s; further up and further left is faster. Points of
+    one circuit are joined. Returns the files written, none without a point.
+    """
+    temperatures = [key for key in ("t1", "t0") if any(point.temperature == key for point in points)]
+    if not temperatures:
+        return []
+    with _figure(1, len(temperatures), (4.2 * len(temperatures), 3.6), sharey=True) as (figure, axes):
+        right = 1.22 * max(point.milliseconds for point in points)
+        left = max(0.0, min(point.milliseconds for point in points) - 0.18 * right)
+        top = 1.15 * max(point.tokens_per_step for point in points)
+        for axis, key in zip(axes, temperatures, strict=True):
+            chosen = [point for point in points if point.temperature == key]
+            axis.set_xlim(left, right)
+            axis.set_ylim(0.6, max(top, 1.6))
+            axis.set_title(temperature_label(key), fontsize=9)
+            axis.set_xlabel("milliseconds of a step (batch 1)")
+            _throughput_lines(axis, chosen)
+            _frontier_points(axis, chosen)
+        figure.draw_without_rendering()  # fixes the layout, which places of labels depend on
+        for axis, key in zip(axes, temperatures, strict=True):
+            _place_labels(axis, [point for point in points if point.temperature == key])
+        axes[0].set_ylabel("tokens/step")
+        return _save(figure, folder, "frontier")
+
+
+def _throughput_lines(axis: Axes, points: Sequence[Point]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    rates = [point.tokens_per_second for point in points]
+    (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+    axis.grid(False)
+    for rate in MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(0.8 * min(rates), 1.2 * max(rates)):
+        if rate <= 0:
+            continue
+        axis.plot([0, right], [0, rate * right / 1000], color="#c4c4c4", linewidth=0.8, zorder=0.5)
+        end = min(right, 1000 * top / rate)  # where the line leaves the panel
+        if end <= left or rate * end / 1000 <= bottom:
+            continue
+        axis.annotate(
+            f"{rate:g} tok/s",
+            (end, rate * end / 1000),
+            xytext=(-9, -5) if end < right else (-2, 1),
+            textcoords="offset points",
+            rotation=math.degrees(math.atan(rate / 1000)),
+            rotation_mode="anchor",
+            transform_rotates_text=True,
+            fontsize=7,
+            color="#6e6e6e",
+            ha="right",
+            va="bottom",
+        )
+
+
+def _frontier_points(axis: Axes, points: Sequence[Point]) -> None:
+    for circuit in dict.fromkeys(point.circuit for point in points):
+        look = Look("#000000", "*", "-") if circuit is None else CIRCUIT_LOOKS.get(circuit, MORE_LOOKS[0])
+        own = sorted((point for point in points if point.circuit == circuit), key=lambda point: point.milliseconds)
+        milliseconds, tokens = [point.milliseconds for point in own], [point.tokens_per_step for point in own]
+        axis.errorbar(
+            milliseconds,
+            tokens,
+            yerr=[0 if math.isnan(point.standard_error) else point.standard_error for point in own],
+            color=look.colour,
+            marker=look.marker,
+            markersize=9 if circuit is None else 6,
+            linestyle="none" if circuit is None else look.dashes,
+            linewidth=0.9,
+            elinewidth=1.1,
+        )
+
+
+def _place_labels(axis: Axes, points: Sequence[Point]) -> None:
+    """Writes each label beside its point, at the first place where it covers neither a label nor another point."""
+    from matplotlib.transforms import Bbox
+
+    renderer = axis.figure.canvas.get_renderer()
+    centres = [axis.transData.transform((point.milliseconds, point.tokens_per_step)) for point in points]
+    reach = 4 * axis.figure.dpi / 72  # half a marker
+    taken = [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in centres]
+    taken += [text.get_window_extent(renderer) for text in axis.texts]
+    for point in points:
+        at, label = (point.milliseconds, point.tokens_per_step), None
+        for place in LABEL_PLACES:
+            if label is not None:
+                label.remove()
+            side = "left" if place[0] > 0 else "right" if place[0] < 0 else "center"
+            label = axis.annotate(point.label, at, xytext=place, textcoords="offset points", fontsize=8, ha=side)
+            box = label.get_window_extent(renderer)
+            is_inside = axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1
+            if is_inside and not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
+
+
+def looks_of(names: Sequence[str]) -> dict[str, Look]:
+    """A look for each name, no two the same among the first eight: that of the circuit it starts with, if unused."""
+    looks: dict[str, Look] = {}
+    for name in names:
+        own = CIRCUIT_LOOKS.get(name.split(" ")[0])
+        if own is not None and own not in looks.values():
+            looks[name] = own
+    others = itertools.cycle([look for look in (*CIRCUIT_LOOKS.values(), *MORE_LOOKS) if look not in looks.values()])
+    return {name: looks.get(name) or next(others) for name in names}
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of the last `width` values (fewer at the start); values that are not finite are left out."""
+    means = []
+    for end in range(1, len(values) + 1):
+        last = [value for value in values[max(0, end - width) : end] if math.isfinite(value)]
+        means.append(sum(last) / len(last) if last else math.nan)
+    return means
+
+
+def temperature_label(key: str) -> str:
+    """Title of a panel: "t1" -> "T=1 (sampling)"."""
+    return "T=0 (greedy)" if key == "t0" else f"T={key.removeprefix('t')} (sampling)"
+
+
+@contextmanager
+def _figure(rows: int, columns: int, size: tuple[float, float], **shared: Any) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure and its panels, row by row, drawn without a display; whatever style the caller has set stays."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        figure = Figure(figsize=size)
+        FigureCanvasAgg(figure)
+        yield figure, list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+
+
+def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for kind, metadata in NO_DATES.items():
+        file = folder / f"{name}.{kind}"
+        figure.savefig(file, format=kind, metadata=metadata)
+        files.append(file)
+    return files

@@ -1,0 +1,195 @@
+"""One training run, from options to a served folder: what every process of it executes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.eval.text import Samples
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.train import prepare
+from vllm_mtpc.train.card import head_card, record
+from vllm_mtpc.train.drafter import Drafter
+from vllm_mtpc.train.figures import figures_of, held_out_samples
+from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
+from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.heads.adapters import DraftLayers
+    from vllm_mtpc.heads.base import Head
+    from vllm_mtpc.target import Target
+
+
+def train(options: TrainOptions) -> Path:
+    """Trains a head and writes its folder; the same call in every process of the run. Returns the folder.
+
+    Raises an MtpcError for anything a user can mend; what was written before stays valid.
+    """
+    prepare.check_before_work(options)
+    accelerator = make_accelerator(options)
+    say = print if accelerator.is_main_process else _quiet
+    target = prepare.read_target(options, accelerator.device)
+    config = prepare.head_config(options, target)
+    head = prepare.initial_head(options, config, target)
+    layers = prepare.draft_layers(options, target)
+    say(f"target {options.target}: vocabulary {target.vocab_size}, hidden size {target.hidden_size}, {target.dtype}")
+    if options.dry_run:
+        if accelerator.is_main_process:
+            write(options, config, head, layers, {}, {"steps": 0})
+            say(f"untrained head written: {options.out}")
+        return options.out
+    started = time.monotonic()
+    data = prepare.read_data(options, target)
+    say(f"data: {data.report.tokens:,} tokens of {data.report.documents:,} documents in {data.report.rows:,} rows, "
+        f"{data.report.padding:.1%} padding, {data.report.dropped:,} documents too short")  # fmt: skip
+    if data.report.warning:
+        say(f"warning: {data.report.warning}", file=sys.stderr)
+    with accelerator.main_process_first():  # one process writes the cache, the others find it
+        source = prepare.hidden_source(options, target, data.rows)
+    windows = prepare.window_source(options, target, source, accelerator.process_index, accelerator.num_processes)
+    steps = (
+        options.max_steps if options.max_steps is not None else max(1, int(windows.steps_per_epoch() * options.epochs))
+    )
+    trainer = Trainer(options, accelerator, Drafter(head, target, options, layers), windows, steps)
+    trainer.run()
+    trained = trainer.weights()
+    if accelerator.is_main_process:
+        run = {
+            "steps": trainer.step,
+            "minutes": round((time.monotonic() - started) / 60, 1),
+            "tokens": data.report.tokens,
+            "documents": data.report.documents,
+            "data_sha256": prepare.fingerprint(data.rows),
+            "tokens_per_second": round(trainer.tokens_per_second, 1),
+            "peak_memory_bytes": max(line["peak_memory_bytes"] for line in read_metrics(options.out / METRICS_FILE)),
+            "processes": accelerator.num_processes,
+        }
+        finish(options, config, trained, layers, target, held_out_samples(options, target, data.held_out), run)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return options.out
+
+
+def make_accelerator(options: TrainOptions) -> Accelerator:
+    """Devices and processes, from what started this one (torchrun, Ray, or nothing)."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = None
+    if options.parallel == "fsdp":
+        if options.lora_layers:
+            raise TrainOptionsError(
+                "parallel=fsdp with lora_layers: draft layers are trained with ddp; set parallel: ddp"
+            )
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator = Accelerator(
+        cpu=options.device == "cpu",
+        mixed_precision="no",  # the head's products alone are cast (train/losses.py): the circuit stays in float32
+        log_with=None if options.track == "none" else options.track,
+        project_dir=str(options.out),
+        fsdp_plugin=plugin,
+    )
+    if options.track != "none":
+        values = {key: str(value) for key, value in options.model_dump(mode="json").items()}
+        accelerator.init_trackers("vllm_mtpc", config=values)
+    return accelerator
+
+
+def finish(
+    options: TrainOptions,
+    config: HeadConfig,
+    weights: dict[str, torch.Tensor],
+    layers: DraftLayers | None,
+    target: Target,
+    samples: dict[str, Samples],
+    run: dict[str, Any],
+) -> None:
+    """Write the head, measure what was written, and write it again with its figures and plots."""
+    from vllm_mtpc.train.plots import plot_acceptance, plot_loss
+
+    with torch.device("meta"):
+        head = build_head(config)
+    head.load_state_dict(weights, assign=True)
+    write(options, config, head, layers, {}, run)  # first of all: nothing that follows can lose it
+    figures = {}
+    if samples:
+        _, saved = load_head(options.out)
+        figures = figures_of(saved, target, samples, layers)
+    plot_loss(read_metrics(options.out / METRICS_FILE), options.out)
+    if figures:
+        plot_acceptance({config.circuit: figures}, options.out)
+    write(options, config, head, layers, figures, run)
+    print(f"head written: {options.out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
+    for name, values in figures.items():
+        temperature = name.removeprefix("t")
+        print(
+            f"expected tokens/step at T={temperature}: {values['tokens_per_step']:.3f} "
+            f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
+        )
+    print(f"serve it: vllm serve {options.out}")
+
+
+def write(
+    options: TrainOptions,
+    config: HeadConfig,
+    head: Head,
+    layers: DraftLayers | None,
+    figures: dict[str, Any],
+    run: dict[str, Any],
+) -> None:
+    """The head's folder, with its card and provenance."""
+    values = record(options, config, figures, run)
+    save_head(options.out, config, head, values, head_card(values), getattr(torch, options.dtype), draft_layers=layers)
+
+
+def _quiet(*args: Any, **kwargs: Any) -> None:
+    """What processes other than the first one print."""
+
+
+def on_ray(options: TrainOptions) -> Path:
+    """The same run on Ray Train, `ray_workers` of them. Paths must be seen by every node."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    values = absolute(options).model_dump(mode="json") | {"ray_workers": 0}
+    has_gpu = torch.cuda.is_available() and options.device != "cpu"
+    trainer = TorchTrainer(
+        _ray_worker,
+        train_loop_config=values,
+        scaling_config=ScalingConfig(num_workers=options.ray_workers, use_gpu=has_gpu),
+        run_config=RunConfig(name="vllm_mtpc", storage_path=str(Path(values["out"]) / "ray")),
+    )
+    trainer.fit()
+    return options.out
+
+
+def _ray_worker(values: dict[str, Any]) -> None:
+    from vllm_mtpc.train.options import parse
+
+    train(parse(values))
+
+
+def absolute(options: TrainOptions) -> TrainOptions:
+    """The options with paths that do not depend on the folder a worker starts in."""
+
+    def full(name: str) -> str:
+        return str(Path(name).resolve()) if Path(name).exists() else name
+
+    return options.model_copy(
+        update={
+            "target": full(options.target),
+            "data": [full(name) for name in options.data],
+            "validation_data": [full(name) for name in options.validation_data],
+            "init_from": full(options.init_from) if options.init_from else None,
+            "out": options.out.resolve(),
+            "cache": options.cache.resolve() if options.cache else None,
+        }
+    )

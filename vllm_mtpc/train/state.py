@@ -1,0 +1,95 @@
+"""The trainer's state on disk: one file, replaced in one step, so that a killed run goes on where it was saved.
+
+A state holds the full weights and moments on the host, whatever they were sharded over, and nothing that depends on
+the number of processes: the order of the windows follows from the seed and the step.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.train.options import TrainOptions
+
+FILE = "trainer.pt"
+# What may change between a run and its continuation: how long, how fast, where; not what is learnt.
+FREE = {
+    "out", "max_steps", "epochs", "resume", "save_every", "log_every", "track", "device", "parallel", "ray_workers",
+    "chunk_windows", "checkpoint_circuit", "cache", "grad_accumulation", "evaluation_sequences", "evaluation_tokens",
+    "evaluation_prompt_tokens",
+    "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run",
+}  # fmt: skip
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
+
+
+def identity(options: TrainOptions) -> dict[str, Any]:
+    """The options that two parts of one run must share."""
+    return {key: value for key, value in options.model_dump(mode="json").items() if key not in FREE}
+
+
+def save_state(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, options: TrainOptions, is_main: bool
+) -> None:
+    """Write the state after `step` steps. Every process calls it; `is_main` writes.
+
+    Raises CheckpointError when the disk is full; the state written before stays as it was.
+    """
+    weights, moments = get_state_dict(model, optimizer, options=FULL)
+    if not is_main:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {"step": step, "options": identity(options), "weights": weights, "moments": moments}
+    partial = folder / f"{FILE}.partial"
+    try:
+        with open(partial, "wb") as file:
+            torch.save(values, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, folder / FILE)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+        if isinstance(error, RuntimeError) and "write" not in str(error).lower():
+            raise
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, None)
+        raise CheckpointError(
+            f"{folder}: the trainer's state cannot be written ({'no space left' if is_full else error}); the state "
+            "saved before is intact: free space and run the same command with --resume"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions) -> int:
+    """Restore a state and return its step. Raises CheckpointError for none, a damaged one, or another run's."""
+    values = read_state(folder)
+    ours, theirs = identity(options), values["options"]
+    changed = sorted(key for key in ours if ours[key] != theirs.get(key))
+    if changed:
+        key = changed[0]
+        raise CheckpointError(
+            f"{folder / FILE} is of a run with {key}={theirs.get(key)!r}, not {ours[key]!r}; resume with the options "
+            "it was started with, or name another out folder"
+        )
+    set_state_dict(
+        model, optimizer, model_state_dict=values["weights"], optim_state_dict=values["moments"], options=FULL
+    )
+    return values["step"]
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The values of a state file; raises CheckpointError."""
+    file = folder / FILE
+    if not file.is_file():
+        raise CheckpointError(f"{folder} holds no trainer state ({FILE}); run without --resume to start one")
+    try:
+        values = torch.load(file, map_location="cpu", weights_only=True)
+        return {key: values[key] for key in ("step", "options", "weights", "moments")}
+    except Exception as error:  # torch.load raises many kinds on a damaged file
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{file} is damaged ({reason}); delete it and train again without --resume") from None
