@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 SHARD_BYTES = 1 << 29  # of one shard where rows_per_shard is not given: the work an interruption may lose
 
 
+SLOW_BATCHES = 8  # from so many on, computing them is shown
+
+
 class HiddenSource(Protocol):
     """What a trainer needs: rows, and the states of some of them."""
 
@@ -96,8 +99,11 @@ class Computed:
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """States [B, S, D] of rows[row_indices[B]] on the target's device; hidden[b, t] predicts token t + 1."""
-        row_indices = row_indices.cpu()
-        batches = [self._batch(part) for part in row_indices.split(self.batch_rows) if len(part)]
+        from tqdm import tqdm
+
+        parts = [part for part in row_indices.cpu().split(self.batch_rows) if len(part)]
+        quick = len(parts) < SLOW_BATCHES
+        batches = [self._batch(part) for part in tqdm(parts, "hidden states", leave=False, unit="batch", disable=quick)]
         empty = torch.empty(0, self.seq_len, self.hidden_size, dtype=self.dtype, device=self.target.device)
         return torch.cat(batches) if batches else empty
 
