@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from tests.e2e.models import make_target
 from tests.train.harness import losses
-from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.checkpoint import load_head, save
 from vllm_mtpc.cli import main
 from vllm_mtpc.demo.byte_target import build_tokenizer
 
@@ -78,6 +79,26 @@ def test_a_run_writes_everything(place, capsys):
     }  # fmt: skip
     assert f"vllm serve {out}" in printed
     assert main(["inspect", str(out)]) == 0
+
+
+def test_a_full_disk_leaves_the_head_before(place, capsys, monkeypatch):
+    assert main(["train", *flags(place, "full")]) == 0
+    before = {path.name: path.read_bytes() for path in (place / "full").iterdir() if path.suffix != ".jsonl"
+              and path.is_file()}  # fmt: skip
+    replace_file = save.replace_file
+
+    def full(path, data):
+        if path.name == "model.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(path, data)
+
+    monkeypatch.setattr(save, "replace_file", full)
+    assert main(["train", *flags(place, "full", seed=1)]) == 1
+    assert "no space left; the head and the trainer's state written before are intact" in capsys.readouterr().err
+    assert {name: (place / "full" / name).read_bytes() for name in before} == before
+    monkeypatch.undo()
+    assert main(["train", *flags(place, "full", seed=1, resume=True)]) == 0  # nothing is trained again
+    assert (place / "full" / "model.safetensors").read_bytes() != before["model.safetensors"]
 
 
 def test_fine_tuning_starts_where_the_head_was(place):
@@ -149,6 +170,7 @@ def test_ray_equals_one_process(place):
         ({"init_from": "nowhere"}, "no head at nowhere"),
         ({"target_dtype": "float8"}, "allowed are auto, float32"),
         ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
+        ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(place, capsys, changes, message):
@@ -156,7 +178,7 @@ def test_what_cannot_be_is_refused_in_one_line(place, capsys, changes, message):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("vllm-mtpc: error: ")
     assert message in error
-    assert not (place / "refused" / "config.json").exists()
+    assert not (place / "refused").exists()  # before anything was trained
 
 
 def test_a_target_without_lm_head_is_refused(place, capsys):

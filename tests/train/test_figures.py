@@ -18,7 +18,8 @@ def test_figures_follow_their_temperature(tiny_target, tmp_path):
         tiny_target, tmp_path, evaluation_sequences=6, evaluation_prompt_tokens=4, evaluation_tokens=20
     )
     head = prepare.initial_head(options, prepare.head_config(options, tiny_target), tiny_target)
-    samples = figures.held_out_samples(options, tiny_target, random_documents())
+    texts = figures.held_out_prompts(options, tiny_target, random_documents())
+    samples = figures.held_out_samples(options, tiny_target, texts)
     found = figures.figures_of(head, tiny_target, samples)
     values = {}
     for name, some in samples.items():
@@ -39,4 +40,5 @@ def test_figures_follow_their_temperature(tiny_target, tmp_path):
 
 def test_no_sequences_no_figures(tiny_target, tmp_path):
     options = options_for(tiny_target, tmp_path, evaluation_sequences=0)
-    assert figures.held_out_samples(options, tiny_target, random_documents()) == {}
+    assert figures.held_out_prompts(options, tiny_target, random_documents()) == []
+    assert figures.held_out_samples(options, tiny_target, []) == {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,29 +17,19 @@ from typing import Any
 
 from vllm_mtpc.bench.acceptance import Acceptance
 from vllm_mtpc.bench.passes import Measured, Setting
-from vllm_mtpc.bench.process import engine_environment, failure, group
+from vllm_mtpc.bench.process import engine_child, failure
 
 
 def run(engine: dict[str, Any], prompts: Sequence[str], settings: Sequence[Setting], log: Path) -> Iterator[Measured]:
     """Yields one ``Measured`` per setting. ``engine`` holds the keyword arguments of ``vllm.LLM``."""
     job = {"engine": engine, "prompts": list(prompts), "settings": [asdict(setting) for setting in settings]}
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment()}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(job), encoding="utf-8")
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", "vllm_mtpc.bench.offline", str(path), str(writing)]
-        with (
-            os.fdopen(reading, encoding="utf-8") as results,
-            group(command, log, environment, pass_fds=[writing]) as process,
-        ):
-            os.close(writing)
-            left = len(settings)
-            for line in results:
-                yield Measured.from_json(json.loads(line))
-                left -= 1
-            if left:
-                raise failure("the offline engine", process.wait(), log)
+    with engine_child("vllm_mtpc.bench.offline", json.dumps(job), log) as (process, results):
+        left = len(settings)
+        for line in results:
+            yield Measured.from_json(json.loads(line))
+            left -= 1
+        if left:
+            raise failure("the offline engine", process.wait(), log)
 
 
 def measure(llm: Any, prompts: list[str], setting: Setting) -> Measured:

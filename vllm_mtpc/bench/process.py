@@ -6,8 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 
 class EngineFailed(RuntimeError):
@@ -60,6 +63,26 @@ def group(
         yield process
     finally:
         stop(process, grace_s)
+
+
+@contextlib.contextmanager
+def engine_child(module: str, job: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], TextIO]]:
+    """Runs ``python -m MODULE JOB FD`` with an engine inside: JOB is a file that holds ``job``, FD takes its answers.
+
+    Yields the process and its answers, line by line as they come; the group has ended on leaving.
+    """
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job"
+        path.write_text(job, encoding="utf-8")
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", module, str(path), str(writing)]
+        with (
+            os.fdopen(reading, encoding="utf-8") as results,
+            group(command, log, environment, pass_fds=[writing]) as process,
+        ):
+            os.close(writing)
+            yield process, results
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float) -> None:

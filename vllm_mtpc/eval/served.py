@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.bench.acceptance import Acceptance
-from vllm_mtpc.bench.process import engine_environment, failure, group
+from vllm_mtpc.bench.process import engine_child, failure
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,16 @@ def serve(
 
     Raises bench.process.EngineFailed, with the end of the log, where the engine does not answer.
     """
-    job = {"engine": engine, "prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment()}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps({**job, "temperatures": list(temperatures)}), encoding="utf-8")
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", "vllm_mtpc.eval.served", str(path), str(writing)]
-        with (
-            os.fdopen(reading, encoding="utf-8") as results,
-            group(command, log, environment, pass_fds=[writing]) as process,
-        ):
-            os.close(writing)
-            answers = [json.loads(line) for line in results]
-            if len(answers) < len(temperatures):
-                raise failure("the engine", process.wait(), log)
+    job = {
+        "engine": engine,
+        "prompts": [list(prompt) for prompt in prompts],
+        "max_tokens": max_tokens,
+        "temperatures": list(temperatures),
+    }
+    with engine_child("vllm_mtpc.eval.served", json.dumps(job), log) as (process, results):
+        answers = [json.loads(line) for line in results]
+        if len(answers) < len(temperatures):
+            raise failure("the engine", process.wait(), log)
     return [_served(answer) for answer in answers]
 
 

@@ -6,6 +6,7 @@ vllm_mtpc train ...`, and on the nodes of a Ray cluster with `--ray-workers N`.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,10 +29,16 @@ def run(args: argparse.Namespace) -> int:
         options = with_responses(options)
     from vllm_mtpc.train.run import on_ray, train
 
-    if options.ray_workers:
-        on_ray(options)
-    else:
-        train(options)
+    start = on_ray if options.ray_workers else train
+    try:
+        start(options)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise TrainOptionsError(
+            f"{options.out}: no space left; the head and the trainer's state written before are intact: free space and "
+            "type the same command with --resume"
+        ) from None
     return 0
 
 

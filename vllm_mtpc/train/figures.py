@@ -13,6 +13,8 @@ from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate, with_draft_layers
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
     from vllm_mtpc.target import Target
@@ -23,23 +25,31 @@ TEMPERATURES = {"t1": 1.0, "t0": 0.0}
 SEEDS = {"t1": 101, "t0": 102}
 
 
-def held_out_samples(options: TrainOptions, target: Target, documents: Documents) -> dict[str, Samples]:
-    """Continuations of held-out prompts by the target, by temperature; none where the options ask for none."""
-    count = options.evaluation_sequences
-    if not count:
-        return {}
-    texts = prompts(documents, count, options.evaluation_prompt_tokens, options.seed)
+def held_out_prompts(options: TrainOptions, target: Target, documents: Documents) -> list[Tensor]:
+    """Prompts (1-D) of held-out documents; none where the options ask for none. Raises EvaluationError.
+
+    Asked for before training, so that what cannot be measured is said before anything is trained.
+    """
+    if not options.evaluation_sequences:
+        return []
+    texts = prompts(documents, options.evaluation_sequences, options.evaluation_prompt_tokens, options.seed)
     check_length(target, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
-    samples = {}
-    with tqdm(total=count * len(TEMPERATURES), desc="held-out continuations", unit="text") as bar:
+    return texts
+
+
+def held_out_samples(options: TrainOptions, target: Target, texts: list[Tensor]) -> dict[str, Samples]:
+    """Continuations of prompts by the target, by temperature; none without prompts."""
+    samples: dict[str, Samples] = {}
+    if not texts:
+        return samples
+    with tqdm(total=len(texts) * len(TEMPERATURES), desc="held-out continuations", unit="text") as bar:
         for name, temperature in TEMPERATURES.items():
-            generator = torch.Generator(target.device).manual_seed(SEEDS[name])
             samples[name] = generate(
                 target,
                 texts,
                 options.evaluation_tokens,
                 Sampling(temperature),
-                generator,
+                torch.Generator(target.device).manual_seed(SEEDS[name]),
                 overhang=options.window,
                 progress=bar.update,
             )

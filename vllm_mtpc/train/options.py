@@ -58,7 +58,7 @@ class TrainOptions(BaseModel):
 
     # how long, how fast
     epochs: float = Field(1.0, gt=0, description="passes over the windows of the data")
-    max_steps: int | None = Field(None, ge=0, description="optimiser steps, in place of epochs")
+    max_steps: int | None = Field(None, ge=1, description="optimiser steps, in place of epochs")
     windows_per_step: int = Field(4096, ge=1, description="windows of one optimiser step, over all processes")
     grad_accumulation: int = Field(1, ge=1, description="backward passes a step is split into")
     chunk_windows: int | None = Field(

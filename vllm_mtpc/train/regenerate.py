@@ -7,10 +7,8 @@ its own, so that its memory is free again when the head is trained.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -151,36 +149,28 @@ def _engine(
     options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
 ) -> Generator[list[dict[str, Any]]]:
     """Runs vllm_mtpc.train.regenerate_engine; yields an empty wave when it is ready, then its answers wave by wave."""
-    from vllm_mtpc.bench.process import engine_environment, group
+    from vllm_mtpc.bench.process import engine_child
 
     log = options.out.with_name(options.out.name + ".log")
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment()}
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job.jsonl"
-        _write_job(job, options, requests, has_tokenizer)
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", "vllm_mtpc.train.regenerate_engine", str(job), str(writing)]
-        with (
-            os.fdopen(reading, encoding="utf-8") as results,
-            group(command, log, environment, pass_fds=[writing]) as process,
-        ):
-            os.close(writing)
-            left = len(requests)
-            for line in results:
-                answers = json.loads(line)
-                yield answers
-                left -= len(answers)
-                if not left:
-                    break
-            if left:
-                raise RegenerateError(
-                    f"vLLM ended with exit code {process.wait()} before it had answered {left} of {len(requests)} "
-                    f"prompts: {_reason(log)}; its log is {log}; what was answered is kept, run again to continue"
-                )
+    job = _job(options, requests, has_tokenizer)
+    with engine_child("vllm_mtpc.train.regenerate_engine", job, log) as (process, results):
+        left = len(requests)
+        for line in results:
+            answers = json.loads(line)
+            yield answers
+            left -= len(answers)
+            if not left:
+                break
+        if left:
+            raise RegenerateError(
+                f"vLLM ended with exit code {process.wait()} before it had answered {left} of {len(requests)} "
+                f"prompts: {_reason(log)}; its log is {log}; what was answered is kept, run again to continue"
+            )
     log.unlink(missing_ok=True)
 
 
-def _write_job(path: Path, options: RegenerateOptions, requests: list[Request], has_tokenizer: bool) -> None:
+def _job(options: RegenerateOptions, requests: list[Request], has_tokenizer: bool) -> str:
+    """What the child reads: a line of settings, a line per prompt."""
     engine = {
         "model": options.target,
         "dtype": options.dtype,
@@ -193,10 +183,8 @@ def _write_job(path: Path, options: RegenerateOptions, requests: list[Request], 
     engine |= {key: value for key, value in given.items() if value is not None}
     names = ("temperature", "top_p", "top_k", "max_tokens", "ignore_eos")
     sampling = {name: getattr(options, name) for name in names} | {"detokenize": False}
-    with path.open("w", encoding="utf-8") as file:
-        print(json.dumps({"engine": engine, "sampling": sampling}), file=file)
-        for request in requests:
-            print(json.dumps({"id": request.id, "prompt_ids": request.prompt_ids}), file=file)
+    prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)
+    return "".join(json.dumps(line) + "\n" for line in ({"engine": engine, "sampling": sampling}, *prompts))
 
 
 def _reason(log: Path) -> str:

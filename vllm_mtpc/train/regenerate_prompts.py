@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from vllm_mtpc.train.data.sources import FORMS, _ids, load_documents
-from vllm_mtpc.train.data.sources import _records as read_records
+from vllm_mtpc.train.data.sources import FORMS, exact_ids, load_documents, read_records
 from vllm_mtpc.train.regenerate import RegenerateError
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
     for source in tqdm(records, desc="prompts", unit=" records", mininterval=1):
         record = source.record
         if "prompt_ids" in record:
-            if ids := _ids(record, "prompt_ids"):
+            if ids := exact_ids(record, "prompt_ids"):
                 yield tuple(ids), None
         elif "bin" in record:
             documents = load_documents([str(record["bin"])], tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_mtpc.bench.provenance import public
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.eval.text import Samples
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.train import prepare
-from vllm_mtpc.train.card import head_card, record
+from vllm_mtpc.train.card import head_card, program, record
 from vllm_mtpc.train.drafter import Drafter
-from vllm_mtpc.train.figures import figures_of, held_out_samples
+from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
 
@@ -28,10 +30,11 @@ if TYPE_CHECKING:
     from vllm_mtpc.target import Target
 
 
-def train(options: TrainOptions) -> Path:
+def train(options: TrainOptions, command: str | None = None) -> Path:
     """Trains a head and writes its folder; the same call in every process of the run. Returns the folder.
 
-    Raises an MtpcError for anything a user can mend; what was written before stays valid.
+    `command` is what was typed, where another process started this one. Raises an MtpcError for anything a user can
+    mend; what was written before stays valid.
     """
     prepare.check_before_work(options)
     accelerator = make_accelerator(options)
@@ -52,6 +55,7 @@ def train(options: TrainOptions) -> Path:
         f"{data.report.padding:.1%} padding, {data.report.dropped:,} documents too short")  # fmt: skip
     if data.report.warning:
         say(f"warning: {data.report.warning}", file=sys.stderr)
+    prompts = held_out_prompts(options, target, data.held_out)
     with accelerator.main_process_first():  # one process writes the cache, the others find it
         source = prepare.hidden_source(options, target, data.rows)
     windows = prepare.window_source(options, target, source, accelerator.process_index, accelerator.num_processes)
@@ -61,20 +65,21 @@ def train(options: TrainOptions) -> Path:
     trainer = Trainer(options, accelerator, Drafter(head, target, options, layers), windows, steps)
     trainer.run()
     trained = trainer.weights()
+    accelerator.end_training()  # the other processes need not wait for what follows
     if accelerator.is_main_process:
+        metrics = read_metrics(options.out / METRICS_FILE)
         run = {
             "steps": trainer.step,
             "minutes": round((time.monotonic() - started) / 60, 1),
             "tokens": data.report.tokens,
             "documents": data.report.documents,
             "data_sha256": prepare.fingerprint(data.rows),
-            "tokens_per_second": round(trainer.tokens_per_second, 1),
-            "peak_memory_bytes": max(line["peak_memory_bytes"] for line in read_metrics(options.out / METRICS_FILE)),
+            "tokens_per_second": metrics[-1]["tokens_per_second"],
+            "peak_memory_bytes": max(line["peak_memory_bytes"] for line in metrics),
             "processes": accelerator.num_processes,
+            **({"command": command} if command else {}),
         }
-        finish(options, config, trained, layers, target, held_out_samples(options, target, data.held_out), run)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+        finish(options, config, trained, layers, target, held_out_samples(options, target, prompts), run)
     return options.out
 
 
@@ -83,6 +88,13 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
+    if options.device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise TrainOptionsError(f"device {options.device!r}: torch sees no CUDA device; set device to auto")
+        if ":" in options.device:
+            torch.cuda.set_device(options.device)
+    elif options.device not in ("auto", "cpu"):
+        raise TrainOptionsError(f"device {options.device!r}: allowed are auto, cpu, cuda and cuda:N")
     plugin = None
     if options.parallel == "fsdp":
         if options.lora_layers:
@@ -160,10 +172,11 @@ def on_ray(options: TrainOptions) -> Path:
     from ray.train.torch import TorchTrainer
 
     values = absolute(options).model_dump(mode="json") | {"ray_workers": 0}
+    command = shlex.join([*program(sys.argv[0]), *map(str, map(public, sys.argv[1:]))])
     has_gpu = torch.cuda.is_available() and options.device != "cpu"
     trainer = TorchTrainer(
         _ray_worker,
-        train_loop_config=values,
+        train_loop_config={"options": values, "command": command},
         scaling_config=ScalingConfig(num_workers=options.ray_workers, use_gpu=has_gpu),
         run_config=RunConfig(name="vllm_mtpc", storage_path=str(Path(values["out"]) / "ray")),
     )
@@ -174,7 +187,7 @@ def on_ray(options: TrainOptions) -> Path:
 def _ray_worker(values: dict[str, Any]) -> None:
     from vllm_mtpc.train.options import parse
 
-    train(parse(values))
+    train(parse(values["options"]), values["command"])
 
 
 def absolute(options: TrainOptions) -> TrainOptions:

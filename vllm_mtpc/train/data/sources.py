@@ -51,7 +51,7 @@ def load_documents(
     Raises DataError, naming file and line, for what cannot be read, and if nothing can be trained on.
     """
     encoder = _Encoder(tokenizer, max_length, vocab_size or (len(tokenizer) if tokenizer is not None else None))
-    records = _records(data, split)
+    records = read_records(data, split)
     if limit is not None:
         records = _sample(records, limit, seed)
     documents = Documents.join(_progress(encoder.encode_all(records)))
@@ -68,7 +68,8 @@ class _Source:
     record: Record
 
 
-def _records(data: Iterable[str], split: str) -> Iterator[_Source]:
+def read_records(data: Iterable[str], split: str) -> Iterator[_Source]:
+    """Every record of the data with where it is from, in order; raises DataError for what cannot be read."""
     for name in data:
         path = Path(name).expanduser()
         if path.is_dir():
@@ -224,7 +225,7 @@ class _Encoder:
             eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
             return [(part, np.ones(len(part), bool)) for part in split_at_eos(read_bin(record["bin"]), eos)]
         if "prompt_ids" in record and "response_ids" in record:
-            prompt, response = (_ids(record, key) for key in ("prompt_ids", "response_ids"))
+            prompt, response = (exact_ids(record, key) for key in ("prompt_ids", "response_ids"))
             return [(prompt + response, [False] * len(prompt) + [True] * len(response))]
         if "messages" in record:
             return encode_chat(record["messages"], self._tokenizer())
@@ -254,7 +255,8 @@ def _is_text(record: Record) -> bool:
     return "text" in record and "messages" not in record and not {"prompt_ids", "response_ids"} <= record.keys()
 
 
-def _ids(record: Record, key: str) -> list[int]:
+def exact_ids(record: Record, key: str) -> list[int]:
+    """Token ids given as such; raises DataError."""
     value = record[key]
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise DataError(f"{key} must be a list of integers")
