@@ -19,6 +19,7 @@ from tests.train.harness import losses
 from vllm_mtpc.checkpoint import load_head, save
 from vllm_mtpc.cli import main
 from vllm_mtpc.demo.byte_target import build_tokenizer
+from vllm_mtpc.train import run
 
 WORDS = "the cat sat on the mat and the dog sat on the cat while the rat ran from the mat to the hat. "
 
@@ -156,10 +157,35 @@ def load_file_of_start(place: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_ray_equals_one_process(place):
     """Two Ray workers; slow because a Ray cluster has to start."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
     assert main(["train", *flags(place, "alone", dtype="float32")]) == 0
     command = [sys.executable, "-m", "vllm_mtpc", "train", *flags(place, "ray", dtype="float32", ray_workers=2)]
     execute(command)
     assert losses(place / "ray") == pytest.approx(losses(place / "alone"), abs=1e-5)
+
+
+def test_tensorboard_gets_the_metrics(place):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install tensorboard")
+    assert main(["train", *flags(place, "tracked", track="tensorboard", evaluation_sequences=0)]) == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logs = [EventAccumulator(str(events)).Reload() for events in (place / "tracked").rglob("events.out.*")]
+    (found,) = (log for log in logs if "loss" in log.Tags()["scalars"])  # another one holds the options
+    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.value for event in found.Scalars("loss")] == pytest.approx(losses(place / "tracked"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"track": "wandb"}, "track 'wandb' is not installed; type: pip install wandb"),
+        ({"ray_workers": 2}, "pip install 'vllm_mtpc[ray]'"),
+    ],
+)
+def test_what_is_not_installed_is_named(place, capsys, monkeypatch, changes, message):
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    assert main(["train", *flags(place, "absent", **changes)]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

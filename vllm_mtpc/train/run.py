@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,8 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
             torch.cuda.set_device(options.device)
     elif options.device not in ("auto", "cpu"):
         raise TrainOptionsError(f"device {options.device!r}: allowed are auto, cpu, cuda and cuda:N")
+    if options.track != "none" and find_spec(options.track) is None:
+        raise TrainOptionsError(f"track {options.track!r} is not installed; type: pip install {options.track}")
     plugin = None
     if options.parallel == "fsdp":
         if options.lora_layers:
@@ -168,6 +171,8 @@ def _quiet(*args: Any, **kwargs: Any) -> None:
 
 def on_ray(options: TrainOptions) -> Path:
     """The same run on Ray Train, `ray_workers` of them. Paths must be seen by every node."""
+    if find_spec("ray") is None:
+        raise TrainOptionsError("ray_workers: Ray is not installed; type: pip install 'vllm_mtpc[ray]'")
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
