@@ -164,6 +164,21 @@ def test_ray_equals_one_process(place):
     assert losses(place / "ray") == pytest.approx(losses(place / "alone"), abs=1e-5)
 
 
+def test_draft_layers_travel_with_their_head(place, capsys):
+    assert main(["train", *flags(place, "layers", lora_layers=1)]) == 0
+    assert load_head(place / "layers")[0].lora_layers == 1
+    figures = json.loads((place / "layers" / "provenance.json").read_text())["figures"]
+    adapters = load_file(place / "layers" / "adapter_model.safetensors")
+    assert any(bool(value.any()) for name, value in adapters.items() if "lora_B" in name)  # they start at zero
+    capsys.readouterr()
+    words = [str(place / "layers"), "--data", str(place / "text.jsonl"), "--prompt-tokens", "8", "--new-tokens", "12"]
+    assert main(["eval", *words, "--sequences", "4", "--device", "cpu"]) == 0
+    assert "tokens/step, expected" in capsys.readouterr().out
+    assert figures["t1"]["tokens_per_step"] >= 1
+    assert main(["doctor", *words[:1]]) == 1
+    assert "lora_layers=1, which this version does not serve" in capsys.readouterr().err
+
+
 def test_tensorboard_gets_the_metrics(place):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install tensorboard")
     assert main(["train", *flags(place, "tracked", track="tensorboard", evaluation_sequences=0)]) == 0
