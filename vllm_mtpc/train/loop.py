@@ -68,7 +68,7 @@ class Trainer:
         if self.options.resume:
             self.step = state.load_state(self.folder, self.drafter, self.optimizer.optimizer, self.options)
         self._start_metrics()
-        started, seen, waiting = time.monotonic(), 0, Watch()
+        started, seen = time.monotonic(), 0
         bar = tqdm(
             total=self.steps, initial=self.step, desc=self.options.circuit, unit="step", disable=not self.is_main
         )
@@ -82,8 +82,9 @@ class Trainer:
             seen += int(batch.counts.sum())
             if logs:
                 self.tokens_per_second = seen / (time.monotonic() - started)
-                waiting.update(self._log(loss, watched, rate))
-                bar.set_postfix(waiting.shown(), refresh=False)
+                line = self._log(loss, watched, rate)
+                shown = {"loss": f"{line['loss']:.4f}", "tokens/step": f"{line['tokens_per_step']:.2f}"}
+                bar.set_postfix(shown, refresh=False)
             bar.update()
             if self.step % self.options.save_every == 0 or self.step == self.steps:
                 self.save()
@@ -147,13 +148,6 @@ class Trainer:
         file = self.options.out / METRICS_FILE
         kept = [line for line in read_metrics(file) if line["step"] <= self.step] if self.options.resume else []
         file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-
-
-class Watch(dict):
-    """The last figures, as the progress bar shows them."""
-
-    def shown(self) -> dict[str, str]:
-        return {"loss": f"{self['loss']:.4f}", "tokens/step": f"{self['tokens_per_step']:.2f}"} if self else {}
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

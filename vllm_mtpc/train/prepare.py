@@ -14,12 +14,12 @@ from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 from vllm_mtpc.target import load_target
-from vllm_mtpc.train.data.cache import Computed, write_cache
+from vllm_mtpc.train.data.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.data.cache_files import DTYPES, INDEX_FILE, data_fingerprint, read_index
 from vllm_mtpc.train.data.rows import PackingReport, Rows, pack, split_validation
 from vllm_mtpc.train.data.sources import load_documents
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
-from vllm_mtpc.train.windows import HiddenSource, WindowSource, default_block_rows
+from vllm_mtpc.train.windows import WindowSource, default_block_rows
 
 if TYPE_CHECKING:
     from vllm_mtpc.heads.adapters import DraftLayers

@@ -14,26 +14,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.train.data.rows import Rows
+
+if TYPE_CHECKING:
+    from vllm_mtpc.train.data.cache import HiddenSource
+    from vllm_mtpc.train.data.rows import Rows
 
 BLOCK_BYTES = 1 << 30
-
-
-class HiddenSource(Protocol):
-    """Packed rows and their hidden states, computed on the spot or read from disk."""
-
-    @property
-    def rows(self) -> Rows: ...
-
-    def hidden(self, row_indices: Tensor) -> Tensor:
-        """States [len(row_indices), S, D]."""
-        ...
 
 
 class Windows(NamedTuple):
