@@ -66,7 +66,8 @@ def examine(loaded, prompts, served: list[Served]):
 def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
     greedy, sampled = examine(loaded, prompts, healthy)
     assert greedy.served.acceptance.drafts == round(greedy.predicted.steps)
-    assert greedy.difference == pytest.approx(0, abs=1e-9) and greedy.noise == 0
+    assert greedy.difference == pytest.approx(0, abs=1e-9)
+    assert greedy.noise == pytest.approx(0, abs=1e-6)  # float32 sums
     assert greedy.chain.differing == 0 and greedy.chain.tokens == PROMPTS * TOKENS
     assert 0 < sampled.noise < 0.2 and not sampled.differs
     assert abs(sampled.chain.surprise) < 4

@@ -47,6 +47,7 @@ def find(loaded: Loaded, comparisons: Sequence[Comparison], num_drafts: int) -> 
         _number_of_drafts(comparisons, num_drafts)
         or _other_target(loaded, comparisons)
         or _rival(loaded, comparisons, num_drafts)
+        or _lost_positions(comparisons)
         or _chance(loaded, comparisons, num_drafts)
         or Cause(
             "head",
@@ -67,6 +68,11 @@ def _number_of_drafts(comparisons: Sequence[Comparison], num_drafts: int) -> Cau
                 f"vLLM checked {given:.1f} drafts per step where {num_drafts} were expected: another "
                 "num_speculative_tokens is served",
             )
+    return None
+
+
+def _lost_positions(comparisons: Sequence[Comparison]) -> Cause | None:
+    for comparison in comparisons:
         dead = _dead_position(comparison)
         if dead:
             return Cause(
