@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STATE_FOLDER = "state"
 METRICS_FILE = "metrics.jsonl"
-BETAS = (0.9, 0.95)  # the authors' (reference: MtPC paper, section 4)
+BETAS = (0.9, 0.95)  # as the authors' code has them; their paper names Adam alone
 
 
 def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
