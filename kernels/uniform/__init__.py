@@ -1,0 +1,16 @@
+"""Uniform numbers as a function of (seed, position); see README.md here."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_mtpc.kernels.uniform import naive
+
+
+def uniform(seed: Tensor, pos: Tensor) -> Tensor:
+    """u [T] float32 of seed [T] int64 and pos [T]; the Triton kernel where the tensors are on a GPU."""
+    if not seed.is_cuda:
+        return naive.uniform(seed, pos)
+    from vllm_mtpc.kernels.uniform import kernel  # importing it imports triton
+
+    return kernel.uniform(seed, pos)
