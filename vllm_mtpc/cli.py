@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": Command("continue a prompt: plain, unverified, or as it is served", "vllm_mtpc.eval.generate"),
     "plot": Command("draw heads: acceptance, and expressiveness against latency", "vllm_mtpc.train.plot_command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.checkpoint.inspect"),
+    "convert": Command("make a head of a PTP checkpoint of the paper's authors", "vllm_mtpc.checkpoint.convert"),
 }
 
 

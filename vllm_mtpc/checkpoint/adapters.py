@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from vllm_mtpc.checkpoint.locate import WEIGHTS_FILE
-from vllm_mtpc.checkpoint.tensors import check_names, checked, open_tensors
+from vllm_mtpc.checkpoint.tensors import check_names, checked, open_tensors, stored_shapes
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
@@ -18,6 +20,7 @@ from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
 # In the metadata of the head's weight file: a save that ended between the files of one head is found.
 ADAPTER_DIGEST = "adapter_sha256"
+OTHER_UPDATES = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 _TENSOR = re.compile(
     r"base_model\.model\.(?:\w+\.)*layers\.(?P<layer>\d+)\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight"
 )
@@ -42,25 +45,47 @@ def check_adapters(folder: Path, config: HeadConfig) -> AdapterInfo | None:
     """The adapters of a head, every tensor checked; None for a head without. Raises CheckpointError."""
     if not config.lora_layers:
         return None
-    for name in FILES:
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder} has no {name}, but its config.json says lora_layers={config.lora_layers}; copy the whole "
-                "folder again, or save the head with its draft layers"
-            )
-    layers, rank, alpha, modules = _read_config(folder / ADAPTER_CONFIG_FILE, config)
-    parameters = _check_tensors(folder / ADAPTER_WEIGHTS_FILE, layers, rank)
-    with open_tensors(folder / WEIGHTS_FILE) as handle:
-        expected = (handle.metadata() or {}).get(ADAPTER_DIGEST)
-    if adapter_digest({name: (folder / name).read_bytes() for name in FILES}) != expected:
-        raise CheckpointError(
-            f"{folder}: {' and '.join(FILES)} are not those {WEIGHTS_FILE} was saved with; copy the folder again, "
-            "or save the head with its draft layers"
-        )
+    check_files(folder, f"lora_layers={config.lora_layers}")
+    last, count = config.transformer_layer_config.get("num_hidden_layers"), config.lora_layers
+    layers, rank, alpha, modules = read_adapter_config(
+        folder / ADAPTER_CONFIG_FILE,
+        lambda given: (
+            _is_list_of(int)(given)
+            and given == list(range(given[0], given[0] + count))
+            and (last is None or given[-1] == last - 1)
+        ),
+        f"the last {count} layers of the target" + (f", {list(range(last - count, last))}" if last else ""),
+    )
+    parameters = sum(tensor.numel() for _, tensor in adapter_tensors(folder / ADAPTER_WEIGHTS_FILE, layers, rank))
+    check_digest(folder, WEIGHTS_FILE)
     return AdapterInfo(layers, rank, alpha, modules, parameters)
 
 
-def _read_config(file: Path, config: HeadConfig) -> tuple[list[int], int, float, list[str]]:
+def check_files(folder: Path, reason: str) -> None:
+    """Raise CheckpointError unless a folder has the adapters' files; `reason` is what its config.json says of them."""
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder} has no {name}, but its config.json says {reason}; copy the whole folder again, or save the "
+                "head with its adapters"
+            )
+
+
+def check_digest(folder: Path, file: str) -> None:
+    """Raise CheckpointError unless a folder's adapters are those that its weight file `file` was saved with."""
+    with open_tensors(folder / file) as handle:
+        expected = (handle.metadata() or {}).get(ADAPTER_DIGEST)
+    if adapter_digest({name: (folder / name).read_bytes() for name in FILES}) != expected:
+        raise CheckpointError(
+            f"{folder}: {' and '.join(FILES)} are not those {file} was saved with; copy the folder again, "
+            "or save the head with its adapters"
+        )
+
+
+def read_adapter_config(
+    file: Path, layers_fit: Callable[[Any], bool], allowed_layers: str
+) -> tuple[Any, int, float, list[str]]:
+    """layers_to_transform, r, lora_alpha and target_modules of PEFT's config, each checked."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -74,21 +99,12 @@ def _read_config(file: Path, config: HeadConfig) -> tuple[list[int], int, float,
         return given
 
     value("peft_type", lambda kind: kind == "LORA", "'LORA'")
+    for key in OTHER_UPDATES:  # would make the update another one than alpha / r * B A
+        value(key, lambda given: not given, "nothing that is not false or empty")
     rank = value("r", lambda r: type(r) is int and r >= 1, "an integer from 1")
     alpha = value("lora_alpha", lambda a: type(a) in (int, float) and a > 0, "a number above 0")
     modules = value("target_modules", _is_list_of(str), "a list of module names")
-    last = config.transformer_layer_config.get("num_hidden_layers")
-    count = config.lora_layers
-    shown = f"the last {count} layers of the target" + (f", {list(range(last - count, last))}" if last else "")
-    layers = value(
-        "layers_to_transform",
-        lambda given: (
-            _is_list_of(int)(given)
-            and given == list(range(given[0], given[0] + count))
-            and (last is None or given[-1] == last - 1)
-        ),
-        shown,
-    )
+    layers = value("layers_to_transform", layers_fit, allowed_layers)
     return layers, rank, alpha, sorted(modules)
 
 
@@ -96,33 +112,39 @@ def _is_list_of(kind: type) -> Any:
     return lambda given: isinstance(given, list) and len(given) > 0 and all(type(part) is kind for part in given)
 
 
-def _check_tensors(file: Path, layers: list[int], rank: int) -> int:
-    """Check every tensor of an adapter file; returns the number of parameters."""
+def adapter_tensors(file: Path, layers: Collection[int], rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every tensor of an adapter file, each checked."""
     with open_tensors(file) as handle:
-        names = set(handle.keys())
-        matches = {name: _TENSOR.fullmatch(name) for name in names}
-        # Every layer has the same modules, each with A and B: what one tensor says, the file must hold whole.
-        modules = {match["module"] for match in matches.values() if match}
-        prefix = next((name.partition("layers.")[0] for name, match in matches.items() if match), "base_model.model.")
-        check_names(
-            file,
-            names,
-            {
-                f"{prefix}layers.{layer}.{module}.lora_{part}.weight"
-                for layer in layers
-                for module in modules or {"self_attn.q_proj"}
-                for part in "AB"
-            },
-        )
-        parameters = 0
-        for name in sorted(names):
-            shape = tuple(handle.get_slice(name).get_shape())
-            at = 0 if matches[name]["part"] == "A" else 1
-            if len(shape) != 2 or shape[at] != rank:
-                wanted = f"({rank}, in)" if at == 0 else f"(out, {rank})"
-                raise CheckpointError(
-                    f"{file}: tensor {name!r} has shape {shape}; {ADAPTER_CONFIG_FILE} (r) asks for {wanted}; save the "
-                    "head again"
-                )
-            parameters += checked(file, name, handle.get_tensor(name)).numel()
-    return parameters
+        shapes = stored_shapes(handle)
+        check_adapter_shapes(file, shapes, layers, rank)
+        for name in shapes:
+            yield name, checked(file, name, handle.get_tensor(name))
+
+
+def check_adapter_shapes(file: Path, shapes: Mapping[str, tuple[int, ...]], layers: Collection[int], rank: int) -> None:
+    """Raise CheckpointError unless every layer has A [rank, in] and B [out, rank] of the same modules."""
+    matches = {name: _TENSOR.fullmatch(name) for name in shapes}
+    # What one tensor says of modules and of the place of layers, the file must hold whole.
+    modules = {match["module"] for match in matches.values() if match}
+    prefix = next((name.partition("layers.")[0] for name, match in matches.items() if match), "base_model.model.")
+    expected = {
+        f"{prefix}layers.{layer}.{module}.lora_{part}.weight"
+        for layer in layers
+        for module in modules or {"self_attn.q_proj"}
+        for part in "AB"
+    }
+    check_names(file, set(shapes), expected)
+    for name, shape in sorted(shapes.items()):
+        at = 0 if matches[name]["part"] == "A" else 1
+        if len(shape) != 2 or shape[at] != rank:
+            wanted = f"({rank}, in)" if at == 0 else f"(out, {rank})"
+            raise CheckpointError(
+                f"{file}: tensor {name!r} has shape {shape}; {ADAPTER_CONFIG_FILE} (r) asks for {wanted}; save the "
+                "head again"
+            )
+
+
+def module_names(names: Iterable[str]) -> list[str]:
+    """The adapted modules, as PEFT's target_modules names them, of the tensors that are adapters' by their names."""
+    matches = map(_TENSOR.fullmatch, names)
+    return sorted({match["module"].rpartition(".")[2] for match in matches if match})

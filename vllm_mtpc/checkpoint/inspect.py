@@ -9,11 +9,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, WEIGHTS_FILE, find_head, resolve_head, resolve_verifier
+from vllm_mtpc.checkpoint.locate import (
+    PROVENANCE_FILE,
+    U_EMBED_FILE,
+    WEIGHTS_FILE,
+    find_head,
+    resolve_head,
+    resolve_verifier,
+)
 from vllm_mtpc.heads import OPTIONS
 
 if TYPE_CHECKING:
     import argparse
+
+    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config_ptp import PtpConfig
 
 Report = dict[str, Any]
 FOUND = {True: "found", False: "not found", None: "a name on the hub, not looked up"}
@@ -34,37 +44,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspect_head(path: str | Path) -> Report:
-    """Everything a head's files say. Raises an MtpcError where load_head would."""
+    """Everything a head's files say. Raises an MtpcError where load_head or load_ptp would."""
     place = resolve_head(str(path))
     folder = find_head(place) or place
-    from vllm_mtpc.checkpoint.adapters import check_adapters
-    from vllm_mtpc.checkpoint.load import check_tensors, read_config  # torch: not before the path is known to be good
+    from vllm_mtpc.checkpoint.load import read_config  # torch: not before the path is known to be good
+    from vllm_mtpc.config_ptp import PtpConfig
 
     config = read_config(folder)
-    check_tensors(folder, config)
-    adapters = check_adapters(folder, config)
-    method, verifier = config.speculators_config.proposal_methods[0], config.speculators_config.verifier
-    tensors = _tensors(folder / WEIGHTS_FILE)
+    kind, files = _ptp(folder, config) if isinstance(config, PtpConfig) else _circuit(folder, config)
+    verifier = config.speculators_config.verifier
+    tensors = {name: tensor for file in files for name, tensor in _tensors(folder / file).items()}
     return {
         "path": str(folder),
-        "circuit": config.circuit,
-        "window": config.window,
-        "num_components": config.num_components,
-        "drafts_per_step": method.speculative_tokens,
-        "proposal": method.proposal_type,
-        "head": config.head,
-        "expander": {key: value for key in OPTIONS if (value := getattr(config, key)) is not None},
+        **kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
         "weights": {
             "check": "ok",
-            "file": WEIGHTS_FILE,
-            "bytes": (folder / WEIGHTS_FILE).stat().st_size,
+            "file": ", ".join(files),
+            "bytes": sum((folder / file).stat().st_size for file in files),
             "dtypes": sorted({tensor["dtype"] for tensor in tensors.values()}),
             "tensors": tensors,
         },
-        "adapters": adapters and adapters._asdict(),
         "target": _target(folder, verifier.name_or_path) | {"architectures": verifier.architectures},
         "trained_sampling": {
             "temperature": config.trained_temperature,
@@ -74,6 +76,48 @@ def inspect_head(path: str | Path) -> Report:
         "format_version": config.format_version,
         "provenance": _provenance(folder / PROVENANCE_FILE),
     }
+
+
+def _circuit(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
+    """What only heads of circuits have, and their weight file; every tensor is checked."""
+    from vllm_mtpc.checkpoint.adapters import check_adapters
+    from vllm_mtpc.checkpoint.load import check_tensors
+
+    check_tensors(folder, config)
+    adapters = check_adapters(folder, config)
+    method = config.speculators_config.proposal_methods[0]
+    return {
+        "method": "mtpc",
+        "circuit": config.circuit,
+        "window": config.window,
+        "num_components": config.num_components,
+        "drafts_per_step": method.speculative_tokens,
+        "proposal": method.proposal_type,
+        "head": config.head,
+        "expander": {key: value for key in OPTIONS if (value := getattr(config, key)) is not None},
+        "adapters": adapters and adapters._asdict(),
+    }, [WEIGHTS_FILE]
+
+
+def _ptp(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
+    """What only PTP heads have, and their weight files; every tensor is checked."""
+    from vllm_mtpc.checkpoint.ptp import check_ptp
+    from vllm_mtpc.heads.adapters import ADAPTER_WEIGHTS_FILE
+
+    adapters = check_ptp(folder, config)
+    options = {"u_features": config.u_features, "u_hidden": config.u_hidden}
+    return {
+        "method": "ptp",
+        "variant": config.variant,
+        "informed": config.informed,
+        "window": config.window,
+        "drafts_per_step": config.num_speculative_tokens,
+        "proposal": config.speculators_config.proposal_methods[0].proposal_type,
+        "u_embedding": config.u_embedding,
+        "u_options": {key: value for key, value in options.items() if value is not None},
+        "adapters": adapters._asdict(),
+        "accepted": config.accepted,
+    }, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
 
 
 def _tensors(file: Path) -> dict[str, Report]:
@@ -107,15 +151,9 @@ def _provenance(file: Path) -> Any:
 def _rows(report: Report) -> list[tuple[str, str]]:
     target, weights, sampling = report["target"], report["weights"], report["trained_sampling"]
     dtypes = ", ".join(weights["dtypes"])
-    expander = ", ".join(f"{key} {value}" for key, value in report["expander"].items())
     top_k, top_p = sampling["top_k"] or "off", "off" if sampling["top_p"] == 1 else sampling["top_p"]
     return [
-        ("circuit", report["circuit"]),
-        ("window n", f"{report['window']} tokens, the verifier's own token included"),
-        ("components r", str(report["num_components"])),
-        ("drafts per step", f"{report['drafts_per_step']}, {report['proposal']}"),
-        ("head", f"{report['head']}, {expander}" if expander else report["head"]),
-        ("draft layers", _adapters(report["adapters"])),
+        *(_ptp_rows(report) if report["method"] == "ptp" else _circuit_rows(report)),
         ("vocabulary", f"{report['vocab_size']:,}"),
         ("hidden size", f"{report['hidden_size']:,}"),
         ("parameters", f"{report['parameters']:,}"),
@@ -125,6 +163,41 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("trained for", f"temperature {sampling['temperature']}, top-k {top_k}, top-p {top_p}"),
         ("format version", str(report["format_version"])),
     ]
+
+
+def _circuit_rows(report: Report) -> list[tuple[str, str]]:
+    expander = ", ".join(f"{key} {value}" for key, value in report["expander"].items())
+    return [
+        ("circuit", report["circuit"]),
+        ("window n", f"{report['window']} tokens, the verifier's own token included"),
+        ("components r", str(report["num_components"])),
+        ("drafts per step", f"{report['drafts_per_step']}, {report['proposal']}"),
+        ("head", f"{report['head']}, {expander}" if expander else report["head"]),
+        ("draft layers", _adapters(report["adapters"])),
+    ]
+
+
+def _ptp_rows(report: Report) -> list[tuple[str, str]]:
+    options = "".join(f", {key} {value}" for key, value in report["u_options"].items())
+    adapters = report["adapters"]
+    size = f"rank {adapters['rank']}, alpha {adapters['alpha']:g}, {adapters['parameters']:,} parameters"
+    return [
+        ("variant", report["variant"]),
+        ("informed", "yes, rows carry u" if report["informed"] else "no: u = 0.5 on every row, drafts are independent"),
+        ("window n", f"{report['window']} auxiliary rows"),
+        ("drafts per step", str(report["drafts_per_step"])),
+        ("u embedding", report["u_embedding"] + options),
+        ("adapters", f"all {len(adapters['layers'])} layers of the target, {', '.join(adapters['modules'])}; {size}"),
+        ("accepted drafts", _accepted(report["accepted"])),
+    ]
+
+
+def _accepted(histogram: list[float] | None) -> str:
+    if histogram is None:
+        return "not measured"
+    mean = sum(count * share for count, share in enumerate(histogram))
+    shares = ", ".join(f"{count}: {share:.1%}" for count, share in enumerate(histogram))
+    return f"{mean:.2f} of {len(histogram) - 1} on average ({shares})"
 
 
 def _adapters(adapters: Report | None) -> str:

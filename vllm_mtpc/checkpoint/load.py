@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_mtpc.checkpoint.adapters import check_adapters
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, head_method, require_weights
 from vllm_mtpc.checkpoint.tensors import check_names, checked, open_tensors
 from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.heads import build_head
 
@@ -18,15 +19,32 @@ if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
 
 
-def read_config(folder: Path) -> HeadConfig:
+def read_config(folder: Path) -> HeadConfig | PtpConfig:
     """The validated config of a head folder; raises CheckpointError or HeadConfigError."""
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; name a head folder, not a target or its parent")
-    return HeadConfig.read(folder / CONFIG_FILE)
+    kind = PtpConfig if head_method(folder) == "ptp" else HeadConfig
+    return kind.read(folder / CONFIG_FILE)
 
 
-def check_tensors(folder: Path, config: HeadConfig) -> None:
+def read_circuit_config(folder: Path) -> HeadConfig:
+    """As read_config, for what only works with circuits; raises CheckpointError for a PTP head."""
+    config = read_config(folder)
+    if isinstance(config, PtpConfig):
+        raise CheckpointError(
+            f"{folder} holds a PTP head; here a head of method mtpc is needed; load it with "
+            'vllm_mtpc.checkpoint.load_ptp, serve it with "method": "ptp"'
+        )
+    return config
+
+
+def check_tensors(folder: Path, config: HeadConfig | PtpConfig) -> None:
     """Raise CheckpointError unless the files hold exactly the tensors of the head and its adapters, all finite."""
+    if isinstance(config, PtpConfig):
+        from vllm_mtpc.checkpoint.ptp import check_ptp
+
+        check_ptp(folder, config)
+        return
     for _ in _tensors(folder, config):
         pass
     check_adapters(folder, config)
@@ -41,7 +59,7 @@ def load_head(
     by `vllm_mtpc.heads.adapters.DraftLayers.load`.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    config = read_circuit_config(folder)
     with torch.device("meta"):
         head = build_head(config)
     tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _tensors(folder, config)}
@@ -52,13 +70,7 @@ def load_head(
 
 def _tensors(folder: Path, config: HeadConfig):
     """Yield (name, tensor) of every tensor of a head, each checked; memory-mapped, one at a time."""
-    file = folder / WEIGHTS_FILE
-    if not file.is_file():
-        pickled = [path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES]
-        found = f" (found {', '.join(sorted(pickled))}: pickled weights are never loaded)" if pickled else ""
-        raise CheckpointError(
-            f"{folder} has no {WEIGHTS_FILE}{found}; save the head with vllm_mtpc.checkpoint.save_head"
-        )
+    file = require_weights(folder, WEIGHTS_FILE)
     with torch.device("meta"):
         expected = {name: tuple(value.shape) for name, value in build_head(config).state_dict().items()}
     with open_tensors(file) as handle:

@@ -12,19 +12,36 @@ from vllm_mtpc.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+U_EMBED_FILE = "u_embed.safetensors"  # of a PTP head, in the place of WEIGHTS_FILE
 PROVENANCE_FILE = "provenance.json"
 SHIPPED_FOLDER = "mtpc"  # inside a target's folder
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def is_head(folder: Path) -> bool:
-    """Whether a folder's config.json calls itself a head of this package."""
+def head_method(folder: Path) -> str | None:
+    """Which of METHODS the head in a folder is served with, as its config.json says; None for no head of ours."""
     try:
         values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and values.get("speculators_model_type") in METHODS
+        return None
+    method = values.get("speculators_model_type") if isinstance(values, dict) else None
+    return method if method in METHODS else None
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder's config.json calls itself a head of this package."""
+    return head_method(folder) is not None
+
+
+def require_weights(folder: Path, name: str) -> Path:
+    """The weight file `name` of a head; raises CheckpointError where it is missing."""
+    if (folder / name).is_file():
+        return folder / name
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    found = f" (found {', '.join(pickled)}: pickled weights are never loaded)" if pickled else ""
+    save = "save_ptp" if name == U_EMBED_FILE else "save_head"
+    raise CheckpointError(f"{folder} has no {name}{found}; save the head with vllm_mtpc.checkpoint.{save}")
 
 
 def find_head(path: str | Path) -> Path | None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from vllm_mtpc.checkpoint.adapters import ADAPTER_DIGEST, adapter_digest
 from vllm_mtpc.checkpoint.adapters import FILES as ADAPTER_FILES
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, WEIGHTS_FILE
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE
 from vllm_mtpc.errors import CheckpointError
 
 if TYPE_CHECKING:
     from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config_ptp import PtpConfig
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
 
@@ -45,15 +48,9 @@ def save_head(
             f"{folder}: the head's config says lora_layers={config.lora_layers}, but {given} draft layers are to be "
             "saved; not saved: hand save_head the draft layers the head was trained with"
         )
-    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in head.state_dict().items()}
-    adapters = dict(draft_layers.named_parameters()) if draft_layers is not None else {}
-    for name, tensor in {**tensors, **adapters}.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"{folder}: tensor {name!r} holds NaN or infinity as {tensor.dtype}; not saved: "
-                "train it again, or save with dtype=torch.float32 if it left the range of a 16-bit float"
-            )
-    record = {"versions": package_versions(), **provenance}
+    tensors = to_save(folder, head.state_dict(), dtype)
+    if draft_layers is not None:
+        to_save(folder, dict(draft_layers.named_parameters()), torch.float32)
     adapter_files, metadata = {}, {"format": "pt"}
     if draft_layers is not None:
         adapter_files = draft_layers.files(config.speculators_config.verifier.name_or_path)
@@ -61,14 +58,39 @@ def save_head(
     files = {  # the config comes last: without it there is no head
         WEIGHTS_FILE: save(tensors, metadata=metadata),
         **adapter_files,
+        **closing_files(config, provenance, card),
+    }
+    write_folder(folder, files)
+
+
+def to_save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """`tensors` as they are written; raises CheckpointError for one that load_head would refuse."""
+    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in tensors.items()}
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{folder}: tensor {name!r} holds NaN or infinity as {tensor.dtype}; not saved: "
+                "train it again, or save with dtype=torch.float32 if it left the range of a 16-bit float"
+            )
+    return tensors
+
+
+def closing_files(config: HeadConfig | PtpConfig, provenance: dict[str, Any], card: str) -> dict[str, bytes]:
+    """What every head's folder holds after its weights, the config last."""
+    record = {"versions": package_versions(), **provenance}
+    return {
         "README.md": card.encode(),
         PROVENANCE_FILE: (json.dumps(record, indent=2) + "\n").encode(),
         CONFIG_FILE: config.to_json().encode(),
     }
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a head's files in their order, then remove the weights of a head that was here before."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         replace_file(folder / name, data)
-    for name in set(ADAPTER_FILES) - files.keys():  # of a head that was here before
+    for name in {WEIGHTS_FILE, U_EMBED_FILE, *ADAPTER_FILES} - files.keys():
         (folder / name).unlink(missing_ok=True)
 
 

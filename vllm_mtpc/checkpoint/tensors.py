@@ -26,6 +26,11 @@ def open_tensors(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: not a readable safetensors file ({reason}); copy the head again") from None
 
 
+def stored_shapes(handle: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in an open file, by name; none of them is read."""
+    return {name: tuple(handle.get_slice(name).get_shape()) for name in sorted(handle.keys())}
+
+
 def checked(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`; raises CheckpointError unless it is float and finite."""
     if tensor.dtype not in FLOATS:

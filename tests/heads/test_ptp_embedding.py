@@ -1,0 +1,150 @@
+"""Embeddings of u: features against their definition number by number, dtypes, the table, refusals."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.ptp.embedding import EMBEDDING, EMBEDDINGS, build_embedding, check_embedding, lookup
+
+torch.set_num_threads(1)
+# 0, the largest u, powers of two (where bits and thresholds change) and their neighbours, and some in between.
+POINTS = [0.0, 1 - 2**-24, 2**-24, 0.5, 0.5 - 2**-24, 0.5 + 2**-24, 0.25, 0.75, 1 / 3, 0.1, 0.7, 21 / 32, 0.999]
+SIZE = 6
+
+
+def bits(u: float) -> list[float]:
+    word = struct.unpack(">I", struct.pack(">f", u))[0]
+    return [float(word >> (31 - i) & 1) for i in range(32)]
+
+
+DEFINITIONS = {
+    "ieee": lambda u, n: bits(u),
+    "scalar": lambda u, n: [u],
+    "threshold": lambda u, n: [float(u <= i / n) for i in range(1, n + 1)],
+    "arithmetic": lambda u, n: [float(math.fmod(u * 2 ** (i - 1), 1) <= 0.5) for i in range(1, n + 1)],
+    "sawtooth": lambda u, n: [u - math.floor(u * i) / i for i in range(1, n + 1)],
+    "quarter-cos": lambda u, n: [math.cos(math.pi * i * u) for i in range(1, n + 1)],
+}
+
+
+def points() -> torch.Tensor:
+    return torch.tensor(POINTS, dtype=torch.float32)
+
+
+def features(name: str, count: int | None) -> torch.Tensor:
+    """What the linear layer of an embedding reads: its weight the unit matrix, its bias zero."""
+    width = {"ieee": 32, "scalar": 1}.get(name, count)
+    embedding = build_embedding(name, width, features=count)
+    torch.nn.init.eye_(embedding.outer.weight)
+    torch.nn.init.zeros_(embedding.outer.bias)
+    return embedding(points())
+
+
+def test_the_paper_s_six_and_the_default_come_first() -> None:
+    paper = ("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp")
+    assert EMBEDDINGS[: len(paper)] == paper
+    assert EMBEDDING == "ieee"
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("count", [32, 8])
+def test_features_are_those_of_the_definition(name: str, count: int) -> None:
+    given = None if name in ("ieee", "scalar") else count
+    expected = torch.tensor([DEFINITIONS[name](u, count) for u in points().double().tolist()])
+    found = features(name, given).double()
+    if name == "sawtooth":  # at a jump, float32 may land on its other side: compare on the circle
+        period = 1 / torch.arange(1, count + 1)
+        difference = (found - expected).abs()
+        assert torch.minimum(difference, period - difference).abs().max() < 1e-6
+        return
+    tolerance = 1e-5 if name == "quarter-cos" else 0  # cosines of up to 32 pi in float32; the others are exact
+    assert torch.allclose(found, expected.double(), rtol=0, atol=tolerance)
+
+
+def test_rows_are_chosen_or_lie_between_two() -> None:
+    between = build_embedding("interpolation", SIZE, features=5)
+    rows = between.rows.detach()
+    for u, row in zip(POINTS, between(points()), strict=True):
+        first = min(math.floor(u * 4), 3)
+        expected = rows[first] + (u * 4 - first) * (rows[first + 1] - rows[first])
+        assert torch.allclose(row, expected, atol=1e-6)
+    chosen = build_embedding("round", SIZE, features=5)
+    assert torch.equal(chosen(points()), chosen.rows[[min(math.floor(u * 5), 4) for u in POINTS]])
+
+
+@pytest.mark.parametrize("name", ["scalar-mlp", "threshold-mlp", "arithmetic-mlp"])
+def test_a_small_network_is_linear_gelu_linear(name: str) -> None:
+    embedding = build_embedding(name, SIZE, hidden=3)
+    plain = name.removesuffix("-mlp")
+    values = torch.tensor([DEFINITIONS[plain](u, 32) for u in points().tolist()])
+    hidden = torch.nn.functional.gelu(embedding.inner(values))
+    assert hidden.shape[-1] == 3
+    assert torch.allclose(embedding(points()), embedding.outer(hidden), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_u_is_not_rounded_to_the_dtype_of_the_weights(name: str, dtype: torch.dtype) -> None:
+    """Half-precision weights: the embedding is the one that float32 computes from the same weights, rounded once.
+
+    An embedding of u in half precision is a planted fault; it must be seen where the features are not bits of u.
+    """
+    torch.manual_seed(0)
+    half = build_embedding(name, SIZE).to(dtype)
+    exact = build_embedding(name, SIZE)
+    exact.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
+    u = torch.rand(512)
+    with torch.autocast("cpu", torch.bfloat16):  # as in training with precision bf16
+        found = half(u)
+    assert found.dtype is dtype
+    assert torch.equal(found, exact(u).to(dtype))
+    assert not torch.equal(found, exact(u.to(dtype).float()).to(dtype))
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_the_table_holds_the_bins_centres(name: str) -> None:
+    embedding = build_embedding(name, SIZE)
+    table = embedding.table()
+    assert table.shape == (256, SIZE)
+    u = torch.tensor([[0.0, 1 - 2**-24], [0.5, 0.5 - 2**-24]])
+    assert torch.equal(lookup(table, u), table[torch.tensor([[0, 255], [128, 127]])])
+    centre = torch.tensor(77.5 / 256)
+    assert torch.allclose(lookup(table, centre), embedding(centre), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_any_shape_of_u_and_gradients_to_every_parameter(name: str) -> None:
+    embedding = build_embedding(name, SIZE)
+    out = embedding(torch.rand(2, 3, 40))
+    assert out.shape == (2, 3, 40, SIZE)
+    out.square().sum().backward()
+    assert all(value.grad is not None and bool(value.grad.any()) for value in embedding.parameters())
+
+
+@pytest.mark.parametrize(
+    "name, features, hidden, words",
+    [
+        ("fourier", None, None, ["'fourier'", "ieee, scalar"]),
+        ("ieee", 32, None, ["u_features=32", "'ieee'", "remove u_features"]),
+        ("scalar", None, 4, ["u_hidden=4", "remove u_hidden"]),
+        ("threshold", None, None, ["'threshold'", "needs u_features", "u_features=32"]),
+        ("threshold-mlp", 32, None, ["needs u_hidden"]),
+        ("arithmetic", 0, None, ["u_features=0", "1 to 4096"]),
+        ("arithmetic", 10**9, None, ["u_features=1000000000", "4096"]),
+        ("interpolation", 1, None, ["u_features=1", "2 rows"]),
+    ],
+)
+def test_options_that_are_not_an_embeddings_are_refused(name, features, hidden, words) -> None:
+    with pytest.raises(HeadConfigError) as caught:
+        check_embedding(name, features, hidden)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_an_unknown_name_is_refused_when_it_is_built() -> None:
+    with pytest.raises(HeadConfigError, match="'fourier'"):
+        build_embedding("fourier", SIZE)

@@ -1,0 +1,226 @@
+"""The folder of a PTP head: PEFT's adapter files, `u_embed.safetensors`, and what every head has.
+
+`u_embed.safetensors` names, in its metadata, the adapters it was trained with (their digest) and what no shape tells:
+the variant and the embedding. A folder whose files are of two heads is refused, not served badly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from vllm_mtpc.checkpoint.adapters import (
+    ADAPTER_DIGEST,
+    AdapterInfo,
+    adapter_digest,
+    adapter_tensors,
+    check_adapter_shapes,
+    check_digest,
+    check_files,
+    module_names,
+    read_adapter_config,
+)
+from vllm_mtpc.checkpoint.load import read_config
+from vllm_mtpc.checkpoint.locate import U_EMBED_FILE, require_weights
+from vllm_mtpc.checkpoint.save import closing_files, to_save, write_folder
+from vllm_mtpc.checkpoint.tensors import check_names, checked, open_tensors, stored_shapes
+from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES
+from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
+
+# Side of A [r, in] or B [out, r] that is the hidden size, by module.
+READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+WRITES_HIDDEN = ("o_proj", "down_proj")
+
+
+class PtpHead(NamedTuple):
+    """A PTP head as it is on disk; `vllm_mtpc.heads.ptp.student.Student.load` puts it on its target."""
+
+    config: PtpConfig
+    lora: dict[str, Tensor]  # PEFT's names
+    embedding: AuxEmbedding  # eval mode, no gradients
+
+
+def save_ptp(
+    folder: Path | str,
+    config: PtpConfig,
+    lora: Mapping[str, Tensor],
+    embedding: AuxEmbedding,
+    provenance: dict[str, Any],
+    card: str,
+    dtype: torch.dtype = torch.float16,
+) -> None:
+    """Write a head folder; `lora` has PEFT's names ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight").
+
+    Raises CheckpointError, before anything is written, for weights that load_ptp would refuse.
+    """
+    folder = Path(folder)
+    adapters, u_embed = to_save(folder, lora, dtype), to_save(folder, embedding.state_dict(), dtype)
+    _check_lora(folder / ADAPTER_WEIGHTS_FILE, _shapes(adapters), config)
+    _check_embedding(folder / U_EMBED_FILE, _shapes(u_embed), config)
+    adapter_files = {
+        ADAPTER_WEIGHTS_FILE: save(dict(sorted(adapters.items())), metadata={"format": "pt"}),
+        ADAPTER_CONFIG_FILE: _adapter_config(config, module_names(adapters)),
+    }
+    metadata = {"format": "pt", ADAPTER_DIGEST: adapter_digest(adapter_files), **_identity(config)}
+    files = {
+        U_EMBED_FILE: save(u_embed, metadata=metadata),
+        **adapter_files,
+        **closing_files(config, provenance, card),
+    }
+    write_folder(folder, files)
+
+
+def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> PtpHead:
+    """The head in a folder; raises CheckpointError or HeadConfigError."""
+    folder = Path(folder)
+    config = read_config(folder)
+    if not isinstance(config, PtpConfig):
+        raise CheckpointError(
+            f"{folder} holds a head of method mtpc; here a PTP head is needed; load it with "
+            'vllm_mtpc.checkpoint.load_head, serve it with "method": "mtpc"'
+        )
+    _check_config(folder, config)
+    u_embed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _embedding_tensors(folder, config)}
+    lora = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _lora_tensors(folder, config)}
+    with torch.device("meta"):
+        embedding = _build(config)
+    embedding.load_state_dict(u_embed, assign=True)
+    return PtpHead(config, lora, embedding.eval().requires_grad_(False))
+
+
+def check_ptp(folder: Path | str, config: PtpConfig) -> AdapterInfo:
+    """What the adapters of a PTP head are; raises CheckpointError unless every tensor of its files is as configured."""
+    folder = Path(folder)
+    modules = _check_config(folder, config)
+    for _ in _embedding_tensors(folder, config):
+        pass
+    parameters = sum(tensor.numel() for _, tensor in _lora_tensors(folder, config))
+    return AdapterInfo(list(range(config.num_layers)), config.lora_rank, config.lora_alpha, modules, parameters)
+
+
+def _check_config(folder: Path, config: PtpConfig) -> list[str]:
+    """Raise CheckpointError unless a folder has all files and they say the same; returns the adapted modules."""
+    file = require_weights(folder, U_EMBED_FILE)
+    check_files(folder, 'speculators_model_type "ptp"')
+    modules = _read_adapter_config(folder / ADAPTER_CONFIG_FILE, config)
+    with open_tensors(file) as handle:
+        metadata = handle.metadata() or {}
+    for key, value in _identity(config).items():
+        if metadata.get(key) != value:
+            raise CheckpointError(
+                f"{file}: was trained with {key} {metadata.get(key)!r}, but config.json says {value!r}; correct "
+                "config.json or copy the head again"
+            )
+    check_digest(folder, U_EMBED_FILE)
+    return modules
+
+
+def _read_adapter_config(file: Path, config: PtpConfig) -> list[str]:
+    _, rank, alpha, modules = read_adapter_config(file, lambda layers: layers is None, "null, adapters on every layer")
+    for key, given, ours, wanted in (
+        ("r", rank, "lora_rank", config.lora_rank),
+        ("lora_alpha", alpha, "lora_alpha", config.lora_alpha),
+    ):
+        if given != wanted:
+            raise CheckpointError(f"{file}: {key} = {given}, but config.json says {ours}={wanted}; save the head again")
+    if unknown := sorted(set(modules) - set(MODULES)):
+        raise CheckpointError(
+            f"{file}: target_modules has {', '.join(unknown)}; allowed: {', '.join(MODULES)}; save the head again"
+        )
+    with open_tensors(file.with_name(ADAPTER_WEIGHTS_FILE)) as handle:
+        found = module_names(handle.keys())
+    if found and found != modules:
+        raise CheckpointError(
+            f"{file}: target_modules is {', '.join(modules)}, but {ADAPTER_WEIGHTS_FILE} has adapters of "
+            f"{', '.join(found)}; save the head again"
+        )
+    return modules
+
+
+def _lora_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the adapters, each checked."""
+    file = folder / ADAPTER_WEIGHTS_FILE
+    with open_tensors(file) as handle:
+        _check_lora(file, stored_shapes(handle), config)
+    yield from adapter_tensors(file, range(config.num_layers), config.lora_rank)
+
+
+def _embedding_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the u-embedding, each checked."""
+    file = folder / U_EMBED_FILE
+    with open_tensors(file) as handle:
+        shapes = stored_shapes(handle)
+        _check_embedding(file, shapes, config)
+        for name in sorted(shapes):
+            yield name, checked(file, name, handle.get_tensor(name))
+
+
+def _check_lora(file: Path, shapes: Mapping[str, tuple[int, ...]], config: PtpConfig) -> None:
+    check_adapter_shapes(file, shapes, range(config.num_layers), config.lora_rank)
+    for name, shape in sorted(shapes.items()):
+        module, _, part = name.removesuffix(".weight").rpartition(".lora_")
+        module = module.rpartition(".")[2]
+        if module not in MODULES:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} adapts {module}; allowed: {', '.join(MODULES)}; save the head again"
+            )
+        wanted = None
+        if part == "A" and module in READS_HIDDEN and shape[1] != config.hidden_size:
+            wanted = (config.lora_rank, config.hidden_size)
+        if part == "B" and module in WRITES_HIDDEN and shape[0] != config.hidden_size:
+            wanted = (config.hidden_size, config.lora_rank)
+        if wanted:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} has shape {shape}; config.json (hidden_size) asks for {wanted}; correct it "
+                "or save the head again"
+            )
+
+
+def _check_embedding(file: Path, shapes: Mapping[str, tuple[int, ...]], config: PtpConfig) -> None:
+    with torch.device("meta"):
+        expected = _shapes(_build(config).state_dict())
+    check_names(file, set(shapes), set(expected))
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} has shape {shapes[name]}; config.json (u_embedding, u_features, u_hidden, "
+                f"hidden_size) asks for {shape}; correct it or save the head again"
+            )
+
+
+def _identity(config: PtpConfig) -> dict[str, str]:
+    """What tells heads of the same shapes apart."""
+    return {"variant": config.variant, "informed": str(config.informed).lower(), "u_embedding": config.u_embedding}
+
+
+def _adapter_config(config: PtpConfig, modules: list[str]) -> bytes:
+    """`adapter_config.json` as PEFT writes it: the same adapters on every layer of the target."""
+    from peft import LoraConfig, TaskType
+
+    alpha = config.lora_alpha
+    lora = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=config.lora_rank,
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,
+        lora_dropout=0.0,
+        target_modules=modules,
+    )
+    verifier = config.speculators_config.verifier.name_or_path
+    values = lora.to_dict() | {"inference_mode": True, "base_model_name_or_path": verifier, "target_modules": modules}
+    return (json.dumps(values, indent=2, sort_keys=True, default=sorted) + "\n").encode()
+
+
+def _build(config: PtpConfig) -> AuxEmbedding:
+    return build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
