@@ -9,6 +9,9 @@ from vllm_mtpc.errors import MtpcError
 if TYPE_CHECKING:
     import argparse
 
+    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config_ptp import PtpConfig
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -30,3 +33,17 @@ def check_positive(args: argparse.Namespace, *names: str) -> None:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ArgumentsError(f"{flag} {getattr(args, name)}: allowed are 1 and above; give it a positive number")
+
+
+def sampling_defaults(args: argparse.Namespace, config: HeadConfig | PtpConfig) -> None:
+    """Fills in temperature (one or several), top_k and top_p where they were not given.
+
+    Circuits: 1 (and 0), both off. PTP heads: what they were trained for (and 0), as u means other tokens elsewhere.
+    """
+    trained = (1.0, 0, 1.0)
+    if config.speculators_model_type == "ptp":
+        trained = (config.trained_temperature, config.trained_top_k, config.trained_top_p)
+    if args.temperature is None:
+        args.temperature = [trained[0], 0.0]
+    args.top_k = trained[1] if args.top_k is None else args.top_k
+    args.top_p = trained[2] if args.top_p is None else args.top_p

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm_mtpc.eval.acceptance import Figures
-    from vllm_mtpc.eval.loading import Loaded
+    from vllm_mtpc.eval.loading import Loaded, LoadedPtp
 
 CARRIED_OUT = 16  # texts that the unverified ceiling is measured on, one after the other
 
@@ -29,8 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=64, metavar="N", help="texts per temperature (default: 64)")
     parser.add_argument("--prompt-tokens", type=int, default=32, metavar="P", help="of a crop of text (default: 32)")
     parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="of a continuation (default: 128)")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.0], metavar="T", help="default: 1 0")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of sampled text (default: 1, off)")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", metavar="T", help="default: 1 0 (PTP heads: as trained, and 0)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="of sampled text (default: 0, off; PTP heads: as trained)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="of sampled text (default: 1, off; PTP heads: as trained)"
+    )
     parser.add_argument("--num-drafts", type=int, metavar="K", help="drafts per step (default: as the head says)")
     parser.add_argument(
         "--simulate",
@@ -40,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help=f"carry the serving rule out on N texts as well (default: none; N left out: {CARRIED_OUT})",
+    )
+    parser.add_argument(
+        "--candidates",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="M",
+        help="PTP heads: tokens/step with the best of M u-sequences per step, too (default: none)",
     )
     parser.add_argument("--batch", type=int, default=64, metavar="B", help="texts written at once (default: 64)")
     parser.add_argument("--seed", type=int, default=0)
@@ -60,23 +75,37 @@ class Evaluation:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_mtpc.eval.arguments import check_positive
-    from vllm_mtpc.eval.loading import check_length, drafts_of, load, prompts, refuse_draft_layers
+    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.eval.arguments import ArgumentsError, check_positive, sampling_defaults
+    from vllm_mtpc.eval.loading import check_length, drafts_of, load, place, prompts, refuse_draft_layers
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.train.data.sources import load_documents
 
     check_positive(args, "sequences", "prompt_tokens", "new_tokens", "batch")
+    config = place(args.head)[1]
+    is_ptp = isinstance(config, PtpConfig)
+    sampling_defaults(args, config)
     for temperature in args.temperature:
-        Sampling(temperature, args.top_p)  # refused before the target is loaded
+        Sampling(temperature, args.top_p, top_k=args.top_k)  # refused before the target is loaded
+    if args.candidates and not is_ptp:
+        raise ArgumentsError("--candidates: circuits draw no u to choose from; leave it out, or name a PTP head")
+    if any(count < 1 for count in args.candidates):
+        raise ArgumentsError(f"--candidates {min(args.candidates)}: allowed are 1 and above; give it a positive number")
     loaded = load(args.head, args.target, args.dtype, args.device)
-    if args.simulate:
+    if args.simulate and not is_ptp:
         refuse_draft_layers(loaded, "--simulate")
     tokenizer, vocab_size = loaded.target.tokenizer, loaded.target.vocab_size
     documents = load_documents(args.data, tokenizer, split=args.split, seed=args.seed, vocab_size=vocab_size)
     texts = prompts(documents, args.sequences, args.prompt_tokens, args.seed)
     drafts = drafts_of(loaded.config, args.num_drafts)
     check_length(loaded.target, texts, args.new_tokens + drafts, "--new-tokens")
-    results = [evaluate(loaded, texts, loaded.sampling(T, args.top_p), drafts, args) for T in args.temperature]
+    if is_ptp:
+        from vllm_mtpc.eval.ptp_command import evaluate as evaluate_one
+    else:
+        evaluate_one = evaluate
+    results = [
+        evaluate_one(loaded, texts, loaded.sampling(T, args.top_p, args.top_k), drafts, args) for T in args.temperature
+    ]
     _print(loaded, results, drafts)
     if args.json:
         args.json.write_text(json.dumps(_report(loaded, results, drafts, args), indent=1) + "\n", encoding="utf-8")
@@ -135,7 +164,7 @@ def evaluate(
     )
 
 
-def _report(loaded: Loaded, results: list[Evaluation], drafts: int, args: argparse.Namespace) -> dict[str, Any]:
+def _report(loaded: Any, results: list[Any], drafts: int, args: argparse.Namespace) -> dict[str, Any]:
     from vllm_mtpc.bench import provenance
     from vllm_mtpc.bench.acceptance import DEFINITIONS
 
@@ -155,10 +184,12 @@ def _clean(value: Any) -> Any:
     """JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _clean(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _print(loaded: Loaded, results: list[Evaluation], drafts: int) -> None:
+def _print(loaded: Loaded | LoadedPtp, results: list[Any], drafts: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -166,16 +197,25 @@ def _print(loaded: Loaded, results: list[Evaluation], drafts: int) -> None:
     from vllm_mtpc.bench.acceptance import DEFINITIONS
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    config = loaded.config
-    title = f"{loaded.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={drafts} drafts"
+    config, warnings = loaded.config, []
+    if hasattr(config, "variant"):
+        from vllm_mtpc.eval import ptp_command
+
+        title, rows = ptp_command.title(loaded, drafts), ptp_command.rows(results)
+        warnings = ptp_command.warnings(loaded, results)
+    else:
+        title = f"{loaded.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={drafts} drafts"
+        rows = _rows(results)
     table = Table(title=Text(f"{title}\non {loaded.target.name}"), title_justify="left")
     table.add_column("")
     for result in results:
         table.add_column(f"T={result.temperature:g}", justify="right")
-    for name, values in _rows(results):
+    for name, values in rows:
         table.add_row(name, *values)
     console.print(table)
     console.print(Text(DEFINITIONS))
+    for warning in warnings:
+        console.print(Text(warning))
 
 
 def _rows(results: list[Evaluation]) -> list[tuple[str, list[str]]]:

@@ -48,7 +48,7 @@ class Comparison:
     served: Served
     sampling: Sampling
     samples: Samples
-    contexts: Contexts
+    contexts: Contexts | None  # of a circuit
     predicted: Figures
     noise: float  # standard error of the served tokens/step given the text
     chain: Chain

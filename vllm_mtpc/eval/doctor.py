@@ -17,7 +17,7 @@ from vllm_mtpc.eval.arguments import ArgumentsError, add_head, check_positive
 if TYPE_CHECKING:
     from vllm_mtpc.eval.causes import Cause
     from vllm_mtpc.eval.compare import Comparison
-    from vllm_mtpc.eval.loading import Loaded
+    from vllm_mtpc.eval.loading import Loaded, LoadedPtp
 
 MAX_NUM_SEQS = 16
 CPU_CACHE_BYTES = 256 << 20
@@ -25,6 +25,10 @@ CPU_CACHE_BYTES = 256 << 20
 
 class DoctorError(MtpcError):
     """vLLM is not installed or did not serve the head."""
+
+
+class NotServed(DoctorError):
+    """vLLM refuses heads of this method here."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=32, metavar="N", help="default: 32")
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="P", help="of a prompt of text (default: 64)")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of an answer (default: 128)")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="default: 0 1")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", metavar="T", help="default: 0 1 (PTP heads: 0, as trained)"
+    )
     parser.add_argument("--num-drafts", type=int, metavar="K", help="drafts per step (default: as the head says)")
+    parser.add_argument(
+        "--draft-pass", choices=("two-pass", "merged"), help="PTP heads: how they are served (default: two-pass)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts and of the engine")
     parser.add_argument(
         "--engine", default="{}", metavar="JSON", help='more of vllm.LLM, as {"tensor_parallel_size": 2}'
@@ -80,7 +89,10 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     from vllm_mtpc.eval.loading import drafts_of, load, place, target_of
 
     folder, config = place(args.head)
-    if config.lora_layers:
+    is_ptp = config.speculators_model_type == "ptp"
+    if args.draft_pass and not is_ptp:
+        raise ArgumentsError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
+    if not is_ptp and config.lora_layers:
         raise DoctorError(f"head {folder} has lora_layers={config.lora_layers}, which this version does not serve")
     target_name = target_of(folder, config, args.target)
     drafts = drafts_of(config, args.num_drafts)
@@ -95,7 +107,12 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
         **_on_device(args.device),
         **_more(args.engine),
     }
-    served = _serve(engine, prompts, args)
+    if is_ptp:
+        from vllm_mtpc.eval.ptp_doctor import diagnose_ptp
+
+        return diagnose_ptp(args, config, engine, prompts, drafts)
+    temperatures = [0.0, 1.0] if args.temperature is None else args.temperature
+    served = _serve(engine, prompts, args, temperatures)
     # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
     loaded = load(args.head, args.target, served[0].dtype, args.device)
     comparisons = [
@@ -162,15 +179,25 @@ def _more(given: str) -> dict[str, Any]:
     return more
 
 
-def _serve(engine: dict[str, Any], prompts: list[list[int]], args: argparse.Namespace) -> list[Any]:
+def _serve(
+    engine: dict[str, Any],
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    temperatures: list[float],
+    refusal: str | None = None,
+    **more: Any,
+) -> list[Any]:
+    """The answers. Raises DoctorError, and NotServed where the engine's log says ``refusal``."""
     from vllm_mtpc.bench.process import EngineFailed
     from vllm_mtpc.eval.served import serve
 
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
         try:
-            return serve(engine, prompts, args.temperature, args.max_tokens, log)
+            return serve(engine, prompts, temperatures, args.max_tokens, log, **more)
         except EngineFailed as error:
+            if refusal and refusal in log.read_text(encoding="utf-8", errors="replace"):
+                raise NotServed(refusal) from None
             print(error, file=sys.stderr)
             raise DoctorError(
                 "vLLM did not serve the head: the end of its log is above; correct what it names"
@@ -190,7 +217,10 @@ def _verdict(comparisons: list[Comparison], cause: Cause | None) -> str:
     return f"healthy: vLLM accepts what the head should get, within {TOLERANCE:.0%}."
 
 
-def _notes(loaded: Loaded, args: argparse.Namespace, comparisons: list[Comparison]) -> list[str]:
+def _notes(
+    loaded: Loaded | LoadedPtp, args: argparse.Namespace, comparisons: list[Comparison], prefix: str = ""
+) -> list[str]:
+    """``prefix``: of the names of the figures in a head's provenance that are of the kind served."""
     from vllm_mtpc.eval.compare import ERRORS, TOLERANCE
 
     notes = []
@@ -201,7 +231,7 @@ def _notes(loaded: Loaded, args: argparse.Namespace, comparisons: list[Compariso
     for comparison in comparisons:
         key = f"t{comparison.sampling.temperature:g}"
         found = recorded.get(key) if isinstance(recorded.get(key), dict) else {}
-        value, error = found.get("tokens_per_step"), found.get("standard_error") or 0.0
+        value, error = found.get(f"{prefix}tokens_per_step"), found.get(f"{prefix}standard_error") or 0.0
         if value is None or comparison.differs:
             continue
         got, spread = comparison.served.acceptance.tokens_per_step, comparison.predicted.standard_error

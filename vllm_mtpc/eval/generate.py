@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 MODES = {
     "stp": "the target alone, a token per forward",
-    "mtp": "the circuit's tokens unverified: fastest, and not the target's text",
+    "mtp": "the head's tokens unverified: fastest, and not the target's text",
     "speculative": "drafts verified by the target: its own text",
 }
+TWO_PASSES = "here a step is two passes: one of the student behind x_1, one of the target behind its drafts."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     explained = "; ".join(f"{name}: {what}" for name, what in MODES.items())
     parser.add_argument("--mode", choices=MODES, default="speculative", help=f"{explained} (default: speculative)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default: 1")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: 1 (PTP heads: as trained)")
     parser.add_argument("--argmax", action="store_true", help="greedy, as --temperature 0")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: 1 (off)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="default: 0 (off; PTP heads: as trained)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="default: 1 (off; PTP heads: as trained)")
     parser.add_argument("--num-tokens", type=int, default=200, metavar="N", help="at most (default: 200)")
     parser.add_argument("--num-drafts", type=int, metavar="K", help="drafts per step (default: as the head says)")
     parser.add_argument("--seed", type=int, default=0)
@@ -49,33 +51,44 @@ def run(args: argparse.Namespace) -> int:
         )
     import torch
 
-    from vllm_mtpc.eval.decode import continue_prompt
-    from vllm_mtpc.eval.loading import check_length, drafts_of, load, refuse_draft_layers
+    from vllm_mtpc.eval.arguments import sampling_defaults
+    from vllm_mtpc.eval.loading import LoadedPtp, check_length, drafts_of, load, place, refuse_draft_layers
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.eval.text import stop_ids
 
-    temperature = 1.0 if args.temperature is None else args.temperature
-    temperature = Sampling(0.0 if args.argmax else temperature, args.top_p).temperature
+    args.temperature = [0.0] if args.argmax else None if args.temperature is None else [args.temperature]
+    sampling_defaults(args, place(args.head)[1])
+    temperature = Sampling(args.temperature[0], args.top_p, top_k=args.top_k).temperature
     loaded = load(args.head, args.target, args.dtype, args.device)
-    sampling = loaded.sampling(temperature, args.top_p)
-    if args.mode != "stp":
+    sampling = loaded.sampling(temperature, args.top_p, args.top_k)
+    is_ptp = isinstance(loaded, LoadedPtp)
+    if args.mode != "stp" and not is_ptp:
         refuse_draft_layers(loaded, "generate")
     target, drafts = loaded.target, drafts_of(loaded.config, args.num_drafts)
     prompt = torch.tensor(encode(target, args.prompt, args.chat))
     check_length(target, [prompt], args.num_tokens + drafts, "--num-tokens")
     stops = set() if args.ignore_eos else stop_ids(target)
-    generator = torch.Generator(target.device).manual_seed(args.seed)
     printer = None if args.quiet or args.json else _Printer(target)
-    decoded = continue_prompt(
-        args.mode, target, prompt, loaded.head, args.num_tokens, sampling, generator, drafts, stops, printer
-    )
+    if is_ptp:
+        from vllm_mtpc.eval import ptp_decode
+
+        decoded = ptp_decode.continue_prompt(
+            args.mode, loaded.student, prompt, args.num_tokens, sampling, args.seed, drafts, stops, printer
+        )
+    else:
+        from vllm_mtpc.eval.decode import continue_prompt
+
+        generator = torch.Generator(target.device).manual_seed(args.seed)
+        decoded = continue_prompt(
+            args.mode, target, prompt, loaded.head, args.num_tokens, sampling, generator, drafts, stops, printer
+        )
     if args.json:
         text = target.tokenizer.decode(decoded.tokens)
         print(json.dumps({"text": text, "tokens": decoded.tokens, **statistics(decoded)}, indent=1))
         return 0
     if printer:
         printer.close()
-    _print(args.mode, sampling.temperature, decoded)
+    _print(args.mode, sampling.temperature, decoded, TWO_PASSES if is_ptp and args.mode == "speculative" else None)
     return 0
 
 
@@ -134,7 +147,7 @@ class _Printer:
         print("\n")
 
 
-def _print(mode: str, temperature: float, decoded: Decoded) -> None:
+def _print(mode: str, temperature: float, decoded: Decoded, note: str | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -158,3 +171,5 @@ def _print(mode: str, temperature: float, decoded: Decoded) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table)
     console.print(DEFINITIONS, markup=False)
+    if note:
+        console.print(note, markup=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_mtpc.checkpoint import find_head, load_head, read_config, resolve_head, resolve_verifier
+from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.target import Target, load_target
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
+    from vllm_mtpc.heads.ptp.student import Student
     from vllm_mtpc.train.data.documents import Documents
 
 
@@ -33,25 +35,39 @@ class Loaded:
     target: Target
     draft_layers: DraftLayers | None = None
 
-    def sampling(self, temperature: float, top_p: float = 1.0) -> Sampling:
-        """A temperature and top-p, with drafts picked as the head is served by default."""
+    def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
+        """A temperature, top-p and top-k, with drafts picked as the head is served by default."""
         greedy_drafts = self.config.speculators_config.default_proposal_method == "greedy"
-        return Sampling(temperature, top_p, greedy_drafts)
+        return Sampling(temperature, top_p, greedy_drafts, top_k)
 
 
-def place(name: str) -> tuple[Path, HeadConfig]:
+@dataclass(frozen=True)
+class LoadedPtp:
+    """A PTP head on its target."""
+
+    folder: Path
+    config: PtpConfig
+    student: Student
+    target: Target
+
+    def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
+        """A temperature, top-p and top-k of the target; a draft is a function of u, so there is no law of drafts."""
+        return Sampling(temperature, top_p, top_k=top_k)
+
+
+def place(name: str) -> tuple[Path, HeadConfig | PtpConfig]:
     """Folder and config of a head, nothing loaded yet. Raises CheckpointError or HeadConfigError."""
     found = resolve_head(name)
     folder = find_head(found) or found
     return folder, read_config(folder)
 
 
-def target_of(folder: Path, config: HeadConfig, given: str | None) -> str:
+def target_of(folder: Path, config: HeadConfig | PtpConfig, given: str | None) -> str:
     """The target's name: as given, or the head's verifier."""
     return given or resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
 
 
-def drafts_of(config: HeadConfig, given: int | None) -> int:
+def drafts_of(config: HeadConfig | PtpConfig, given: int | None) -> int:
     """Drafts per step: as given, or as the head says. Raises EvaluationError where its window has not so many."""
     return config.num_speculative_tokens if given is None else check_drafts(config.window, given)
 
@@ -62,7 +78,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     head_dtype: torch.dtype = torch.float32,
-) -> Loaded:
+) -> Loaded | LoadedPtp:
     """A head with its target. Raises EvaluationError where they do not fit, and what loading either raises."""
     folder, config = place(name)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -71,9 +87,30 @@ def load(
     return join(folder, model, head_dtype)
 
 
-def join(folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> Loaded:
-    """The head of a folder on a target that is loaded. Raises EvaluationError where they do not fit."""
+def join(folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> Loaded | LoadedPtp:
+    """The head of a folder on a target that is loaded. Raises EvaluationError where they do not fit.
+
+    The adapters of a PTP head are float32 whatever ``head_dtype``.
+    """
+    config = read_config(folder)
+    _check_sizes(folder, config, target)
+    if isinstance(config, PtpConfig):
+        from vllm_mtpc.heads.ptp.student import Student
+
+        student = Student.load(folder, target)
+        return LoadedPtp(folder, config, student, target)
     config, head = load_head(folder, head_dtype, target.device)
+    if head.needs_lm_head:
+        head.bind_lm_head(target.logits)
+    layers = None
+    if config.lora_layers:
+        from vllm_mtpc.heads.adapters import DraftLayers
+
+        layers = DraftLayers.load(folder, target)
+    return Loaded(folder, config, head, target, layers)
+
+
+def _check_sizes(folder: Path, config: HeadConfig | PtpConfig, target: Target) -> None:
     for name, ours, theirs in (
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("hidden_size", config.hidden_size, target.hidden_size),
@@ -83,14 +120,6 @@ def join(folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) 
                 f"head {folder} has {name}={ours}, but target {target.name} has {theirs}; give --target the one it was "
                 f"trained for ({config.speculators_config.verifier.name_or_path})"
             )
-    if head.needs_lm_head:
-        head.bind_lm_head(target.logits)
-    layers = None
-    if config.lora_layers:
-        from vllm_mtpc.heads.adapters import DraftLayers
-
-        layers = DraftLayers.load(folder, target)
-    return Loaded(folder, config, head, target, layers)
 
 
 def refuse_draft_layers(loaded: Loaded, what: str) -> None:

@@ -1,4 +1,4 @@
-"""How next tokens are picked: the target's law after temperature and top-p, and a circuit's law after temperature."""
+"""How next tokens are picked: the target's law after temperature, top-k, top-p; a circuit's after temperature."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.heads.ptp.law import processed
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold
 
@@ -18,7 +19,7 @@ class SamplingError(MtpcError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature (0: greedy) and top-p (1: off). Raises SamplingError where a value is not allowed.
+    """Temperature (0: greedy), top-p (1: off) and top-k (0: off). Raises SamplingError where a value is not allowed.
 
     ``greedy_drafts``: drafts are the likeliest tokens of the circuit whatever the temperature.
     """
@@ -26,26 +27,25 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     greedy_drafts: bool = False
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise SamplingError(f"temperature={self.temperature}: allowed are 0 (greedy) and above; set it to 1")
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top_p={self.top_p}: allowed are values above 0 up to 1 (off); set it to 1")
+        if self.top_k < 0:
+            raise SamplingError(f"top_k={self.top_k}: allowed are 0 (off) and above; set it to 0")
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """log p [..., V] float32 of logits[..., V]; -inf outside the top-p set. Greedy: the untempered law."""
-        log_p = self._temper(logits.float())
-        if self.top_p == 1 or self.greedy:
-            return log_p
-        ordered, order = log_p.sort(dim=-1, descending=True)
-        before = ordered.exp().cumsum(-1) - ordered.exp()  # probability of what is likelier than each token
-        ordered = ordered.masked_fill(before >= self.top_p, -torch.inf)
-        return torch.empty_like(ordered).scatter(-1, order, ordered).log_softmax(-1)
+        """log p [..., V] float32 of logits[..., V]; -inf outside top-k and top-p. Greedy: the untempered law."""
+        if self.greedy:
+            return logits.float().log_softmax(-1)
+        return processed(logits, self.temperature, self.top_k, self.top_p)
 
     def draft_log_probs(self, log_q: Tensor) -> Tensor:
         """The law a draft is drawn from, log [..., V]: softmax(log_q / T), or all on one token for greedy drafts."""

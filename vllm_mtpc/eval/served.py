@@ -29,9 +29,17 @@ class Served:
 
 
 def serve(
-    engine: dict[str, Any], prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_tokens: int, log: Path
+    engine: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    max_tokens: int,
+    log: Path,
+    sampling: dict[str, Any] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[Served]:
     """Serves every prompt at every temperature. ``engine``: keyword arguments of ``vllm.LLM``.
+
+    ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds).
 
     Raises bench.process.EngineFailed, with the end of the log, where the engine does not answer.
     """
@@ -40,6 +48,8 @@ def serve(
         "prompts": [list(prompt) for prompt in prompts],
         "max_tokens": max_tokens,
         "temperatures": list(temperatures),
+        "sampling": sampling or {},
+        "seeds": list(seeds or [None] * len(prompts)),
     }
     with engine_child("vllm_mtpc.eval.served", json.dumps(job), log) as (process, results):
         answers = [json.loads(line) for line in results]
@@ -67,7 +77,8 @@ def main(arguments: Sequence[str]) -> None:
     with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as results:
         for temperature in job["temperatures"]:
             before = Acceptance.from_llm(llm.get_metrics())
-            how = SamplingParams(temperature=temperature, max_tokens=job["max_tokens"])
+            more = {**job["sampling"], "temperature": temperature, "max_tokens": job["max_tokens"]}
+            how = [SamplingParams(**more, seed=seed) for seed in job["seeds"]]
             outputs = [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, how, use_tqdm=False)]
             counted = asdict(Acceptance.from_llm(llm.get_metrics()) - before)
             answer = {"temperature": temperature, "outputs": outputs, "acceptance": counted, "dtype": dtype}

@@ -1,0 +1,174 @@
+"""Figures of PTP heads on the target's text: u inside its intervals, drafts window by window, steps as a server's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.eval.tiny import llama_target
+from tests.eval.tiny_ptp import VARIANTS, oracle, random_student
+from vllm_mtpc.eval import ptp
+from vllm_mtpc.eval.acceptance import EvaluationError
+from vllm_mtpc.eval.ptp_decode import Picker, continue_prompt
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Samples, generate
+from vllm_mtpc.kernels.pick import pick
+
+SAMPLED = Sampling(0.8, 0.9, top_k=20)
+PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7], [1], [2, 9, 9, 9, 30], [11, 12, 13])]
+
+
+def written(target, sampling=SAMPLED, tokens: int = 24, seed: int = 1, prompts=PROMPTS) -> Samples:
+    generator = torch.Generator().manual_seed(seed)
+    return generate(target, prompts, tokens, sampling, generator, overhang=4, stops=set())
+
+
+def test_top_k_and_top_p_keep_the_likeliest_tokens():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    law = Sampling(1.0, top_k=2).log_probs(logits).exp()
+    assert (law > 0).tolist() == [[True, True, False, False]] and law.sum().item() == pytest.approx(1)
+    # behind top-k the two have 0.73 and 0.27: 0.7 is reached by the first alone (without top-k it has 0.64)
+    assert (Sampling(1.0, 0.7, top_k=2).log_probs(logits) > -torch.inf).tolist() == [[True, False, False, False]]
+    assert (Sampling(1.0, 0.7).log_probs(logits) > -torch.inf).tolist() == [[True, True, False, False]]
+
+
+def test_u_picks_the_text_and_is_uniform():
+    target = llama_target()
+    student = random_student(target)
+    samples = written(target, tokens=200, prompts=PROMPTS * 8)
+    u = ptp.u_of_text(student, samples, SAMPLED, seed=0)
+    rows, columns = ((samples.tokens >= 0) & (torch.arange(u.shape[1]) >= samples.prompt_lengths[:, None])).nonzero().T
+    log_q = SAMPLED.log_probs(target.logits(samples.hidden[rows, columns - 1]))
+    assert torch.equal(pick(log_q, u[rows, columns]), samples.tokens[rows, columns])
+    drawn = u[rows, columns].double()
+    counts = torch.histc(drawn, 16, 0, 1)
+    chi = ((counts - len(drawn) / 16) ** 2 / (len(drawn) / 16)).sum()
+    assert chi < 45  # 15 degrees of freedom: one in 10,000 is above 43
+    lag = torch.corrcoef(torch.stack([u[0, 5:-9], u[0, 6:-8]]))[0, 1]
+    assert abs(lag) < 0.3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.0)])
+@pytest.mark.parametrize("informed", [True, False])
+def test_every_window_is_the_student_asked_alone(variant, sampling, informed, monkeypatch):
+    """Batched, in chunks of a few windows, against one window at a time."""
+    target = llama_target()
+    student = random_student(target, variant, informed=informed)
+    samples = written(target, sampling)
+    monkeypatch.setattr(ptp, "CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr(ptp, "PREFIX_ELEMENTS", 10000)
+    windows = ptp.collect(student, samples, sampling, num_drafts=3, seed=7)
+    u = ptp.u_of_text(student, samples, sampling, seed=7)
+    assert sampling.greedy == bool((u == 0.5).all())
+    checked = 0
+    for row in range(len(PROMPTS)):
+        first, valid = len(PROMPTS[row]) - 1, windows.valid[row]
+        for column in range(int(valid.sum())):
+            t = first + column
+            prefix = student.prefix(samples.tokens[row : row + 1, : t + 1])
+            numbers = u[row, t + 1 : t + 6][None]
+            logits = student.logits(student.aux(prefix, torch.tensor([0]), torch.tensor([t]), numbers))[0]
+            if variant == "o-ptp":
+                drafts = logits[1:4].argmax(-1)
+            elif sampling.greedy or not informed:
+                drafts = logits[:3].argmax(-1)
+            else:
+                drafts = pick(logits[:3], u[row, t + 2 : t + 5])
+            assert windows.right[row, column].tolist() == (drafts == samples.tokens[row, t + 2 : t + 5]).tolist()
+            checked += 1
+        # the last step starts where x_1 does not end the text
+        assert int(valid.sum()) == 24 - 1
+    assert checked == 4 * 23 and windows.right.any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_student_that_picks_as_the_target_is_always_right(variant):
+    student = oracle(variant)
+    sampling = Sampling(1.0)
+    samples = written(student.target, sampling, 10, prompts=[torch.tensor([1, 2]), torch.tensor([3])])
+    figures = ptp.measure_ptp(student, samples, sampling)
+    assert figures.tokens_per_step == 4 and figures.two_pass_tokens_per_step == 4
+    assert figures.per_position == [1, 1, 1] and figures.histogram == [0, 0, 0, 1] and figures.accuracy == 1
+    assert figures.shuffled_accuracy < 0.9 and figures.anywhere == 4
+    few = ptp.measure_ptp(student, samples, sampling, num_drafts=2)
+    assert few.tokens_per_step == 3 and few.two_pass_tokens_per_step == 3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.0)])
+def test_two_passes_are_predicted_to_the_step(variant, sampling):
+    """The decoding loop draws u by hash; with these u the figures are what it counts."""
+    target = llama_target(vocab_size=12)
+    student, seeds = random_student(target, variant), (3, 4, 5, 6)
+    longer = [
+        continue_prompt("stp", student, p % 12, 34, sampling, s).tokens for p, s in zip(PROMPTS, seeds, strict=True)
+    ]
+    tokens = [torch.cat([prompt % 12, torch.tensor(more)]) for prompt, more in zip(PROMPTS, longer, strict=True)]
+    prompt_lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
+    padded = torch.nn.utils.rnn.pad_sequence(tokens, True, -1)
+    hidden = target.hidden(padded.clamp(min=0))[:, :-1]
+    samples = Samples(padded, hidden, prompt_lengths, prompt_lengths + 30)
+    pickers = [Picker(sampling, seed, target.device) for seed in seeds]
+    u = torch.stack([torch.cat([torch.zeros(1), picker.u(1, padded.shape[1] - 1)]) for picker in pickers])
+    windows = ptp.collect(student, samples, sampling, u=u)
+    steps = ptp.follow(windows, two_pass=True)
+    accepted = [
+        continue_prompt("speculative", student, p % 12, 30, sampling, s).accepted
+        for p, s in zip(PROMPTS, seeds, strict=True)
+    ]
+    assert steps.count.tolist() == [len(row) for row in accepted]
+    assert steps.tokens.tolist() == [len(row) + sum(row) for row in accepted]
+    flat = torch.tensor([count for row in accepted for count in row])
+    assert steps.histogram.tolist() == torch.bincount(flat, minlength=5).tolist()
+
+
+def test_drawn_u_give_what_seeds_give():
+    """Text by one generator and u drawn inside its intervals, against text picked by fresh seeds: one law."""
+    target, sampling = llama_target(vocab_size=5, seed=4), Sampling(1.0)
+    student = random_student(target, "c-ptp", window=4)
+    prompts = [torch.tensor([1, 2])] * 60
+    figures = ptp.measure_ptp(student, written(target, sampling, 60, prompts=prompts), sampling)
+    counts = [continue_prompt("speculative", student, prompts[0], 61, sampling, seed).accepted for seed in range(16)]
+    kept = torch.tensor([count for row in counts for count in row], dtype=torch.float64)
+    error = (kept.var() / len(kept) + figures.two_pass_standard_error**2).sqrt()
+    assert abs(1 + kept.mean() - figures.two_pass_tokens_per_step) < 4 * error
+    assert figures.two_pass_tokens_per_step > 2.15  # students are right often enough to tell
+
+
+def windows_of(leading: list[list[int]], steps: list[int], drafts: int) -> ptp.Windows:
+    """Texts whose windows at t have so many leading right drafts, of which the first ``steps`` may start a step."""
+    right = torch.arange(drafts) < torch.tensor(leading)[..., None]
+    valid = torch.arange(len(leading[0]) - 1) < torch.tensor(steps)[:, None]
+    return ptp.Windows(right, right, valid)
+
+
+def test_steps_follow_each_other():
+    windows = windows_of([[2, 0, 1, 3, 0, 1, 0], [0, 3, 0, 0, 0, 0, 0]], [6, 3], 3)
+    merged = ptp.follow(windows)  # first text: starts 0, 3, 7; second: 0, 1
+    assert merged.count.tolist() == [2, 2] and merged.tokens.tolist() == [7, 5]
+    assert merged.histogram.tolist() == [1, 0, 1, 2]
+    two = ptp.follow(windows, two_pass=True)  # first: 0 (1 + 0), 2 (1 + 2), 6; second: 0 (1 + 2)
+    assert two.count.tolist() == [2, 1] and two.tokens.tolist() == [6, 4]
+    # none behind two accepted ones, else two: first text: starts 0, 3 (cut to none), 4, 5; second: 0, 1 (cut to 2)
+    cut = ptp.follow(windows, after=torch.tensor([2, 2, 0, 2]))
+    assert cut.count.tolist() == [4, 2] and cut.histogram.tolist() == [3, 1, 2, 0]
+
+
+def test_whether_u_is_read_is_told_from_noise():
+    def figures(accuracy: float, shuffled: float, contexts: int) -> ptp.PtpFigures:
+        law = {"per_position": [], "histogram": [], "two_pass_tokens_per_step": 1, "two_pass_standard_error": 0}
+        rest = {"anywhere": 1, "sequences": 9, "contexts": contexts, "steps": 9, "tokens_per_step": 1}
+        return ptp.PtpFigures(accuracy=accuracy, shuffled_accuracy=shuffled, standard_error=0, **law, **rest)
+
+    assert ptp.uses_u(figures(0.6, 0.3, 1000)) and not ptp.uses_u(figures(0.6, 0.595, 1000))
+    assert not ptp.uses_u(figures(0.6, 0.5, 30)) and not ptp.uses_u(figures(0.5, 0.5, 10**6))
+
+
+def test_text_that_is_too_short_is_refused():
+    target = llama_target()
+    samples = written(target, tokens=1)
+    with pytest.raises(EvaluationError, match="raise the number of new tokens"):
+        ptp.measure_ptp(random_student(target), samples, SAMPLED)
+    with pytest.raises(EvaluationError, match="allowed are 1 to 4"):
+        ptp.measure_ptp(random_student(target), samples, SAMPLED, num_drafts=5)

@@ -1,0 +1,70 @@
+"""Choosing among candidates by their u leaves the law of the text; choosing by acceptance does not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.eval.tiny import llama_target
+from tests.eval.tiny_ptp import VARIANTS, oracle, random_student
+from vllm_mtpc.eval.acceptance import EvaluationError
+from vllm_mtpc.eval.candidates import measure_candidates, write
+from vllm_mtpc.eval.ptp import measure_ptp
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import generate
+
+V, LENGTH, TEXTS = 3, 3, 4000
+PROMPT = torch.tensor([1, 2])
+
+
+def chi_square(target, tokens: torch.Tensor) -> float:
+    """Of the continuations in tokens[S, 2 + LENGTH] against the target's law, 26 degrees of freedom."""
+    every = torch.tensor(list(itertools.product(range(V), repeat=LENGTH)))
+    texts = torch.cat([PROMPT.expand(len(every), -1), every], 1)
+    log_p = target.logits(target.hidden(texts))[:, 1:-1].log_softmax(-1)
+    law = log_p.gather(-1, every[..., None])[..., 0].sum(1).exp().double()
+    assert law.sum().item() == pytest.approx(1, abs=1e-5)
+    powers = V ** torch.arange(LENGTH - 1, -1, -1)
+    counts = torch.bincount((tokens[:, 2 : 2 + LENGTH] * powers).sum(1), minlength=V**LENGTH)
+    return (((counts - TEXTS * law) ** 2) / (TEXTS * law)).sum().item()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_choice_does_not_bias_the_text_and_a_planted_one_does(variant):
+    target = llama_target(vocab_size=V)
+    student = random_student(target, variant, window=4)
+    law = {}
+    for choice in ("centre", "longest"):
+        found = write(student, [PROMPT] * TEXTS, 6, LENGTH, Sampling(1.0), seed=1, choice=choice)
+        law[choice] = chi_square(target, found.tokens)
+    assert law["centre"] < 60  # 99.98 % of texts of the law itself
+    assert law["longest"] > 500
+
+
+def test_one_candidate_is_a_merged_pass():
+    target, sampling = llama_target(vocab_size=8), Sampling(1.0)
+    student = random_student(target, "c-ptp")
+    prompts = [torch.tensor([1, 2]), torch.tensor([3, 4, 5])] * 40
+    one = measure_candidates(student, prompts, 1, 40, sampling)
+    samples = generate(target, prompts, 40, sampling, torch.Generator().manual_seed(0), overhang=4, stops=set())
+    figures = measure_ptp(student, samples, sampling)
+    error = (one.standard_error**2 + figures.standard_error**2) ** 0.5
+    assert abs(one.tokens_per_step - figures.tokens_per_step) < 4 * error
+    assert one.tokens_per_step == pytest.approx(1 + sum(one.per_position)) and one.sequences == 80
+
+
+def test_texts_are_as_long_as_asked_and_a_student_that_is_right_is_right():
+    student = oracle("o-ptp", window=3)
+    prompts = [torch.tensor([1, 2]), torch.tensor([3])]
+    found = write(student, prompts, 2, 7, Sampling(1.0))
+    assert (found.tokens >= 0).sum(1).tolist() == [9, 8] and found.tokens[1, 0] == 3
+    assert found.histogram.tolist() == [[0, 0, 2], [0, 0, 2]]  # 1 + 3 + 3 tokens
+
+
+@pytest.mark.parametrize(("count", "temperature"), [(0, 1.0), (4, 0.0)])
+def test_candidates_of_no_use_are_refused(count, temperature):
+    with pytest.raises(EvaluationError, match="allowed are 1 and above") as caught:
+        measure_candidates(random_student(llama_target()), [PROMPT], count, 4, Sampling(temperature))
+    assert "\n" not in str(caught.value)

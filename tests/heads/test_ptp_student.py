@@ -1,0 +1,227 @@
+"""The student of a PTP head: rows of u run like PEFT's adapted model behind the plain target's prefix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_mtpc.checkpoint.ptp import save_ptp
+from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.adapters import MODULES
+from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.target import Target, load_target
+
+torch.set_num_threads(1)
+V, LAYERS, N = 32, 3, 4
+TOKENS = torch.randint(V, (3, 12), generator=torch.Generator().manual_seed(0))
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 4 + [1] * 6 + [-1] * 2, [0] * 12])
+# Windows of several rows and documents, two of them at one place, the third packed row unused.
+ROW, START = torch.tensor([1, 0, 0, 1, 0, 0]), torch.tensor([6, 3, 10, 0, 3, 5])
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make(folder: Path, model_type: str = "llama", **changes: object) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | changes))).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("student") / "llama")
+
+
+@pytest.fixture
+def target(folder: Path) -> Target:
+    return load_target(folder, attention="torch")
+
+
+def student_of(target: Target, std: float = 0.2, **changes: object) -> Student:
+    """A student with adapters as training would leave them: not zero."""
+    options = {"variant": "o-ptp", "window": N, "verifier": "t", "lora_rank": 3, "lora_alpha": 6} | changes
+    torch.manual_seed(1)
+    student = Student(target, PtpConfig.create(target=target.config, **options))
+    generator = torch.Generator().manual_seed(2)
+    for value in student.parameters():
+        value.data.copy_(torch.randn(value.shape, generator=generator) * std)
+    return student
+
+
+def numbers(count: int, seed: int = 3) -> torch.Tensor:
+    return torch.rand(count, N, generator=torch.Generator().manual_seed(seed))
+
+
+def reference(folder: Path, student: Student, row: int, start: int, u: torch.Tensor) -> torch.Tensor:
+    """[n, D]: PEFT's model reads the document with adapters off, then the rows of u one by one with adapters on."""
+    model = load_target(folder, student.target.dtype, attention="torch").model
+    lora = LoraConfig(r=3, lora_alpha=6, target_modules=list(MODULES), task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    named = {name.replace(".weight", ".default.weight"): value for name, value in student.lora().items()}
+    assert not model.load_state_dict(named, strict=False).unexpected_keys
+    same = (DOCUMENTS[row] == DOCUMENTS[row, start]) & (torch.arange(DOCUMENTS.shape[1]) <= start)
+    tokens = TOKENS[row][same][None]
+    with torch.no_grad():
+        with model.disable_adapter():
+            cache = model.base_model.model.model(tokens, use_cache=True).past_key_values
+        first = tokens.shape[1] - 1 + (student.config.variant == "c-ptp")
+        states = []
+        for j in range(len(u)):
+            out = model.base_model.model.model(
+                inputs_embeds=student.embedding(u[j])[None, None].to(model.dtype),
+                position_ids=torch.tensor([[first + j]]),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            states.append(out.last_hidden_state[0, 0])
+    return torch.stack(states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
+def test_windows_are_what_peft_computes_one_by_one(folder: Path, variant: str, dtype: torch.dtype) -> None:
+    target = load_target(folder, dtype, attention="torch")
+    student, u = student_of(target, variant=variant), numbers(len(ROW))
+    states = student.aux(student.prefix(TOKENS, DOCUMENTS), ROW, START, u)
+    assert states.shape == (len(ROW), N, 32)
+    allowed = 1e-4 if dtype == torch.float32 else 0.1
+    for window in range(len(ROW)):
+        wanted = reference(folder, student, int(ROW[window]), int(START[window]), u[window])
+        far = (states[window] - wanted).float().norm() / wanted.float().norm()
+        assert far < allowed, (window, far)
+
+
+def test_the_prefix_is_the_target_bit_for_bit(target: Target) -> None:
+    names, weights = list(target.model.state_dict()), [value.clone() for value in target.model.parameters()]
+    for documents in (None, DOCUMENTS):
+        before = target.hidden(TOKENS, documents)
+        student = student_of(target)
+        assert torch.equal(student.prefix(TOKENS, documents).hidden, before)
+        student.aux(student.prefix(TOKENS, documents), ROW, START, numbers(len(ROW))).sum().backward()
+        assert torch.equal(target.hidden(TOKENS, documents), before)
+    assert list(target.model.state_dict()) == names
+    assert all(torch.equal(*pair) for pair in zip(weights, target.model.parameters(), strict=True))
+
+
+def test_windows_do_not_see_each_other(target: Target) -> None:
+    student, u = student_of(target), numbers(len(ROW))
+    prefix = student.prefix(TOKENS, DOCUMENTS)
+    together = student.aux(prefix, ROW, START, u)
+    for window in range(len(ROW)):
+        alone = student.aux(prefix, ROW[[window]], START[[window]], u[[window]])[0]
+        torch.testing.assert_close(together[window], alone, rtol=1e-4, atol=1e-5)
+    other = u.clone()
+    other[0], other[1, 2] = 0.9, 0.1
+    changed = student.aux(prefix, ROW, START, other)
+    assert torch.equal(changed[2:], together[2:])
+    assert torch.equal(changed[1, :2], together[1, :2])  # a row sees only those before it
+    assert not torch.allclose(changed[1, 2:], together[1, 2:], atol=1e-2)
+
+
+def test_a_window_sees_its_document_up_to_its_start(target: Target) -> None:
+    student, u = student_of(target), numbers(1)
+    row, start = torch.tensor([0]), torch.tensor([8])
+    base = student.aux(student.prefix(TOKENS, DOCUMENTS), row, start, u)
+    for at, sees in ((4, False), (5, True), (8, True), (9, False)):
+        tokens = TOKENS.clone()
+        tokens[0, at] = (tokens[0, at] + 1) % V
+        changed = student.aux(student.prefix(tokens, DOCUMENTS), row, start, u)
+        assert torch.allclose(changed, base, atol=1e-5) != sees, at
+
+
+def test_plain_rows_are_the_target_that_reads_on(target: Target) -> None:
+    student = student_of(target)
+    prefix = student.prefix(TOKENS, DOCUMENTS)
+    row, start, length = torch.tensor([0, 0, 2]), torch.tensor([0, 7, 5]), 4
+    at = start[:, None] + 1 + torch.arange(length)
+    states = student.plain(prefix, row, start, TOKENS[row[:, None], at])
+    torch.testing.assert_close(states, prefix.hidden[row[:, None], at], rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_reach_adapters_and_embedding_alone(target: Target) -> None:
+    student = student_of(target)
+    states = student.aux(student.prefix(TOKENS, DOCUMENTS), ROW, START, numbers(len(ROW)))
+    student.logits(states).log_softmax(-1)[..., 0].sum().backward()
+    assert all(value.grad is not None and value.grad.abs().sum() > 0 for value in student.parameters())
+    assert not any(value.requires_grad for value in target.model.parameters())
+    lora = LAYERS * len(MODULES) * 2
+    assert len(student.lora()) == lora and len(list(student.parameters())) == lora + 2
+
+
+def test_a_new_student_starts_as_the_target(target: Target) -> None:
+    """With B = 0 a row whose embedding is a token's gives the state of the target at that token's position."""
+    config = PtpConfig.create(variant="c-ptp", window=N, target=target.config, verifier="t")
+    student = Student(target, config)
+    table = target.backbone.get_input_embeddings().weight
+    assert 0.5 < student.embedding.table().std() / table.std() < 2
+    prefix = student.prefix(TOKENS)
+    student.embedding.forward = lambda u: table[TOKENS[:2, 5:9]]  # type: ignore[method-assign]
+    states = student.aux(prefix, torch.tensor([0, 1]), torch.tensor([4, 4]), numbers(2))
+    torch.testing.assert_close(states, prefix.hidden[:2, 5:9], rtol=1e-4, atol=1e-4)
+
+
+def test_uninformed_students_read_nothing_of_u(target: Target) -> None:
+    student = student_of(target, informed=False)
+    prefix = student.prefix(TOKENS, DOCUMENTS)
+    one, other = (student.aux(prefix, ROW, START, numbers(len(ROW), seed)) for seed in (3, 4))
+    assert torch.equal(one, other)
+    informed = student_of(target)
+    assert torch.equal(one, informed.aux(prefix, ROW, START, torch.full_like(numbers(len(ROW)), 0.5)))
+
+
+def test_saved_and_loaded(target: Target, folder: Path, tmp_path: Path) -> None:
+    student = student_of(target, u_embedding="arithmetic-mlp")
+    save_ptp(tmp_path, student.config, student.lora(), student.embedding, {}, "card", torch.float32)
+    loaded = Student.load(tmp_path, target)
+    prefix, u = student.prefix(TOKENS, DOCUMENTS), numbers(len(ROW))
+    assert torch.equal(loaded.aux(prefix, ROW, START, u), student.aux(prefix, ROW, START, u))
+    assert not any(value.requires_grad for value in loaded.parameters())
+    assert PeftModel.from_pretrained(load_target(folder).model, tmp_path).active_adapter == "default"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 8}, "sliding_attention; a PTP head needs full_attention"),
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": LAYERS}, "is not made of `layers`"),
+    ],
+)
+def test_targets_that_cannot_be_students(tmp_path: Path, model_type: str, changes: dict, message: str) -> None:
+    target = load_target(make(tmp_path, model_type, **changes), attention="torch")
+    sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": LAYERS}
+    with pytest.raises(HeadConfigError, match=message):
+        Student(target, PtpConfig.create(variant="o-ptp", window=N, target=sizes, verifier="t"))
+
+
+def test_a_head_of_another_target_is_refused(target: Target) -> None:
+    sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": LAYERS + 1}
+    with pytest.raises(HeadConfigError, match="layers=3, the head was made for 4"):
+        Student(target, PtpConfig.create(variant="o-ptp", window=N, target=sizes, verifier="t"))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "gemma"])
+def test_other_targets(tmp_path: Path, model_type: str) -> None:
+    target = load_target(make(tmp_path, model_type), attention="torch")
+    student = student_of(target)
+    prefix = student.prefix(TOKENS, DOCUMENTS)
+    assert torch.equal(prefix.hidden, target.hidden(TOKENS, DOCUMENTS))
+    at = torch.arange(6, 10)
+    states = student.plain(prefix, torch.tensor([0]), torch.tensor([5]), TOKENS[0, at][None])
+    torch.testing.assert_close(states[0], prefix.hidden[0, at], rtol=1e-3, atol=1e-3)

@@ -1,0 +1,217 @@
+"""The student of a PTP head: the target with a gated LoRA, read at rows that carry u in place of a token.
+
+Source: "Parallel Token Prediction for Language Models", arXiv 2512.21323. Real tokens run through the plain target, so
+one prefix serves every window that starts in it; auxiliary rows run through copies of the layers that share the
+target's weights and add their own low-rank ones (as in `vllm_mtpc.heads.adapters`). Both passes run the target's own
+forward, with the attention of `vllm_mtpc.heads.ptp.windows`.
+
+A window at index t holds rows j = 0 .. n - 1 that carry u_(t+1+j). The position of a row is the index of the token it
+predicts, less one: t + j where row j names token t + 1 + j itself (o-ptp), t + 1 + j where it gives the law of the next
+token (c-ptp).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.adapters import ADAPTER, MODULES, _sharing_copy, _view
+from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
+from vllm_mtpc.heads.ptp.windows import IMPLEMENTATION, SHARE, Layout, Prefix, Record, register
+
+if TYPE_CHECKING:
+    from vllm_mtpc.target import Target
+
+__all__ = ["Prefix", "Student"]
+
+UNINFORMED = 0.5  # what every row carries where u tells nothing: greedy decoding, the independent baseline
+
+
+class Student(nn.Module):
+    """A PTP head on its target; its parameters are the adapters' and the embedding's, float32, and nothing else.
+
+    B of every adapter starts at zero; A and the embedding come from torch's generator, the embedding at the scale of
+    the target's token embeddings. Raises HeadConfigError for a target that is not made of full-attention layers, or
+    that the config is not of.
+    """
+
+    def __init__(self, target: Target, config: PtpConfig) -> None:
+        super().__init__()
+        from peft import LoraConfig, TaskType, inject_adapter_in_model
+
+        register()
+        backbone = check_target(target, config)
+        self.config = config
+        plain, adapted = ([_with_windows(layer) for layer in backbone.layers] for _ in range(2))
+        names = {name.rpartition(".")[2] for name, module in plain[0].named_modules() if isinstance(module, nn.Linear)}
+        modules = [name for name in MODULES if name in names]
+        if not modules:
+            raise HeadConfigError(
+                f"target {target.name}: its layers have none of {', '.join(MODULES)}; a PTP head needs a llama-like "
+                "target; name another"
+            )
+        lora = LoraConfig(
+            task_type=TaskType.CAUSAL_LM,
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=0.0,
+            target_modules=modules,
+        )
+        adapted = _view(backbone, adapted)
+        inject_adapter_in_model(lora, adapted, ADAPTER)
+        # A tuple is no submodule: the target's weights are neither parameters of this module nor in its state.
+        self._target, self._plain, self._adapted = (target,), (_view(backbone, plain),), (adapted,)
+        self._weights = nn.ParameterDict()
+        self._names: dict[str, str] = {}  # name on disk -> name here: a parameter's name has no dots
+        prefix = f"base_model.model.{target.model.base_model_prefix}."
+        for name, value in adapted.named_parameters():
+            if ".lora_" in name:
+                value.data = value.data.float()
+                key = name.replace(".", "/")
+                self._weights[key] = value
+                self._names[prefix + name.replace(f".{ADAPTER}.", ".")] = key
+        self.embedding = _scaled_embedding(config, backbone).to(target.device)
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    @property
+    def shift(self) -> int:
+        """Position of row 0 of a window, less that of the token it starts at."""
+        return 0 if self.config.variant == "o-ptp" else 1
+
+    @torch.no_grad()
+    def prefix(self, tokens: Tensor, documents: Tensor | None = None) -> Prefix:
+        """What the plain target computes of tokens[R, S]; documents[R, S] as in Target.hidden."""
+        from vllm_mtpc.target.attention import packed_arguments
+
+        target = self.target
+        tokens = tokens.to(target.device, torch.long)
+        if documents is None:
+            documents, packed = torch.zeros_like(tokens), {}
+            positions = torch.arange(tokens.shape[1], device=target.device).expand_as(tokens)
+        else:
+            documents = documents.to(target.device, torch.long)
+            packed = packed_arguments(documents, target.attention)
+            positions = packed["position_ids"]
+        record = Record(target.backbone.config._attn_implementation)
+        hidden = self._plain[0](input_ids=tokens, use_cache=False, **packed, **{SHARE: record}).last_hidden_state
+        return Prefix(hidden, record.keys, record.values, positions, documents)
+
+    def aux(self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor) -> Tensor:
+        """States [B, n, D], after the final norm, of windows at (row[B], start[B]) whose rows carry u[B, n]."""
+        device = self.target.device
+        u = u.to(device, torch.float32)
+        if not self.config.informed:
+            u = torch.full_like(u, UNINFORMED)
+        embeds = self.embedding(u).to(self.target.dtype)
+        return self._windows(self._adapted[0], prefix, row.to(device), start.to(device), self.shift, embeds)
+
+    forward = aux
+
+    @torch.no_grad()
+    def plain(self, prefix: Prefix, row: Tensor, start: Tensor, tokens: Tensor) -> Tensor:
+        """States [B, m, D] of the plain target where the text goes on with tokens[B, m] behind (row, start)."""
+        device = self.target.device
+        embeds = self._plain[0].get_input_embeddings()(tokens.to(device, torch.long))
+        return self._windows(self._plain[0], prefix, row.to(device), start.to(device), 1, embeds)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] float32: the target's own lm_head."""
+        return self.target.logits(hidden)
+
+    def lora(self) -> dict[str, Tensor]:
+        """The adapters by their names on disk."""
+        return {name: self._weights[key] for name, key in self._names.items()}
+
+    @torch.no_grad()
+    def take(self, lora: dict[str, Tensor], embedding: AuxEmbedding) -> None:
+        """Copy weights into this student. Raises HeadConfigError where they are not of its shapes."""
+        ours = {name: tuple(value.shape) for name, value in self.lora().items()}
+        if ours != {name: tuple(value.shape) for name, value in lora.items()}:
+            raise HeadConfigError(
+                f"the head's adapters are not those of the layers of {self.target.name}; name the target it was "
+                "trained for"
+            )
+        for name, value in self.lora().items():
+            value.copy_(lora[name])
+        self.embedding.load_state_dict(embedding.state_dict())
+
+    @classmethod
+    def load(cls, folder: Path | str, target: Target) -> Student:
+        """The head in a folder on its target, without gradients. Raises CheckpointError or HeadConfigError."""
+        from vllm_mtpc.checkpoint.ptp import load_ptp
+
+        head = load_ptp(folder)
+        student = cls(target, head.config)
+        student.take(head.lora, head.embedding)
+        return student.eval().requires_grad_(False)
+
+    def _windows(
+        self, view: nn.Module, prefix: Prefix, row: Tensor, start: Tensor, shift: int, embeds: Tensor
+    ) -> Tensor:
+        count, length, _ = embeds.shape
+        offsets = torch.arange(shift, shift + length, device=row.device)
+        arguments: dict[str, Any] = {
+            "inputs_embeds": embeds.flatten(0, 1)[None],  # [1, B * n, D]
+            "position_ids": (prefix.positions[row, start][:, None] + offsets).flatten()[None],
+            # transformers hands a mask of four dimensions on as it is: it need not build one
+            "attention_mask": embeds.new_zeros(1, 1, 1, 1),
+            SHARE: Layout(prefix, row, start, length),
+        }
+        return view(**arguments, use_cache=False).last_hidden_state.view(count, length, -1)
+
+
+def check_target(target: Target, config: PtpConfig) -> nn.Module:
+    """The target's backbone; raises HeadConfigError where a PTP head cannot stand on it."""
+    backbone, text = target.backbone, target.config
+    if not isinstance(getattr(backbone, "layers", None), nn.ModuleList) or "norm" not in backbone._modules:
+        raise HeadConfigError(
+            f"target {target.name}: {type(backbone).__name__} is not made of `layers` and a final `norm`, so its "
+            "layers cannot be adapted row by row; name another target"
+        )
+    kinds = set(getattr(text, "layer_types", None) or [_kind(text)])
+    if kinds != {"full_attention"}:
+        raise HeadConfigError(
+            f"target {target.name} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}; a PTP head "
+            "needs full_attention in every layer; name another target"
+        )
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": len(backbone.layers)}
+    wanted = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "layers": config.num_layers}
+    for name, size in sizes.items():
+        if size != wanted[name]:
+            raise HeadConfigError(
+                f"target {target.name} has {name}={size}, the head was made for {wanted[name]}; name its own target"
+            )
+    return backbone
+
+
+def _kind(text: Any) -> str:
+    return "sliding_attention" if getattr(text, "sliding_window", None) is not None else "full_attention"
+
+
+def _with_windows(layer: nn.Module) -> nn.Module:
+    """A copy of a layer around the same weights, with the attention of windows."""
+    layer = _sharing_copy(layer)
+    for module in layer.modules():
+        if hasattr(module, "config"):  # a copy, too
+            module.config._attn_implementation = IMPLEMENTATION
+    return layer
+
+
+def _scaled_embedding(config: PtpConfig, backbone: nn.Module) -> AuxEmbedding:
+    """An untrained embedding whose values are as large as those of the target's tokens."""
+    embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
+    with torch.no_grad():
+        wanted = backbone.get_input_embeddings().weight.float().std().cpu()
+        factor = wanted / embedding.table().std().clamp(min=1e-6)
+        last = getattr(embedding, "outer", embedding)
+        for value in last.parameters():
+            value.mul_(factor)
+    return embedding.float()
