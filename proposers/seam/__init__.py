@@ -1,6 +1,7 @@
 """The seam: the few vLLM attributes this package wraps so that vLLM knows two more speculative methods.
 
-`frontend.py` holds what runs where a configuration is made, `worker.py` what runs where a model is.
+`frontend.py` holds what runs where a configuration is made, `engine_core.py` what runs where the KV cache is divided,
+`worker.py` what runs where a model is.
 docs/internals.md lists every attribute and why.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 def install() -> None:
     """Declare all patches; each takes effect when its module is imported, at once if it already is."""
-    from vllm_mtpc.proposers.seam import frontend, worker
+    from vllm_mtpc.proposers.seam import engine_core, frontend, worker
     from vllm_mtpc.proposers.seam.patch import apply
 
-    for patch in (*frontend.PATCHES, *worker.PATCHES):
+    for patch in (*frontend.PATCHES, *engine_core.PATCHES, *worker.PATCHES):
         apply(patch)

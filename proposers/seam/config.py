@@ -1,4 +1,7 @@
-"""`speculative_config` of this package's methods: checked whole, in the caller's process, one line per error."""
+"""`speculative_config` of this package's methods: checked whole, in the caller's process, one line per error.
+
+What only PTP heads have is in `config_ptp.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from vllm.config.utils import config
 
 from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
 from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.proposers.seam import versions
 
@@ -38,7 +42,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     and describes the draft by the target's own ModelConfig, because a head has no layers of its own.
     """
 
-    method: Literal["mtpc", "ptp"] | None = None
+    method: Literal["mtpc"] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     head: SkipValidation[HeadConfig] = None  # type: ignore[assignment]
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
@@ -63,47 +67,47 @@ def is_ours(speculative_config: Any) -> bool:
 
 
 def create(**given: Any) -> MtpcSpeculativeConfig:
-    """The validated config for a user's `speculative_config` plus vLLM's target_* entries.
+    """The validated config for a user's `speculative_config` plus vLLM's target_* entries, of the method it names.
 
     Raises ServeConfigError, CheckpointError or HeadConfigError, each one line.
     """
     target: ModelConfig = given.pop("target_model_config")
     parallel: ParallelConfig = given.pop("target_parallel_config")
     given = {key: value for key, value in given.items() if value is not None}
-    _check_request(given)
+    if given["method"] == "ptp":
+        from vllm_mtpc.proposers.seam import config_ptp
+
+        config_class, user_keys = config_ptp.PtpSpeculativeConfig, config_ptp.USER_KEYS
+    else:
+        config_class, user_keys = MtpcSpeculativeConfig, USER_KEYS
+    _check_request(given, user_keys)
     folder = _head_folder(given, target)
     head = read_config(folder)
-    if head.lora_layers:
-        raise ServeConfigError(
-            f"speculative_config: head {folder} has lora_layers={head.lora_layers}: draft layers are not served in "
-            "this version; allowed: 0; use a head trained with lora_layers 0"
-        )
+    _check_method(folder, head, given["method"])
     _check_fit(folder, head, given, target)
-    check_tensors(folder, head)
+    if isinstance(head, HeadConfig):
+        check_tensors(folder, head)
+    else:
+        config_ptp.check_target(folder, head, target, parallel)
     given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
     given.setdefault("draft_sample_method", head.speculators_config.default_proposal_method)
     try:
-        return MtpcSpeculativeConfig(
+        return config_class(
             **{**given, "model": str(folder), "model_folder": str(folder), "head": head},
             target_model_config=target,
             target_parallel_config=parallel,
         )
     except ValidationError as error:
-        raise ServeConfigError(f"speculative_config: {one_line(error, list(USER_KEYS))}") from None
+        raise ServeConfigError(f"speculative_config: {one_line(error, list(user_keys))}") from None
 
 
-def _check_request(given: dict[str, Any]) -> None:
+def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
     """What can be said without looking at the head."""
-    unknown = [key for key in given if key not in USER_KEYS]
+    unknown = [key for key in given if key not in user_keys]
     if unknown:
         raise ServeConfigError(
-            f"speculative_config: {unknown[0]!r} is not an option of method 'mtpc'; allowed: {', '.join(USER_KEYS)}; "
-            "remove it"
-        )
-    if given["method"] == "ptp":
-        raise ServeConfigError(
-            "speculative_config: method 'ptp' has no heads in this version of vllm_mtpc; allowed: 'mtpc'; "
-            'use {"method": "mtpc"} with an MtPC head'
+            f"speculative_config: {unknown[0]!r} is not an option of method {given['method']!r}; allowed: "
+            f"{', '.join(user_keys)}; remove it"
         )
     if given.get("rejection_sample_method") == "block" and versions.vllm_minor() < versions.EXACT_BLOCK_VERIFICATION:
         raise ServeConfigError(
@@ -136,7 +140,21 @@ def _shipped_on_hub(target: ModelConfig) -> Path | None:
     return find_head(folder)
 
 
-def _check_fit(folder: Path, head: HeadConfig, given: dict[str, Any], target: ModelConfig) -> None:
+def _check_method(folder: Path, head: HeadConfig | PtpConfig, method: str) -> None:
+    """Refuse a head of the other family, and heads that cannot be served."""
+    if head.speculators_model_type != method:
+        raise ServeConfigError(
+            f"speculative_config: head {folder} is of method {head.speculators_model_type!r}, not {method!r}; "
+            f'type {{"method": "{head.speculators_model_type}"}}'
+        )
+    if isinstance(head, HeadConfig) and head.lora_layers:
+        raise ServeConfigError(
+            f"speculative_config: head {folder} has lora_layers={head.lora_layers}: draft layers are not served in "
+            "this version; allowed: 0; use a head trained with lora_layers 0"
+        )
+
+
+def _check_fit(folder: Path, head: HeadConfig | PtpConfig, given: dict[str, Any], target: ModelConfig) -> None:
     """Refuse a head made for another target, and more drafts than its window holds."""
     sizes = (
         ("vocab_size", head.vocab_size, target.get_vocab_size()),

@@ -136,10 +136,15 @@ def _report_vllm() -> None:
 
 
 def check_runner(vllm_config: Any) -> None:
-    """Refuse some pipeline parallelism and LoRA of an lm_head that is shared; keep V1's scheduling synchronous."""
+    """Refuse what a head cannot be served with on this runner; keep V1's scheduling synchronous."""
     from vllm_mtpc.errors import ServeConfigError
     from vllm_mtpc.heads import needs_lm_head
 
+    if vllm_config.speculative_config.method == "ptp":
+        from vllm_mtpc.proposers.seam.config_ptp import check_engine
+
+        check_engine(vllm_config)
+        return
     is_v2, scheduler = vllm_config.use_v2_model_runner, vllm_config.scheduler_config
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not (is_v2 and scheduler.async_scheduling):

@@ -14,6 +14,21 @@ def _is_ours(speculative_config: Any) -> bool:
     return is_ours(speculative_config)
 
 
+def speculator_class(speculative_config: Any) -> type:
+    """The Model Runner V2 speculator of one of our configs."""
+    if speculative_config.method == "mtpc":
+        from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+        return MtpcSpeculator
+    if speculative_config.draft_pass == "merged":
+        from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator
+
+        return MergedSpeculator
+    from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
+
+    return PtpSpeculator
+
+
 class InitSpeculator(Patch):
     module = "vllm.v1.worker.gpu.model_runner"
     attribute = "init_speculator"
@@ -25,9 +40,7 @@ class InitSpeculator(Patch):
         def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
             if not _is_ours(vllm_config.speculative_config):
                 return original(vllm_config, device, *args, **kwargs)
-            from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
-
-            return MtpcSpeculator(vllm_config, device)
+            return speculator_class(vllm_config.speculative_config)(vllm_config, device)
 
         return init_speculator
 

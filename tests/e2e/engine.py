@@ -2,7 +2,7 @@
 
 A test describes engines (their arguments, then calls one after the other); `run` starts one child
 process that builds them in turn. V2 runs its Triton kernels in Triton's interpreter (see
-interpreter/sitecustomize.py): the same kernels as on a GPU, slowly.
+scripts/interpreter/sitecustomize.py): the same kernels as on a GPU, slowly.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+INTERPRETER = HERE.parents[1] / "scripts" / "interpreter"
 SMALL = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -37,7 +38,7 @@ class Call:
 
 @dataclass
 class Engine:
-    """`LLM(model, **arguments)` and what to ask it; `plant` names a deliberate fault (see PLANTS)."""
+    """`LLM(model, **arguments)` and what to ask it; `plant` names a change made before (see PLANTS and ptp_plants)."""
 
     model: str
     calls: list[Call]
@@ -54,6 +55,7 @@ class Reply:
     finish: list[list[str | None]]
     logprobs: list[list[Any]]
     metrics: dict[str, float]
+    recorded: list[Any] = field(default_factory=list)  # what a plant noted while the engine ran
 
 
 def run(
@@ -64,7 +66,7 @@ def run(
         os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false"
     )
     if runner == "v2":
-        env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(HERE / "interpreter")}
+        env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
         env |= {"MTPC_TEST_ASYNC": "1"} if async_scheduling else {}
     env |= more_env
     with tempfile.TemporaryDirectory() as folder:
@@ -97,6 +99,8 @@ def _drop_recovered() -> None:
 
 
 PLANTS = {"drop_recovered": _drop_recovered}
+RECORDED: list[Any] = []
+TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran last, in the order they were asked
 
 
 def _sampling_params(arguments: dict[str, Any]) -> Any:
@@ -112,10 +116,10 @@ def _sampling_params(arguments: dict[str, Any]) -> Any:
 def _answer(engine: Engine) -> list[Reply]:
     from vllm import LLM
 
-    if engine.plant:
-        PLANTS[engine.plant]()
+    undo = _plant(engine.plant) if engine.plant else None
     llm = LLM(engine.model, **{**SMALL, **engine.arguments})
     replies = []
+    texts = []
     for call in engine.calls:
         prompts = [{"prompt_token_ids": prompt} for prompt in call.prompts]
         outputs = llm.generate(prompts, [_sampling_params(sampling) for sampling in call.sampling], use_tqdm=False)
@@ -128,9 +132,25 @@ def _answer(engine: Engine) -> list[Reply]:
                 finish=[[sample.finish_reason for sample in output.outputs] for output in outputs],
                 logprobs=[[sample.logprobs for sample in output.outputs] for output in outputs],
                 metrics={**metrics, "per_position": per_position},
+                recorded=list(RECORDED),
             )
         )
+        RECORDED.clear()
+        answers = [output.outputs[0].token_ids for output in outputs]
+        texts += [prompt + list(answer) for prompt, answer in zip(call.prompts, answers, strict=True)]
+    TEXTS[:] = texts
+    if undo:
+        undo()
     return replies
+
+
+def _plant(name: str) -> Any:
+    """Make a change; returns what undoes it, for the changes that can be undone."""
+    if name in PLANTS:
+        return PLANTS[name]()
+    from tests.e2e import ptp_plants
+
+    return ptp_plants.PLANTS[name]()
 
 
 def main(asked: str, answered: str) -> None:

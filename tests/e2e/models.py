@@ -9,8 +9,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.checkpoint.ptp import save_ptp
 from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.adapters import MODULES
+from vllm_mtpc.heads.ptp.embedding import build_embedding
 
 
 def make_target(folder: Path, vocab_size: int, seed: int, hidden_size: int = 64, layers: int = 2) -> LlamaForCausalLM:
@@ -78,3 +82,29 @@ def make_head(
         loss.backward()
         optimiser.step()
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
+
+
+def make_ptp_head(
+    folder: Path,
+    target: LlamaForCausalLM,
+    variant: str,
+    window: int,
+    scale: float = 0.05,
+    rank: int = 4,
+    **options: Any,
+) -> None:
+    """A PTP head of random adapters (none of effect with scale 0): its drafts are anything, its passes are real."""
+    config = PtpConfig.create(
+        variant=variant, window=window, target=target.config, verifier="../target", lora_rank=rank, **options
+    )
+    generator = torch.Generator().manual_seed(5)
+    lora = {}
+    for name, module in target.named_modules():
+        if name.rpartition(".")[2] in MODULES:
+            for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                spread = 1.0 if part == "A" else scale
+                values = torch.randn(shape, generator=generator) * spread
+                lora[f"base_model.model.{name}.lora_{part}.weight"] = values
+    torch.manual_seed(5)
+    embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
+    save_ptp(folder, config, lora, embedding, {"command": "tests"}, "made by a test", torch.float32)

@@ -183,8 +183,10 @@ def test_unknown_value_of_an_option(place: Path) -> None:
     assert "draft_sample_method" in refusal(place, draft_sample_method="beam")
 
 
-def test_ptp_is_refused_until_it_has_heads(place: Path) -> None:
-    assert "'ptp'" in (message := refusal(place, method="ptp")) and "'mtpc'" in message
+def test_a_head_of_the_other_method(place: Path) -> None:
+    assert (
+        "is of method 'mtpc', not 'ptp'" in (message := refusal(place, method="ptp")) and '"method": "mtpc"' in message
+    )
 
 
 def test_no_model_and_no_shipped_head(place: Path) -> None:

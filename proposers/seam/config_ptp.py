@@ -1,0 +1,127 @@
+"""`speculative_config` of method ptp: its own options, the targets it is served on, and the blocks it sets aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, SkipValidation
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.utils import config
+
+from vllm_mtpc.checkpoint.ptp import check_ptp
+from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.proposers.seam.config import MtpcSpeculativeConfig
+
+if TYPE_CHECKING:
+    from vllm_mtpc.proposers.v2.ptp.plan import Plan
+
+USER_KEYS = (
+    "method",
+    "model",
+    "revision",
+    "num_speculative_tokens",
+    "draft_pass",
+    "max_aux_rows",
+    "aux_rows_per_request",
+    "group_sizes",
+    "u_table",
+)
+CPU_BLOCK_SIZE = 32  # the smallest vLLM's CPU attention takes: each group of rows owns blocks of this size
+
+
+@config
+class PtpSpeculativeConfig(MtpcSpeculativeConfig):
+    """Options of a PTP head.
+
+    draft_pass: draft inside the target's own pass, or in a second one. max_aux_rows: auxiliary rows of a whole batch;
+    larger batches draft less. aux_rows_per_request: at most so many for one request (merged pass). group_sizes: one
+    table of group sizes per batch size, or sizes by how sure each request's drafts are. u_table: 256 embeddings
+    instead of one computed for each u.
+    """
+
+    method: Literal["ptp"] | None = None
+    draft_sample_method: Literal["greedy"] = "greedy"
+    head: SkipValidation[PtpConfig] = None  # type: ignore[assignment]
+    draft_pass: Literal["merged", "two-pass"] = "merged"
+    max_aux_rows: int = Field(default=256, ge=2)
+    aux_rows_per_request: int | None = Field(default=None, ge=1)
+    group_sizes: Literal["static", "dynamic"] = "static"
+    u_table: bool = False
+
+    def __repr__(self) -> str:
+        head = self.head
+        return (
+            f"PtpSpeculativeConfig(model={self.model!r}, variant={head.variant!r}, window={head.window}, "
+            f"lora_rank={head.lora_rank}, num_speculative_tokens={self.num_speculative_tokens}, "
+            f"draft_pass={self.draft_pass!r}, max_aux_rows={self.max_aux_rows}, group_sizes={self.group_sizes!r})"
+        )
+
+    def plan(self, max_num_seqs: int) -> Plan:
+        """Groups of auxiliary rows by batch size."""
+        from vllm_mtpc.proposers.v2.ptp.plan import merged_plan, two_pass_plan
+
+        if self.draft_pass == "two-pass":
+            return two_pass_plan(self.head, self.num_speculative_tokens, max_num_seqs, self.max_aux_rows)
+        return merged_plan(
+            self.head,
+            self.num_speculative_tokens,
+            max_num_seqs,
+            self.max_aux_rows,
+            self.aux_rows_per_request,
+            self.group_sizes == "dynamic",
+        )
+
+
+def check_target(folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check the head's files, and refuse a target or layout that PTP is not served on."""
+    check_ptp(folder, head)
+    if parallel.pipeline_parallel_size > 1:
+        raise ServeConfigError(
+            f"speculative_config: method 'ptp' with pipeline_parallel_size={parallel.pipeline_parallel_size}: drafts "
+            "come from the whole target, which no stage holds; allowed: 1; use tensor_parallel_size"
+        )
+    text = target.hf_text_config
+    sliding = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
+    if target.is_hybrid or target.is_attention_free or target.use_mla or sliding or target.get_sliding_window():
+        raise ServeConfigError(
+            f"speculative_config: method 'ptp' on {target.model}, whose layers do not all have full attention with a "
+            "key and a value per head: allowed are such targets alone; use an MtPC head"
+        )
+    if target.uses_mrope:
+        raise ServeConfigError(
+            f"speculative_config: method 'ptp' on {target.model}, which has several positions per token: allowed are "
+            "targets with one; use an MtPC head"
+        )
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Refuse what PTP cannot be served with, once the engine's configuration is known; choose its block size."""
+    if not vllm_config.use_v2_model_runner:
+        raise ServeConfigError(
+            "method 'ptp' on Model Runner V1: it drafts from token lists on the host, PTP from the target's own rows; "
+            "allowed: Model Runner V2 (a GPU, or a CPU with Triton); drop VLLM_USE_V2_MODEL_RUNNER=0, or use an MtPC "
+            "head"
+        )
+    parallel = vllm_config.parallel_config
+    refused = {
+        "enable_lora": vllm_config.lora_config is not None,
+        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "enable_dbo": getattr(parallel, "enable_dbo", False),
+        "watermark_config": getattr(vllm_config, "watermark_config", None) is not None,
+    }
+    for option, is_set in refused.items():
+        if is_set:
+            raise ServeConfigError(f"method 'ptp' with {option}: not served together in this version; drop {option}")
+    spec, cache = vllm_config.speculative_config, vllm_config.cache_config
+    if spec.draft_pass == "merged":
+        from vllm.config.compilation import CUDAGraphMode
+
+        # the target's pass is the student's, whose rows no captured graph has
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
+        cache.block_size = CPU_BLOCK_SIZE

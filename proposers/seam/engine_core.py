@@ -1,0 +1,66 @@
+"""Patches that run where the KV cache is divided: the blocks of PTP's auxiliary rows are kept from the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_mtpc.proposers.seam.patch import Patch
+
+RESERVED = "vllm_mtpc_reserved_blocks"  # attribute of a KVCacheConfig, from the one patch to the other
+
+
+class GetKvCacheConfigs(Patch):
+    module = "vllm.v1.engine.core"
+    attribute = "get_kv_cache_configs"
+    reason = "say how many of the KV cache's blocks auxiliary rows need"
+    parameters = ("vllm_config",)
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            configs = original(vllm_config, *args, **kwargs)
+            if getattr(vllm_config.speculative_config, "method", None) == "ptp":
+                for config in configs:
+                    setattr(config, RESERVED, reserved_blocks(vllm_config, config))
+            return configs
+
+        return get_kv_cache_configs
+
+
+class GenerateSchedulerKvCacheConfig(Patch):
+    module = "vllm.v1.engine.core"
+    attribute = "generate_scheduler_kv_cache_config"
+    reason = "hand the scheduler all blocks but the last ones, which auxiliary rows own"
+    parameters = ("kv_cache_configs",)
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def generate_scheduler_kv_cache_config(kv_cache_configs: Any, *args: Any, **kwargs: Any) -> Any:
+            config = original(kv_cache_configs, *args, **kwargs)
+            config.num_blocks -= getattr(kv_cache_configs[0], RESERVED, 0)
+            return config
+
+        return generate_scheduler_kv_cache_config
+
+
+PATCHES: tuple[type[Patch], ...] = (GetKvCacheConfigs, GenerateSchedulerKvCacheConfig)
+
+
+def reserved_blocks(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Blocks of auxiliary rows; raises ServeConfigError where too few are left for one request."""
+    from vllm_mtpc.errors import ServeConfigError
+
+    if not kv_cache_config.kv_cache_groups:
+        return 0
+    spec, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
+    block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    blocks = spec.plan(vllm_config.scheduler_config.max_num_seqs).num_blocks(block_size)
+    needed = -(-longest // block_size) + 1  # vLLM keeps one block for itself
+    if kv_cache_config.num_blocks - blocks < needed:
+        raise ServeConfigError(
+            f"the KV cache holds {kv_cache_config.num_blocks} blocks of {block_size} tokens; {blocks} of them are for "
+            f"auxiliary rows and {needed} for one request of {longest} tokens; raise --gpu-memory-utilization (or "
+            f"--kv-cache-memory-bytes), or lower max_aux_rows={spec.max_aux_rows} or --max-num-seqs"
+        )
+    return blocks

@@ -1,0 +1,132 @@
+"""LoRA on auxiliary rows only, on top of vLLM's own linear layers, sharded as they are.
+
+    y = W x                                  every row, by the target's own layer: quantised or not
+    y[aux] += alpha / r * B A x[aux]         auxiliary rows, gathered and added in place
+
+Rows of real tokens are not touched, so they are bit for bit those of the target without adapters. Layers that vLLM
+merges (q, k, v; gate, up) keep one A and one B per part. Under tensor parallelism B follows the shards of an output
+that is split; where the input is split, A follows it, and the r products are summed over ranks before B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+
+from vllm_mtpc.errors import CheckpointError
+
+PREFIX = "base_model.model."  # PEFT's, in front of the names of the target's modules
+
+
+class Gate:
+    """Which rows of the pass under way are auxiliary: [A] int64, unique."""
+
+    rows: Tensor
+
+
+class GatedLinear(nn.Module):
+    """A vLLM linear layer with adapters on the rows of `gate`; parts: (A [r, in], B [out part, r]) of this rank."""
+
+    def __init__(self, base: LinearBase, parts: Sequence[tuple[Tensor, Tensor]], scale: float, gate: Gate) -> None:
+        super().__init__()
+        self.base, self.gate = base, gate
+        self.is_split_input = isinstance(base, RowParallelLinear) and base.tp_size > 1
+        self.down = torch.cat([down for down, _ in parts])  # [parts * r, in]
+        self.up = [up * scale for _, up in parts]  # each [out part, r]
+        self.rank = parts[0][0].shape[0]
+
+    def forward(self, x: Tensor) -> Any:
+        result = self.base(x)
+        out = result[0] if isinstance(result, tuple) else result
+        low = F.linear(x.index_select(0, self.gate.rows), self.down)  # [A, parts * r]
+        if self.is_split_input:
+            low = tensor_model_parallel_all_reduce(low)
+        delta = [F.linear(part, up) for part, up in zip(low.split(self.rank, dim=1), self.up, strict=True)]
+        out.index_add_(0, self.gate.rows, torch.cat(delta, dim=1))
+        return result
+
+
+def part_names(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
+    """Names on disk of what the layer `name` holds, e.g. q_proj, k_proj and v_proj of ...qkv_proj."""
+    parent, _, last = name.rpartition(".")
+    return [f"{parent}.{part}" for part in packed.get(last, (last,))]
+
+
+def adapted(
+    name: str,
+    base: LinearBase,
+    lora: dict[str, Tensor],
+    packed: Mapping[str, Sequence[str]],
+    scale: float,
+    gate: Gate,
+) -> nn.Module:
+    """`base` with the adapters that `lora` (tensors by PEFT's names) has for it; what is used is taken out of `lora`.
+
+    Raises CheckpointError where a merged layer has adapters for some of its parts only.
+    """
+    names = part_names(name, packed)
+    found = [part for part in names if f"{PREFIX}{part}.lora_A.weight" in lora]
+    if not found:
+        return base
+    if found != names:
+        raise CheckpointError(
+            f"the head adapts {', '.join(found)}, but vLLM computes {', '.join(names)} as one; use a head that adapts "
+            "all of them"
+        )
+    if isinstance(base, RowParallelLinear) and not base.reduce_results and base.tp_size > 1:
+        raise CheckpointError(f"{name}: vLLM adds up its ranks elsewhere, so it cannot be adapted; use one rank")
+    sizes = _part_sizes(base, len(names))
+    parts = []
+    for index, part in enumerate(names):
+        down = lora.pop(f"{PREFIX}{part}.lora_A.weight")
+        up = lora.pop(f"{PREFIX}{part}.lora_B.weight")
+        parts.append((_input_shard(base, down), _output_shard(base, up, index, sizes)))
+    return GatedLinear(base, parts, scale, gate)
+
+
+def _part_sizes(base: LinearBase, parts: int) -> list[int]:
+    """Outputs of each part on this rank."""
+    if isinstance(base, QKVParallelLinear):
+        heads = (base.num_heads, base.num_kv_heads)
+        return [heads[0] * base.head_size, heads[1] * base.head_size, heads[1] * base.v_head_size]
+    if isinstance(base, (ReplicatedLinear, RowParallelLinear)):
+        return [base.output_size]
+    sizes = getattr(base, "output_sizes", None) or [base.output_size]
+    if len(sizes) != parts:
+        raise CheckpointError(f"{type(base).__name__} with {len(sizes)} parts where {parts} are named; not supported")
+    return [size // base.tp_size for size in sizes]
+
+
+def _input_shard(base: LinearBase, down: Tensor) -> Tensor:
+    """A of this rank: its columns where the input is split."""
+    if not isinstance(base, RowParallelLinear):
+        return down
+    width = base.input_size_per_partition
+    return down[:, base.tp_rank * width : (base.tp_rank + 1) * width].contiguous()
+
+
+def _output_shard(base: LinearBase, up: Tensor, index: int, sizes: list[int]) -> Tensor:
+    """B of this rank: its rows where the output is split."""
+    if not isinstance(base, ColumnParallelLinear):
+        return up
+    shard = base.tp_rank
+    if isinstance(base, QKVParallelLinear) and index:  # ranks share a key-value head where there are too few
+        shard //= base.num_kv_head_replicas
+    start = shard * sizes[index]
+    if start + sizes[index] > up.shape[0]:
+        raise CheckpointError(
+            f"the head's adapter has {up.shape[0]} outputs where the target has more; use a head of this target"
+        )
+    return up[start : start + sizes[index]].contiguous()

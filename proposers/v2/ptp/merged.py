@@ -1,0 +1,232 @@
+"""PTP drafts in the target's own pass (the authors' "partial quadratic decoding"; Parallel Token Prediction, app. E).
+
+Algorithm: while the target verifies [x, d_1 .. d_K] of a request, the same pass carries groups of auxiliary rows, one
+for each number d of drafts that may turn out to be accepted:
+
+    verified    x  d_1 .. d_K                  the target as it is
+    group d     u_(c) u_(c+1) ..  c = d + 1    behind x, d_1 .. d_d and the request's committed tokens
+
+Once the verifier has accepted a drafts, group a's states are the next drafts, already there: o-ptp reads the argmax of
+each row but the first (which told the group what the verifier would pick next), c-ptp picks with each row's successor.
+So drafting costs rows, not a pass. A group whose d drafts are not accepted is thrown away; the sizes (`plan.py`) spend
+the rows where drafts are likely to end.
+
+Difference from PtpSpeculator: the student runs in the place of the target's forward, over the batch vLLM prepared and
+the groups behind it; `propose` only reads. vLLM's runner and scheduler know nothing of the groups. Batches that are
+too large to draft for go to the target itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.proposers.v2.ptp.plan import Bucket
+from vllm_mtpc.proposers.v2.ptp.sizes import Layout, dynamic_layout, static_layout
+from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
+
+
+class Drafted(NamedTuple):
+    """What a pass leaves for `propose`."""
+
+    hidden: Tensor  # [R * B, D], states of the auxiliary rows
+    layout: Layout
+    position: Tensor  # [R] of x, the last committed token
+
+
+class MergedSpeculator(PtpSpeculator):
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        most = self.max_num_tokens + self.plan.max_rows
+        self.embeds = torch.zeros(most, self.hidden_size, dtype=self.dtype, device=device)
+        self.row_positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self.row_slots = torch.full((most,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        self.row_index = torch.arange(most, device=device)
+        sequences = self.max_num_reqs + self.plan.max_groups
+        self.sequence_ends = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
+        self.layouts: dict[Bucket, Layout] = {}
+        self.confidence = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=device)  # by request slot
+        self.step: InputBatch | None = None
+        self.drafted: Drafted | None = None
+
+    def model_state_cls(self, base: type) -> type:
+        speculator = self
+
+        class WithStep(base):
+            """Shows the batch of a step to the speculator before the target runs."""
+
+            def preprocess_state(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> None:
+                speculator.step = input_batch
+                super().preprocess_state(input_batch, *args, **kwargs)
+
+        return WithStep
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        student = super().load_draft_model(target_model, target_attn_layer_names)
+        self.target_forward = target_model.forward
+        target_model.forward = self.forward  # after the copy: the student's forward is the model's own
+        return student
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        width = self.scratch.table_width
+        sequences = self.max_num_reqs + self.plan.max_groups
+        self.sequence_tables = torch.zeros(sequences, width, dtype=torch.int32, device=self.device)
+        for group in (group for groups in self.aux_groups for group in groups):
+            builder = group.get_metadata_builder(0)
+            if getattr(builder, "reorder_batch_threshold", None) is not None:
+                raise ServeConfigError(
+                    f"draft_pass 'merged': attention backend {group.backend.get_name()} sorts a batch by length, which "
+                    'groups of rows do not survive; add --attention-backend FLASH_ATTN, or "draft_pass": "two-pass"'
+                )
+            has_lengths = self.device.type == "cpu" or group.backend.supports_device_cpu_query_lens_mismatch()
+            if self.plan.dynamic and not has_lengths:
+                raise ServeConfigError(
+                    f"group_sizes 'dynamic': attention backend {group.backend.get_name()} wants the lengths on the "
+                    'host; use "group_sizes": "static"'
+                )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """In the place of the target's forward: states [num_tokens_after_padding, D] of its rows."""
+        step, self.step, self.drafted = self.step, None, None
+        bucket = self.plan.bucket(step.num_reqs) if step is not None else None
+        if bucket is None:
+            return self.target_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
+        embeds = self.target.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        layout = self._layout(bucket, step)
+        hidden = self._merged_pass(step, embeds[: step.num_tokens], positions, layout)
+        padding = positions.shape[-1] - step.num_tokens
+        real = hidden[: step.num_tokens]
+        return torch.cat([real, real.new_zeros(padding, real.shape[1])]) if padding else real
+
+    def _layout(self, bucket: Bucket, step: InputBatch) -> Layout:
+        num_reqs = step.num_reqs
+        if self.plan.dynamic:
+            slots = step.idx_mapping[:num_reqs]
+            return dynamic_layout(bucket, self.confidence[slots], self.head, self.device)
+        if bucket not in self.layouts:
+            self.layouts[bucket] = static_layout(bucket, self.device)
+        return self.layouts[bucket].of(num_reqs)
+
+    def _merged_pass(self, step: InputBatch, embeds: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """States of the target's rows and, behind them, of the groups' rows; keeps the latter for `propose`."""
+        num_reqs, real = step.num_reqs, step.num_tokens
+        slots = step.idx_mapping[:num_reqs]
+        states = self.sampler.sampling_states
+        temperature, seeds = states.temperature.gpu, states.seeds.gpu
+        rows = num_reqs * layout.rows
+        first = step.logits_indices[step.cu_num_logits[:num_reqs].long()]  # [R] row of x
+        position = step.positions[first]  # [R]
+        drafted = (step.cu_num_logits[1 : num_reqs + 1] - step.cu_num_logits[:num_reqs] - 1).long()  # [R] drafts
+        prefix = position[:, None] + 1 + torch.minimum(layout.accepted, drafted[:, None])  # [R, G]
+        at = prefix.gather(1, layout.group) + layout.offset  # [R, B] index of the token whose u a row carries
+
+        total = real + rows
+        self.embeds[:real] = embeds
+        self.embeds[real:total] = self._embed(at - 1, slots, temperature, seeds).flatten(0, 1)
+        self.row_positions[:real] = positions[:real]
+        self.row_positions[real:total] = (at - 1 if self.is_onehot else at).flatten().clamp(max=self.max_model_len - 1)
+        self.gate.rows = self.row_index[real:total]
+
+        num_groups = num_reqs * layout.num_groups
+        tables = self.block_tables.input_block_tables[0][:num_reqs]
+        of_groups, source, target = self.scratch.place(
+            prefix.flatten(), tables.repeat_interleave(layout.num_groups, dim=0)
+        )
+        group = (self.group_index[:num_reqs, None] * layout.num_groups + layout.group).flatten()
+        self.row_slots[:real] = self.block_tables.slot_mappings[0, :real]
+        in_group = prefix.gather(1, layout.group).flatten()
+        self.row_slots[real:total] = self.scratch.slots(group, in_group, at.flatten())
+        writes = self.writes
+        writes.num_real, writes.real_slots = real, self.row_slots[:real]
+        writes.source, writes.target = source, target
+
+        sequences = num_reqs + num_groups
+        self.sequence_tables[:num_reqs, : tables.shape[1]] = tables
+        self.sequence_tables[num_reqs:sequences] = of_groups
+        self.sequence_ends[:num_reqs] = step.seq_lens[:num_reqs]
+        self.sequence_ends[num_reqs:sequences] = (prefix + layout.sizes).flatten()
+        ends_upper = step.seq_lens_cpu_upper_bound[:num_reqs]
+        starts, starts_cpu = self._starts(step, layout, real)
+        hidden = self._run(
+            self.embeds[:total],
+            self.row_positions[:total],
+            self.row_slots[:total],
+            starts,
+            starts_cpu,
+            max(int(step.num_scheduled_tokens.max()), layout.longest),
+            self.sequence_ends[:sequences],
+            torch.cat([ends_upper, (ends_upper + layout.longest).repeat_interleave(layout.num_groups)]),
+            self.sequence_tables[:sequences],
+            torch.cat([torch.from_numpy(step.is_prefilling_np), torch.zeros(num_groups, dtype=torch.bool)]),
+        )
+        self.drafted = Drafted(hidden[real:], layout, position)
+        return hidden
+
+    def _starts(self, step: InputBatch, layout: Layout, real: int) -> tuple[Tensor, Tensor]:
+        """Where the rows of each sequence start [R + R * G + 1], on the device and on the host."""
+        num_reqs, num_groups = step.num_reqs, step.num_reqs * layout.num_groups
+        starts = self.starts[: num_reqs + num_groups + 1]
+        starts[: num_reqs + 1] = step.query_start_loc[: num_reqs + 1]
+        starts[num_reqs + 1 :] = real + layout.sizes.flatten().cumsum(0)
+        if self.device.type == "cpu":
+            return starts, starts
+        host = torch.from_numpy(step.query_start_loc_np[: num_reqs + 1])
+        sizes = layout.sizes_cpu.repeat(num_reqs)
+        return starts, torch.cat([host, real + sizes.cumsum(0, dtype=torch.int32)])
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,  # [R]
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Drafts [R, K] out of the group behind what was accepted; zeros behind its last one."""
+        num_reqs = input_batch.num_reqs
+        drafts = self.draft_tokens[:num_reqs].zero_()
+        drafted, self.drafted = self.drafted, None
+        if dummy_run and kwargs.get("is_profile"):
+            self._fill_memory()
+        if dummy_run or drafted is None:
+            return drafts
+        layout = drafted.layout
+        slots = input_batch.idx_mapping[:num_reqs]
+        accepted = (num_sampled[:num_reqs].long() - 1).clamp(min=0)  # [R]
+        start, size = layout.start_of(accepted), layout.size_of(accepted)  # [R]
+        row = self.draft_index + self.is_onehot  # [K] row within the group: o-ptp leaves the first one out
+        is_real = row < size[:, None]  # [R, K]
+        index = self.row_index[:num_reqs, None] * layout.rows + (start[:, None] + row).clamp(max=layout.rows - 1)
+        logits = self.target.compute_logits(drafted.hidden[index.flatten()])
+        logits = logits.view(num_reqs, self.num_speculative_steps, -1)
+        keys = (drafted.position + 1 + accepted)[:, None] + self.draft_index
+        tokens = self._pick(logits, keys, slots, temperature, seeds)
+        if self.plan.dynamic:
+            sure = logits.float().softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
+            self.confidence[slots] = torch.where(is_real, sure, 0.0)
+        return drafts.copy_(torch.where(is_real, tokens, 0))

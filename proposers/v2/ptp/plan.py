@@ -1,0 +1,136 @@
+"""How many auxiliary rows a pass carries at each batch size, and the KV blocks set aside for them.
+
+A *group* is a run of auxiliary rows that reads a request's first c tokens and itself. The two-pass proposer has one
+group per request, led by the token that was just chosen; the merged pass has one per number of drafts that may turn
+out to be accepted. Rows are limited by `max_aux_rows` over the whole batch: beyond what a machine computes for free
+every further row costs as much as a token, so larger batches draft less, and beyond the last size not at all.
+
+Everything here follows from the configuration alone, so that the scheduler's process and every worker agree on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_mtpc.eval.group_table import tables_by_batch
+
+if TYPE_CHECKING:
+    from vllm_mtpc.config_ptp import PtpConfig
+
+ASSUMED = 0.7  # chance of a further draft to be right, for a head that was never measured
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The groups of every request in a batch of at most `max_batch`: rows of each, by drafts accepted before it."""
+
+    max_batch: int
+    sizes: tuple[int, ...]
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Accepted drafts d of the groups that have rows."""
+        return tuple(d for d, size in enumerate(self.sizes) if size)
+
+    @property
+    def rows(self) -> int:
+        """Auxiliary rows per request."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets by batch size; `leading`: rows of real tokens at the head of each group (two passes: 1, merged: 0)."""
+
+    buckets: tuple[Bucket, ...]
+    leading: int
+    dynamic: bool = False
+
+    def bucket(self, num_reqs: int) -> Bucket | None:
+        """The groups for a batch; None where it is too large to draft for."""
+        return next((bucket for bucket in self.buckets if num_reqs <= bucket.max_batch), None)
+
+    def num_groups(self, bucket: Bucket) -> int:
+        """Groups per request; with dynamic sizes each of them may get rows."""
+        return len(bucket.sizes) if self.dynamic else len(bucket.groups)
+
+    @property
+    def max_groups(self) -> int:
+        """Groups of the largest batch."""
+        return max((bucket.max_batch * self.num_groups(bucket) for bucket in self.buckets), default=0)
+
+    @property
+    def max_group_rows(self) -> int:
+        """Rows of the longest group, its leading ones included."""
+        longest = max((bucket.rows if self.dynamic else max(bucket.sizes) for bucket in self.buckets), default=0)
+        return longest + self.leading
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the groups of a whole batch."""
+        return max((bucket.max_batch * (bucket.rows + self.leading) for bucket in self.buckets), default=0)
+
+    def blocks_per_group(self, block_size: int) -> int:
+        """KV blocks a group needs: it may start anywhere in its first one."""
+        return -(-(block_size - 1 + self.max_group_rows) // block_size)
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks set aside for auxiliary rows."""
+        return self.max_groups * self.blocks_per_group(block_size)
+
+
+def accepted_of(head: PtpConfig) -> list[float]:
+    """P(exactly g drafts accepted), g = 0 .. n - 1: as measured, else independent drafts that are right at ASSUMED."""
+    if head.accepted is not None:
+        return list(head.accepted)
+    last = head.window - 1
+    return [ASSUMED**g * (1 - ASSUMED) for g in range(last)] + [ASSUMED**last]
+
+
+def two_pass_plan(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_rows: int) -> Plan:
+    """One group per request; its first draft comes from the leading token's own row.
+
+    K drafts need K auxiliary rows (o-ptp: one of them only says which token the first draft is) or K - 1 (c-ptp).
+    """
+    full = num_drafts if head.variant == "o-ptp" else max(1, num_drafts - 1)
+    buckets: list[Bucket] = []
+    for batch in _batches(max_num_seqs):
+        rows = min(full, max_aux_rows // batch - 1)
+        if rows >= 1:
+            buckets.append(Bucket(batch, (rows,)))
+    return Plan(_merged(buckets), leading=1)
+
+
+def merged_plan(
+    head: PtpConfig,
+    num_drafts: int,
+    max_num_seqs: int,
+    max_aux_rows: int,
+    rows_per_request: int | None = None,
+    dynamic: bool = False,
+) -> Plan:
+    """Groups of the merged pass, sizes chosen from the head's measured acceptance (eval/group_table.py)."""
+    tables = tables_by_batch(
+        accepted_of(head), num_drafts, head.variant, head.window, max_num_seqs, max_aux_rows, rows_per_request
+    )
+    buckets = [Bucket(batch, table.sizes) for batch, table in tables if table.expected_tokens > 1]
+    return Plan(_merged(buckets), leading=0, dynamic=dynamic)
+
+
+def _batches(max_num_seqs: int) -> list[int]:
+    sizes = [1]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(min(2 * sizes[-1], max_num_seqs))
+    return sizes
+
+
+def _merged(buckets: list[Bucket]) -> tuple[Bucket, ...]:
+    """Neighbours with the same groups as one."""
+    kept: list[Bucket] = []
+    for bucket in buckets:
+        if kept and kept[-1].sizes == bucket.sizes:
+            kept[-1] = bucket
+        else:
+            kept.append(bucket)
+    return tuple(kept)

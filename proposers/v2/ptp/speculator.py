@@ -1,0 +1,303 @@
+"""PTP drafts in two passes on vLLM's Model Runner V2 (Parallel Token Prediction, section 2.3 and appendix H.1).
+
+Algorithm (per request, after every target pass): the target has chosen the token x_1. One pass of the student reads
+
+    [ x_1 | u_2 u_3 .. ]        x_1 as the target reads it, then uniform numbers in place of tokens, with the LoRA
+
+behind the request's committed tokens. x_1's own row gives the target's law of x_2, from which u_2 picks: the first
+draft is what the verifier will pick. The others come from the auxiliary rows, o-ptp as the argmax of the row that
+carries their own u, c-ptp by their u from the law of the row before. The verifier picks with the same u
+(`coupled.py`), so a draft is accepted where the student is right, whatever the law.
+
+Differences from DraftModelSpeculator:
+  * The draft model is the target: same weights, same attention layers, same KV cache, whose committed tokens it reads.
+  * What it writes goes to blocks set aside for it (`scratch.py`), never to a request's, so no lookahead slots exist.
+  * Slots and positions are apart: an auxiliary row sits where the token would sit that predicts the same token.
+  * No draft law: verification compares tokens, `draft_logits` do not exist.
+
+u is a hash of (seed, position) made anew by drafter and verifier: nothing is kept between steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_mtpc.checkpoint.ptp import load_ptp
+from vllm_mtpc.heads.ptp.embedding import lookup
+from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.proposers.v2.coupled import u_of, with_coupled_sampler
+from vllm_mtpc.proposers.v2.ptp.attention import builder_config, check_attention
+from vllm_mtpc.proposers.v2.ptp.lora import Gate
+from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
+from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
+
+UNINFORMED = 0.5  # on every row, for a head that was trained without u
+
+
+class PtpSpeculator(DraftModelSpeculator):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        spec = self.speculative_config
+        self.head, self.plan = spec.head, spec.plan(self.max_num_reqs)
+        self.is_onehot = self.head.variant == "o-ptp"
+        self.gate, self.writes = Gate(), Writes()
+        rows, groups = self.plan.max_rows, self.plan.max_groups
+        self.embeds = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
+        self.row_positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.row_slots = torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        self.group_ends = torch.zeros(groups, dtype=torch.int32, device=device)
+        self.row_index = torch.arange(rows, device=device)
+        self.group_index = torch.arange(groups, device=device)
+        self.draft_index = torch.arange(self.num_speculative_steps, device=device)
+        self.sampler: Any = None
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
+        scale = self.head.lora_alpha / self.head.lora_rank
+        self.target = target_model
+        self.embedding = head.embedding
+        self.table = head.embedding.table() if self.speculative_config.u_table else None
+        base = resolve_model_state_cls(self.vllm_config, target_model)
+        state = self.model_state_cls(with_coupled_sampler(base, self.speculative_config, self.device, self._on_sampler))
+        target_model.get_model_state_cls = lambda: state
+        return student_tree(target_model, head.lora, scale, self.gate, self.writes)
+
+    def model_state_cls(self, base: type) -> type:
+        """The ModelState class of the engine; `base` brings the u-coupled sampler."""
+        return base
+
+    def _on_sampler(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def set_attn(
+        self,
+        model_state: Any,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        target_input_buffers: Any,
+        target_attn_groups: Any,
+    ) -> None:
+        super().set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
+        self.aux_groups, _, _ = init_attn_backend(
+            kv_cache_config, builder_config(self.vllm_config, self.max_num_reqs + self.plan.max_groups), self.device
+        )
+        groups = [group for groups in self.aux_groups for group in groups]
+        check_attention(kv_cache_config, groups)
+        block_size = block_tables.block_sizes[0]
+        reserved = self.plan.num_blocks(block_size)
+        self.scratch = Scratch(
+            max(0, kv_cache_config.num_blocks - reserved),
+            block_size,
+            self.plan.blocks_per_group(block_size),
+            self.plan.max_groups,
+            block_tables.input_block_tables[0].shape[1],
+            self.device,
+        )
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Nothing to manage: the student's pass is not captured."""
+
+    def capture(self) -> None:
+        """Nothing to capture."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,  # [num_tokens, D]
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,  # [R], 0: the prompt is not read to its end
+        num_rejected: Tensor,  # [R]
+        last_sampled: Tensor,  # [max_num_reqs, 1]
+        next_prefill_tokens: Tensor,  # [lookahead, max_num_reqs]
+        temperature: Tensor,  # [max_num_reqs]
+        seeds: Tensor,  # [max_num_reqs]
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Drafts [R, K], int64; zeros where the batch is too large to draft for, and behind the last real draft."""
+        num_reqs = input_batch.num_reqs
+        drafts = self.draft_tokens[:num_reqs].zero_()
+        bucket = self.plan.bucket(num_reqs)
+        if dummy_run and kwargs.get("is_profile"):
+            self._fill_memory()
+        if dummy_run or bucket is None:
+            return drafts
+        slots = input_batch.idx_mapping[:num_reqs]
+        last_rows = (input_batch.query_start_loc[1 : num_reqs + 1] - num_rejected[:num_reqs] - 1).long()
+        prefix = input_batch.positions[last_rows] + 1  # [R] committed tokens, x_1 not among them
+        first = torch.where(num_sampled[:num_reqs] > 0, last_sampled[slots, 0], next_prefill_tokens[0, slots].long())
+        size = bucket.sizes[0]
+        hidden = self._draft_pass(input_batch, prefix, first, slots, size, temperature, seeds)  # [R, 1 + A, D]
+
+        count = min(self.num_speculative_steps, size + (not self.is_onehot))
+        skip = 2 if self.is_onehot else 1  # o-ptp: the first auxiliary row only says which token x_2 is
+        chosen = torch.cat([hidden[:, :1], hidden[:, skip : skip + count - 1]], dim=1)  # [R, count, D]
+        logits = self.target.compute_logits(chosen.flatten(0, 1)).view(num_reqs, count, -1)
+        drafts[:, 0] = self._first_draft(logits[:, 0], input_batch, slots, prefix, first, temperature, seeds)
+        if count > 1:
+            keys = prefix[:, None] + self.draft_index[1:count]
+            drafts[:, 1:count] = self._pick(logits[:, 1:], keys, slots, temperature, seeds)
+        return drafts
+
+    def _draft_pass(
+        self,
+        input_batch: InputBatch,
+        prefix: Tensor,
+        first: Tensor,
+        slots: Tensor,
+        size: int,
+        temperature: Tensor,
+        seeds: Tensor,
+    ) -> Tensor:
+        """States [R, 1 + size, D] of [x_1 | u ..] behind each request's prefix[R] tokens."""
+        num_reqs, width = prefix.shape[0], 1 + size
+        rows = num_reqs * width
+        index = self.row_index[:rows].view(num_reqs, width)
+        at = prefix[:, None] + index[0]  # [R, 1 + size]: slots follow each other
+        keys = prefix[:, None] + index[0, :size]  # an auxiliary row carries the u of the token at its slot
+        self.gate.rows = index[:, 1:].flatten()
+
+        embeds = self.embeds[:rows].view(num_reqs, width, -1)
+        embeds[:, 0] = self.target.embed_input_ids(first)
+        embeds[:, 1:] = self._embed(keys, slots, temperature, seeds)
+        positions = self.row_positions[:rows].view(num_reqs, width)
+        positions[:, 0] = prefix
+        positions[:, 1:] = at[:, 1:] - 1 if self.is_onehot else at[:, 1:]
+        positions.clamp_(max=self.max_model_len - 1)
+
+        table, source, target = self.scratch.place(prefix, self.block_tables.input_block_tables[0][:num_reqs])
+        group = self.group_index[:num_reqs, None].expand(-1, width)
+        self.row_slots[:rows] = self.scratch.slots(group, prefix[:, None], at).flatten()
+        self.group_ends[:num_reqs] = prefix + width
+        self.writes.num_real, self.writes.source, self.writes.target = 0, source, target
+        upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs] + width + 1
+        hidden = self._run(
+            self.embeds[:rows],
+            self.row_positions[:rows],
+            self.row_slots[:rows],
+            (self.row_index[: num_reqs + 1] * width).int(),
+            torch.arange(num_reqs + 1, dtype=torch.int32) * width,
+            width,
+            self.group_ends[:num_reqs],
+            upper,
+            table,
+        )
+        return hidden.view(num_reqs, width, -1)
+
+    def _fill_memory(self) -> None:
+        """What the largest draft allocates besides buffers, while vLLM measures how much is left for the KV cache."""
+        rows = self.plan.max_rows
+        self.writes.source, self.gate.rows = None, self.row_index[:rows]
+        with set_forward_context(None, self.vllm_config, num_tokens=rows, slot_mapping={}, skip_compiled=True):
+            hidden = self.model(input_ids=None, positions=self.row_positions[:rows], inputs_embeds=self.embeds[:rows])
+        drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
+        logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
+        if not self.is_onehot:
+            pick(logits.float(), torch.zeros(drafted, device=self.device))
+
+    def _embed(self, keys: Tensor, slots: Tensor, temperature: Tensor, seeds: Tensor) -> Tensor:
+        """Embeddings [R, A, D] of the u keyed by keys[R, A], of the requests in slots[R]."""
+        if self.head.informed:
+            requests = slots[:, None].expand_as(keys).flatten()
+            u = u_of(seeds, temperature, requests, keys.flatten()).view_as(keys)
+        else:
+            u = torch.full_like(keys, UNINFORMED, dtype=torch.float32)
+        return self.embedding(u) if self.table is None else lookup(self.table, u)
+
+    def _run(
+        self,
+        embeds: Tensor,  # [T, D]
+        positions: Tensor,  # [T]
+        row_slots: Tensor,  # [T]
+        starts: Tensor,  # [S + 1] of the rows of each sequence
+        starts_cpu: Tensor,
+        longest: int,  # rows of the longest sequence
+        ends: Tensor,  # [S] tokens each sequence sees at its end
+        ends_upper: Tensor,  # [S], on the host
+        table: Tensor,  # [S, W] block tables
+        is_prefilling: Tensor | None = None,
+    ) -> Tensor:
+        """States [T, D] of one pass of the student over sequences of rows."""
+        num_seqs, num_rows = ends.shape[0], embeds.shape[0]
+        slots = row_slots[None].expand(1, -1)  # one KV cache group
+        metadata = build_attn_metadata(
+            attn_groups=self.aux_groups,
+            num_reqs=num_seqs,
+            num_tokens=num_rows,
+            query_start_loc_gpu=starts,
+            query_start_loc_cpu=starts_cpu,
+            max_query_len=longest,
+            seq_lens=ends,
+            max_seq_len=int(ends_upper.max()),
+            block_tables=[table],
+            slot_mappings=slots,
+            kv_cache_config=self.kv_cache_config,
+            seq_lens_cpu_upper_bound=ends_upper,
+            positions=positions,
+            is_prefilling=torch.zeros(num_seqs, dtype=torch.bool) if is_prefilling is None else is_prefilling,
+        )
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=num_rows,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
+            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+            skip_compiled=True,
+        ):
+            return self.model(input_ids=None, positions=positions, inputs_embeds=embeds)
+
+    def _first_draft(
+        self,
+        logits: Tensor,  # [R, V], of x_1's own row
+        input_batch: InputBatch,
+        slots: Tensor,
+        prefix: Tensor,
+        first: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+    ) -> Tensor:
+        """x_2 [R] as the verifier will pick it, where no grammar says otherwise."""
+        num_reqs = slots.shape[0]
+        processed = self.sampler.apply_sampling_params(
+            logits,
+            slots,
+            slots,
+            input_batch.idx_mapping_np[:num_reqs],
+            prefix,
+            first,
+            torch.zeros(num_reqs, dtype=torch.int32, device=self.device),
+            input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs] + 1,
+        )
+        picked = pick(processed.float(), u_of(seeds, temperature, slots, prefix))
+        return torch.where(temperature[slots] == 0, logits.argmax(dim=-1), picked)
+
+    def _pick(self, logits: Tensor, keys: Tensor, slots: Tensor, temperature: Tensor, seeds: Tensor) -> Tensor:
+        """Drafts [R, k] from the student's logits [R, k, V]; keys [R, k]: position before each draft.
+
+        The student learnt the law that the target's parameters make, so no temperature is applied here.
+        """
+        best = logits.argmax(dim=-1)
+        if self.is_onehot or not self.head.informed:  # without u the best guess is the most probable token
+            return best
+        flat = logits.flatten(0, 1).float()
+        requests = slots[:, None].expand_as(keys).flatten()
+        picked = pick(flat, u_of(seeds, temperature, requests, keys.flatten())).view_as(best)
+        return torch.where((temperature[slots] == 0)[:, None], best, picked)

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Runs a command with vLLM's Model Runner V2 on a machine without a GPU: its kernels run in Triton's interpreter.
+# The same code as on a GPU, slowly: for trying PTP heads and for tests.
+#
+#   scripts/v2_on_cpu.sh COMMAND [ARGUMENT ...]
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+
+export TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
+export PYTHONPATH="$here/interpreter${PYTHONPATH:+:$PYTHONPATH}"
+exec "$@"

@@ -1,0 +1,169 @@
+"""PTP heads in vLLM: whatever is drafted, and however, the text is what the u-coupled sampler says without drafts.
+
+All engines run Model Runner V2 in Triton's interpreter, float32. Heads have random adapters where acceptance does not
+matter; the oracle drafts the right text up to a random place, so that every number of accepted drafts occurs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.engine import Call, Engine, Reply, run
+from tests.e2e.models import make_ptp_head, make_target
+from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.kernels.uniform import uniform
+from vllm_mtpc.proposers.v2.ptp.plan import merged_plan
+
+VOCAB, WINDOW, LONGEST = 48, 7, 96
+PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41], [8], [20, 21, 22, 23, 24]]
+SHARED = [5, 6, 7, 8] * 10  # long enough for blocks to be found again in the prefix cache
+GREEDY = {"temperature": 0.0, "max_tokens": 16}
+SAMPLED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "max_tokens": 24}
+PENALISED = {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "max_tokens": 12}
+SMALL = {"skip_tokenizer_init": True, "max_model_len": LONGEST, "max_num_seqs": 4, "block_size": 32}
+
+
+def ask(prompts: list[list[int]], sampling: dict[str, Any], seed: int = 11) -> Call:
+    seeded = {"seed": seed} if sampling["temperature"] else {}
+    each = [{**sampling, **{key: value + n for key, value in seeded.items()}} for n in range(len(prompts))]
+    return Call(prompts, [{**one, "ignore_eos": True, "detokenize": False} for one in each])
+
+
+CALLS = {
+    "greedy": ask(PROMPTS, GREEDY),
+    "sampled": ask(PROMPTS, SAMPLED),
+    "penalised": ask(PROMPTS[:2], PENALISED),
+    "to the end": ask([list(range(40)), [1] * 60], {**SAMPLED, "max_tokens": LONGEST}),
+    "prefix hits": ask([[*SHARED, 9], [*SHARED, 9], [*SHARED, 2, 3]], SAMPLED),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("ptp")
+    target = make_target(folder / "target", VOCAB, seed=3)
+    for variant in ("o-ptp", "c-ptp"):
+        make_ptp_head(folder / variant, target, variant, WINDOW)
+    make_ptp_head(folder / "idle", target, "o-ptp", WINDOW, scale=0.0)
+    make_ptp_head(folder / "loud", target, "o-ptp", WINDOW, scale=0.5)
+    return folder
+
+
+def engine(folder, calls: list[Call], head: str | None = None, plant: str | None = None, **arguments: Any) -> Engine:
+    if arguments.get("num_gpu_blocks_override") == "few":  # for one and a half of the longest requests
+        reserved = merged_plan(PtpConfig.read(folder / head / "config.json"), 3, SMALL["max_num_seqs"], 16)
+        arguments["num_gpu_blocks_override"] = reserved.num_blocks(SMALL["block_size"]) + 5
+    options = {key: arguments.pop(key) for key in list(arguments) if key in OPTIONS}
+    if head:
+        arguments["speculative_config"] = {"method": "ptp", "model": str(folder / head), **options}
+    return Engine(str(folder / "target"), calls, {**SMALL, **arguments}, plant)
+
+
+OPTIONS = ("draft_pass", "num_speculative_tokens", "group_sizes", "max_aux_rows", "u_table", "aux_rows_per_request")
+DRAFTED = {
+    "merged 1": {"head": "o-ptp", "num_speculative_tokens": 1},
+    "merged 3": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 24},
+    "merged 6": {"head": "o-ptp", "num_speculative_tokens": 6},
+    "merged c-ptp": {"head": "c-ptp", "num_speculative_tokens": 3},
+    "dynamic": {"head": "o-ptp", "num_speculative_tokens": 3, "group_sizes": "dynamic", "max_aux_rows": 32},
+    "two passes 3": {"head": "o-ptp", "num_speculative_tokens": 3, "draft_pass": "two-pass"},
+    "two passes c-ptp": {"head": "c-ptp", "num_speculative_tokens": 6, "draft_pass": "two-pass", "u_table": True},
+    "oracle": {"head": "o-ptp", "num_speculative_tokens": 4, "plant": "oracle"},
+    "few blocks": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 16, "num_gpu_blocks_override": "few"},
+}
+
+
+@pytest.fixture(scope="module")
+def said(folder) -> dict[str, dict[str, Reply]]:
+    calls = list(CALLS.values())
+    engines = {
+        "plain": engine(folder, [CALLS["greedy"]]),
+        "undrafted": engine(folder, calls, plant="coupled_without_drafts"),
+        # directly behind the engine whose text the oracle knows
+        **{name: engine(folder, calls, **DRAFTED[name]) for name in ("oracle", *(DRAFTED.keys() - {"oracle"}))},
+    }
+    replies = run(engines, "v2", async_scheduling=True)
+    for name, reply in replies.items():
+        assert not isinstance(reply, str), (name, reply)
+    return {name: dict(zip(CALLS, reply, strict=False)) for name, reply in replies.items()}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize("call", CALLS)
+def test_text_is_that_without_drafts(said, name: str, call: str) -> None:
+    assert said[name][call].tokens == said["undrafted"][call].tokens
+
+
+def test_greedy_text_is_plain_vllms(said) -> None:
+    assert said["undrafted"]["greedy"].tokens == said["plain"]["greedy"].tokens
+
+
+def test_every_number_of_drafts_is_accepted(said) -> None:
+    """The oracle's coin makes each of 0 .. K frequent: P(none of about 25 steps accepts all of 4) < 1 %, seed fixed."""
+    reply = said["oracle"]["to the end"]
+    per_position = reply.metrics["per_position"]
+    assert all(earlier > later > 0 for earlier, later in itertools.pairwise(per_position))
+    assert per_position[0] < reply.metrics["vllm:spec_decode_num_drafts"]
+
+
+def test_first_draft_of_two_passes_is_exact(said) -> None:
+    """x_2 comes from the target's own law with the verifier's own u: always accepted, but where the text ends."""
+    metrics = said["two passes 3"]["sampled"].metrics
+    drafts, first = metrics["vllm:spec_decode_num_drafts"], metrics["per_position"][0]
+    assert first >= drafts - 4 * 3  # at most one step per request and call ends within
+
+
+def test_requests_were_preempted_and_found_in_the_cache(said) -> None:
+    assert said["few blocks"]["to the end"].metrics["vllm:num_preemptions"] > 0
+    assert said["merged 3"]["prefix hits"].metrics["vllm:prefix_cache_hits"] > 0
+
+
+@pytest.fixture(scope="module")
+def recorded(folder) -> dict[str, Reply]:
+    call = [ask(PROMPTS[:2], SAMPLED)]
+    one = [ask(PROMPTS[1:2], {**SAMPLED, "max_tokens": 2})]
+    engines = {
+        **{head: engine(folder, call, head, "record_groups", num_speculative_tokens=3) for head in ("o-ptp", "c-ptp")},
+        **{head: engine(folder, one, head, "record_real_rows") for head in ("idle", "loud")},
+    }
+    replies = run(engines, "v2")
+    for name, reply in replies.items():
+        assert not isinstance(reply, str), (name, reply)
+    return {name: reply[0] for name, reply in replies.items()}
+
+
+@pytest.mark.parametrize("head", ["o-ptp", "c-ptp"])
+def test_group_states_are_the_students(folder, recorded, head: str) -> None:
+    """States of merged groups equal [prefix | u ..] read by the student on transformers, one sequence at a time.
+
+    Other kernels, the same numbers in float32: the largest difference allowed is 2e-4 of the states' size.
+    """
+    from vllm_mtpc.heads.ptp.student import Student
+    from vllm_mtpc.target import load_target
+
+    student = Student.load(folder / head, load_target(folder / "target", torch.float32))
+    reply = recorded[head]
+    assert len(reply.recorded) > 10
+    for note in reply.recorded:
+        number = int(note["request"].partition("-")[0])
+        text = torch.tensor(PROMPTS[number] + reply.tokens[number][0])
+        prefix, hidden = note["prefix"], note["hidden"]
+        if prefix > len(text):
+            continue  # the last step went beyond what was asked for
+        keys = torch.arange(len(hidden)) + prefix - 1
+        u = uniform(torch.full_like(keys, 11 + number), keys)
+        read = student.prefix(text[None, :prefix], None)
+        zero = torch.zeros(1, dtype=torch.long)
+        expected = student.aux(read, zero, zero + prefix - 1, u[None])[0]
+        assert (hidden - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_target_rows_do_not_depend_on_the_adapters(recorded) -> None:
+    """Bit for bit: the adapters act on auxiliary rows alone."""
+    idle, loud = recorded["idle"].recorded, recorded["loud"].recorded
+    assert len(idle) > 0
+    assert torch.equal(idle[0], loud[0])  # the pass that reads the prompt: the same tokens, other adapters

@@ -1,0 +1,343 @@
+"""Verification by Pick: the tokens of decoding without drafts, whatever the drafts are; and their law."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.kernels.uniform import uniform
+
+pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="vLLM with Model Runner V2 is needed")
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_mtpc.proposers.v2 import coupled
+from vllm_mtpc.proposers.v2.coupled import CoupledRejectionSampler, CoupledSampler, u_of, with_coupled_sampler
+
+torch.set_num_threads(1)
+V, SLOTS = 11, 6
+SIGNIFICANCE, CAUGHT = 1e-4, 1e-12  # seeds are fixed: a right sampler gives less than the first once in 10 000 seeds
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _top_k_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own PyTorch version: its Triton kernel does not run on a CPU."""
+    monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+
+
+class States(SimpleNamespace):
+    """What the samplers read of vLLM's SamplingStates."""
+
+    def __init__(self, temperature: list[float], seeds: list[int], top_k: list[int], top_p: list[float]) -> None:
+        given = {"temperature": temperature, "seeds": seeds, "top_k": top_k, "top_p": top_p}
+        tensors = {name: torch.tensor(values) for name, values in given.items()}
+        super().__init__(**{name: SimpleNamespace(gpu=x, np=x.numpy()) for name, x in tensors.items()})
+
+
+def params(self: Any, logits: Tensor, slots: Tensor, *args: Any, skip_top_k_top_p: bool = False) -> Tensor:
+    """vLLM's `apply_sampling_params`, its temperature kernel aside; the logits as they are where nothing is asked."""
+    states = self.sampling_states
+    if ((states.temperature.gpu == 1) | (states.temperature.gpu == 0)).all() and (states.top_k.gpu == V).all():
+        return logits
+    temperature = states.temperature.gpu[slots]
+    logits = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    if skip_top_k_top_p:
+        return logits
+    return topk_topp_sampler.apply_top_k_top_p(logits, states.top_k.gpu[slots], states.top_p.gpu[slots])
+
+
+def samplers(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    temperature: list[float] | None = None,
+    seeds: list[int] | None = None,
+    top_k: int = V,
+    top_p: float = 1.0,
+) -> tuple[CoupledSampler, CoupledRejectionSampler]:
+    """As the runner gets them from a model state; `steps` drafts."""
+    monkeypatch.setattr(Sampler, "apply_sampling_params", params)
+    sampler = Sampler.__new__(Sampler)
+    sampler.sampling_states = States(
+        temperature or [1.0] * SLOTS,
+        seeds or [100 + slot for slot in range(SLOTS)],
+        [V if t == 0 else top_k for t in temperature or [1.0] * SLOTS],
+        [1.0 if t == 0 else top_p for t in temperature or [1.0] * SLOTS],
+    )
+    spec = SimpleNamespace(
+        num_speculative_tokens=steps, enable_adaptive_verification=False, rejection_sample_method="standard"
+    )
+    return with_coupled_sampler(Base, spec, CPU)().custom_sampler(sampler)
+
+
+class Base:
+    """A ModelState that keeps vLLM's sampler."""
+
+    def custom_sampler(self, sampler: Any) -> None:
+        return None
+
+
+class Batch:
+    """Rows of requests with `drafts` each, in slots `slots`, the first row of request r at position starts[r]."""
+
+    def __init__(self, drafts: list[int], slots: list[int], starts: list[int], dtype: torch.dtype = torch.float32):
+        rows = torch.tensor(drafts) + 1
+        self.cu = torch.cat([torch.zeros(1, dtype=torch.long), rows.cumsum(0)]).int()
+        self.slots = torch.tensor(slots)
+        self.expanded = self.slots.repeat_interleave(rows)
+        self.local = torch.cat([torch.arange(n) for n in rows.tolist()])
+        self.pos = torch.tensor(starts).repeat_interleave(rows) + self.local
+        # logits are a function of slot and position: the law that a target would give along the right tokens
+        self.logits = torch.stack([law(s, p) for s, p in zip(self.expanded, self.pos, strict=True)]).to(dtype)
+
+    def verify(self, sampler: CoupledRejectionSampler, inputs: Tensor, forbidden: Tensor | None = None, **kwargs: Any):
+        """`inputs`: input token of each row."""
+        masked = inputs if forbidden is None else inputs.masked_fill(forbidden, -1)
+        return sampler._verify(
+            self.logits.clone(),
+            None,
+            inputs,
+            self.pos,
+            self.cu,
+            self.slots,
+            self.slots.numpy(),
+            self.expanded,
+            self.local,
+            np.zeros(len(self.slots), dtype=np.int32),
+            masked,
+            **kwargs,
+        )
+
+    def alone(self, sampler: CoupledSampler) -> Tensor:
+        """Tokens [T] of the same rows without drafts: each a request of its own, as vLLM's `sample` asks for them."""
+        sampled, _ = sampler.sample(
+            self.logits.clone(),
+            self.expanded,
+            self.expanded,
+            self.expanded.numpy(),
+            self.pos,
+            torch.zeros_like(self.pos),
+            torch.zeros_like(self.local),
+            np.zeros(len(self.pos), dtype=np.int32),
+        )
+        return sampled
+
+    def following(self, tokens: Tensor) -> Tensor:
+        """Inputs whose drafts are all right: row j + 1 of a request carries the token of row j."""
+        inputs = tokens.roll(1)
+        inputs[self.local == 0] = 0
+        return inputs.int()
+
+
+def law(slot: int, pos: int) -> Tensor:
+    return torch.randn(V, generator=torch.Generator().manual_seed(1000 * int(slot) + int(pos))) * 2
+
+
+@pytest.fixture
+def _sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of vLLM's `Sampler.sample` that need its real states."""
+    monkeypatch.setattr(States, "get_top_k_top_p", _top_k_top_p, raising=False)
+    for name in ("any_greedy", "any_explicit_seed"):
+        monkeypatch.setattr(States, name, lambda self, mapping: False, raising=False)
+    monkeypatch.setattr(Sampler, "use_flashinfer", True, raising=False)  # must not be used: it draws its own numbers
+    monkeypatch.setattr(Sampler, "use_xpu_sampler", False, raising=False)
+    monkeypatch.setattr(Sampler, "logprobs_mode", "raw_logprobs", raising=False)
+
+
+def _top_k_top_p(self: States, slots: Tensor, slots_np: np.ndarray) -> tuple[Tensor | None, Tensor | None]:
+    if (self.top_k.np[slots_np] == V).all():
+        return None, None
+    return self.top_k.gpu[slots], self.top_p.gpu[slots]
+
+
+@pytest.mark.usefixtures("_sampling")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_every_number_of_accepted_drafts(monkeypatch: pytest.MonkeyPatch, steps: int, dtype: torch.dtype) -> None:
+    """Request r's draft at `wrong` is corrupted: the drafts before it are accepted, none behind it, right or not."""
+    sampler, rejection = samplers(monkeypatch, steps)
+    batch = Batch(
+        [steps] * (steps + 1), [r % SLOTS for r in range(steps + 1)], [7 * r for r in range(steps + 1)], dtype
+    )
+    tokens = batch.alone(sampler)
+    inputs = batch.following(tokens)
+    for request in range(steps):  # request `steps` keeps all of its drafts
+        row = request * (steps + 1) + request + 1
+        inputs[row] = (inputs[row] + 1) % V
+    processed, sampled, num_sampled = batch.verify(rejection, inputs)
+    assert num_sampled.tolist() == list(range(1, steps + 2)) and num_sampled.dtype == torch.int32
+    assert sampled.shape == (steps + 1, steps + 1) and sampled.dtype == torch.int64
+    for request, (row, wanted) in enumerate(zip(sampled, tokens.view(-1, steps + 1), strict=True)):
+        assert row.tolist() == wanted[: request + 1].tolist() + [-1] * (steps - request)
+    assert torch.equal(processed, batch.logits)
+
+
+@pytest.mark.usefixtures("_sampling")
+@pytest.mark.parametrize("top_k, top_p", [(V, 1.0), (5, 1.0), (6, 0.8)])
+def test_drafts_never_change_the_tokens(monkeypatch: pytest.MonkeyPatch, top_k: int, top_p: float) -> None:
+    """Greedy and sampled requests of one batch, some with fewer drafts than others or none."""
+    temperature = [0.0, 1.0, 0.7, 0.0, 1.3, 1.0]
+    sampler, rejection = samplers(monkeypatch, 3, temperature, top_k=top_k, top_p=top_p)
+    batch = Batch([3, 0, 2, 3, 1, 3], [4, 1, 0, 5, 3, 2], [0, 9, 31, 4, 12, 50])
+    tokens = batch.alone(sampler)
+    generator = torch.Generator().manual_seed(1)
+    accepted = set()
+    for _ in range(60):
+        keep = torch.rand(len(tokens), generator=generator) < 0.7
+        inputs = torch.where(keep, batch.following(tokens), torch.randint(V, (len(tokens),), generator=generator).int())
+        _, sampled, num_sampled = batch.verify(rejection, inputs)
+        for request, (row, count) in enumerate(zip(sampled, num_sampled.tolist(), strict=True)):
+            first, end = batch.cu[request : request + 2].tolist()
+            assert 1 <= count <= end - first
+            assert row[:count].tolist() == tokens[first : first + count].tolist()
+            assert (row[count:] == -1).all()
+            right = (inputs[first + 1 : end] == tokens[first : end - 1]).long().cumprod(0).sum()
+            assert count == right + 1
+            accepted.add(count)
+    assert accepted == {1, 2, 3, 4}
+    greedy = [row for row, slot in enumerate(batch.expanded.tolist()) if temperature[slot] == 0]
+    assert tokens[greedy].tolist() == batch.logits[greedy].argmax(-1).tolist()
+
+
+@pytest.mark.usefixtures("_sampling")
+def test_greedy_requests_get_the_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where u = 0.5 would pick another token."""
+    sampler, rejection = samplers(monkeypatch, 3, [0.0] * SLOTS)
+    batch = Batch([3, 3, 3], [0, 1, 2], [5, 9, 2])
+    batch.logits /= 8  # nearly flat
+    best = batch.logits.argmax(-1)
+    assert (pick(batch.logits, torch.full((len(best),), 0.5)) != best).sum() > 6
+    assert torch.equal(batch.alone(sampler), best)
+    _, sampled, num_sampled = batch.verify(rejection, batch.following(best))
+    assert num_sampled.tolist() == [4] * 3 and torch.equal(sampled.flatten(), best)
+
+
+@pytest.mark.usefixtures("_sampling")
+def test_forbidden_drafts_are_refused_though_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, rejection = samplers(monkeypatch, 3)
+    batch = Batch([3, 3], [0, 1], [5, 9])
+    tokens = batch.alone(sampler)
+    inputs = batch.following(tokens)
+    forbidden = torch.zeros_like(inputs, dtype=torch.bool)
+    forbidden[2] = True  # the second draft of the first request
+    _, sampled, num_sampled = batch.verify(rejection, inputs, forbidden)
+    assert num_sampled.tolist() == [2, 4] and sampled[0, :2].tolist() == tokens[:2].tolist()
+    _, sampled, num_sampled = batch.verify(rejection, inputs.new_full(inputs.shape, -1))
+    assert num_sampled.tolist() == [1, 1] and (sampled[:, 1:] == -1).all()
+
+
+def test_accept_keeps_to_its_rows() -> None:
+    """Rows of the next request, of padding, and of a request without rows are none of a request's own."""
+    tokens, drafts = torch.tensor([5, 5, 5, 5, 5, 5]), torch.tensor([0, 5, 5, 5, 5, 5])
+    cu_num_logits = torch.tensor([0, 2, 2, 3], dtype=torch.int32)  # rows 3 .. 5 are padding
+    sampled, num_sampled = coupled.accept(tokens, drafts, cu_num_logits, torch.arange(4))
+    assert num_sampled.tolist() == [2, 0, 1]
+    assert sampled.tolist() == [[5, 5, -1, -1], [-1] * 4, [5, -1, -1, -1]]
+
+
+def test_law_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 000 requests with right and wrong drafts follow softmax(logits / T); a biased u is found."""
+    requests, temperature = 10_000, 0.8
+    _, rejection = samplers(monkeypatch, 1, [temperature] * SLOTS, top_k=V - 1)
+    logits = law(0, 0)
+    logits[3] = logits.amin() - 1  # outside the top 10
+    batch = Batch([1], [0], [0])
+    batch.cu = torch.arange(requests + 1).int() * 2
+    batch.slots = torch.zeros(requests, dtype=torch.long)
+    batch.expanded, batch.local = batch.slots.repeat(2), torch.arange(2).repeat(requests)
+    batch.pos = torch.arange(2 * requests)
+    batch.logits = logits.expand(2 * requests, -1)
+    inputs = torch.randint(V, (2 * requests,), generator=torch.Generator().manual_seed(2))
+    kept = torch.arange(V) != 3
+    wanted = (logits / temperature).double()[kept].softmax(0).numpy()
+
+    def p_value() -> float:
+        _, sampled, _ = batch.verify(rejection, inputs)
+        counts = torch.bincount(sampled[sampled >= 0], minlength=V)
+        assert counts[3] == 0
+        return float(chisquare(counts[kept].numpy(), wanted * int(counts.sum())).pvalue)
+
+    assert p_value() > SIGNIFICANCE
+    monkeypatch.setattr(coupled, "uniform", lambda seed, pos: uniform(seed, pos) * 0.9)
+    assert p_value() < CAUGHT
+
+
+def test_u_is_that_of_seed_and_position() -> None:
+    """The same for drafter and verifier: 0.5 for greedy requests, else by the request's seed alone."""
+    seeds, temperature = torch.tensor([3, -7, 2**40]), torch.tensor([1.0, 0.0, 0.3])
+    slots, pos = torch.tensor([2, 0, 1, 2], dtype=torch.int32), torch.tensor([5, 5, 5, 6])
+    wanted = uniform(seeds[[2, 0, 1, 2]], pos)
+    wanted[2] = 0.5
+    got = u_of(seeds, temperature, slots, pos)
+    assert got.dtype == torch.float32 and torch.equal(got, wanted)
+    assert len(set(got.tolist())) == 4
+
+
+def test_a_drafter_with_the_target_law_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the coupling is for: same law, same u, same token."""
+    _, rejection = samplers(monkeypatch, 4)
+    batch = Batch([4] * 5, list(range(5)), [3, 1, 4, 1, 5])
+    states = rejection.sampler.sampling_states
+    u = u_of(states.seeds.gpu, states.temperature.gpu, batch.expanded, batch.pos)
+    _, _, num_sampled = batch.verify(rejection, batch.following(pick(batch.logits, u)))
+    assert num_sampled.tolist() == [5] * 5
+
+
+@pytest.mark.parametrize(
+    "ours, theirs", [(CoupledSampler._sample_random, "_sample_random"), (CoupledRejectionSampler._verify, "_verify")]
+)
+def test_arguments_are_those_of_this_vllm(ours: Any, theirs: str) -> None:
+    parent = Sampler if theirs == "_sample_random" else RejectionSampler
+    named = [p.name for p in inspect.signature(ours).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert list(inspect.signature(getattr(parent, theirs)).parameters)[: len(named)] == named
+    assert list(inspect.signature(ModelState.custom_sampler).parameters) == ["self", "sampler"]
+
+
+def test_later_arguments_of_vllm_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, rejection = samplers(monkeypatch, 1)
+    batch = Batch([1], [2], [3])
+    tokens, _ = sampler._sample_random(
+        batch.logits, batch.expanded, batch.slots.numpy(), batch.pos, None, None, True, new=1
+    )
+    _, sampled, _ = batch.verify(rejection, batch.following(tokens), new=1)
+    assert sampled[0].tolist() == tokens.tolist()
+
+
+def test_the_state_hands_out_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    sampler = Sampler.__new__(Sampler)
+    spec = SimpleNamespace(
+        num_speculative_tokens=2, enable_adaptive_verification=False, rejection_sample_method="standard"
+    )
+    state = with_coupled_sampler(Base, spec, CPU, seen.append)()
+    ours, rejection = state.custom_sampler(sampler)
+    assert isinstance(state, Base) and type(ours) is CoupledSampler and ours is sampler
+    assert seen == [sampler] and state.coupled_sampler is sampler and rejection.sampler is sampler
+
+
+def test_other_samplers_are_refused() -> None:
+    from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
+
+    class Own(Base):
+        def custom_sampler(self, sampler: Any) -> tuple[Any, None]:
+            return SimpleNamespace(), None
+
+    watermark = GPUWatermarkSampler.__new__(GPUWatermarkSampler)
+    with pytest.raises(ServeConfigError, match=r"GPUWatermarkSampler.*remove --watermark-config"):
+        with_coupled_sampler(Base, SimpleNamespace(), CPU)().custom_sampler(watermark)
+    assert type(watermark) is GPUWatermarkSampler  # untouched
+    with pytest.raises(ServeConfigError, match="SimpleNamespace"):
+        with_coupled_sampler(Own, SimpleNamespace(), CPU)().custom_sampler(Sampler.__new__(Sampler))
+    with pytest.raises(ServeConfigError, match="Sampler"):
+        CoupledRejectionSampler(Sampler.__new__(Sampler), SimpleNamespace(), CPU)

@@ -1,0 +1,125 @@
+"""What method ptp is not served with: refused in one line, at start, in the caller's process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.models import make_ptp_head, make_target
+from tests.proposers.test_bad_input import engine_config
+from vllm_mtpc.errors import MtpcError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ptp_bad_input")
+    target = make_target(folder / "target", vocab_size=32, seed=0)
+    make_ptp_head(folder / "head", target, "o-ptp", window=5)
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that a test may damage, on Model Runner V2 unless the test says otherwise."""
+    import vllm.triton_utils
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)  # asked for when a config is made; nothing runs here
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def refusal(place: Path, arguments: dict[str, Any] | None = None, **given: Any) -> str:
+    speculative_config = {"method": "ptp", "model": str(place / "head"), **given}
+    with pytest.raises(MtpcError) as caught:
+        engine_config(place / "target", speculative_config, **(arguments or {}))
+    message = str(caught.value)
+    assert "\n" not in message, message
+    return message
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_good_head_is_accepted_with_its_defaults(place: Path) -> None:
+    config = engine_config(place / "target", {"method": "ptp", "model": str(place / "head")})
+    spec = config.speculative_config
+    assert spec.num_speculative_tokens == 4 and spec.draft_pass == "merged" and spec.group_sizes == "static"
+    assert "variant='o-ptp'" in repr(spec)
+    assert config.cache_config.block_size == 32  # of a CPU: groups own blocks, so small ones
+    assert engine_config(place / "head", None).speculative_config.method == "ptp"
+
+
+def test_v1_is_refused_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    message = refusal(place)
+    assert "Model Runner V1" in message and "allowed: Model Runner V2" in message and "MtPC" in message
+
+
+def test_pipeline_parallel_is_refused(place: Path) -> None:
+    message = refusal(place, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"})
+    assert "pipeline_parallel_size=2" in message and "tensor_parallel_size" in message
+
+
+def test_lora_requests_are_refused(place: Path) -> None:
+    assert "enable_lora" in refusal(place, {"enable_lora": True})
+
+
+def test_a_target_with_a_sliding_window_is_refused(place: Path) -> None:
+    rewrite(
+        place / "target" / "config.json", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=16
+    )
+    assert "full attention" in (message := refusal(place)) and "MtPC" in message
+
+
+def test_a_head_of_the_other_method(place: Path) -> None:
+    assert "is of method 'ptp', not 'mtpc'" in refusal(place, method="mtpc")
+
+
+@pytest.mark.parametrize("drafts", [0, 5, "2"])
+def test_more_drafts_than_the_window(place: Path, drafts: Any) -> None:
+    assert f"num_speculative_tokens={drafts}" in (message := refusal(place, num_speculative_tokens=drafts))
+    assert "1 to 4" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("draft_pass", "three"), ("group_sizes", "x"), ("max_aux_rows", 1), ("aux_rows_per_request", 0)],
+)
+def test_unknown_value_of_an_option(place: Path, key: str, value: Any) -> None:
+    assert key in refusal(place, **{key: value})
+
+
+@pytest.mark.parametrize("key", ["draft_sample_method", "rejection_sample_method", "typo", "head"])
+def test_an_option_of_other_methods_is_refused(place: Path, key: str) -> None:
+    message = refusal(place, **{key: "x"})
+    assert repr(key) in message and "draft_pass" in message
+
+
+def test_a_damaged_head_is_refused_whole(place: Path) -> None:
+    file = place / "head" / "adapter_model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    next(iter(tensors.values()))[0] = float("nan")
+    save_file(tensors, file)
+    assert "adapter_model.safetensors" in refusal(place)
+
+
+def test_too_small_a_cache_is_refused(place: Path) -> None:
+    from types import SimpleNamespace
+
+    from vllm_mtpc.proposers.seam.engine_core import reserved_blocks
+
+    config = engine_config(place / "target", {"method": "ptp", "model": str(place / "head")}, max_num_seqs=8)
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
+    enough = SimpleNamespace(num_blocks=10_000, kv_cache_groups=[group])
+    reserved = reserved_blocks(config, enough)
+    assert reserved > 0
+    few = SimpleNamespace(num_blocks=reserved + 2, kv_cache_groups=[group])  # a request of 64 tokens needs 3
+    with pytest.raises(MtpcError, match="max_aux_rows") as caught:
+        reserved_blocks(config, few)
+    assert "\n" not in str(caught.value)

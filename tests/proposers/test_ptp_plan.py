@@ -1,0 +1,111 @@
+"""Groups of auxiliary rows: how many at which batch size, where they stand, and which KV blocks are theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.proposers.v2.ptp.plan import Bucket, Plan, merged_plan, two_pass_plan
+from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
+from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_layout, static_layout
+
+CPU = torch.device("cpu")
+TARGET = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"]}
+
+
+def head(variant: str, window: int = 8, accepted: list[float] | None = None) -> PtpConfig:
+    return PtpConfig.create(variant=variant, window=window, target=TARGET, verifier="target", accepted=accepted)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    variant=st.sampled_from(["o-ptp", "c-ptp"]),
+    drafts=st.integers(1, 7),
+    seqs=st.integers(1, 70),
+    rows=st.integers(2, 300),
+    merged=st.booleans(),
+)
+def test_plans_keep_to_their_rows(variant: str, drafts: int, seqs: int, rows: int, merged: bool) -> None:
+    plan = (merged_plan if merged else two_pass_plan)(head(variant), drafts, seqs, rows)
+    for num_reqs in range(1, seqs + 1):
+        bucket = plan.bucket(num_reqs)
+        if bucket is None:
+            assert all(bucket.max_batch < num_reqs for bucket in plan.buckets)
+            continue
+        # a batch below its bucket's size never has more rows than the bucket's largest one
+        assert num_reqs * (bucket.rows + plan.leading) <= max(rows, 2)
+        assert num_reqs * plan.num_groups(bucket) <= plan.max_groups
+        assert num_reqs * (bucket.rows + plan.leading) <= plan.max_rows
+        assert max(bucket.sizes) + plan.leading <= plan.max_group_rows
+        if merged:
+            assert len(bucket.sizes) == drafts + 1
+
+
+def test_large_batches_draft_less_and_then_not_at_all() -> None:
+    plan = merged_plan(head("o-ptp"), 7, 64, 64)
+    rows = [plan.bucket(size).rows for size in (1, 4, 16)]
+    assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1]
+    assert plan.bucket(64) is None  # one row a request drafts nothing
+
+
+def test_blocks_hold_the_longest_group_wherever_it_starts() -> None:
+    plan = Plan((Bucket(2, (5, 0, 3)),), leading=1)
+    assert plan.max_groups == 4 and plan.max_group_rows == 6
+    for block_size in (1, 2, 4, 16, 128):
+        needed = max((start + 5) // block_size for start in range(block_size)) + 1
+        assert plan.blocks_per_group(block_size) == needed
+        assert plan.num_blocks(block_size) == 4 * needed
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data(), block_size=st.sampled_from([2, 4, 16]))
+def test_groups_see_their_prefix_and_own_their_rows(data: st.DataObject, block_size: int) -> None:
+    """A KV cache acted out on integers: groups read back their prefix and their own rows, requests keep theirs."""
+    width, groups, rows = 4, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    per_group = -(-(block_size - 1 + rows) // block_size)
+    num_blocks = groups * width
+    cache = torch.arange((num_blocks + groups * per_group) * block_size).view(-1, block_size)
+    before = cache.clone()
+    scratch = Scratch(num_blocks, block_size, per_group, groups, width, CPU)
+    prefix = torch.tensor(data.draw(st.lists(st.integers(1, width * block_size), min_size=groups, max_size=groups)))
+    tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).view(groups, width).int()
+    own, source, target = scratch.place(prefix, tables)
+    cache[target] = cache[source]
+    at = prefix[:, None] + torch.arange(rows)
+    group = torch.arange(groups)[:, None].expand_as(at)
+    slots = scratch.slots(group, prefix[:, None], at)
+    cache.view(-1)[slots.flatten()] = -1 - torch.arange(groups * rows)
+    assert slots.unique().numel() == slots.numel()
+    assert torch.equal(cache[:num_blocks], before[:num_blocks])
+    for index, length in enumerate(prefix.tolist()):
+        seen = cache[own[index].long()].flatten()[: length + rows]
+        assert torch.equal(seen[:length], before[tables[index].long()].flatten()[:length])
+        assert torch.equal(seen[length:], -1 - torch.arange(index * rows, (index + 1) * rows))
+
+
+def test_static_layout_names_rows_and_groups() -> None:
+    layout = static_layout(Bucket(4, (3, 0, 2)), CPU).of(2)
+    assert layout.accepted.tolist() == [[0, 2]] * 2
+    assert layout.group.tolist() == [[0, 0, 0, 1, 1]] * 2
+    assert layout.offset.tolist() == [[0, 1, 2, 0, 1]] * 2
+    accepted = torch.tensor([0, 1])
+    assert layout.size_of(accepted).tolist() == [3, 0]
+    assert layout.start_of(torch.tensor([2, 0])).tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
+def test_dynamic_layout_follows_the_confidence(variant: str) -> None:
+    bucket = Bucket(2, (3, 2, 1, 1))
+    sure, unsure = torch.full((1, 3), 0.99), torch.full((1, 3), 0.05)
+    layout = dynamic_layout(bucket, torch.cat([sure, unsure]), head(variant), CPU)
+    assert layout.sizes.sum(1).tolist() == [bucket.rows] * 2
+    assert layout.sizes[0, 3] > layout.sizes[0, 0]  # all drafts will be accepted
+    assert layout.sizes[1, 0] > layout.sizes[1, 3]  # none will
+    for request in range(2):
+        for row in range(bucket.rows):
+            group, offset = int(layout.group[request, row]), int(layout.offset[request, row])
+            assert int(layout.start_of(torch.tensor([group] * 2))[request]) + offset == row
+            assert offset < int(layout.sizes[request, group])
