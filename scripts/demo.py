@@ -1,7 +1,8 @@
-"""The demo: vLLM with MtPC heads beside plain vLLM, over HTTP and offline, on the models that come in the package.
+"""The demo: vLLM with heads beside plain vLLM, over HTTP and offline, on the models that come in the package.
 
-Each engine runs alone, in a process of its own, with the same settings; only the drafts differ. Exits with 1 when any
-greedy output differs from plain vLLM's.
+MtPC heads run on the machine's own model runner. PTP heads need Model Runner V2; without a GPU its kernels run in
+Triton's interpreter, plain vLLM's beside them too, so that only the drafts differ there as well. Each engine runs
+alone, in a process of its own, with the same settings. Exits with 1 when any greedy output differs from plain vLLM's.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ HTTP = Setting("HTTP stream, 1 client", clients=1, temperature=0.0, max_tokens=1
 ONE = Setting("offline, 1 client", clients=1, temperature=0.0, max_tokens=128, prompts=24, repeats=2)
 BATCHED = Setting(f"offline, batch {BATCH}", clients=BATCH, temperature=0.0, max_tokens=128, prompts=3 * BATCH)
 SAMPLED = replace(BATCHED, temperature=1.0)
+V2 = Setting("offline, 1 client, runner V2", clients=1, temperature=0.0, max_tokens=64, prompts=6)
+V2_SAMPLED = replace(V2, temperature=1.0)
+# Interpreted kernels cost by the call, few rows hardly anything: the same table as on a GPU, small for a CPU's sake
+PTP_ROWS = 48
+INTERPRETER = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "PYTHONPATH": str(Path(__file__).parent / "interpreter"),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,8 @@ class Demo:
         self.say(f"  {name}: {where}: {measured.tokens_per_second:.0f} tok/s, {step:.2f} tokens/step")
 
     def scaled(self, setting: Setting) -> Setting:
-        return replace(setting, prompts=max(8, setting.clients), repeats=1) if self.quick else setting
+        fewer = min(setting.prompts, max(8, setting.clients))
+        return replace(setting, prompts=fewer, repeats=1) if self.quick else setting
 
     def http(self, name: str, speculative: dict[str, Any] | None) -> None:
         arguments = [str(self.target), "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", str(BATCH)]
@@ -93,25 +104,29 @@ class Demo:
         with serve.server(arguments, self.logs / f"serve-{name.replace(' ', '-')}.log") as client:
             self.record(name, serve.measure(client, self.texts, self.scaled(HTTP)))
 
-    def offline(self, name: str, speculative: dict[str, Any] | None, settings: Sequence[Setting]) -> None:
+    def offline(
+        self, name: str, speculative: dict[str, Any] | None, settings: Sequence[Setting], v2: bool = False
+    ) -> None:
         engine = {
             "model": str(self.target),
             "dtype": "float32",
-            "max_model_len": 1024,
-            "max_num_seqs": BATCH,
+            "max_model_len": 512 if v2 else 1024,
+            "max_num_seqs": 4 if v2 else BATCH,
             "enable_prefix_caching": False,
             "seed": 0,
             "kv_cache_memory_bytes": KV_CACHE_BYTES,
             "enforce_eager": self.on_cpu,
             **({"speculative_config": speculative} if speculative else {}),
         }
-        self.say(f"{name}: LLM.generate")
-        log = self.logs / f"offline-{name.replace(' ', '-')}.log"
-        for measured in offline.run(engine, self.texts, [self.scaled(setting) for setting in settings], log):
+        environment = INTERPRETER if v2 and self.on_cpu else None
+        self.say(f"{name}: LLM.generate{' on Model Runner V2' if v2 else ''}{', interpreted' if environment else ''}")
+        log = self.logs / f"offline-{name.replace(' ', '-')}{'-v2' if v2 else ''}.log"
+        passes = [self.scaled(setting) for setting in settings]
+        for measured in offline.run(engine, self.texts, passes, log, environment):
             self.record(name, measured)
 
     def table(self) -> Table:
-        table = Table(title="vLLM with MtPC heads beside plain vLLM, same machine, same run", title_justify="left")
+        table = Table(title="vLLM with heads beside plain vLLM, same machine, same run", title_justify="left")
         table.add_column("decoding", no_wrap=True)
         table.add_column("setting", no_wrap=True)
         for column in ("T", "tok/s", "speed-up", "tokens/step"):
@@ -147,7 +162,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(demo: Demo) -> None:
     """The passes. One client is where latency shows; the batch is where a step is shared by all."""
-    from vllm_mtpc.demo import path
+    from vllm_mtpc.demo import PTP, path
 
     btree = {"method": "mtpc", "model": str(path("btree"))}
     demo.http("plain", None)
@@ -156,6 +171,10 @@ def run(demo: Demo) -> None:
     demo.offline("mtpc btree", btree, [ONE, BATCHED, SAMPLED])
     if not demo.quick:
         demo.offline("mtpc ff", {"method": "mtpc", "model": str(path("ff"))}, [BATCHED, SAMPLED])
+    demo.offline("plain", None, [V2, V2_SAMPLED], v2=True)
+    for name in ("o-ptp",) if demo.quick else PTP:
+        head = {"method": "ptp", "model": str(path(name)), "max_aux_rows": PTP_ROWS}
+        demo.offline(f"ptp {name}", head, [V2, V2_SAMPLED], v2=True)
 
 
 def report(demo: Demo) -> int:
@@ -165,7 +184,9 @@ def report(demo: Demo) -> int:
     console.print(demo.table())
     console.print(DEFINITIONS, highlight=False)
     console.print("speed-up: tok/s divided by plain vLLM's tok/s in the row above it with the same setting.")
-    sampled = {row.decoding: row for row in demo.rows if not row.measured.setting.greedy}
+    sampled = {
+        row.decoding: row for row in demo.rows if row.measured.setting.name == BATCHED.name and not row.identical
+    }
     if {"mtpc btree", "mtpc ff"} <= sampled.keys():
         btree, ff = (sampled[name].measured.acceptance.tokens_per_step for name in ("mtpc btree", "mtpc ff"))
         console.print(f"BTree / FF in tokens/step at T=1: {btree:.2f} / {ff:.2f} = [bold]{btree / ff:.2f}x[/bold]")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the demo: vLLM with MtPC heads beside plain vLLM, over HTTP and offline.
+# Sets everything up and runs the demo: vLLM with heads beside plain vLLM, over HTTP and offline.
 #
 #   scripts/demo.sh [--quick] [--json FILE]     --help lists the rest
 set -euo pipefail

@@ -3,7 +3,7 @@
 #
 #   scripts/train_demo.sh [--only target|heads] [--quick] [--out FOLDER]
 #
-# About an hour on two CPU cores; the result depends on the seeds and the fixed step counts, not on the time taken.
+# About an hour and a half on two CPU cores; the result depends on the seeds and the fixed step counts, not on the time taken.
 # --quick: a few steps and texts, to try the pipeline. The heads' training text stays in build/demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -55,4 +55,10 @@ for circuit in ff cp hmm btree; do
         --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
         --circuit "$circuit" --components "$components" --out "$out/$circuit" ${head_steps[@]+"${head_steps[@]}"}
     rm -r "$out/$circuit/state"
+done
+for variant in o-ptp c-ptp; do
+    "$python" -m vllm_mtpc train --config scripts/train_demo_ptp.yaml --target "$out/target" \
+        --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
+        --variant "$variant" --out "$out/$variant" ${head_steps[@]+"${head_steps[@]}"}
+    rm -r "$out/$variant/state"
 done

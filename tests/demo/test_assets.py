@@ -10,6 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, resolve_verifier
+from vllm_mtpc.checkpoint.ptp import load_ptp
+from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.target import load_target
 
 MAX_BYTES = 24_000_000
 
@@ -18,7 +21,8 @@ def test_assets_are_complete_and_small():
     total = 0
     for name in demo.NAMES:
         folder = demo.path(name)
-        for file in ("config.json", "model.safetensors", "README.md", "provenance.json"):
+        weights = ("adapter_model.safetensors", "u_embed.safetensors") if name in demo.PTP else ("model.safetensors",)
+        for file in ("config.json", *weights, "README.md", "provenance.json"):
             assert (folder / file).is_file(), f"{name}/{file}"
         total += sum(file.stat().st_size for file in folder.iterdir())
     assert total <= MAX_BYTES
@@ -33,7 +37,7 @@ def test_no_absolute_paths():
 
 
 def test_wrong_name_is_refused():
-    with pytest.raises(ValueError, match=r"'tree' does not exist: use one of target, ff, cp, hmm, btree"):
+    with pytest.raises(ValueError, match=r"'tree' does not exist: use one of target, ff, cp, hmm, btree, o-ptp, c-ptp"):
         demo.path("tree")
 
 
@@ -62,7 +66,7 @@ def test_target_loads_in_float32_and_predicts_python():
         assert model(tokens).logits[0, -1].argmax() == ord("f")
 
 
-@pytest.mark.parametrize("name", demo.HEADS)
+@pytest.mark.parametrize("name", demo.CIRCUITS)
 def test_heads_load_and_name_their_target(name):
     config, head = load_head(demo.path(name))
     assert config.circuit == name
@@ -75,8 +79,24 @@ def test_heads_load_and_name_their_target(name):
 
 def test_structure_pays():
     """What the demo is there to show: a tree drafts at least a fifth more tokens per step than independent bytes."""
-    figures = {name: json.loads((demo.path(name) / "provenance.json").read_text())["figures"] for name in demo.HEADS}
+    figures = {name: json.loads((demo.path(name) / "provenance.json").read_text())["figures"] for name in demo.CIRCUITS}
     assert figures["btree"]["t1"]["tokens_per_step"] >= 1.2 * figures["ff"]["t1"]["tokens_per_step"]
-    for name in demo.HEADS:
+    for name in demo.CIRCUITS:
         for temperature in ("t1", "t0"):
             assert figures[name][temperature]["contexts"] >= 1000
+
+
+@pytest.mark.parametrize("name", demo.PTP)
+def test_ptp_heads_fit_their_target_and_read_u(name):
+    """Every shape fits, and the recorded figures say that drafts are worse with the u of other windows."""
+    config = load_ptp(demo.path(name)).config
+    assert (config.variant, config.window, config.informed) == (name, 8, True)
+    verifier = config.speculators_config.verifier.name_or_path
+    assert resolve_verifier(demo.path(name), verifier) == str(demo.path("target"))
+    assert len(config.accepted) == 8
+    student = Student.load(demo.path(name), load_target(demo.path("target"), torch.float32))
+    read = student.prefix(torch.tensor([list(b"import ")]))
+    zero = torch.zeros(1, dtype=torch.long)
+    assert student.aux(read, zero, zero + 6, torch.full((1, 8), 0.25)).shape == (1, 8, config.hidden_size)
+    figures = json.loads((demo.path(name) / "provenance.json").read_text())["figures"]["t1"]
+    assert figures["shuffled_accuracy"] < 0.9 * figures["accuracy"]

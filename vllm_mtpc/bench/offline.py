@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,16 @@ from vllm_mtpc.bench.passes import Measured, Setting
 from vllm_mtpc.bench.process import engine_child, failure
 
 
-def run(engine: dict[str, Any], prompts: Sequence[str], settings: Sequence[Setting], log: Path) -> Iterator[Measured]:
+def run(
+    engine: dict[str, Any],
+    prompts: Sequence[str],
+    settings: Sequence[Setting],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Measured]:
     """Yields one ``Measured`` per setting. ``engine`` holds the keyword arguments of ``vllm.LLM``."""
     job = {"engine": engine, "prompts": list(prompts), "settings": [asdict(setting) for setting in settings]}
-    with engine_child("vllm_mtpc.bench.offline", json.dumps(job), log) as (process, results):
+    with engine_child("vllm_mtpc.bench.offline", json.dumps(job), log, environment) as (process, results):
         left = len(settings)
         for line in results:
             yield Measured.from_json(json.loads(line))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -66,12 +66,16 @@ def group(
 
 
 @contextlib.contextmanager
-def engine_child(module: str, job: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], TextIO]]:
+def engine_child(
+    module: str, job: str, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], TextIO]]:
     """Runs ``python -m MODULE JOB FD`` with an engine inside: JOB is a file that holds ``job``, FD takes its answers.
+
+    ``environment`` is added to that of every engine.
 
     Yields the process and its answers, line by line as they come; the group has ended on leaving.
     """
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment()}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment(), **(environment or {})}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job"
         path.write_text(job, encoding="utf-8")
@@ -79,7 +83,7 @@ def engine_child(module: str, job: str, log: Path) -> Iterator[tuple[subprocess.
         command = [sys.executable, "-m", module, str(path), str(writing)]
         with (
             os.fdopen(reading, encoding="utf-8") as results,
-            group(command, log, environment, pass_fds=[writing]) as process,
+            group(command, log, variables, pass_fds=[writing]) as process,
         ):
             os.close(writing)
             yield process, results

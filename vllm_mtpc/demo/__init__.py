@@ -1,13 +1,14 @@
-"""The packaged demo: a small byte-level target and one trained head per circuit."""
+"""The packaged demo: a small byte-level target, one trained MtPC head per circuit, and a PTP head of each variant."""
 
 from pathlib import Path
 
-NAMES = ("target", "ff", "cp", "hmm", "btree")
-HEADS = NAMES[1:]
+CIRCUITS = ("ff", "cp", "hmm", "btree")
+PTP = ("o-ptp", "c-ptp")
+NAMES = ("target", *CIRCUITS, *PTP)
 
 
 def path(name: str) -> Path:
-    """Folder of a packaged asset: ``"target"`` or the circuit of a head."""
+    """Folder of a packaged asset: ``"target"``, the circuit of an MtPC head or the variant of a PTP head."""
     if name not in NAMES:
         raise ValueError(f"demo asset {name!r} does not exist: use one of {', '.join(NAMES)}")
     return Path(__file__).resolve().parent / "assets" / name
