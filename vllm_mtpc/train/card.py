@@ -46,10 +46,30 @@ def record(
     `tokens_per_second`, `peak_memory_bytes`, `processes`; `command` in place of this process's own, for workers that
     another process started. Plots are listed if they lie in the out folder.
     """
+    head = {
+        "circuit": config.circuit,
+        "window": config.window,
+        "num_components": config.num_components,
+        "head": config.head,
+        "drafts": config.num_speculative_tokens,
+        "lora_layers": config.lora_layers,
+    }
+    values = provenance(options, head, config.speculators_config.verifier.name_or_path, figures, run)
+    values["settings"]["num_components"] = options.num_components
+    return values
+
+
+def provenance(
+    options: TrainOptions,
+    head: Mapping[str, Any],
+    verifier: str,
+    figures: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What any kind of head records: `head` says which it is, the rest is as of `record`."""
     run = dict(run)
     words = shlex.split(run.pop("command")) if "command" in run else [*program(sys.argv[0]), *sys.argv[1:]]
     settings = {key: public(value) for key, value in options.model_dump(mode="json").items()}
-    settings["num_components"] = options.num_components
     data = {"names": settings["data"]}
     for key, name in (("tokens", "tokens"), ("documents", "documents"), ("data_sha256", "sha256")):
         if key in run:
@@ -61,14 +81,9 @@ def record(
         "seed": options.seed,
         "data": data,
         "head": {
-            "circuit": config.circuit,
-            "window": config.window,
-            "num_components": config.num_components,
-            "head": config.head,
-            "drafts": config.num_speculative_tokens,
-            "target": public(config.speculators_config.verifier.name_or_path),
+            **head,
+            "target": public(verifier),
             "base_model": options.target if is_hub_name(options.target) else None,
-            "lora_layers": config.lora_layers,
         },
         "settings": settings,
         "run": run,
@@ -95,7 +110,7 @@ def head_card(record: Mapping[str, Any]) -> str:
     name = Path(record["settings"]["out"]).name or "HEAD"
     kind = "" if head["head"] == "linear" else f", head `{head['head']}`"
     parts = [
-        _front_matter(head),
+        front_matter(head, ["mtpc", "speculative-decoding"]),
         f"# MtPC head: {head['circuit']}, n={head['window']}, r={r}\n",
         f"A probabilistic-circuit head (circuit `{head['circuit']}`, window {head['window']}, {r} "
         f"component{'s' * (r > 1)}{kind}) for the target `{head['target']}`. From the target's last hidden state, and "
@@ -111,17 +126,25 @@ def head_card(record: Mapping[str, Any]) -> str:
         parts.append(f"**Not measured**: type `vllm-mtpc eval {shlex.quote(name)} --data DATA` for its figures.\n")
     else:
         parts += ["## Figures\n", _table(figures), DEFINITIONS]
-    parts += [f"![{PLOTS[plot]}]({plot})\n" for plot in record["plots"]]
-    parts += ["## Serve it\n", _serving(head, name)]
+    parts += [*images(record), "## Serve it\n", _serving(head, name)]
     if run["steps"]:
-        parts += ["## Training\n", _training(record)]
+        parts += [
+            "## Training\n",
+            training_section(record, loss_sentence(record["settings"]), _start(record["settings"])),
+        ]
     else:
-        parts += ["## Command\n", _code(record["command"])]
+        parts += ["## Command\n", code_block(record["command"])]
     return "\n".join(parts)
 
 
-def _front_matter(head: Mapping[str, Any]) -> str:
-    lines = ["---", "library_name: vllm", "tags: [mtpc, speculative-decoding]"]
+def images(record: Mapping[str, Any]) -> list[str]:
+    """The plots of the run."""
+    return [f"![{PLOTS[plot]}]({plot})\n" for plot in record["plots"]]
+
+
+def front_matter(head: Mapping[str, Any], tags: Sequence[str]) -> str:
+    """What the hub reads of a card."""
+    lines = ["---", "library_name: vllm", f"tags: [{', '.join(tags)}]"]
     if head["base_model"]:  # the hub takes names of repositories only
         lines.append(f"base_model: {head['base_model']}")
     return "\n".join([*lines, "---"])
@@ -161,22 +184,30 @@ def _serving(head: Mapping[str, Any], name: str) -> str:
     target = head["base_model"] or "TARGET"
     return (
         "With `vllm_mtpc` installed beside vLLM:\n\n"
-        + _code(f"vllm serve {shlex.quote(name)}\n", f"vllm serve {target} --speculative-config {shlex.quote(options)}")
+        + code_block(
+            f"vllm serve {shlex.quote(name)}\n", f"vllm serve {target} --speculative-config {shlex.quote(options)}"
+        )
         + "\nThe first form finds the target by the name in `config.json`"
-        + (", relative to this folder" if head["target"].startswith(".") else "")
-        + f"; it drafts {head['drafts']} tokens per step.\n"
+        + serving_names(head)
     )
 
 
-def _training(record: Mapping[str, Any]) -> str:
+def serving_names(head: Mapping[str, Any]) -> str:
+    """How the target is found and how much is drafted: the end of the section on serving."""
+    return (
+        ", relative to this folder" if head["target"].startswith(".") else ""
+    ) + f"; it drafts {head['drafts']} tokens per step.\n"
+
+
+def training_section(record: Mapping[str, Any], loss: str, start: str) -> str:
+    """What a head was trained on and how; `loss` is a sentence, `start` says where it began."""
     settings, run, data = record["settings"], record["run"], record["data"]
     processes = run.get("processes", 1)
-    lines = [f"- Data: {_data(settings, data)}", f"- Loss: {loss_sentence(settings)}"]
+    lines = [f"- Data: {_data(settings, data)}", f"- Loss: {loss}"]
     lines.append(
         f"- {run['steps']:,} steps of {settings['windows_per_step']:,} windows, AdamW, learning rate "
-        f"{settings['learning_rate']:g} ({settings['schedule']}), {settings['precision']}, seed {record['seed']}"
-        + (f", {processes} processes" if processes > 1 else "")
-        + f"; start: {_start(settings)}."
+        f"{settings['learning_rate']:g} ({settings['schedule']}), {settings['precision']}, "
+        f"seed {record['seed']}" + (f", {processes} processes" if processes > 1 else "") + f"; start: {start}."
     )
     if "minutes" in run:
         hosts = record["hardware"]
@@ -185,7 +216,7 @@ def _training(record: Mapping[str, Any]) -> str:
             f"- {run['minutes']:.1f} minutes on {machine}: {run['tokens_per_second']:,.0f} window tokens/s, at most "
             f"{run['peak_memory_bytes'] / 2**30:.2f} GiB of memory in a process."
         )
-    lines += ["- Command:\n", _code(record["command"])]
+    lines += ["- Command:\n", code_block(record["command"])]
     return "\n".join(lines) + "\nAll settings are in `provenance.json`.\n"
 
 
@@ -194,9 +225,11 @@ def _data(settings: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     size = f"; {data['tokens']:,} tokens of {data['documents']:,} documents" if "tokens" in data else ""
     sha = f", SHA-256 of the packed rows `{data['sha256']}`" if "sha256" in data else ""
     if settings["regenerate"]:
+        share = settings.get("regenerate_greedy_share")  # PTP heads have none
+        greedy = "" if share is None else f"{share:.0%} greedy, "
         names = (
-            f"{settings['regenerate']:,} responses that the target wrote ({settings['regenerate_greedy_share']:.0%} "
-            f"greedy, {settings['regenerate_tokens']} tokens at most): {names}"
+            f"{settings['regenerate']:,} responses that the target wrote ({greedy}{settings['regenerate_tokens']} "
+            f"tokens at most): {names}"
         )
     return f"{names}{size}{sha}."
 
@@ -236,5 +269,5 @@ def _percent(share: float) -> str:
     return "" if share == 1 else f"{100 * share:g} % "
 
 
-def _code(*lines: str) -> str:
+def code_block(*lines: str) -> str:
     return "```bash\n" + "\n".join(line.rstrip("\n") for line in lines) + "\n```\n"

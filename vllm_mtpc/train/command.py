@@ -62,16 +62,21 @@ def with_responses(options: TrainOptions) -> TrainOptions:
             "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
             "the file it writes"
         )
-    greedy = round(options.regenerate * options.regenerate_greedy_share)
+    # A PTP head learns one law: all of its text is drawn from it.
+    greedy = 0 if options.is_ptp else round(options.regenerate * options.regenerate_greedy_share)
+    sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     files = []
-    for name, temperature, count in (("sampled", 1.0, options.regenerate - greedy), ("greedy", 0.0, greedy)):
+    for name, law, count in (
+        ("sampled", sampled, options.regenerate - greedy),
+        ("greedy", {"temperature": 0.0}, greedy),
+    ):
         if not count:
             continue
         settings = RegenerateOptions(
             target=options.target,
             data=options.data,
             out=options.out / "data" / f"{name}.jsonl",
-            temperature=temperature,
+            **law,
             max_tokens=options.regenerate_tokens,
             prompt_tokens=options.regenerate_prompt_tokens,
             crops=options.regenerate_crops,

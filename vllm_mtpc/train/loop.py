@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
 
 from vllm_mtpc.train import state
-from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.memory import peak_memory_bytes
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, WindowSource
@@ -47,7 +46,7 @@ class Trainer:
     """Trains a drafter on a source of windows, from step 0 or from the state in the out folder."""
 
     def __init__(
-        self, options: TrainOptions, accelerator: Accelerator, drafter: Drafter, source: WindowSource, steps: int
+        self, options: TrainOptions, accelerator: Accelerator, drafter: nn.Module, source: WindowSource, steps: int
     ) -> None:
         self.options, self.accelerator, self.source, self.steps = options, accelerator, source, steps
         learnt = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
@@ -69,9 +68,7 @@ class Trainer:
             self.step = state.load_state(self.folder, self.drafter, self.optimizer.optimizer, self.options)
         self._start_metrics()
         started, seen = time.monotonic(), 0
-        bar = tqdm(
-            total=self.steps, initial=self.step, desc=self.options.circuit, unit="step", disable=not self.is_main
-        )
+        bar = tqdm(total=self.steps, initial=self.step, desc=self.options.kind, unit="step", disable=not self.is_main)
         batches = self.source.batches(self.step)
         while self.step < self.steps:
             batch = next(batches)
@@ -163,8 +160,9 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 def split(batch: Windows, parts: int) -> list[Windows]:
     """The windows of a batch in `parts` batches that share its counts; every process makes the same number."""
-    pieces = [batch.tokens[number::parts] for number in range(parts)]
+    split_up = {
+        name: value for name in ("tokens", "row", "start", "draws") if (value := getattr(batch, name)) is not None
+    }
     return [
-        batch._replace(tokens=tokens, row=batch.row[number::parts], start=batch.start[number::parts])
-        for number, tokens in enumerate(pieces)
+        batch._replace(**{name: value[number::parts] for name, value in split_up.items()}) for number in range(parts)
     ]

@@ -9,6 +9,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_mtpc.errors import MtpcError, one_line
 
+# Options of one kind of head alone, and the defaults a PTP head has of its own.
+CIRCUIT_OPTIONS = (
+    "circuit", "components", "expander_rank", "expander_layers", "expander_heads", "init", "lora_layers", "beta", "kl",
+    "kl_form", "acceptance", "acceptance_form", "train_first", "checkpoint_circuit",
+    "regenerate_greedy_share", "cache",
+)  # fmt: skip
+PTP_OPTIONS = (
+    "variant", "informed", "u_embedding", "u_features", "u_hidden", "ptp_loss", "proposals", "u_beta", "temperature",
+    "top_k", "top_p",
+)  # fmt: skip
+PTP_DEFAULTS = {"windows_per_step": 512, "learning_rate": 1e-3}
+PTP_LOSSES = {"o-ptp": ("ce", "bce"), "c-ptp": ("kl", "reverse-kl", "inverse")}
+
 
 class TrainOptionsError(MtpcError):
     """The options of a training run are not valid."""
@@ -33,7 +46,7 @@ class TrainOptions(BaseModel):
     circuit: str = Field("btree", description="ff, cp, hmm or btree")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32; 1 for ff)")
-    head: str = Field("linear", description="linear, shared (large vocabularies), mlp or transformer")
+    head: str = Field("linear", description="linear, shared (large vocabularies), mlp or transformer; or ptp")
     expander_rank: int | None = Field(None, ge=1, description="width of the shared head's expanders")
     expander_layers: int | None = Field(None, ge=1, description="blocks of the mlp and transformer heads")
     expander_heads: int | None = Field(None, ge=1, description="attention heads of the transformer head")
@@ -42,6 +55,23 @@ class TrainOptions(BaseModel):
     lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
     lora_rank: int = Field(16, ge=1, description="rank of the adapters")
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
+
+    # a PTP head (--head ptp)
+    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="o-ptp: rows name tokens; c-ptp: they give laws")
+    informed: bool = Field(True, description="rows carry u; off: the independent baseline")
+    u_embedding: str = Field("ieee", description="how u is embedded: ieee, scalar, threshold, arithmetic, ...")
+    u_features: int | None = Field(None, ge=1, description="features of u, where the embedding leaves it open")
+    u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
+    ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
+        None, description="o-ptp: ce (default) or bce; c-ptp: kl (default), reverse-kl or inverse (no teacher)"
+    )
+    proposals: Literal["teacher", "dataset", "student"] = Field(
+        "teacher", description="whose continuations are learnt: the target's (the data are its text), any text, its own"
+    )
+    u_beta: float = Field(1.0, gt=0, description="place of u in its token's interval: Beta(b, b)")
+    temperature: float = Field(1.0, gt=0, description="of the law that u picks from")
+    top_k: int = Field(0, ge=0, description="top-k of that law; 0: off")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that law; 1: off")
 
     # the loss (docs/training.md)
     gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
@@ -108,8 +138,18 @@ class TrainOptions(BaseModel):
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
     dry_run: bool = Field(False, description="write the untrained head and stop")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, values: Any) -> Any:
+        is_ptp = isinstance(values, dict) and values.get("head") == "ptp"
+        return PTP_DEFAULTS | values if is_ptp else values
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainOptions:
+        self._check_kind()
+        if self.is_ptp:
+            self._check_ptp()
+            return self
         from vllm_mtpc.circuits import get_circuit
         from vllm_mtpc.heads import check_head_name
 
@@ -121,6 +161,44 @@ class TrainOptions(BaseModel):
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
         return self
 
+    def _check_kind(self) -> None:
+        """Raises ValueError for an option of the other kind of head."""
+        foreign = CIRCUIT_OPTIONS if self.is_ptp else PTP_OPTIONS
+        fields = type(self).model_fields
+        given = [name for name in foreign if name in self.model_fields_set and _set(self, name, fields[name].default)]
+        if given:
+            name = given[0]
+            kind, wanted = ("circuits", "another head") if self.is_ptp else ("PTP heads", "head ptp")
+            raise ValueError(f"{name} is an option of {kind}: remove {name}, or set {wanted}")
+
+    def _check_ptp(self) -> None:
+        from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
+
+        options = default_options(self.u_embedding, self.u_hidden or 1)
+        given = {"u_features": self.u_features, "u_hidden": self.u_hidden}
+        options |= {key: value for key, value in given.items() if value is not None}
+        check_embedding(self.u_embedding, options.get("u_features"), options.get("u_hidden"))
+        if self.loss_name not in PTP_LOSSES[self.variant]:
+            raise ValueError(
+                f"ptp_loss {self.ptp_loss!r} with variant {self.variant!r}: allowed are "
+                f"{', '.join(PTP_LOSSES[self.variant])}; set ptp_loss to one of them"
+            )
+
+    @property
+    def is_ptp(self) -> bool:
+        """Whether the head is a PTP head, not a circuit."""
+        return self.head == "ptp"
+
+    @property
+    def kind(self) -> str:
+        """What is trained, in a word."""
+        return self.variant if self.is_ptp else self.circuit
+
+    @property
+    def loss_name(self) -> str:
+        """The loss of a PTP head, with its default."""
+        return self.ptp_loss or PTP_LOSSES[self.variant][0]
+
     @property
     def num_components(self) -> int:
         """r, with its default."""
@@ -130,6 +208,10 @@ class TrainOptions(BaseModel):
     def needs_law(self) -> bool:
         """Whether the loss reads the target's law over the vocabulary, not just the text."""
         return self.beta > 0 or self.acceptance > 0
+
+
+def _set(options: TrainOptions, name: str, default: Any) -> bool:
+    return getattr(options, name) != default
 
 
 def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:

@@ -90,9 +90,9 @@ def read(name: str) -> Measured:
     """A head's config and the figures in its provenance.json. Raises an MtpcError where it has none."""
     place = resolve_head(name)
     folder = find_head(place) or place
-    from vllm_mtpc.checkpoint.load import read_config
+    from vllm_mtpc.checkpoint.load import read_circuit_config
 
-    config = read_config(folder)
+    config = read_circuit_config(folder)
     try:
         figures = json.loads((folder / PROVENANCE_FILE).read_text(encoding="utf-8"))["figures"]
         found = {key: figures[key] for key in ("t1", "t0") if key in figures}

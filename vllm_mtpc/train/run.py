@@ -13,7 +13,6 @@ import torch
 
 from vllm_mtpc.bench.provenance import public
 from vllm_mtpc.checkpoint import load_head, save_head
-from vllm_mtpc.eval.text import Samples
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.train import prepare
 from vllm_mtpc.train.card import head_card, program, record
@@ -21,14 +20,15 @@ from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
+from vllm_mtpc.train.ptp.run import PtpJob
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from vllm_mtpc.config import HeadConfig
-    from vllm_mtpc.heads.adapters import DraftLayers
-    from vllm_mtpc.heads.base import Head
     from vllm_mtpc.target import Target
+    from vllm_mtpc.train.data.cache import HiddenSource
+    from vllm_mtpc.train.data.rows import Rows
+    from vllm_mtpc.train.windows import WindowSource
 
 
 def train(options: TrainOptions, command: str | None = None) -> Path:
@@ -41,13 +41,11 @@ def train(options: TrainOptions, command: str | None = None) -> Path:
     accelerator = make_accelerator(options)
     say = print if accelerator.is_main_process else _quiet
     target = prepare.read_target(options, accelerator.device)
-    config = prepare.head_config(options, target)
-    head = prepare.initial_head(options, config, target)
-    layers = prepare.draft_layers(options, target)
+    job = PtpJob(options, target) if options.is_ptp else CircuitJob(options, target)
     say(f"target {options.target}: vocabulary {target.vocab_size}, hidden size {target.hidden_size}, {target.dtype}")
     if options.dry_run:
         if accelerator.is_main_process:
-            write(options, config, head, layers, {}, {"steps": 0})
+            job.write({}, {"steps": 0})
             say(f"untrained head written: {options.out}")
         return options.out
     started = time.monotonic()
@@ -58,12 +56,12 @@ def train(options: TrainOptions, command: str | None = None) -> Path:
         say(f"warning: {data.report.warning}", file=sys.stderr)
     prompts = held_out_prompts(options, target, data.held_out)
     with accelerator.main_process_first():  # one process writes the cache, the others find it
-        source = prepare.hidden_source(options, target, data.rows)
-    windows = prepare.window_source(options, target, source, accelerator.process_index, accelerator.num_processes)
+        source = job.source(data.rows)
+    windows = job.windows(source, accelerator.process_index, accelerator.num_processes)
     steps = (
         options.max_steps if options.max_steps is not None else max(1, int(windows.steps_per_epoch() * options.epochs))
     )
-    trainer = Trainer(options, accelerator, Drafter(head, target, options, layers), windows, steps)
+    trainer = Trainer(options, accelerator, job.drafter(), windows, steps)
     trainer.run()
     trained = trainer.weights()
     accelerator.end_training()  # the other processes need not wait for what follows
@@ -80,7 +78,7 @@ def train(options: TrainOptions, command: str | None = None) -> Path:
             "processes": accelerator.num_processes,
             **({"command": command} if command else {}),
         }
-        finish(options, config, trained, layers, target, held_out_samples(options, target, prompts), run)
+        job.finish(trained, prompts, run)
     return options.out
 
 
@@ -100,10 +98,9 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         raise TrainOptionsError(f"track {options.track!r} is not installed; type: pip install {options.track}")
     plugin = None
     if options.parallel == "fsdp":
-        if options.lora_layers:
-            raise TrainOptionsError(
-                "parallel=fsdp with lora_layers: draft layers are trained with ddp; set parallel: ddp"
-            )
+        if options.lora_layers or options.is_ptp:
+            what = "head ptp: its adapters" if options.is_ptp else "lora_layers: draft layers"
+            raise TrainOptionsError(f"parallel=fsdp with {what} are trained with ddp; set parallel: ddp")
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     accelerator = Accelerator(
         cpu=options.device == "cpu",
@@ -118,51 +115,58 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     return accelerator
 
 
-def finish(
-    options: TrainOptions,
-    config: HeadConfig,
-    weights: dict[str, torch.Tensor],
-    layers: DraftLayers | None,
-    target: Target,
-    samples: dict[str, Samples],
-    run: dict[str, Any],
-) -> None:
-    """Write the head, measure what was written, and write it again with its figures and plots."""
-    from vllm_mtpc.train.plots import plot_acceptance, plot_loss
+class CircuitJob:
+    """What a run asks of a kind of head, for circuits."""
 
-    with torch.device("meta"):
-        head = build_head(config)
-    head.load_state_dict(weights, assign=True)
-    write(options, config, head, layers, {}, run)  # first of all: nothing that follows can lose it
-    figures = {}
-    if samples:
-        _, saved = load_head(options.out)
-        figures = figures_of(saved, target, samples, layers)
-    plot_loss(read_metrics(options.out / METRICS_FILE), options.out)
-    if figures:
-        plot_acceptance({config.circuit: figures}, options.out)
-    write(options, config, head, layers, figures, run)
-    print(f"head written: {options.out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
-    for name, values in figures.items():
-        temperature = name.removeprefix("t")
-        print(
-            f"expected tokens/step at T={temperature}: {values['tokens_per_step']:.3f} "
-            f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
-        )
-    print(f"serve it: vllm serve {options.out}")
+    def __init__(self, options: TrainOptions, target: Target) -> None:
+        self.options, self.target = options, target
+        self.config = prepare.head_config(options, target)
+        self.head = prepare.initial_head(options, self.config, target)
+        self.layers = prepare.draft_layers(options, target)
 
+    def drafter(self) -> Drafter:
+        """What a training step runs."""
+        return Drafter(self.head, self.target, self.options, self.layers)
 
-def write(
-    options: TrainOptions,
-    config: HeadConfig,
-    head: Head,
-    layers: DraftLayers | None,
-    figures: dict[str, Any],
-    run: dict[str, Any],
-) -> None:
-    """The head's folder, with its card and provenance."""
-    values = record(options, config, figures, run)
-    save_head(options.out, config, head, values, head_card(values), getattr(torch, options.dtype), draft_layers=layers)
+    def source(self, rows: Rows) -> HiddenSource:
+        """What windows are cut from."""
+        return prepare.hidden_source(self.options, self.target, rows)
+
+    def windows(self, source: HiddenSource, rank: int, world: int) -> WindowSource:
+        """The steps of the run."""
+        return prepare.window_source(self.options, self.target, source, rank, world)
+
+    def write(self, figures: dict[str, Any], run: dict[str, Any]) -> None:
+        """The head's folder, with its card and provenance."""
+        values = record(self.options, self.config, figures, run)
+        dtype = getattr(torch, self.options.dtype)
+        save_head(self.options.out, self.config, self.head, values, head_card(values), dtype, draft_layers=self.layers)
+
+    def finish(self, weights: dict[str, torch.Tensor], prompts: list[torch.Tensor], run: dict[str, Any]) -> None:
+        """Write the head, measure what was written, and write it again with its figures and plots."""
+        from vllm_mtpc.train.plots import plot_acceptance, plot_loss
+
+        with torch.device("meta"):
+            self.head = build_head(self.config)
+        self.head.load_state_dict(weights, assign=True)
+        self.write({}, run)  # first of all: nothing that follows can lose it
+        samples = held_out_samples(self.options, self.target, prompts)
+        figures = {}
+        if samples:
+            _, saved = load_head(self.options.out)
+            figures = figures_of(saved, self.target, samples, self.layers)
+        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out)
+        if figures:
+            plot_acceptance({self.config.circuit: figures}, self.options.out)
+        self.write(figures, run)
+        print(f"head written: {self.options.out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
+        for name, values in figures.items():
+            temperature = name.removeprefix("t")
+            print(
+                f"expected tokens/step at T={temperature}: {values['tokens_per_step']:.3f} "
+                f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
+            )
+        print(f"serve it: vllm serve {self.options.out}")
 
 
 def _quiet(*args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ the windows of a block are shuffled and cut into steps. A process computes the h
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +37,7 @@ class Windows(NamedTuple):
     hidden: Tensor  # [R, S, D], this process's rows of the block
     document: Tensor  # [R, S] int32, of those rows
     counts: Tensor  # [n] int64, windows of the whole step, over all processes, with a token at k
+    draws: Tensor | None = None  # [B, ...] float32, random numbers of each window, where the head asks for some
 
 
 def window_tokens(rows: Rows, row: Tensor, start: Tensor, window: int) -> Tensor:
@@ -84,7 +85,9 @@ class WindowSource:
         seed: int,
         rank: int = 0,
         world: int = 1,
+        draw: Callable[[int, int], Tensor] | None = None,
     ) -> None:
+        self.draw = draw  # (seed, windows of the step) -> their random numbers
         self.source, self.window, self.windows_per_step, self.seed = source, window, windows_per_step, seed
         self.rank, self.world = rank, world
         self.starts = eligible(source.rows)  # [N, S]
@@ -130,6 +133,9 @@ class WindowSource:
             chosen = order[step * self.windows_per_step : (step + 1) * self.windows_per_step]
             tokens = window_tokens(self.source.rows, block[row[chosen]], start[chosen], self.window)
             own = row[chosen] % self.world == self.rank
+            draws = None
+            if self.draw is not None:  # for the whole step, whatever the number of processes
+                draws = self.draw(self._seed(place.epoch, place.block + 1, step), len(chosen))[own]
             yield Windows(
                 tokens[own],
                 row[chosen][own] // self.world,
@@ -137,6 +143,7 @@ class WindowSource:
                 hidden,
                 document,
                 (tokens >= 0).sum(0),
+                draws,
             )
 
     def _hidden(self, rows: Tensor) -> Tensor:
@@ -147,8 +154,11 @@ class WindowSource:
         return self._held[1]
 
     def _generator(self, epoch: int, block: int) -> torch.Generator:
-        seed = random.Random(f"{self.seed}/{epoch}/{block}").getrandbits(63)  # sums of the three would collide
-        return torch.Generator().manual_seed(seed)
+        return torch.Generator().manual_seed(self._seed(epoch, block))
+
+    def _seed(self, *place: int) -> int:
+        text = "/".join(map(str, (self.seed, *place)))  # sums of them would collide
+        return random.Random(text).getrandbits(63)
 
 
 def default_block_rows(seq_len: int, hidden_size: int, dtype: torch.dtype) -> int:

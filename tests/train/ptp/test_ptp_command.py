@@ -1,0 +1,143 @@
+"""`vllm-mtpc train --head ptp` as it is typed: what it writes, what it starts from, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.test_command import fixture_place, flags
+from vllm_mtpc.checkpoint.ptp import load_ptp
+from vllm_mtpc.cli import main
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.target import load_target
+from vllm_mtpc.train import command
+from vllm_mtpc.train.options import parse
+from vllm_mtpc.train.ptp.run import figure_lines
+
+__all__ = ["fixture_place"]
+torch.set_num_threads(1)
+
+REQUIRED = {"target": "t", "data": ["d"], "out": "o", "head": "ptp"}
+SKIP = ("--circuit", "--components")
+
+
+def ptp_flags(place: Path, out: str, **changes: object) -> list[str]:
+    words = flags(place, out, head="ptp", lora_rank=3, **changes)
+    dropped = {place for flag in SKIP for place in (words.index(flag), words.index(flag) + 1)}
+    return [word for at, word in enumerate(words) if at not in dropped]
+
+
+def test_a_run_writes_a_head_with_its_figures(place: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", *ptp_flags(place, "ptp", u_embedding="arithmetic", temperature=0.9, top_k=40)]) == 0
+    out, printed = place / "ptp", capsys.readouterr().out
+    config = load_ptp(out).config
+    assert (config.variant, config.window, config.lora_rank, config.informed) == ("o-ptp", 4, 3, True)
+    assert (config.trained_temperature, config.trained_top_k, config.trained_top_p) == (0.9, 40, 1.0)
+    assert config.speculators_config.verifier.name_or_path == "../target"
+    record = json.loads((out / "provenance.json").read_text())
+    figures = record["figures"]
+    assert config.accepted == pytest.approx(figures["t1"]["histogram"]) and len(config.accepted) == 4
+    assert f"tokens/step at T=0.9: {figures['t1']['tokens_per_step']:.3f}" in printed
+    assert f"tokens/step at T=0: {figures['t0']['tokens_per_step']:.3f}" in printed
+    assert f"with the u of other windows: {figures['t1']['shuffled_accuracy']:.1%}" in printed
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "adapter_config.json", "adapter_model.safetensors", "u_embed.safetensors", "README.md",
+        "provenance.json", "metrics.jsonl", "state", "loss.png", "loss.svg", "acceptance.png", "acceptance.svg",
+    }  # fmt: skip
+    card = (out / "README.md").read_text()
+    assert "# PTP head: o-ptp, n=4, LoRA rank 3" in card and "temperature 0.9, top-k 40" in card
+    assert f"**{figures['t1']['tokens_per_step']:.3f}**" in card and "cross entropy of the token that u picks" in card
+    assert str(place) not in card + json.dumps(record)
+    state = torch.load(out / "state" / "trainer.pt", weights_only=True)["weights"]
+    written = load_file(out / "u_embed.safetensors")["outer.weight"]
+    assert torch.equal(written, state["head.embedding.outer.weight"].half())
+
+
+def test_a_dry_run_writes_what_can_be_loaded(place: Path) -> None:
+    assert main(["train", *ptp_flags(place, "dry", variant="c-ptp", dry_run=True)]) == 0
+    student = Student.load(place / "dry", load_target(place / "target"))
+    assert student.config.variant == "c-ptp" and student.config.accepted is None
+    assert all(not value.any() for name, value in student.lora().items() if "lora_B" in name)
+    assert "This head is untrained" in (place / "dry" / "README.md").read_text()
+    assert not (place / "dry" / "metrics.jsonl").exists()
+
+
+def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) -> None:
+    main(["train", *ptp_flags(place, "one", evaluation_sequences=0, learning_rate=3e-2)])
+    assert main(["train", *ptp_flags(place, "two", init_from=place / "one", dry_run=True)]) == 0
+    one, two = (load_ptp(place / name) for name in ("one", "two"))
+    assert one.lora.keys() == two.lora.keys() and any(value.any() for value in one.lora.values())
+    assert all(torch.equal(one.lora[name], two.lora[name]) for name in one.lora)
+    for changes, message in (
+        ({"lora_rank": 5}, "has lora_rank=3, this run 5"),
+        ({"variant": "c-ptp"}, "has variant=o-ptp, this run c-ptp; set variant to o-ptp"),
+    ):
+        words = ptp_flags(place, "three", init_from=place / "one", dry_run=True)
+        for name, value in changes.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        capsys.readouterr()
+        assert main(["train", *words]) != 0
+        assert message in capsys.readouterr().err
+
+
+def test_a_circuit_is_no_start(place: Path, capsys: pytest.CaptureFixture) -> None:
+    main(["train", *flags(place, "circuit", dry_run=True)])
+    assert main(["train", *ptp_flags(place, "four", init_from=place / "circuit", dry_run=True)]) != 0
+    assert "a PTP head starts from a PTP head" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"circuit": "hmm"}, "circuit is an option of circuits: remove circuit, or set another head"),
+        ({"components": 8}, "components is an option of circuits"),
+        ({"acceptance_form": "log"}, "acceptance_form is an option of circuits"),
+        ({"lora_layers": 2}, "lora_layers is an option of circuits"),
+        ({"cache": "c"}, "cache is an option of circuits"),
+        ({"head": "linear", "variant": "c-ptp"}, "variant is an option of PTP heads: remove variant, or set head ptp"),
+        ({"head": "mlp", "temperature": 0.5}, "temperature is an option of PTP heads"),
+        ({"ptp_loss": "kl"}, "ptp_loss 'kl' with variant 'o-ptp': allowed are ce, bce"),
+        ({"variant": "c-ptp", "ptp_loss": "ce"}, "allowed are kl, reverse-kl, inverse"),
+        ({"u_embedding": "bits"}, "unknown u_embedding 'bits'"),
+        ({"u_features": 8}, "u_features=8 is not an option of u_embedding 'ieee'"),
+        ({"temperature": 0}, "temperature"),
+    ],
+)
+def test_options_that_do_not_go_together(changes: dict, message: str) -> None:
+    with pytest.raises(MtpcError, match=message) as caught:
+        parse(REQUIRED | changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_are_the_kinds_own() -> None:
+    ptp, circuit = parse(REQUIRED), parse(REQUIRED | {"head": "linear"})
+    assert (ptp.windows_per_step, ptp.learning_rate, ptp.loss_name, ptp.kind) == (512, 1e-3, "ce", "o-ptp")
+    assert (circuit.windows_per_step, circuit.learning_rate, circuit.kind) == (4096, 3e-4, "btree")
+    assert parse(REQUIRED | {"windows_per_step": 4096, "variant": "c-ptp"}).loss_name == "kl"
+    again = parse(ptp.model_dump(mode="json"))  # as options reach a Ray worker: every one of them is given
+    assert again == ptp and parse(circuit.model_dump(mode="json")) == circuit
+
+
+def test_responses_are_written_at_the_trained_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "vllm_mtpc.train.regenerate.regenerate", lambda settings: asked.append(settings) or settings.out
+    )
+    law = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
+    options = command.with_responses(parse(REQUIRED | law | {"out": tmp_path, "regenerate": 10}))
+    assert options.data == [str(tmp_path / "data" / "sampled.jsonl")]
+    assert [(one.temperature, one.top_k, one.top_p, one.limit) for one in asked] == [(0.7, 50, 0.95, 10)]
+
+
+def test_u_that_is_not_used_is_said() -> None:
+    options, baseline = parse(REQUIRED), parse(REQUIRED | {"informed": False})
+    figure = {"tokens_per_step": 2.0, "standard_error": 0.1, "sequences": 4, "accuracy": 0.5}
+    used, unused = ({"t1": figure | {"shuffled_accuracy": value}} for value in (0.2, 0.49))
+    assert not any("warning" in line for line in figure_lines(options, used))
+    assert "so u is not used" in figure_lines(options, unused)[-1]
+    assert not any("warning" in line for line in figure_lines(baseline, unused))
