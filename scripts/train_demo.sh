@@ -56,9 +56,17 @@ for circuit in ff cp hmm btree; do
         --circuit "$circuit" --components "$components" --out "$out/$circuit" ${head_steps[@]+"${head_steps[@]}"}
     rm -r "$out/$circuit/state"
 done
+
+# Twice: u is learnt late, and a second run starts from the first with the rate at its peak again.
 for variant in o-ptp c-ptp; do
-    "$python" -m vllm_mtpc train --config scripts/train_demo_ptp.yaml --target "$out/target" \
-        --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
-        --variant "$variant" --out "$out/$variant" ${head_steps[@]+"${head_steps[@]}"}
+    first=1400
+    [ "$variant" = c-ptp ] && first=1200
+    ptp() {
+        "$python" -m vllm_mtpc train --config scripts/train_demo_ptp.yaml --target "$out/target" \
+            --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
+            --variant "$variant" "$@" ${head_steps[@]+"${head_steps[@]}"}
+    }
+    ptp --out "$data/$variant" --max-steps "$first" --learning-rate 0.005
+    ptp --out "$out/$variant" --init-from "$data/$variant" --precision bf16
     rm -r "$out/$variant/state"
 done

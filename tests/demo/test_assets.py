@@ -99,4 +99,5 @@ def test_ptp_heads_fit_their_target_and_read_u(name):
     zero = torch.zeros(1, dtype=torch.long)
     assert student.aux(read, zero, zero + 6, torch.full((1, 8), 0.25)).shape == (1, 8, config.hidden_size)
     figures = json.loads((demo.path(name) / "provenance.json").read_text())["figures"]["t1"]
-    assert figures["shuffled_accuracy"] < 0.9 * figures["accuracy"]
+    # c-ptp picks with a u that is not shuffled: only what rows are told is
+    assert figures["shuffled_accuracy"] < (0.9 if name == "o-ptp" else 0.95) * figures["accuracy"]
