@@ -63,11 +63,11 @@ def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> No
 
 
 def test_wheel_has_the_demo_models(wheel: Path) -> None:
-    from vllm_mtpc.demo import NAMES
+    from vllm_mtpc.demo import NAMES, PTP
 
     held = {info.filename: info.file_size for info in zipfile.ZipFile(wheel).infolist()}
     for name in NAMES:
-        for file in ("config.json", "model.safetensors"):
+        for file in ("config.json", "u_embed.safetensors" if name in PTP else "model.safetensors"):
             assert f"vllm_mtpc/demo/assets/{name}/{file}" in held
     size = sum(bytes_ for name, bytes_ in held.items() if name.startswith("vllm_mtpc/demo/assets/"))
     assert size <= MAX_ASSET_BYTES
