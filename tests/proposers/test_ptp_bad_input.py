@@ -26,10 +26,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy that a test may damage, on Model Runner V2 unless the test says otherwise."""
-    import vllm.triton_utils
+    import vllm.config.vllm
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)  # asked for when a config is made; nothing runs here
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)  # asked for when a config is made; nothing runs here
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 
