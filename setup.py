@@ -62,7 +62,7 @@ def readme() -> str:
 setup(
     name="vllm_mtpc",
     version=version(),
-    description="Speculative decoding with probabilistic-circuit heads for vLLM",
+    description="Speculative decoding for vLLM: probabilistic-circuit heads and parallel token prediction",
     long_description=readme(),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
