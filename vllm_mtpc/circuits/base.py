@@ -5,21 +5,24 @@ states. With leaf[k, z, v] = log p(x_k = v | z, h) every circuit is a filter ove
 
     q(x_k = v | x_<k, h) = sum_z exp(pi_k[z] + leaf[k, z, v])
 
-A circuit supplies the start weights, their update after x_k was observed, and the joint value as one
-upward pass. Conditionals, joint log-probability, sampling, greedy and max-product decoding are
-written once, here. All arithmetic is float32 log space with the maximum subtracted.
+A circuit supplies the instructions that move its weights from token to token (`vllm_mtpc.kernels.filter.program`; run
+here in PyTorch, by the kernels on a GPU) and the joint value as one upward pass. Conditionals, joint log-probability,
+sampling, greedy and max-product decoding are written once, here. All arithmetic is float32 log space with the maximum
+subtracted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.kernels.filter import Program, naive
 
 # Far beyond what can be trained or served; a damaged config must not ask for a tree of 10**12 regions.
 MAX_WINDOW = 256
@@ -69,9 +72,10 @@ class Circuit(ABC):
         """Whether the weights of the first latent are a parameter."""
         return True
 
+    @cached_property
     @abstractmethod
-    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
-        """State at position k + 1, given evidence[B, r] = leaf[:, k, :, x_k] (0: x_k marginalised); k < n - 1."""
+    def program(self) -> Program:
+        """How the weights get from the root to token 0, then from every token to the next: n + 1 lists."""
 
     @abstractmethod
     def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
@@ -79,7 +83,11 @@ class Circuit(ABC):
 
     def start(self, params: CircuitParams) -> FilterState:
         """State at position 0."""
-        return FilterState(params.root)
+        return FilterState(*naive.advance(self.program[0], params.root, (), params.root, params.inner))
+
+    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
+        """State at position k + 1, given evidence[B, r] = leaf[:, k, :, x_k] (0: x_k marginalised); k < n - 1."""
+        return FilterState(*naive.advance(self.program[k + 1], state.weights, state.stack, evidence, params.inner))
 
     # ---- what follows from the contract -------------------------------------------------------
 
@@ -162,11 +170,6 @@ def evidence_of(leaf: Tensor, tokens: Tensor) -> Tensor:
     """leaf[B, m, r, V] at tokens[B, m] -> [B, m, r]; a token of -1 gives 0, which marginalises the position."""
     index = tokens.clamp(min=0)[:, :, None, None].expand(-1, -1, leaf.shape[2], 1)
     return leaf.gather(3, index)[..., 0].masked_fill((tokens < 0).unsqueeze(-1), 0.0)
-
-
-def step(weights: Tensor, rows: Tensor) -> Tensor:
-    """log of weights @ rows: weights[B, r], rows[B, r, r] -> [B, r]."""
-    return torch.logsumexp(weights.unsqueeze(-1) + rows, dim=1)
 
 
 def _max(values: Tensor, dim: int) -> Tensor:

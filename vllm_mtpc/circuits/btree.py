@@ -11,11 +11,12 @@ read, its weights; afterwards, the message of that left child, which its own upw
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState, Reduce, step
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, Reduce
+from vllm_mtpc.kernels.filter import Instruction, Op, Program
 
 
 @dataclass
@@ -77,17 +78,28 @@ class BTree(Circuit):
             region = region.right if is_right else region.left
         return path
 
-    def start(self, params: CircuitParams) -> FilterState:
-        return self._descend(params, self.tree, params.root, [])
+    @cached_property
+    def program(self) -> Program:
+        return [self._descend(self.tree), *(self._close(k) for k in range(self.window - 1)), []]
 
-    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
-        stack, path, message = list(state.stack), list(self._paths[k]), evidence
-        while path[-1][1]:  # token k closes this region: send its message up
-            region, _ = path.pop()
-            message = self._send(params, region, stack.pop() + message, torch.logsumexp)
-        region, _ = path.pop()
-        weights = (stack.pop() + message).log_softmax(dim=-1)
-        return self._descend(params, region.right, weights, [*stack, message])
+    def _close(self, k: int) -> list[Instruction]:
+        """Regions that end at token k send their messages up; then down to token k + 1."""
+        path = list(self._paths[k])
+        found = []
+        while path[-1][1]:
+            found.append(Instruction(Op.RISE, path.pop()[0].index))
+        return [*found, Instruction(Op.JOIN), *self._descend(path[-1][0].right)]
+
+    @staticmethod
+    def _descend(region: Region) -> list[Instruction]:
+        """Down the left edge of `region` to its first token."""
+        found = []
+        while region.left is not None:
+            if region.index >= 0:
+                found.append(Instruction(Op.FALL, region.index))
+            found.append(Instruction(Op.PUSH))
+            region = region.left
+        return found
 
     def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
         def message(region: Region) -> Tensor:
@@ -97,15 +109,6 @@ class BTree(Circuit):
 
         both = message(self.tree.left) + message(self.tree.right)
         return reduce(params.root + both, -1)
-
-    def _descend(self, params: CircuitParams, region: Region, weights: Tensor, stack: list[Tensor]) -> FilterState:
-        """Down the left edge of `region` to its first token; `weights` are those of the latent above it."""
-        while region.left is not None:
-            if region.index >= 0:
-                weights = step(weights, params.inner[:, region.index])
-            stack.append(weights)
-            region = region.left
-        return FilterState(weights, tuple(stack))
 
     @staticmethod
     def _send(params: CircuitParams, region: Region, value: Tensor, reduce: Reduce) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
-from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState, Reduce
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, Reduce
+from vllm_mtpc.kernels.filter import Instruction, Op, Program
 
 
 class CP(Circuit):
@@ -14,8 +17,9 @@ class CP(Circuit):
     def num_inner(self) -> int:
         return 0
 
-    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
-        return FilterState((state.weights + evidence).log_softmax(dim=-1))
+    @cached_property
+    def program(self) -> Program:
+        return [[], *[[Instruction(Op.FOLD)]] * (self.window - 1), []]
 
     def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
         return reduce(params.root + evidence.sum(dim=1), -1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
-from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState, Reduce
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, Reduce
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.kernels.filter import Program
 
 
 class FullyFactorised(Circuit):
@@ -24,8 +27,9 @@ class FullyFactorised(Circuit):
     def has_root(self) -> bool:
         return False
 
-    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
-        return state
+    @cached_property
+    def program(self) -> Program:
+        return [[]] * (self.window + 1)
 
     def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
         return evidence.sum(dim=1)[:, 0]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
-from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState, Reduce, step
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, Reduce
+from vllm_mtpc.kernels.filter import Instruction, Op, Program
 
 
 class HMM(Circuit):
@@ -14,9 +17,9 @@ class HMM(Circuit):
     def num_inner(self) -> int:
         return self.window - 1  # in position order
 
-    def advance(self, params: CircuitParams, state: FilterState, k: int, evidence: Tensor) -> FilterState:
-        posterior = (state.weights + evidence).log_softmax(dim=-1)
-        return FilterState(step(posterior, params.inner[:, k]))
+    @cached_property
+    def program(self) -> Program:
+        return [[], *([Instruction(Op.FOLD), Instruction(Op.FALL, k)] for k in range(self.window - 1)), []]
 
     def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
         message = evidence[:, -1]

@@ -14,19 +14,29 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.circuits import Circuit, CircuitParams
+from vllm_mtpc.circuits.base import evidence_of
 from vllm_mtpc.errors import HeadConfigError
 
 # Probability of keeping the latent at initialisation: HMM and BTree then start (nearly) as the CP
 # with the same leaves, and the softmax is not yet so saturated that its rows cannot move.
 STAY_PROBABILITY = 0.95
 INIT_STD = 0.01
+
+
+class DraftParams(NamedTuple):
+    """What drafting needs of a batch of circuits once x_1 is known; logits are not normalised."""
+
+    evidence: Tensor  # [B, r] float32, log p(x_1 | z)
+    leaf: Tensor  # [B, K, r, V], logits of x_2 .. x_(1+K)
+    root: Tensor  # [B, r], logits
+    inner: Tensor  # [B, F, r, r], logits
 
 
 class Head(nn.Module, ABC):
@@ -83,18 +93,28 @@ class Head(nn.Module, ABC):
         """Lend the target's lm_head, hidden[..., D] -> logits[..., V]; only for heads that need it."""
         raise HeadConfigError(f"{type(self).__name__} has its own unembedding; bind no lm_head to it")
 
-    def sums(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Root [B, r] and inner sums [B, F, r, r] of hidden[B, D]; log-softmax over the last dimension, float32."""
+    def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the root [B, r] and of the inner sums [B, F, r, r] of hidden[B, D], float32."""
         batch, r = hidden.shape[0], self.circuit.num_components
         if self.root_weight is None:
             root = hidden.new_zeros(batch, r, dtype=torch.float32)
         else:
-            root = F.linear(hidden, self.root_weight).float().log_softmax(dim=-1)
+            root = F.linear(hidden, self.root_weight).float()
         if self.inner_weight is None:
             return root, root.new_zeros(batch, 0, r, r)
         inner = F.linear(hidden, self.inner_weight.reshape(-1, self.hidden_size)).float()
-        inner = inner.view(batch, -1, r, r) + self.inner_bias.float()
-        return root, inner.log_softmax(dim=-1)
+        return root, inner.view(batch, -1, r, r) + self.inner_bias.float()
+
+    def sums(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Root [B, r] and inner sums [B, F, r, r] of hidden[B, D]; log-softmax over the last dimension, float32."""
+        root, inner = self.sum_logits(hidden)
+        return root.log_softmax(dim=-1), inner.log_softmax(dim=-1)
+
+    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
+        """What `kernels.draft` reads, from hidden[B, D] and the verifier's tokens first[B] int64."""
+        logits = self.leaf_logits(self.prepare(hidden), 0, num_drafts + 1)
+        evidence = evidence_of(logits[:, :1].log_softmax(dim=-1), first[:, None])[:, 0]
+        return DraftParams(evidence, logits[:, 1:], *self.sum_logits(hidden))
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
         """CircuitParams from hidden[B, D]; only the first `num_positions` leaves when the tail is not needed."""

@@ -1,0 +1,45 @@
+"""The machine of `program.py` in plain PyTorch: the definition that kernels are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
+
+
+def advance(
+    instructions: Sequence[Instruction], weights: Tensor, stack: Sequence[Tensor], message: Tensor, inner: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Weights [B, r] and stack after `instructions`; message [B, r], inner [B, F, r, r] log-softmax, all float32."""
+    stack = list(stack)
+    for op, index in instructions:
+        if op == Op.FOLD:
+            weights = (weights + message).log_softmax(dim=-1)
+        elif op == Op.FALL:
+            weights = torch.logsumexp(weights.unsqueeze(-1) + inner[:, index], dim=1)
+        elif op == Op.PUSH:
+            stack.append(weights)
+        elif op == Op.RISE:
+            message = torch.logsumexp(inner[:, index] + (stack.pop() + message).unsqueeze(1), dim=-1)
+        else:
+            weights = (stack.pop() + message).log_softmax(dim=-1)
+            stack.append(message)
+    return weights, tuple(stack)
+
+
+def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
+    """log pi [B, m, r], float32: the law of the latent that token k reads, given the tokens before it.
+
+    evidence [B, m, r] is log p(x_k | z), m <= n (0: token k is marginalised); root_logits [B, r] and inner_logits
+    [B, F, r, r] are not normalised. log q(x_k | x_<k) = logsumexp_z(log pi[k, z] + evidence[k, z]).
+    """
+    inner = inner_logits.float().log_softmax(dim=-1)
+    weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence[:, 0], inner)
+    columns = [weights]
+    for k in range(evidence.shape[1] - 1):
+        weights, stack = advance(program[k + 1], weights, stack, evidence[:, k].float(), inner)
+        columns.append(weights)
+    return torch.stack(columns, dim=1)

@@ -1,0 +1,47 @@
+"""What a circuit's filter does between two tokens, as instructions for one small machine.
+
+The machine holds the log weights of the current latent [r], a stack of vectors [r], and a message [r], which is the
+evidence of the token just seen. Inner sums are numbered as in the checkpoint; A_f has rows log p(z' | z).
+
+    FOLD      weights <- normalise(weights + message)
+    FALL f    weights <- log(exp(weights) A_f)             a latent below: its law, given the one above
+    PUSH      push weights                                 a region is opened
+    RISE f    message <- log(A_f exp(pop + message))       a region is closed: what it tells the latent above it
+    JOIN      weights <- normalise(pop + message), push message     from a left child to its right sibling
+
+A program is n + 1 lists of instructions: [0] goes from the root's weights to those of token 0, [k + 1] from token k to
+token k + 1; the last list is empty. Every list begins with the evidence of its token as message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Op(IntEnum):
+    FOLD = 0
+    FALL = 1
+    PUSH = 2
+    RISE = 3
+    JOIN = 4
+
+
+class Instruction(NamedTuple):
+    op: Op
+    index: int = -1  # of the inner sum; FALL and RISE only
+
+
+Program = Sequence[Sequence[Instruction]]
+
+
+def stack_depth(program: Program) -> int:
+    """The most vectors on the stack at any time."""
+    change = {Op.PUSH: 1, Op.RISE: -1}
+    depth = most = 0
+    for instructions in program:
+        for op, _ in instructions:
+            depth += change.get(op, 0)
+            most = max(most, depth)
+    return most
