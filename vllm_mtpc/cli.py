@@ -29,9 +29,12 @@ COMMANDS = {
     "eval": Command("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
     "doctor": Command("compare what vLLM serves with what was expected", "vllm_mtpc.eval.doctor"),
     "generate": Command("continue a prompt: plain, unverified, or as it is served", "vllm_mtpc.eval.generate"),
-    "plot": Command("draw heads: acceptance, and expressiveness against latency", "vllm_mtpc.train.plot_command"),
+    "bench": Command("measure: plain vLLM, peers and heads; drafts; kernels", "vllm_mtpc.bench.command"),
+    "advise": Command("choose head, drafts and schedule from measured costs", "vllm_mtpc.bench.advise"),
+    "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.train.plot_command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.checkpoint.inspect"),
-    "convert": Command("make a head of a PTP checkpoint of the paper's authors", "vllm_mtpc.checkpoint.convert"),
+    "convert": Command("make a head of a checkpoint of the papers' authors", "vllm_mtpc.checkpoint.convert"),
+    "token-heads": Command("make a head of the prediction heads a target has", "vllm_mtpc.checkpoint.token_heads"),
 }
 
 

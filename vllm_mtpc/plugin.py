@@ -6,14 +6,16 @@ import logging
 
 
 def register() -> None:
-    """Install the seam; called by vLLM in every process, possibly more than once.
+    """Install the seam and the models; called by vLLM in every process, possibly more than once.
 
     Never raises: an exception here would take down every vLLM process of the environment, also those
     that never heard of a head. What goes wrong is logged, and reported when a head is asked for.
     """
     try:
+        from vllm_mtpc.models import registration
         from vllm_mtpc.proposers.seam import install
 
         install()
+        registration.register()
     except Exception:
         logging.getLogger("vllm.mtpc").exception("vllm_mtpc could not be set up; vLLM goes on without it")

@@ -32,3 +32,16 @@ def draft(
             index = columns[-1].view(-1, 1, 1).expand(-1, leaf.shape[1], 1)
             weights, stack = advance(program[k + 2], weights, stack, leaf.gather(2, index)[..., 0], inner)
     return torch.stack(columns, dim=1)
+
+
+def confidence(log_q: Tensor, temperature: Tensor, draw: bool = True) -> Tensor:
+    """Probability [B] that a token of the law log_q [B, V] is drafted twice, at temperature [B]: sum_v q_T(v)^2.
+
+    Where the draft is the argmax (temperature 0, or draw False): max_v q_T(v), T = 1 for temperature 0. A function of
+    the law alone, never of the token drawn from it: a length chosen by the token itself would bias what is kept.
+    """
+    is_greedy = temperature == 0
+    scaled = log_q / torch.where(is_greedy, 1.0, temperature)[:, None]
+    probs = scaled.softmax(dim=-1)
+    argmax = probs.amax(dim=-1)
+    return torch.where(is_greedy, argmax, probs.square().sum(dim=-1)) if draw else argmax

@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from vllm_mtpc.kernels.filter import naive
 from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
 
-__all__ = ["Instruction", "Op", "Program"]
+__all__ = ["Instruction", "Op", "Program", "filter_weights"]
+
+MAX_COMPONENTS = 64  # of the kernel: it holds an r x r sum in registers, and 128 x 128 would spill
+
+
+def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
+    """log pi [B, m, r] of evidence [B, m, r], root_logits [B, r] and inner_logits [B, F, r, r]; as `naive.py` says.
+
+    Differentiable (once) in the three tensors. The Triton kernel where they are on a GPU and its registers suffice.
+    """
+    is_double = torch.float64 in (evidence.dtype, root_logits.dtype, inner_logits.dtype)
+    if not evidence.is_cuda or is_double or evidence.shape[-1] > MAX_COMPONENTS:
+        return naive.filter_weights(program, evidence, root_logits, inner_logits)
+    from vllm_mtpc.kernels.filter import kernel  # importing it imports triton
+
+    return kernel.filter_weights(program, evidence, root_logits, inner_logits)

@@ -1,7 +1,8 @@
 """The machine of `program.py` as Triton functions, for kernels to build on: one program instance is one circuit.
 
 Vectors [R] hold r values, R = next power of two; what is beyond r is -inf in weights, stack and messages that a sum has
-made, and anything finite in evidence. The stack is a tile [DEPTH, R] in registers with the number of its vectors.
+made, and -inf or anything finite in evidence. The stack is a tile [DEPTH, R] in registers with the number of its
+vectors. A law whose every term is -inf stays -inf, where PyTorch makes NaN of it; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ def normalise(x):
     top = tl.max(x, axis=0)
     top = tl.where(top > float("-inf"), top, 0.0)
     total = tl.log(tl.sum(tl.exp(x - top), axis=0)) + top
-    return tl.where(x > float("-inf"), x - total, float("-inf"))
+    return tl.where(x == float("-inf"), x, x - total)
 
 
 @triton.jit
 def load_vector(ptr, r, R: tl.constexpr):
+    """r values as float32, -inf beyond."""
     z = tl.arange(0, R)
     return tl.load(ptr + z, mask=z < r, other=float("-inf")).to(tl.float32)
 
@@ -69,7 +71,7 @@ def load_sum(inner_ptr, index, r, R: tl.constexpr):
     mask = (z[:, None] < r) & (z[None, :] < r)
     offset = index.to(tl.int64) * r * r + z[:, None] * r + z[None, :]
     x = tl.load(inner_ptr + offset, mask=mask, other=float("-inf")).to(tl.float32)
-    return tl.where(mask, x - tl.expand_dims(log_sum_exp(x, 1), 1), float("-inf"))
+    return tl.where(x == float("-inf"), x, x - tl.expand_dims(log_sum_exp(x, 1), 1))
 
 
 @triton.jit
@@ -88,14 +90,32 @@ def push(stack, top, vector, DEPTH: tl.constexpr):
 
 @triton.jit
 def advance(
-    code_ptr, begins_ptr, k, weights, stack, depth, message, inner_ptr, r, R: tl.constexpr, DEPTH: tl.constexpr
+    code_ptr,
+    begins_ptr,
+    k,
+    weights,
+    stack,
+    depth,
+    message,
+    inner_ptr,
+    r,
+    R: tl.constexpr,
+    DEPTH: tl.constexpr,
+    tape_ptr=None,
 ):
-    """Weights, stack and depth after list k of the program."""
+    """Weights, stack and depth after list k of the program.
+
+    tape_ptr: row `at` of [N, r] float32 becomes what the backward of instruction `at` reads (README.md): what a sum
+    was applied to, else the weights that were made.
+    """
+    z = tl.arange(0, R)
     for at in range(tl.load(begins_ptr + k), tl.load(begins_ptr + k + 1)):
         op = tl.load(code_ptr + 2 * at)
         index = tl.load(code_ptr + 2 * at + 1)
+        kept = weights
         if op == FOLD:
             weights = normalise(weights + message)
+            kept = weights
         elif op == FALL:
             weights = log_sum_exp(weights[:, None] + load_sum(inner_ptr, index, r, R), 0)
         elif op == PUSH:
@@ -103,9 +123,12 @@ def advance(
             depth += 1
         elif op == RISE:
             depth -= 1
-            value = pop(stack, depth, DEPTH) + message
-            message = log_sum_exp(load_sum(inner_ptr, index, r, R) + value[None, :], 1)
+            kept = pop(stack, depth, DEPTH) + message
+            message = log_sum_exp(load_sum(inner_ptr, index, r, R) + kept[None, :], 1)
         else:
             weights = normalise(pop(stack, depth - 1, DEPTH) + message)
             stack = push(stack, depth - 1, message, DEPTH)
+            kept = weights
+        if tape_ptr is not None:
+            tl.store(tape_ptr + at * r + z, kept, mask=z < r)
     return weights, stack, depth

@@ -33,13 +33,20 @@ def advance(
 def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
     """log pi [B, m, r], float32: the law of the latent that token k reads, given the tokens before it.
 
-    evidence [B, m, r] is log p(x_k | z), m <= n (0: token k is marginalised); root_logits [B, r] and inner_logits
-    [B, F, r, r] are not normalised. log q(x_k | x_<k) = logsumexp_z(log pi[k, z] + evidence[k, z]).
+    evidence [B, m, r] is log p(x_k | z), 1 <= m <= n (0: token k is marginalised); root_logits [B, r] and
+    inner_logits [B, F, r, r] are not normalised. Half precisions are read as float32, float64 stays so.
+    log q(x_k | x_<k) = logsumexp_z(log pi[k, z] + evidence[k, z]).
     """
-    inner = inner_logits.float().log_softmax(dim=-1)
-    weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence[:, 0], inner)
-    columns = [weights]
-    for k in range(evidence.shape[1] - 1):
-        weights, stack = advance(program[k + 1], weights, stack, evidence[:, k].float(), inner)
+    inner = _full(inner_logits).log_softmax(dim=-1)
+    weights, stack = _full(root_logits).log_softmax(dim=-1), ()
+    columns = []
+    for k in range(evidence.shape[1]):
+        message = _full(evidence[:, k - 1]) if k else weights  # the first list reads none
+        weights, stack = advance(program[k], weights, stack, message, inner)
         columns.append(weights)
     return torch.stack(columns, dim=1)
+
+
+def _full(x: Tensor) -> Tensor:
+    """Half precisions as float32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -8,17 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import SkipValidation, ValidationError
+from pydantic import Field, SkipValidation, ValidationError
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
+from vllm.platforms import current_platform
 
 from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
+from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
-from vllm_mtpc.proposers.seam import versions
+from vllm_mtpc.heads import needs_lm_head
+from vllm_mtpc.proposers.seam import schedule
 
 # What a user may write. Everything else in vLLM's SpeculativeConfig belongs to other methods, and an
 # option that would be ignored is refused instead.
@@ -27,11 +30,18 @@ USER_KEYS = (
     "model",
     "revision",
     "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "min_survival",
+    "enable_adaptive_verification",
     "draft_sample_method",
+    "head_dtype",
     "rejection_sample_method",
     "synthetic_acceptance_rates",
     "synthetic_acceptance_length",
 )
+
+# Weights of the head. auto: the target's, on a CPU bfloat16 where it multiplies that; fp8: its unembeddings in float8
+HeadDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 
 
 @config
@@ -45,6 +55,9 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     method: Literal["mtpc"] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     head: SkipValidation[HeadConfig] = None  # type: ignore[assignment]
+    head_dtype: HeadDtype = "auto"
+    # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: the runner's default
+    min_survival: float | None = Field(default=None, ge=0, lt=1)
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
 
     def __post_init__(self) -> None:
@@ -58,8 +71,15 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         return (
             f"MtpcSpeculativeConfig(method={self.method!r}, model={self.model!r}, circuit={head.circuit!r}, "
             f"window={head.window}, num_components={head.num_components}, "
-            f"num_speculative_tokens={self.num_speculative_tokens}, draft_sample_method={self.draft_sample_method!r})"
+            f"num_speculative_tokens={self.num_speculative_tokens}, draft_sample_method={self.draft_sample_method!r}, "
+            f"head_dtype={self.head_dtype!r}, "
+            f"num_speculative_tokens_per_batch_size={self.num_speculative_tokens_per_batch_size})"
         )
+
+    def default_schedule(self) -> schedule.Schedule:
+        """Drafts by batch size where the user names none."""
+        measured = measured_acceptance(Path(self.model_folder)).values()
+        return schedule.default_schedule(measured, self.num_speculative_tokens, current_platform.is_cpu())
 
 
 def is_ours(speculative_config: Any) -> bool:
@@ -89,16 +109,25 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
         check_tensors(folder, head)
     else:
         config_ptp.check_target(folder, head, target, parallel)
-    given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
+    drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
     given.setdefault("draft_sample_method", head.speculators_config.default_proposal_method)
+    wants_default = schedule.KEY not in given
+    if not wants_default:
+        given[schedule.KEY] = schedule.chosen(given[schedule.KEY], drafts)
     try:
-        return config_class(
+        made = config_class(
             **{**given, "model": str(folder), "model_folder": str(folder), "head": head},
             target_model_config=target,
             target_parallel_config=parallel,
         )
     except ValidationError as error:
         raise ServeConfigError(f"speculative_config: {one_line(error, list(user_keys))}") from None
+    # no default where data-parallel ranks would choose apart, or prescribed acceptance says nothing about drafts
+    if wants_default and parallel.data_parallel_size == 1 and made.rejection_sample_method != "synthetic":
+        made.num_speculative_tokens_per_batch_size = made.default_schedule()
+    if made.min_survival is None and made.rejection_sample_method == "synthetic":
+        made.min_survival = 0.0
+    return made
 
 
 def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
@@ -108,12 +137,6 @@ def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
         raise ServeConfigError(
             f"speculative_config: {unknown[0]!r} is not an option of method {given['method']!r}; allowed: "
             f"{', '.join(user_keys)}; remove it"
-        )
-    if given.get("rejection_sample_method") == "block" and versions.vllm_minor() < versions.EXACT_BLOCK_VERIFICATION:
-        raise ServeConfigError(
-            f"speculative_config: rejection_sample_method 'block' is biased in vLLM {versions.vllm_version()} (it "
-            "reuses noise it has already looked at), so the output would not be the target's; allowed: 'standard', or "
-            "vLLM 0.33 and later; remove rejection_sample_method"
         )
 
 
@@ -167,6 +190,11 @@ def _check_fit(folder: Path, head: HeadConfig | PtpConfig, given: dict[str, Any]
                 f"use a head trained for this target (this one was trained for "
                 f"{head.speculators_config.verifier.name_or_path})"
             )
+    if given.get("head_dtype") == "fp8" and needs_lm_head(head.head):
+        raise ServeConfigError(
+            f"speculative_config: head_dtype='fp8', but head {folder} (head={head.head!r}) has no unembeddings of its "
+            "own to keep in float8; allowed: auto, bfloat16, float16, float32; remove head_dtype"
+        )
     drafts = given.get("num_speculative_tokens")
     if drafts is not None and (not isinstance(drafts, int) or not 1 <= drafts <= head.window - 1):
         raise ServeConfigError(

@@ -14,6 +14,7 @@ from vllm_mtpc.checkpoint.ptp import check_ptp
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.seam.config import MtpcSpeculativeConfig
+from vllm_mtpc.proposers.seam.schedule import Schedule, merged
 
 if TYPE_CHECKING:
     from vllm_mtpc.proposers.v2.ptp.plan import Plan
@@ -23,6 +24,7 @@ USER_KEYS = (
     "model",
     "revision",
     "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
     "draft_pass",
     "max_aux_rows",
     "aux_rows_per_request",
@@ -56,23 +58,44 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         return (
             f"PtpSpeculativeConfig(model={self.model!r}, variant={head.variant!r}, window={head.window}, "
             f"lora_rank={head.lora_rank}, num_speculative_tokens={self.num_speculative_tokens}, "
+            f"num_speculative_tokens_per_batch_size={self.num_speculative_tokens_per_batch_size}, "
             f"draft_pass={self.draft_pass!r}, max_aux_rows={self.max_aux_rows}, group_sizes={self.group_sizes!r})"
         )
 
     def plan(self, max_num_seqs: int) -> Plan:
         """Groups of auxiliary rows by batch size."""
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+        from vllm_mtpc.proposers.v2.ptp.plan import scheduled_plan
+
+        ranges, drafts = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
+        if ranges is None:
+            return self._plan_of(drafts, max_num_seqs)
+        by_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, drafts)[1:]
+        return scheduled_plan(lambda count: self._plan_of(count, max_num_seqs), by_batch)
+
+    def _plan_of(self, drafts: int, max_num_seqs: int) -> Plan:
         from vllm_mtpc.proposers.v2.ptp.plan import merged_plan, two_pass_plan
 
         if self.draft_pass == "two-pass":
-            return two_pass_plan(self.head, self.num_speculative_tokens, max_num_seqs, self.max_aux_rows)
+            return two_pass_plan(self.head, drafts, max_num_seqs, self.max_aux_rows)
         return merged_plan(
             self.head,
-            self.num_speculative_tokens,
+            drafts,
             max_num_seqs,
             self.max_aux_rows,
             self.aux_rows_per_request,
             self.group_sizes == "dynamic",
         )
+
+    def default_schedule(self) -> Schedule:
+        """As many drafts as the rows of each batch size can give: others would be verified for nothing."""
+        from vllm_mtpc.proposers.v2.ptp.plan import most_drafts
+
+        largest = self.max_aux_rows + 1  # a batch with more requests than rows is not drafted for
+        plan = self._plan_of(self.num_speculative_tokens, largest)
+        by_batch = [most_drafts(plan.bucket(n), self.head.variant, plan.leading) for n in range(1, largest + 1)]
+        return merged([min(drafts, self.num_speculative_tokens) for drafts in by_batch])
 
 
 def check_target(folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:

@@ -1,4 +1,4 @@
-"""Patches that run where the KV cache is divided: the blocks of PTP's auxiliary rows are kept from the scheduler."""
+"""Patches that run in the engine's core: the KV blocks of PTP's auxiliary rows, the drafts of requests with a seed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,44 @@ class GenerateSchedulerKvCacheConfig(Patch):
         return generate_scheduler_kv_cache_config
 
 
-PATCHES: tuple[type[Patch], ...] = (GetKvCacheConfigs, GenerateSchedulerKvCacheConfig)
+class SchedulerInit(Patch):
+    module = "vllm.v1.core.sched.scheduler"
+    attribute = "Scheduler.__init__"
+    reason = "draft in full while a request with a seed runs: what it says must not depend on the size of its batch"
+    parameters = ("self", "vllm_config")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, *args, **kwargs)
+            spec = vllm_config.speculative_config
+            if getattr(spec, "method", None) != "mtpc" or not self.use_v2_model_runner:
+                return  # V1's proposer gives such requests their drafts one by one, PTP's text does not depend on them
+            if self.dynamic_sd_lookup is not None:
+                self.dynamic_sd_lookup = SeededLookup(self.dynamic_sd_lookup, self)
+
+        return __init__
+
+
+class SeededLookup(list):
+    """The scheduler's table, drafts by batch size, that answers with all drafts while a request with a seed runs."""
+
+    def __init__(self, table: list[int], scheduler: Any) -> None:
+        super().__init__(table)
+        self.scheduler = scheduler
+
+    def __getitem__(self, batch: Any) -> Any:
+        scheduler = self.scheduler
+        return scheduler.num_spec_tokens if any(map(is_seeded, scheduler.running)) else super().__getitem__(batch)
+
+
+def is_seeded(request: Any) -> bool:
+    """Whether a request asked for text that can be had again."""
+    params = request.sampling_params
+    return params is not None and params.seed is not None and params.temperature > 0
+
+
+PATCHES: tuple[type[Patch], ...] = (GetKvCacheConfigs, GenerateSchedulerKvCacheConfig, SchedulerInit)
 
 
 def reserved_blocks(vllm_config: Any, kv_cache_config: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,7 @@ class CreateSpeculativeConfig(Patch):
                 made = original(self, *args, **kwargs)
             finally:
                 arg_utils.SpeculativeConfig = theirs
+            check_adaptive(made, self)
             logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
             return made
 
@@ -135,6 +137,35 @@ def _report_vllm() -> None:
         logger.warning(warning)
 
 
+def check_adaptive(spec: Any, engine_args: Any) -> None:
+    """Refuse vLLM's adaptive verification where it does not run, before vLLM does in other words."""
+    from vllm.platforms import current_platform
+
+    from vllm_mtpc.errors import ServeConfigError
+
+    if not spec.enable_adaptive_verification:
+        return
+    compilation = engine_args.compilation_config
+    lacking = {
+        "a CPU": current_platform.is_cpu(),
+        "VLLM_USE_V2_MODEL_RUNNER=0": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0",
+        "enforce_eager": engine_args.enforce_eager,
+        "CUDA graphs without full ones": not _has_full_graphs(getattr(compilation, "cudagraph_mode", None)),
+        "enable_lora": engine_args.enable_lora,
+        "pipeline_parallel_size above 1": engine_args.pipeline_parallel_size > 1,
+    }
+    for what, is_given in lacking.items():
+        if is_given:
+            raise ServeConfigError(
+                f"enable_adaptive_verification with {what}: vLLM needs Model Runner V2 on a GPU with full CUDA graphs, "
+                "no LoRA and one pipeline stage; drop either; on Model Runner V1 min_survival cuts drafts"
+            )
+
+
+def _has_full_graphs(mode: Any) -> bool:
+    return mode is None or mode.has_full_cudagraphs()
+
+
 def check_runner(vllm_config: Any) -> None:
     """Refuse what a head cannot be served with on this runner; keep V1's scheduling synchronous."""
     from vllm_mtpc.errors import ServeConfigError
@@ -145,6 +176,7 @@ def check_runner(vllm_config: Any) -> None:
 
         check_engine(vllm_config)
         return
+    spec = vllm_config.speculative_config
     is_v2, scheduler = vllm_config.use_v2_model_runner, vllm_config.scheduler_config
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not (is_v2 and scheduler.async_scheduling):
@@ -154,11 +186,26 @@ def check_runner(vllm_config: Any) -> None:
             "with asynchronous scheduling; drop --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or use tensor "
             "parallelism"
         )
-    head = vllm_config.speculative_config.head
+    head = spec.head
     if vllm_config.lora_config is not None and needs_lm_head(head.head):
         raise ServeConfigError(
             f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes one "
             "row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop enable_lora or the head"
+        )
+    if is_v2 and spec.min_survival:
+        raise ServeConfigError(
+            f"min_survival={spec.min_survival} on Model Runner V2: the host does not see drafts there; allowed: 0; "
+            "drop it, or type enable_adaptive_verification: true"
+        )
+    if not is_v2 and spec.rejection_sample_method == "block":
+        raise ServeConfigError(
+            "rejection_sample_method 'block' on Model Runner V1, which verifies token by token: allowed are 'standard' "
+            "and 'synthetic'; drop it"
+        )
+    if not is_v2 and spec.rejection_sample_method == "synthetic" and vllm_config.device_config.device_type == "cpu":
+        raise ServeConfigError(
+            "rejection_sample_method 'synthetic' on Model Runner V1 on a CPU: vLLM's kernels there do not have it; "
+            "allowed: 'standard'; drop it, or use a GPU"
         )
     if not is_v2:
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host

@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.version import Version
 
 TESTED = ("0.32",)
-EXACT_BLOCK_VERIFICATION = (0, 33)  # first release that mixes the step into block verification's noise
 
 
 @cache

@@ -93,7 +93,12 @@ class V1ProposeDraftTokenIds(Patch):
         ) -> Any:
             if _is_ours(self.speculative_config):
                 return self.drafter.propose_drafts(
-                    self, sampled_token_ids, sampling_metadata, sample_hidden_states, spec_decode_metadata
+                    self,
+                    sampled_token_ids,
+                    sampling_metadata,
+                    sample_hidden_states,
+                    spec_decode_metadata,
+                    scheduler_output.num_spec_tokens_to_schedule,
                 )
             return original(
                 self,

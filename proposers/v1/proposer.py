@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.proposers.load import load_served_head
+from vllm_mtpc.proposers.v1.survival import MIN_SURVIVAL, Survival
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
 
-def head_dtype(target_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def default_dtype(target_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """dtype of the head's weights; the conditionals are float32 whatever it is.
 
     Reading the leaf weights is most of a draft on a CPU, and bfloat16 halves it where products are native.
@@ -39,8 +41,10 @@ class MtpcProposer:
         self.folder = spec.model_folder
         self.num_drafts = spec.num_speculative_tokens
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
-        self.target_dtype = self.dtype = vllm_config.model_config.dtype
+        self.head_dtype, self.target_dtype = spec.head_dtype, vllm_config.model_config.dtype
         max_num_reqs, vocab_size = vllm_config.scheduler_config.max_num_seqs, spec.head.vocab_size
+        least = MIN_SURVIVAL if spec.min_survival is None else spec.min_survival
+        self.survival = Survival(max_num_reqs, self.num_drafts, least)
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, vocab_size)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32)
@@ -49,8 +53,11 @@ class MtpcProposer:
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the head beside the target, on the target's device."""
         device = next(target_model.parameters()).device
-        self.dtype = head_dtype(self.target_dtype, device)
-        self.model = load_served_head(self.folder, self.dtype, device, target_model, self.target_dtype)
+        dtype = default_dtype(self.target_dtype, device)
+        self.model = load_served_head(
+            self.folder, dtype, device, target_model, self.target_dtype, self.head_dtype, self.num_drafts
+        )
+        self.survival.confidence = self.survival.confidence.to(device)
         if self.is_probabilistic:
             self.draft_probs, self.noise = self.draft_probs.to(device), self.noise.to(device)
 
@@ -66,20 +73,31 @@ class MtpcProposer:
         sampling_metadata: Any,
         sample_hidden_states: torch.Tensor,  # [num rows with logits, D]
         spec_decode_metadata: Any,
+        num_scheduled: int,  # drafts the schedule asks for at this batch size
     ) -> list[list[int]]:
-        """K drafts per request ([] for an unfinished prompt); leaves their probabilities with the runner."""
+        """Drafts per request ([] for an unfinished prompt); leaves their probabilities with the runner.
+
+        A request with a seed gets all K whatever the batch size, so that its text does not depend on its batch.
+        """
+        seeded = sampling_metadata.generators
+        num_drafts = self.num_drafts if seeded else num_scheduled
+        if num_drafts == 0:
+            runner._draft_probs = runner._draft_prob_req_ids = None
+            return [[] for _ in sampled_token_ids]
         rows = self._last_rows(sampled_token_ids, spec_decode_metadata)
-        hidden = sample_hidden_states[rows].to(self.dtype)  # [B, D]
+        hidden = sample_hidden_states[rows]  # [B, D]
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
-        is_sampled = self.is_probabilistic and not sampling_metadata.all_greedy
-        if is_sampled:
-            drafts = self._draw(hidden, first, sampled_token_ids, sampling_metadata)
+        if self.is_probabilistic and not sampling_metadata.all_greedy:
+            pick = self._drawing(num_drafts, sampled_token_ids, sampling_metadata)
             runner._draft_probs = self.draft_probs[: len(first)]
             runner._draft_prob_req_ids = runner.input_batch.req_ids.copy()
         else:
-            drafts = self.model.circuit.greedy(self.model(hidden, self.num_drafts + 1), first[:, None])[:, 1:]
+            pick = self._argmax
             runner._draft_probs = runner._draft_prob_req_ids = None
-        return [row if tokens else [] for row, tokens in zip(drafts.tolist(), sampled_token_ids, strict=True)]
+        drafts = naive.draft(self.model.circuit.program, *self.model.draft_params(hidden, first, num_drafts), pick)
+        kept = zip(drafts.tolist(), self.survival.lengths(*drafts.shape), sampled_token_ids, strict=True)
+        most = [num_drafts if row in seeded else num_scheduled for row in range(len(first))]
+        return [row[: min(length, most[i])] if tokens else [] for i, (row, length, tokens) in enumerate(kept)]
 
     @staticmethod
     def _last_rows(sampled_token_ids: list[list[int]], spec_decode_metadata: Any) -> torch.Tensor:
@@ -90,27 +108,28 @@ class MtpcProposer:
         num_kept = torch.tensor([max(len(tokens), 1) for tokens in sampled_token_ids])
         return num_rows.cumsum(0) - num_rows + num_kept - 1
 
-    def _draw(
-        self, hidden: torch.Tensor, first: torch.Tensor, sampled_token_ids: list[list[int]], sampling_metadata: Any
-    ) -> torch.Tensor:
-        """Drafts [B, K] at each request's temperature; fills draft_probs[:B] with the law they were drawn from."""
-        batch, circuit = len(first), self.model.circuit
-        temperature = sampling_metadata.temperature
+    def _argmax(self, log_q: torch.Tensor, k: int) -> torch.Tensor:
+        """Draft k [B] of greedy drafting."""
+        self.survival.argmax(k, log_q)
+        return log_q.argmax(dim=-1)
+
+    def _drawing(self, num_drafts: int, sampled_token_ids: list[list[int]], sampling_metadata: Any) -> naive.Pick:
+        """What draws a draft [B] at each request's temperature, and leaves the law it comes from in draft_probs[:B]."""
+        batch, temperature = len(sampled_token_ids), sampling_metadata.temperature
         is_greedy = temperature < GREEDY_BELOW
         scale = torch.where(is_greedy, 1.0, temperature)[:, None]
-        noise = self.noise[:batch].exponential_()
+        some_are_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # looked up once, not per draft
+        noise = self.noise[:batch, :num_drafts].exponential_()
         for row, generator in sampling_metadata.generators.items():
             if sampled_token_ids[row]:  # an unfinished prompt must not advance its request's generator
                 noise[row].exponential_(generator=generator)
         noise.clamp_(min=torch.finfo(torch.float32).tiny)  # 0 / 0 would win the race below
 
-        params = self.model(hidden, self.num_drafts + 1)
-        state = circuit.observe(params, circuit.start(params), 0, first)
-        columns = []
-        for k in range(1, self.num_drafts + 1):
-            log_probs = circuit.next_log_probs(params, state, k)
-            probs = self.draft_probs[:batch, k - 1].copy_((log_probs / scale).softmax(dim=-1))  # [B, V]
-            race = (probs / noise[:, k - 1]).argmax(dim=-1)  # exponential race: a draw from probs
-            columns.append(torch.where(is_greedy, probs.argmax(dim=-1), race))
-            state = circuit.observe(params, state, k, columns[-1])
-        return torch.stack(columns, dim=1)
+        def draw(log_q: torch.Tensor, k: int) -> torch.Tensor:
+            logits = log_q / scale if is_scaled else log_q
+            probs = torch.softmax(logits, dim=-1, out=self.draft_probs[:batch, k])  # [B, V]
+            self.survival.drawn(k, probs, is_greedy)
+            race = (probs / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
+            return torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race
+
+        return draw

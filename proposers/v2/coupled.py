@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.kernels.couple import accept
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 
@@ -76,7 +77,6 @@ class CoupledRejectionSampler(RejectionSampler):
         if not isinstance(sampler, CoupledSampler):
             raise ServeConfigError(_refusal(sampler))
         super().__init__(sampler, spec_config, device)
-        self.columns = torch.arange(self.num_speculative_steps + 1, device=device)
 
     def _verify(
         self,
@@ -107,23 +107,8 @@ class CoupledRejectionSampler(RejectionSampler):
         )
         tokens = choose(processed_logits, self.sampler.sampling_states, expanded_idx_mapping, pos)  # [T]
         drafts = draft_sampled if verify_draft_sampled is None else verify_draft_sampled
-        sampled, num_sampled = accept(tokens, drafts, cu_num_logits, self.columns)
+        sampled, num_sampled = accept(tokens, drafts, cu_num_logits, self.num_speculative_steps + 1)
         return processed_logits, sampled, num_sampled
-
-
-def accept(tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [R, K + 1] and their number [R] int32 of picked tokens[T] and the rows' input tokens drafts[T].
-
-    A request's row j is followed by the input that row j's token must equal; columns: 0 .. K.
-    """
-    first = cu_num_logits[:-1, None].long()  # [R, 1]
-    rows = cu_num_logits[1:, None].long() - first  # [R, 1]
-    at = (first + columns).clamp(max=tokens.shape[0] - 1)  # [R, K + 1]
-    picked = tokens[at]
-    following = drafts[(at + 1).clamp(max=tokens.shape[0] - 1)]
-    accepted = (following == picked).long().cumprod(dim=1).sum(dim=1)
-    num_sampled = torch.minimum(accepted + 1, rows[:, 0])  # what follows a request's last row is not its own
-    return torch.where(columns < num_sampled[:, None], picked, -1), num_sampled.int()
 
 
 def with_coupled_sampler(

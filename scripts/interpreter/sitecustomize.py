@@ -45,6 +45,22 @@ def _log1p() -> None:
     libdevice.log1p = lambda x, _semantic=None: tl.log(1.0 + x)
 
 
+def _patch_the_language_once() -> None:
+    """Triton patches its language anew for every device function called, which takes longer than most of them do."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_lang(fn):
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        if languages and not any(tl.core.is_builtin(language.load) for language in languages):
+            return interpreter._LangPatchScope()
+        return patch(fn)
+
+    interpreter._patch_lang = patch_lang
+
+
 def _no_topk_topp_kernel() -> None:
     """vLLM's top-k/top-p kernel does not run in the interpreter; its own PyTorch version does the same."""
     from vllm_mtpc.proposers.seam.patch import _when_imported
@@ -80,6 +96,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     _activate_driver()
     _boolean_masks()
     _log1p()
+    _patch_the_language_once()
     _no_topk_topp_kernel()
 if os.environ.get("MTPC_TEST_ASYNC") == "1":
     _async_scheduling_on_cpu()

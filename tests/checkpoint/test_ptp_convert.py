@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_mtpc.checkpoint import load_ptp
-from vllm_mtpc.checkpoint.convert import accepted_drafts
+from vllm_mtpc.checkpoint.convert_ptp import accepted_drafts
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.heads.adapters import MODULES

@@ -38,7 +38,7 @@ class Call:
 
 @dataclass
 class Engine:
-    """`LLM(model, **arguments)` and what to ask it; `plant` names a change made before (see PLANTS and ptp_plants)."""
+    """`LLM(model, **arguments)` and what to ask it; `plant` names a change made before (PLANTS, *_plants.py)."""
 
     model: str
     calls: list[Call]
@@ -98,7 +98,29 @@ def _drop_recovered() -> None:
     module.rejection_sample = rejection_sample
 
 
-PLANTS = {"drop_recovered": _drop_recovered}
+def _noted_seeds() -> Any:
+    """Notes (module, seed, position of the step's first row) of every row whose seed is made a step's."""
+    from vllm_mtpc.proposers.v2 import speculator, stepped
+
+    original = stepped.step_seeds
+
+    def noting(module: Any) -> Any:
+        def step_seeds(seeds: Any, anchor: Any) -> Any:
+            rows = zip(seeds.tolist(), anchor.tolist(), strict=True)
+            RECORDED.extend((module.__name__.rpartition(".")[2], *row) for row in rows)
+            return original(seeds, anchor)
+
+        return step_seeds
+
+    def undo() -> None:
+        speculator.step_seeds = stepped.step_seeds = original
+
+    for module in (speculator, stepped):
+        module.step_seeds = noting(module)
+    return undo
+
+
+PLANTS = {"drop_recovered": _drop_recovered, "noted_seeds": _noted_seeds}
 RECORDED: list[Any] = []
 TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran last, in the order they were asked
 
@@ -148,9 +170,9 @@ def _plant(name: str) -> Any:
     """Make a change; returns what undoes it, for the changes that can be undone."""
     if name in PLANTS:
         return PLANTS[name]()
-    from tests.e2e import ptp_plants
+    from tests.e2e import draft_plants, ptp_plants
 
-    return ptp_plants.PLANTS[name]()
+    return (draft_plants.PLANTS | ptp_plants.PLANTS)[name]()
 
 
 def main(asked: str, answered: str) -> None:

@@ -27,6 +27,7 @@ WINDOW, LENGTH = 5, 24
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8], [29, 2, 2, 19]]
 GREEDY = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
+EVERY_DRAFT = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}  # drafts are counted below
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(folder: Path, head: str | None, **arguments: object) -> Engine:
     if head:
-        arguments["speculative_config"] = {"method": "mtpc", "model": str(folder / head)}
+        arguments["speculative_config"] = {"method": "mtpc", "model": str(folder / head), **EVERY_DRAFT}
     call = Call(PROMPTS, [GREEDY] * len(PROMPTS))
     return Engine(str(folder / "target"), [call], {"skip_tokenizer_init": True, "max_model_len": 64, **arguments})
 

@@ -37,7 +37,11 @@ def engine(folder: Path, circuit: str, settings: list[Setting], count: int, plan
         sampling = {**setting.sampling(), "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
         calls.append(Call([PROMPT] * count, [sampling] * count))
     arguments = {
-        "speculative_config": {"method": "mtpc", "model": str(folder / circuit)},
+        "speculative_config": {
+            "method": "mtpc",
+            "model": str(folder / circuit),
+            "num_speculative_tokens_per_batch_size": "off",  # or so large a batch has no drafts
+        },
         "skip_tokenizer_init": True,
         "max_model_len": 64,
         "max_num_seqs": 256,

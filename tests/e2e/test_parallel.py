@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.e2e.engine import Call, Engine, run
 from tests.e2e.models import make_head, make_target
+from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.proposers.load import SHARD_BYTES
 
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "detokenize": False}
@@ -48,6 +53,34 @@ def compare(folder, runner: str, **arguments) -> None:
 
 def test_tensor_parallel_v1(tiny) -> None:
     compare(tiny, "v1", tensor_parallel_size=2)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory):
+    """A head whose unembeddings are divided over ranks, unevenly: every component begins at the target's lm_head."""
+    folder = tmp_path_factory.mktemp("large")
+    target = make_target(folder / "target", vocab_size=517, seed=3)
+    config = HeadConfig.create(
+        circuit="cp", window=8, num_components=32, target=target.config, verifier="../target", head="linear"
+    )
+    torch.manual_seed(0)
+    head = build_head(config)
+    head.init_from_lm_head(target.lm_head.weight.detach(), seed=0)
+    assert head.leaf_weight.numel() * torch.bfloat16.itemsize >= SHARD_BYTES["cpu"]
+    save_head(folder / "btree", config, head, {"command": "tests"}, "made by a test", torch.float32)
+    return folder
+
+
+@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
+def test_divided_unembeddings(large, runner: str) -> None:
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
+    use_async = runner == "v2"
+    divided = run({"divided": engine(large, True, tensor_parallel_size=2)}, runner, use_async, **environment)["divided"]
+    one = run({"plain": engine(large, False), "drafted": engine(large, True)}, runner, use_async)
+    assert not isinstance(divided, str), divided
+    assert divided[0].tokens == one["drafted"][0].tokens == one["plain"][0].tokens
+    assert divided[1].tokens == one["drafted"][1].tokens, "seeded requests: the same drafts from divided weights"
+    assert divided[1].metrics["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,38 +21,48 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
 
-Case = tuple[str, tuple[Tensor, ...]]  # name of the operation, its arguments
+Case = tuple[str, tuple[Any, ...]]  # name of the operation, its arguments
 
 
-def run(cases: dict[str, Case]) -> dict[str, Tensor]:
-    """What each case's kernel returns, on the CPU; "poison" is what an uninitialised buffer held."""
+def run(cases: dict[str, Case], functions: dict[str, str] | None = None) -> dict[str, Any]:
+    """What each case's kernel returns, on the CPU; "poison" is what an uninitialised buffer held.
+
+    functions: the function of an operation whose name is another.
+    """
     if ON_GPU:
-        return {name: out.cpu() for name, out in _launch(cases, "cuda").items()}
+        return {name: _to_cpu(out) for name, out in _launch(cases, functions or {}, "cuda").items()}
     env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT / "scripts/interpreter"))
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "asked"), Path(folder, "answered")
-        asked.write_bytes(pickle.dumps(cases))
+        asked.write_bytes(pickle.dumps((cases, functions or {})))
         command = [sys.executable, __file__, str(asked), str(answered)]
         child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
         return pickle.loads(answered.read_bytes())
 
 
-def _launch(cases: dict[str, Case], device: str) -> dict[str, Tensor]:
+def _launch(cases: dict[str, Case], functions: dict[str, str], device: str) -> dict[str, Any]:
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns
     try:
         results = {"poison": torch.empty(4, device=device)}
         for name, (operation, arguments) in cases.items():
             by_device = import_module(f"vllm_mtpc.kernels.{operation}" + ("" if device == "cuda" else ".kernel"))
-            results[name] = getattr(by_device, operation)(*(_moved(argument, device) for argument in arguments))
+            function = getattr(by_device, functions.get(operation, operation))
+            results[name] = function(*(_moved(argument, device) for argument in arguments))
         return results
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
 
 
-def _moved(tensor: Tensor, device: str) -> Tensor:
-    """On the device, with the strides kept: rows with something behind them stay so."""
+def _to_cpu(out: Any) -> Any:
+    return out.cpu() if isinstance(out, Tensor) else tuple(part.cpu() for part in out)
+
+
+def _moved(tensor: Any, device: str) -> Any:
+    """On the device, with the strides kept: rows with something behind them stay so. Numbers as they are."""
+    if not isinstance(tensor, Tensor):
+        return tensor
     everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
     return everything.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -59,4 +70,4 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
-    Path(sys.argv[2]).write_bytes(pickle.dumps(_launch(pickle.loads(Path(sys.argv[1]).read_bytes()), "cpu")))
+    Path(sys.argv[2]).write_bytes(pickle.dumps(_launch(*pickle.loads(Path(sys.argv[1]).read_bytes()), "cpu")))

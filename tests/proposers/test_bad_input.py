@@ -168,9 +168,29 @@ def test_a_target_is_not_a_head(place: Path) -> None:
     assert "not a head's config" in refusal(place, model=str(place / "target"))
 
 
-def test_block_verification_is_refused_where_it_is_biased(place: Path) -> None:
+def test_block_verification_is_refused_where_it_would_be_ignored(place: Path) -> None:
     message = refusal(place, rejection_sample_method="block")
-    assert "biased" in message and "'standard'" in message and "0.33" in message
+    assert "Model Runner V1" in message and "'standard'" in message
+
+
+def test_adaptive_verification_is_refused_where_vllm_has_none(place: Path) -> None:
+    message = refusal(place, enable_adaptive_verification=True)
+    assert "with a CPU" in message and "full CUDA graphs" in message and "min_survival" in message
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, "high"])
+def test_min_survival_is_a_chance(place: Path, value: Any) -> None:
+    assert "'min_survival'" in refusal(place, min_survival=value)
+
+
+def test_min_survival_on_v2_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.config.vllm
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)  # asked for when a config is made; nothing runs here
+    assert "enable_adaptive_verification" in refusal(place, min_survival=0.2)
+    given = {"method": "mtpc", "model": str(place / "head"), "rejection_sample_method": "block", "min_survival": 0}
+    assert engine_config(place / "target", given).speculative_config.rejection_sample_method == "block"
 
 
 @pytest.mark.parametrize("key", ["quantization", "parallel_drafting", "typo", "head"])

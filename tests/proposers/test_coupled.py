@@ -241,7 +241,7 @@ def test_accept_keeps_to_its_rows() -> None:
     """Rows of the next request, of padding, and of a request without rows are none of a request's own."""
     tokens, drafts = torch.tensor([5, 5, 5, 5, 5, 5]), torch.tensor([0, 5, 5, 5, 5, 5])
     cu_num_logits = torch.tensor([0, 2, 2, 3], dtype=torch.int32)  # rows 3 .. 5 are padding
-    sampled, num_sampled = coupled.accept(tokens, drafts, cu_num_logits, torch.arange(4))
+    sampled, num_sampled = coupled.accept(tokens, drafts, cu_num_logits, 4)
     assert num_sampled.tolist() == [2, 0, 1]
     assert sampled.tolist() == [[5, 5, -1, -1], [-1] * 4, [5, -1, -1, -1]]
 

@@ -1,4 +1,4 @@
-"""The head in a worker: what of vLLM's model it is lent, and in which dtype and shape."""
+"""The head in a worker: what of vLLM's model it is lent, and in which dtype and shape its weights are kept."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+from tests.e2e.models import make_target
+from tests.proposers.test_bad_input import engine_config, refusal, write_head
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.kernels.leaf import fp8
+from vllm_mtpc.proposers import load
 from vllm_mtpc.proposers.load import load_served_head
 
 V, D = 7, 8
+CPU = torch.device("cpu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+FIRST = torch.tensor([6, 0, 3])
 
 
 class FakeTarget(nn.Module):
@@ -58,3 +65,69 @@ def test_a_head_with_its_own_unembedding_reads_nothing_of_the_target(tmp_path: P
     head = load_served_head(str(save(tmp_path, "linear")), torch.float32, torch.device("cpu"), target, torch.float32)
     head(torch.randn(3, D))
     assert not target.seen
+
+
+def served(folder: Path, dtype: torch.dtype, **options) -> nn.Module:
+    return load_served_head(str(folder), dtype, CPU, FakeTarget(torch.float32), torch.float32, **options)
+
+
+@pytest.mark.parametrize("head_dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_the_head_has_the_dtype_that_is_asked_for(tmp_path: Path, head_dtype: str) -> None:
+    head, hidden = served(save(tmp_path, "linear"), torch.bfloat16, head_dtype=head_dtype), torch.randn(3, D)
+    wanted = torch.bfloat16 if head_dtype == "auto" else getattr(torch, head_dtype)
+    assert head.hidden_dtype == wanted
+    params = head.draft_params(hidden, FIRST, 2)
+    assert params.leaf.dtype == wanted
+    _, plain = load_head(tmp_path, wanted)
+    same = plain.draft_params(hidden, FIRST, 2)
+    # the same products, of weights laid out in another way: one rounding of logits below 0.1
+    torch.testing.assert_close(params.leaf, same.leaf, rtol=0, atol=1e-3)
+    torch.testing.assert_close(params.evidence, same.evidence, rtol=0, atol=1e-3)
+
+
+@DTYPES
+def test_float8_is_read_back_once_on_a_cpu_and_that_is_said(tmp_path: Path, dtype, caplog) -> None:
+    with caplog.at_level("INFO", "vllm.mtpc"):
+        head = served(save(tmp_path, "linear"), dtype, head_dtype="fp8")
+    assert "no float8 products" in caplog.text and head.hidden_dtype == dtype
+    _, plain = load_head(tmp_path)
+    rounded = fp8.dequantise(*fp8.quantise(plain.leaf_weight), torch.float32)
+    plain.leaf_weight.data = rounded
+    hidden = torch.randn(3, D)
+    found, wanted = head.draft_params(hidden, FIRST, 3), plain.draft_params(hidden, FIRST, 3)
+    torch.testing.assert_close(found.leaf.float(), wanted.leaf, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-3)
+    assert not torch.equal(rounded, load_head(tmp_path)[1].leaf_weight)
+
+
+@DTYPES
+@pytest.mark.parametrize("rank, rows", [(0, 2), (2, 2), (3, 1)])
+def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, dtype, rank: int, rows: int) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(load, "_num_ranks", lambda: 4)
+    monkeypatch.setattr(load, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(load, "_gather", lambda own: seen.append(own) or torch.cat([own] * 4))
+    folder, bytes_needed = save(tmp_path, "linear"), 4 * 2 * V * D * dtype.itemsize
+    monkeypatch.setitem(load.SHARD_BYTES, "cpu", bytes_needed)
+    head = served(folder, dtype, num_drafts=2)
+    params = head.draft_params(torch.randn(3, D), FIRST, 2)
+    own = 2 * 2 * 4 // dtype.itemsize + 2 * 2 * 2  # two float32 numbers per component, then K r rows of logits
+    assert [tuple(part.shape) for part in seen] == [(3, own)], "one gather of equal sizes"
+    assert params.leaf.shape == (3, 2, 2, V) and params.evidence.shape == (3, 2)
+    logits = seen[0][:, 2 * 2 * 4 // dtype.itemsize :].view(3, 2, 2, 2)
+    assert (logits[..., rows:] == 0).all() and (logits[..., :rows] != 0).all(), "rows of this rank, filled up"
+    monkeypatch.setitem(load.SHARD_BYTES, "cpu", bytes_needed + 1)
+    served(folder, dtype, num_drafts=2).draft_params(torch.randn(3, D), FIRST, 2)
+    assert len(seen) == 1, "small ones are replicated"
+
+
+def test_head_dtype_is_checked_with_the_config(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", vocab_size=32, seed=0)
+    write_head(tmp_path / "head", target.config.to_dict())
+    given = {"method": "mtpc", "model": str(tmp_path / "head")}
+    assert engine_config(tmp_path / "target", given).speculative_config.head_dtype == "auto"
+    asked = engine_config(tmp_path / "target", {**given, "head_dtype": "fp8"}).speculative_config
+    assert asked.head_dtype == "fp8" and "head_dtype='fp8'" in repr(asked)
+    message = refusal(tmp_path, head_dtype="int4")
+    assert "head_dtype" in message and "'bfloat16'" in message and "'fp8'" in message
+    write_head(tmp_path / "head", target.config.to_dict(), head="shared")
+    assert "no unembeddings of its own" in refusal(tmp_path, head_dtype="fp8")

@@ -39,14 +39,17 @@ class Acceptance:
     def per_position(self) -> tuple[float, ...]:
         return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
 
-    def __sub__(self, earlier: Acceptance) -> Acceptance:
-        pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
+    def __add__(self, other: Acceptance, sign: int = 1) -> Acceptance:
+        pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return Acceptance(
-            self.drafts - earlier.drafts,
-            self.draft_tokens - earlier.draft_tokens,
-            self.accepted_tokens - earlier.accepted_tokens,
-            tuple(now - before for now, before in pairs),
+            self.drafts + sign * other.drafts,
+            self.draft_tokens + sign * other.draft_tokens,
+            self.accepted_tokens + sign * other.accepted_tokens,
+            tuple(mine + sign * its for mine, its in pairs),
         )
+
+    def __sub__(self, earlier: Acceptance) -> Acceptance:
+        return self.__add__(earlier, -1)
 
     @classmethod
     def _from_samples(cls, samples: Iterable[tuple[str, int | None, int]]) -> Acceptance:

@@ -1,83 +1,145 @@
-"""``LLM.generate`` in a process of its own.
+"""An engine (``vllm.LLM``) in a process of its own, measured pass by pass.
 
-``run`` starts ``python -m vllm_mtpc.bench.offline`` with a job (JSON) and yields each pass as soon as it is measured;
-the child builds the engine once and does the job's passes one after the other.
+``resident`` starts ``python -m vllm_mtpc.bench.offline`` with a job (JSON); the child builds the engine once, says what
+it is, and then measures one pass for every setting it is sent. While nothing is asked of it, it sleeps: several
+engines can be alive and take turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vllm_mtpc.bench.acceptance import Acceptance
-from vllm_mtpc.bench.passes import Measured, Setting
+from vllm_mtpc.bench.passes import Measured, Prompt, Setting
 from vllm_mtpc.bench.process import engine_child, failure
+from vllm_mtpc.bench.steps import StepClock, is_v2, runner_of
+
+WARM_UP_TOKENS = 8
+
+
+class Resident:
+    """An engine that waits for settings. ``about``: the model runner it uses (``runner``: V1 or V2)."""
+
+    def __init__(self, process: subprocess.Popen[bytes], results: TextIO, log: Path) -> None:
+        self._process, self._results, self._log = process, results, log
+        self.about: dict[str, Any] = self._answer()
+
+    def measure(self, setting: Setting) -> Measured:
+        """One pass. Raises EngineFailed, with the end of the log, where the engine has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(asdict(setting)).encode() + b"\n")
+            self._process.stdin.flush()
+        return Measured.from_json(self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._results.readline()
+        if not line:
+            raise failure("the offline engine", self._process.wait(), self._log)
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def resident(
+    engine: dict[str, Any], prompts: Sequence[Prompt], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Resident]:
+    """``engine`` holds the keyword arguments of ``vllm.LLM``. Raises EngineFailed where it does not start."""
+    job = json.dumps({"engine": engine, "prompts": list(prompts)})
+    with engine_child("vllm_mtpc.bench.offline", job, log, environment, subprocess.PIPE) as (process, results):
+        yield Resident(process, results, log)
 
 
 def run(
     engine: dict[str, Any],
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     settings: Sequence[Setting],
     log: Path,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Measured]:
-    """Yields one ``Measured`` per setting. ``engine`` holds the keyword arguments of ``vllm.LLM``."""
-    job = {"engine": engine, "prompts": list(prompts), "settings": [asdict(setting) for setting in settings]}
-    with engine_child("vllm_mtpc.bench.offline", json.dumps(job), log, environment) as (process, results):
-        left = len(settings)
-        for line in results:
-            yield Measured.from_json(json.loads(line))
-            left -= 1
-        if left:
-            raise failure("the offline engine", process.wait(), log)
+    """Yields one ``Measured`` per setting, of an engine that ends after the last."""
+    with resident(engine, prompts, log, environment) as waiting:
+        for setting in settings:
+            yield waiting.measure(setting)
 
 
-def measure(llm: Any, prompts: list[str], setting: Setting) -> Measured:
-    """Runs one setting on a built engine. The same code times plain and drafted decoding."""
-    from vllm import SamplingParams
+class Bench:
+    """The child's side: a built engine and its prompts."""
 
-    def generate(batch: Sequence[str], max_tokens: int) -> list[Any]:
-        how = SamplingParams(temperature=setting.temperature, max_tokens=max_tokens, ignore_eos=True)
-        return llm.generate(list(batch), how, use_tqdm=False)
+    def __init__(self, llm: Any, prompts: Sequence[Prompt]) -> None:
+        self.llm, self.prompts, self.asked = llm, list(prompts), 0
+        runner = runner_of(llm)
+        self.clock = StepClock(runner) if runner is not None else None
+        self.about = {"runner": "unknown" if runner is None else "V2" if is_v2(runner) else "V1"}
 
-    chosen = prompts[: setting.prompts]
-    batches = [chosen[start : start + setting.clients] for start in range(0, len(chosen), setting.clients)]
-    generate(batches[0], 16)  # warm-up
-    seconds, tokens, answers = [], [], []
-    before = Acceptance.from_llm(llm.get_metrics())
-    for _ in range(setting.repeats):
-        repetition = []
-        started = time.perf_counter()
-        for batch in batches:
-            repetition += generate(batch, setting.max_tokens)
-        seconds.append(time.perf_counter() - started)
-        tokens.append(sum(len(answer.outputs[0].token_ids) for answer in repetition))
-        answers = answers or repetition
-    return Measured(
-        setting=setting,
-        seconds=seconds,
-        tokens=tokens,
-        outputs=[list(answer.outputs[0].token_ids) for answer in answers],
-        texts=[answer.outputs[0].text for answer in answers],
-        acceptance=Acceptance.from_llm(llm.get_metrics()) - before,
-    )
+    def measure(self, setting: Setting) -> Measured:
+        """One setting. The same code times plain and drafted decoding."""
+        chosen = setting.chosen(self.prompts)
+        self._answers(chosen[: setting.clients], setting, WARM_UP_TOKENS)
+        seconds, tokens, answers = [], [], []
+        if self.clock:
+            self.clock.clear()
+        before = Acceptance.from_llm(self.llm.get_metrics())
+        for _ in range(setting.repeats):
+            started = time.perf_counter()
+            repetition = self._answers(chosen, setting, setting.max_tokens)
+            seconds.append(time.perf_counter() - started)
+            tokens.append(sum(len(answer.outputs[0].token_ids) for answer in repetition))
+            answers = answers or repetition
+        return Measured(
+            setting=setting,
+            seconds=seconds,
+            tokens=tokens,
+            outputs=[list(answer.outputs[0].token_ids) for answer in answers],
+            texts=[answer.outputs[0].text for answer in answers],
+            acceptance=Acceptance.from_llm(self.llm.get_metrics()) - before,
+            steps=self.clock.read() if self.clock else None,
+        )
+
+    def _answers(self, prompts: Sequence[Prompt], setting: Setting, max_tokens: int) -> list[Any]:
+        """Answers in the order of the prompts; as soon as one is whole the next prompt takes its place."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, answers, waiting = self.llm.llm_engine, {}, list(enumerate(prompts))[::-1]
+        first, self.asked = self.asked, self.asked + len(prompts)
+        while len(answers) < len(prompts):
+            while waiting and engine.get_num_unfinished_requests() < setting.clients:
+                index, prompt = waiting.pop()
+                how = SamplingParams(
+                    temperature=setting.temperature,
+                    max_tokens=max_tokens,
+                    ignore_eos=setting.ignore_eos,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+                engine.add_request(str(first + index), given, how)
+            for output in engine.step():
+                if output.finished:
+                    answers[int(output.request_id) - first] = output
+        return [answers[index] for index in range(len(prompts))]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The child: ``JOB`` is the job's file, ``FD`` the open file that takes one JSON line per pass."""
+    """The child: ``JOB`` is the job's file, ``FD`` an open file for lines of JSON: about the engine, then one per pass.
+
+    Settings come on standard input, a line of JSON each, until it ends.
+    """
     job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     from vllm import LLM
 
-    llm = LLM(**{"disable_log_stats": False, **job["engine"]})
+    bench = Bench(LLM(**{"disable_log_stats": False, **job["engine"]}), job["prompts"])
     with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as results:
-        for setting in job["settings"]:
-            print(json.dumps(measure(llm, job["prompts"], Setting(**setting)).to_json()), file=results, flush=True)
+        print(json.dumps(bench.about), file=results, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(bench.measure(Setting(**json.loads(line))).to_json()), file=results, flush=True)
 
 
 if __name__ == "__main__":

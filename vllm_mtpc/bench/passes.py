@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from vllm_mtpc.bench.acceptance import Acceptance
+from vllm_mtpc.bench.steps import Steps
+
+Prompt = str | list[int]  # text, or token ids
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,18 @@ class Setting:
     clients: int
     temperature: float
     max_tokens: int
-    prompts: int  # how many of the job's prompts
+    prompts: int  # how many of the job's prompts; they begin again where there are not so many
     repeats: int = 1  # timed repetitions; the median counts
+    ignore_eos: bool = True  # answers of the same length, whatever is said
+    first: int = 0  # which of the job's prompts is the first
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def chosen(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts of this pass."""
+        return [prompts[(self.first + index) % len(prompts)] for index in range(self.prompts)]
 
 
 @dataclass(frozen=True)
@@ -39,10 +49,19 @@ class Measured:
     texts: list[str]
     acceptance: Acceptance = field(default_factory=Acceptance)
     first_token_seconds: float | None = None  # median time to the first token, where it was streamed
+    token_seconds: float | None = None  # median time of each later token (TPOT), where it was streamed
+    steps: Steps | None = None  # where the engine's steps could be timed
 
     @property
     def tokens_per_second(self) -> float:
         return median(count / seconds for count, seconds in zip(self.tokens, self.seconds, strict=True))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Over all decoding steps where they were counted, those without drafts included; else those with drafts."""
+        if self.steps is None:
+            return self.acceptance.tokens_per_step
+        return 1.0 + self.acceptance.accepted_tokens / self.steps.request_steps
 
     def identical(self, other: Measured) -> int:
         """How many prompts got the very same tokens as in ``other``."""
@@ -55,7 +74,9 @@ class Measured:
     def from_json(cls, data: dict[str, Any]) -> Measured:
         counters = dict(data["acceptance"])
         counters["accepted_per_position"] = tuple(counters["accepted_per_position"])
-        return cls(**{**data, "setting": Setting(**data["setting"]), "acceptance": Acceptance(**counters)})
+        steps = data.get("steps")
+        whole = {"setting": Setting(**data["setting"]), "acceptance": Acceptance(**counters)}
+        return cls(**{**data, **whole, "steps": Steps(**steps) if steps else None})
 
     def figures(self) -> dict[str, Any]:
         """The figures without prompts and outputs, for a result file."""
@@ -64,8 +85,10 @@ class Measured:
             "seconds": [round(value, 4) for value in self.seconds],
             "tokens": self.tokens,
             "tokens_per_second": round(self.tokens_per_second, 2),
-            "tokens_per_step": round(self.acceptance.tokens_per_step, 4),
+            "tokens_per_step": round(self.tokens_per_step, 4),
             "acceptance_per_position": [round(value, 4) for value in self.acceptance.per_position],
             "counters": asdict(self.acceptance),
             "first_token_seconds": self.first_token_seconds,
+            "token_seconds": self.token_seconds,
+            "steps": None if self.steps is None else asdict(self.steps),
         }

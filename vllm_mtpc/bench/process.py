@@ -26,6 +26,8 @@ def engine_environment() -> dict[str, str]:
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
+    # vLLM's ngram runs on numba, whose first parallel loop sets the number of torch's OpenMP threads to its own
+    environment.setdefault("NUMBA_NUM_THREADS", environment["OMP_NUM_THREADS"])
     return environment
 
 
@@ -45,14 +47,19 @@ def failure(what: str, code: int | None, log: Path) -> EngineFailed:
 
 @contextlib.contextmanager
 def group(
-    command: Sequence[str], log: Path, environment: dict[str, str], pass_fds: Sequence[int] = (), grace_s: float = 20.0
+    command: Sequence[str],
+    log: Path,
+    environment: dict[str, str],
+    pass_fds: Sequence[int] = (),
+    grace_s: float = 20.0,
+    stdin: int = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Runs ``command`` in a process group of its own and ends the whole group on leaving, whatever happened."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -67,11 +74,15 @@ def group(
 
 @contextlib.contextmanager
 def engine_child(
-    module: str, job: str, log: Path, environment: Mapping[str, str] | None = None
+    module: str,
+    job: str,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> Iterator[tuple[subprocess.Popen[bytes], TextIO]]:
     """Runs ``python -m MODULE JOB FD`` with an engine inside: JOB is a file that holds ``job``, FD takes its answers.
 
-    ``environment`` is added to that of every engine.
+    ``environment`` is added to that of every engine. ``stdin``: subprocess.PIPE for a child that is told more later.
 
     Yields the process and its answers, line by line as they come; the group has ended on leaving.
     """
@@ -83,7 +94,7 @@ def engine_child(
         command = [sys.executable, "-m", module, str(path), str(writing)]
         with (
             os.fdopen(reading, encoding="utf-8") as results,
-            group(command, log, variables, pass_fds=[writing]) as process,
+            group(command, log, variables, pass_fds=[writing], stdin=stdin) as process,
         ):
             os.close(writing)
             yield process, results

@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from vllm_mtpc.bench.acceptance import Acceptance
-from vllm_mtpc.bench.passes import Measured, Setting
+from vllm_mtpc.bench.passes import Measured, Prompt, Setting
 from vllm_mtpc.bench.process import EngineFailed, engine_environment, failure, group, tail
 
 HOST = "127.0.0.1"
@@ -35,6 +35,11 @@ class Answer:
     chunks: int
     first_token_seconds: float
     seconds: float
+
+    @property
+    def token_seconds(self) -> float:
+        """Time of each token after the first."""
+        return (self.seconds - self.first_token_seconds) / max(1, len(self.tokens) - 1)
 
 
 def free_port() -> int:
@@ -91,12 +96,17 @@ class Client:
 
 
 @contextlib.contextmanager
-def server(arguments: Sequence[str], log: Path, timeout_s: float = 240.0) -> Iterator[Client]:
-    """Runs ``vllm serve ARGUMENTS`` on a free port, waits until it is healthy, and ends all of it on leaving."""
+def server(
+    arguments: Sequence[str], log: Path, timeout_s: float = 240.0, environment: Mapping[str, str] | None = None
+) -> Iterator[Client]:
+    """Runs ``vllm serve ARGUMENTS`` on a free port, waits until it is healthy, and ends all of it on leaving.
+
+    ``environment`` is added to that of every engine.
+    """
     client = Client(free_port())
     address = ["--host", HOST, "--port", str(client.port)]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments, *address]
-    with group(command, log, engine_environment()) as process:
+    with group(command, log, {**engine_environment(), **(environment or {})}) as process:
         deadline = time.monotonic() + timeout_s
         while True:
             if process.poll() is not None:
@@ -110,31 +120,31 @@ def server(arguments: Sequence[str], log: Path, timeout_s: float = 240.0) -> Ite
         yield client
 
 
-def measure(client: Client, prompts: Sequence[str], setting: Setting) -> Measured:
+def measure(client: Client, prompts: Sequence[Prompt], setting: Setting) -> Measured:
     """Sends the prompts with ``setting.clients`` of them in flight. The same code times plain and drafted decoding."""
     model = client.model()
 
-    def request(index: int, max_tokens: int) -> Answer:
+    def request(prompt: Prompt, max_tokens: int) -> Answer:
         body = {
             "model": model,
-            "prompt": prompts[index],
+            "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": setting.temperature,
-            "ignore_eos": True,
+            "ignore_eos": setting.ignore_eos,
         }
         return client.complete(body)
 
-    chosen = range(setting.prompts)
-    request(0, 16)  # warm-up
+    chosen = setting.chosen(prompts)
+    request(chosen[0], 16)  # warm-up
     before = client.acceptance()
-    seconds, tokens, answers, firsts = [], [], [], []
+    seconds, tokens, answers, everything = [], [], [], []
     with ThreadPoolExecutor(setting.clients) as clients:
         for _ in range(setting.repeats):
             started = time.perf_counter()
-            repetition = list(clients.map(lambda index: request(index, setting.max_tokens), chosen))
+            repetition = list(clients.map(lambda prompt: request(prompt, setting.max_tokens), chosen))
             seconds.append(time.perf_counter() - started)
             tokens.append(sum(len(answer.tokens) for answer in repetition))
-            firsts += [answer.first_token_seconds for answer in repetition]
+            everything += repetition
             answers = answers or repetition
     return Measured(
         setting=setting,
@@ -143,5 +153,6 @@ def measure(client: Client, prompts: Sequence[str], setting: Setting) -> Measure
         outputs=[answer.tokens for answer in answers],
         texts=[answer.text for answer in answers],
         acceptance=client.acceptance() - before,
-        first_token_seconds=round(median(firsts), 5),
+        first_token_seconds=round(median(answer.first_token_seconds for answer in everything), 5),
+        token_seconds=round(median(answer.token_seconds for answer in everything), 6),
     )

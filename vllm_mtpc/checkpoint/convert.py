@@ -1,22 +1,13 @@
-"""`vllm-mtpc convert`: a PTP checkpoint of the paper's authors as a head folder.
+"""`vllm-mtpc convert`: a checkpoint of the papers' authors as a head folder.
 
-Their code writes Lightning checkpoints, in two layouts of `state_dict`:
-
-    official   model.model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight, model.u_embed.*
-    fork       student.model.base_model..., student.u_adapter.* (the older one; a teacher may lie beside)
-
-Weights of the target in such a file are left out: a head uses its target's own. Files are read with
-`torch.load(weights_only=True, mmap=True)` and nothing else.
+Two kinds are known by what the file holds: PTP checkpoints (`state_dict`, see convert_ptp) and MtPC heads
+(`model_state_dict` with a config.yaml beside, see convert_mtpc).
 """
 
 from __future__ import annotations
 
-import os
-import re
-import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,35 +18,8 @@ from vllm_mtpc.flags import add_flags, typed
 if TYPE_CHECKING:
     import argparse
 
-    from torch import Tensor
-
+    from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.config_ptp import PtpConfig
-    from vllm_mtpc.heads.ptp.embedding import AuxEmbedding
-
-DEFAULT_WINDOW = 16  # auxiliary rows the authors train with
-_ADAPTER = re.compile(r"(base_model\.model\..*\.lora_[AB])(?:\.default)?\.weight")
-
-
-class _Layout(NamedTuple):
-    student: str  # prefix of the model that drafts
-    embedding: str  # prefix of its u-embedding
-
-
-LAYOUTS = {"official": _Layout("model.", "model.u_embed."), "fork": _Layout("student.", "student.u_adapter.")}
-
-
-class _Theirs(NamedTuple):
-    fitting: tuple[str, ...]  # embeddings of these tensors, by our names
-    names: dict[str, str]  # of tensors: theirs -> ours
-    counted: int | None  # dimension of `embedding.weight` that counts features or rows
-
-
-_EMBEDDINGS = (
-    _Theirs(("ieee",), {"u_adapter.weight": "outer.weight", "u_adapter.bias": "outer.bias"}, None),
-    _Theirs(("sawtooth", "quarter-cos"), {"embedding.weight": "outer.weight", "embedding.bias": "outer.bias"}, 1),
-    _Theirs(("interpolation", "round"), {"embedding.weight": "rows"}, 0),
-)
-ROUND_ROWS = 32  # as many as they round to; they interpolate between few
 
 
 class ConvertOptions(BaseModel):
@@ -63,20 +27,26 @@ class ConvertOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ckpt: Path = Field(description="Lightning checkpoint (.ckpt)")
+    ckpt: Path = Field(
+        description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml beside it, the folder of "
+        "both (the last step is taken) or a hub repository"
+    )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
     out: Path = Field(description="folder of the head")
-    layout: Literal["auto", "official", "fork"] = Field("auto", description="names in the file")
-    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="what the rows were trained to give")
-    window: int | None = Field(
-        None, ge=2, description="n, auxiliary rows (default: as the histogram's, or 16, what the authors train)"
-    )
-    u_embedding: str | None = Field(None, description="name of the u-embedding, where its tensors fit several")
-    lora_alpha: float = Field(8.0, gt=0, description="of the adapters; PEFT's default, which the authors leave")
-    temperature: float = Field(1.0, gt=0, description="temperature of the law that u picked from in training")
+    temperature: float = Field(1.0, gt=0, description="temperature of the text (PTP: of u's law) it was trained on")
     top_k: int = Field(0, ge=0, description="top-k of that law; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that law; 1: off")
-    histogram: Path | None = Field(None, description="correct_count_hist.pt, shares of 0, 1, ... correct tokens")
+    layout: Literal["auto", "official", "fork"] = Field("auto", description="PTP: names in the file")
+    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="PTP: what the rows were trained to give")
+    window: int | None = Field(
+        None, ge=2, description="PTP: n, auxiliary rows (default: as the histogram's, or 16, what the authors train)"
+    )
+    u_embedding: str | None = Field(None, description="PTP: name of the u-embedding, where its tensors fit several")
+    lora_alpha: float = Field(8.0, gt=0, description="PTP: of the adapters; PEFT's default, which the authors leave")
+    histogram: Path | None = Field(None, description="PTP: correct_count_hist.pt, shares of 0, 1, ... correct tokens")
+
+
+SHARED = ("ckpt", "target", "out", "temperature", "top_k", "top_p")  # what an MtPC head does not say itself
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,220 +59,38 @@ def run(args: argparse.Namespace) -> int:
         options = ConvertOptions.model_validate(typed(args, ConvertOptions))
     except ValidationError as error:
         raise CheckpointError(one_line(error, ConvertOptions)) from None
-    config = convert(options)
-    measured = "" if config.accepted else ", acceptance not measured"
-    print(f"head: {options.out} ({config.variant}, {config.u_embedding}, window {config.window}{measured})")
+    print(f"head: {options.out} ({_summary(convert(options))})")
     return 0
 
 
-def convert(options: ConvertOptions) -> PtpConfig:
+def convert(options: ConvertOptions) -> HeadConfig | PtpConfig:
     """Write the head folder `options.out`; returns its config. Raises CheckpointError or HeadConfigError."""
-    import torch
-
-    from vllm_mtpc.checkpoint.ptp import save_ptp
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.checkpoint.convert_mtpc import convert_mtpc
+    from vllm_mtpc.checkpoint.convert_ptp import convert_ptp
+    from vllm_mtpc.checkpoint.convert_source import load, locate
 
     if options.out.joinpath(CONFIG_FILE).is_file() and not is_head(options.out):
         raise CheckpointError(f"out={options.out} holds another model's {CONFIG_FILE}; name another folder")
-    target = _target_config(options.target)
-    file = _load(options.ckpt)
-    state = _state(options.ckpt, file)
-    layout = _layout(options.ckpt, state, options.layout)
-    lora = _adapters(options.ckpt, state, LAYOUTS[layout].student)
-    u_embedding, features, tensors = _embedding(options, state, LAYOUTS[layout].embedding)
-    counts = None if options.histogram is None else _histogram(options.histogram)
-    window = options.window or (len(counts) - 1 if counts else DEFAULT_WINDOW)
-    config = PtpConfig.create(
-        variant=options.variant,
-        window=window,
-        target=target,
-        verifier=os.path.relpath(options.target, options.out) if os.path.isdir(options.target) else options.target,
-        u_embedding=u_embedding,
-        u_features=features,
-        lora_rank=next((*value.shape, 0)[0] for name, value in sorted(lora.items()) if ".lora_A." in name),
-        lora_alpha=options.lora_alpha,
-        trained_temperature=options.temperature,
-        trained_top_k=options.top_k,
-        trained_top_p=options.top_p,
-        accepted=counts and accepted_drafts(counts, window),
-    )
-    if counts and config.accepted is None:
-        print(
-            f"warning: {options.histogram} counts up to {len(counts) - 1} tokens, window is {window}: left out",
-            file=sys.stderr,
+    source = locate(options.ckpt)
+    options = options.model_copy(update={"ckpt": source.file})
+    file: Any = load(source.file)
+    kinds = [key for key in ("state_dict", "model_state_dict") if isinstance(file, dict) and key in file]
+    if len(kinds) != 1:
+        raise CheckpointError(
+            f"{source.file}: has {' and '.join(map(repr, kinds)) or 'no state_dict'}; allowed: one of 'state_dict' "
+            "(PTP, Lightning) and 'model_state_dict' (MtPC); name a checkpoint of their authors' code"
         )
-    is_half = all(value.dtype is torch.float16 for value in [*lora.values(), *tensors.values()])
-    embedding = _fill(options.ckpt, config, tensors)
-    record = {"converted": _record(options, file, layout)}
-    save_ptp(
-        options.out,
-        config,
-        lora,
-        embedding,
-        record,
-        _card(options, config),
-        torch.float16 if is_half else torch.float32,
-    )
-    return config
+    if kinds == ["state_dict"]:
+        return convert_ptp(options, file)
+    if foreign := sorted(options.model_fields_set - set(SHARED)):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        raise CheckpointError(f"{source.file}: is an MtPC head; {flags}: of PTP checkpoints only; leave it out")
+    return convert_mtpc(options, file, source.label)
 
 
-def accepted_drafts(counts: list[float], window: int) -> list[float] | None:
-    """P(exactly g of the n - 1 drafts are accepted) from shares of windows with 0, 1, ... leading tokens right.
-
-    The authors count the window's first token, which serving takes from the target. Windows that have it right stand
-    for all: P(g drafts) = P(1 + g right) / P(at least 1 right). A count over more tokens than `window` is cut there,
-    which is exact, since rows see only rows before them; one over fewer says nothing of the last drafts: None.
-    """
-    first, later = counts[0], counts[1:]
-    total = sum(later)
-    if len(later) < window or total <= 0 or first < 0:
-        return None
-    kept = [share / total for share in later]
-    return [*kept[: window - 1], sum(kept[window - 1 :])]
-
-
-def _load(path: Path) -> Any:
-    import torch
-
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file; name a Lightning checkpoint (.ckpt) or histogram (.pt)")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds; a user needs one line whatever is wrong with the file
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(
-            f"{path}: cannot be read as tensors alone ({reason}); other pickled objects are never loaded: where you "
-            'trust the file, save {"state_dict": ...} of it again with torch.save and convert that'
-        ) from None
-
-
-def _state(path: Path, file: Any) -> dict[str, Tensor]:
-    import torch
-
-    state = file.get("state_dict") if isinstance(file, dict) else None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: has no 'state_dict'; name a checkpoint that Lightning wrote (.ckpt)")
-    return {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
-
-
-def _layout(path: Path, state: Mapping[str, Tensor], asked: str) -> str:
-    """The layout whose u-embedding the file has."""
-    found = [name for name, layout in LAYOUTS.items() if any(key.startswith(layout.embedding) for key in state)]
-    if asked == "auto" and len(found) == 1:
-        return found[0]
-    if asked in found:
-        return asked
-    shown = " or ".join(f"{layout.embedding}* ({name})" for name, layout in LAYOUTS.items())
-    if asked == "auto" and found:
-        raise CheckpointError(f"{path}: has tensors of both layouts; name one: --layout {' or --layout '.join(found)}")
-    has = f"has a u-embedding of layout {found[0]}" if found else f"has no u-embedding, {shown}"
-    raise CheckpointError(f"{path}: {has}; given: layout {asked}; name a PTP checkpoint and its layout")
-
-
-def _adapters(path: Path, state: Mapping[str, Tensor], student: str) -> dict[str, Tensor]:
-    """The student's adapters by PEFT's names on disk."""
-    lora: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if not key.startswith(student) or ".lora_" not in key:
-            continue
-        place = key.find("base_model.model.")
-        match = _ADAPTER.fullmatch(key[place:]) if place >= 0 else None
-        if match is None:
-            raise CheckpointError(f"{path}: {key} is no adapter PTP heads have; allowed: A and B of linear layers")
-        lora[f"{match[1]}.weight"] = value
-    if not any(".lora_A." in name for name in lora):
-        raise CheckpointError(
-            f"{path}: has no adapters (lora_A, lora_B): it trained the model's own weights, and a PTP head shares its "
-            "target's; convert a checkpoint trained with LoRA"
-        )
-    return lora
-
-
-def _embedding(
-    options: ConvertOptions, state: Mapping[str, Tensor], prefix: str
-) -> tuple[str, int | None, dict[str, Tensor]]:
-    """Name of the u-embedding, its features, and its tensors by the names here."""
-    given = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-    theirs = next((known for known in _EMBEDDINGS if known.names.keys() == given.keys()), None)
-    if theirs is None or any(value.dim() != (1 if name.endswith("bias") else 2) for name, value in given.items()):
-        known = " or ".join(" and ".join(known.names) for known in _EMBEDDINGS)
-        raise CheckpointError(
-            f"{options.ckpt}: u-embedding of {', '.join(sorted(given))} below {prefix}; known: {known}"
-        )
-    count = None if theirs.counted is None else given["embedding.weight"].shape[theirs.counted]
-    fitting = theirs.fitting
-    if fitting == ("interpolation", "round") and count != ROUND_ROWS:
-        fitting = ("interpolation",)
-    name = options.u_embedding or fitting[0]
-    if name not in fitting or (len(fitting) > 1 and options.u_embedding is None):
-        asked = f"not {name}" if options.u_embedding else "which the file does not say"
-        raise CheckpointError(
-            f"{options.ckpt}: the u-embedding's tensors are those of {' or '.join(fitting)}, {asked}; "
-            f"type --u-embedding {' or --u-embedding '.join(fitting)}"
-        )
-    return name, count, {ours: given[name] for name, ours in theirs.names.items()}
-
-
-def _fill(path: Path, config: PtpConfig, tensors: dict[str, Tensor]) -> AuxEmbedding:
-    """The u-embedding of the file; raises CheckpointError where it is not one of the target's width."""
-    import torch
-
-    from vllm_mtpc.heads.ptp.embedding import build_embedding
-
-    with torch.device("meta"):
-        embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
-    for name, value in embedding.state_dict().items():
-        if value.shape != tensors[name].shape:
-            raise CheckpointError(
-                f"{path}: u-embedding of shape {tuple(tensors[name].shape)}; {config.u_embedding} of this target has "
-                f"{tuple(value.shape)}; name the target it was trained on"
-            )
-    embedding.load_state_dict(tensors, assign=True)
-    return embedding
-
-
-def _histogram(path: Path) -> list[float]:
-    """Shares of windows with 0, 1, ... leading tokens right."""
-    import torch
-
-    counts = _load(path)
-    fits = isinstance(counts, torch.Tensor) and counts.dim() == 1 and counts.numel() >= 3
-    if not fits or not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()) or counts.sum() <= 0:
-        raise CheckpointError(
-            f"{path}: not a histogram; a list of shares from 0 is expected, one for each number of tokens"
-        )
-    return (counts.double() / counts.double().sum()).tolist()
-
-
-def _target_config(name: str) -> Any:
-    """The config of a target's language model, no weights read."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name).get_text_config()
-    except (OSError, ValueError, KeyError) as error:  # transformers raises all of these on bad input
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(
-            f"target {name}: no config that transformers can read ({reason}); name the folder or hub repository of the "
-            "model the checkpoint was trained on"
-        ) from None
-
-
-def _record(options: ConvertOptions, file: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """Where the head comes from, for provenance.json."""
-    progress = {key: file[key] for key in ("epoch", "global_step") if isinstance(file.get(key), int)}
-    settings = options.model_dump(mode="json", include={"variant", "lora_alpha", "temperature", "top_k", "top_p"})
-    return {"from": options.ckpt.name, "layout": layout, **progress, "settings": settings}
-
-
-def _card(options: ConvertOptions, config: PtpConfig) -> str:
-    top_k, top_p = config.trained_top_k or "off", "off" if config.trained_top_p == 1 else config.trained_top_p
-    return (
-        "---\nlibrary_name: vllm\ntags: [ptp, speculative-decoding]\n---\n\n"
-        f"# PTP head: {config.variant}, n={config.window}\n\n"
-        f"Converted from `{options.ckpt.name}` by `vllm-mtpc convert`; target "
-        f"`{config.speculators_config.verifier.name_or_path}`, adapters of rank {config.lora_rank} on every layer, "
-        f"u-embedding `{config.u_embedding}`, drafts for temperature {config.trained_temperature}, top-k {top_k}, "
-        f"top-p {top_p}. The output is the target's own, whatever the head drafts.\n\n"
-        f"```bash\nvllm serve {options.out.name}\n```\n"
-    )
+def _summary(config: HeadConfig | PtpConfig) -> str:
+    if config.speculators_model_type == "ptp":
+        measured = "" if config.accepted else ", acceptance not measured"
+        return f"{config.variant}, {config.u_embedding}, window {config.window}{measured}"
+    lora = f", {config.lora_layers} draft layers" if config.lora_layers else ""
+    return f"{config.circuit}, window {config.window}, {config.num_components} components{lora}"

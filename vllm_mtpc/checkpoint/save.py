@@ -20,6 +20,7 @@ from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FI
 from vllm_mtpc.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from vllm_mtpc.checkpoint.convert_lora import StoredAdapters
     from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.config_ptp import PtpConfig
     from vllm_mtpc.heads.adapters import DraftLayers
@@ -33,7 +34,7 @@ def save_head(
     provenance: dict[str, Any],
     card: str,
     dtype: torch.dtype = torch.float16,
-    draft_layers: DraftLayers | None = None,
+    draft_layers: DraftLayers | StoredAdapters | None = None,
 ) -> None:
     """Write a head folder. `provenance` says how the head came about; package versions are added.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.kernels.filter import Program, naive
+from vllm_mtpc.kernels.filter import Program, filter_weights, naive
 
 # Far beyond what can be trained or served; a damaged config must not ask for a tree of 10**12 regions.
 MAX_WINDOW = 256
@@ -104,13 +104,8 @@ class Circuit(ABC):
     def conditional_log_probs(self, params: CircuitParams, tokens: Tensor) -> Tensor:
         """log q(x_k | x_<k) along tokens[B, m], m <= n, -> [B, m]; -1 marginalises a position (its term is 0)."""
         evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)
-        state = self.start(params)
-        terms = []
-        for k in range(tokens.shape[1]):
-            terms.append(torch.logsumexp(state.weights + evidence[:, k], dim=-1))
-            if k < self.window - 1:
-                state = self.advance(params, state, k, evidence[:, k])
-        return torch.stack(terms, dim=1)
+        weights = filter_weights(self.program, evidence, params.root, params.inner)
+        return torch.logsumexp(weights + evidence, dim=-1)
 
     def log_prob(self, params: CircuitParams, tokens: Tensor) -> Tensor:
         """log q(tokens) [B] by one upward pass over tokens[B, m], m <= n; -1 and the tail are marginalised."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_mtpc.circuits.base import evidence_of
+from vllm_mtpc.kernels.filter import filter_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,16 +21,11 @@ def conditionals(circuit: Circuit, params: CircuitParams, tokens: Tensor) -> Ten
     A token of -1 marginalises its position for the later ones. Returns [B, m, V] float32; values are at least
     log of the smallest normal float32 (-87.3). Differentiable in ``params``.
     """
-    m = tokens.shape[1]
-    leaf = params.leaf[:, :m]
+    leaf = params.leaf[:, : tokens.shape[1]]
     # One gather for all positions: one per position costs a full-size gradient of the leaves each.
     evidence = evidence_of(leaf, tokens)  # [B, m, r]
-    state, weights = circuit.start(params), []
-    for k in range(m):
-        weights.append(state.weights)
-        if k < m - 1:
-            state = circuit.advance(params, state, k, evidence[:, k])
+    weights = filter_weights(circuit.program, evidence, params.root, params.inner)
     # A mixture as a product of matrices: several times faster than logsumexp over [B, m, r, V], and backward too.
-    mixture = torch.stack(weights, 1).exp()[:, :, None]  # [B, m, 1, r]
+    mixture = weights.exp()[:, :, None]  # [B, m, 1, r]
     tiny = torch.finfo(torch.float32).tiny
     return (mixture @ leaf.exp())[:, :, 0].clamp(min=tiny).log()

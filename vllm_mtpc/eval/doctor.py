@@ -103,7 +103,13 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
         "seed": args.seed,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_model_len": min(limit, max(map(len, prompts)) + args.max_tokens + 4 * (drafts + 1)),
-        "speculative_config": {"method": "mtpc", "model": serve_head or str(folder), "num_speculative_tokens": drafts},
+        "speculative_config": {
+            "method": "mtpc",
+            "model": serve_head or str(folder),
+            "num_speculative_tokens": drafts,
+            "num_speculative_tokens_per_batch_size": "off",  # what is expected is expected of K drafts in every step
+            **({} if is_ptp else {"min_survival": 0}),
+        },
         **_on_device(args.device),
         **_more(args.engine),
     }

@@ -6,7 +6,7 @@ A head turns the target's last hidden state h into the parameters of a circuit (
     root = log_softmax(R h)        inner[f, z, :] = log_softmax(W[f, z] h + b[f, z])       the same in every head
 
 Whoever bounds memory (n * r * V logits per context) asks for `prepare` once and for `leaf_logits` a few positions at
-a time; whoever drafts calls the head and gets all of it at once.
+a time; whoever calls the head gets all of it at once, normalised. Whoever serves asks for `draft_params`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.circuits import Circuit, CircuitParams
-from vllm_mtpc.circuits.base import evidence_of
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.kernels.leaf import evidence_of
 
 # Probability of keeping the latent at initialisation: HMM and BTree then start (nearly) as the CP
 # with the same leaves, and the softmax is not yet so saturated that its rows cannot move.
@@ -79,14 +79,18 @@ class Head(nn.Module, ABC):
         """Initial values of the parameters of the leaves, from torch's own generator."""
 
     @abstractmethod
-    def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """Unnormalised leaves of positions start to stop - 1: [B, stop - start, r, V], float32.
+    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """Unnormalised leaves of positions start to stop - 1: [B, stop - start, r, V], in the dtype of the product.
 
         `prepared` is what `prepare` made of the hidden states.
         """
 
+    def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """`unembed`, in float32."""
+        return self.unembed(prepared, start, stop).float()
+
     def prepare(self, hidden: Tensor) -> Tensor:
-        """What `leaf_logits` reads, from hidden[B, D]: work that positions share is done here, once."""
+        """What `unembed` reads, from hidden[B, D]: work that positions share is done here, once."""
         return hidden
 
     def bind_lm_head(self, logits: Callable[[Tensor], Tensor]) -> None:
@@ -110,11 +114,27 @@ class Head(nn.Module, ABC):
         root, inner = self.sum_logits(hidden)
         return root.log_softmax(dim=-1), inner.log_softmax(dim=-1)
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """What hidden states are converted to before they are multiplied."""
+        return next(self.parameters()).dtype
+
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
-        """What `kernels.draft` reads, from hidden[B, D] and the verifier's tokens first[B] int64."""
-        logits = self.leaf_logits(self.prepare(hidden), 0, num_drafts + 1)
-        evidence = evidence_of(logits[:, :1].log_softmax(dim=-1), first[:, None])[:, 0]
-        return DraftParams(evidence, logits[:, 1:], *self.sum_logits(hidden))
+        """What `kernels.draft` reads, from hidden[B, D] of any dtype and the verifier's tokens first[B] int64.
+
+        Only positions 1 .. 1 + num_drafts are computed; `leaf` has the dtype of the product.
+        """
+        hidden = hidden.to(self.hidden_dtype)
+        evidence, drafted = self.draft_leaves(self.prepare(hidden), first, num_drafts)
+        return DraftParams(evidence, drafted, *self.sum_logits(hidden))
+
+    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """Evidence [B, r] of the tokens first[B] at x_1, and logits [B, K, r, V] of the drafts: `DraftParams`.
+
+        Here from one product for all positions; a head that has less to compute for x_1 says so.
+        """
+        logits = self.unembed(prepared, 0, num_drafts + 1)
+        return evidence_of(logits[:, 0], first), logits[:, 1:]
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
         """CircuitParams from hidden[B, D]; only the first `num_positions` leaves when the tail is not needed."""

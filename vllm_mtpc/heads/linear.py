@@ -2,6 +2,9 @@
 
 leaf[k, z, :] = log_softmax(U[k, z] h)      root = log_softmax(R h)
 inner[f, z, :] = log_softmax(W[f, z] h + b[f, z])                      (MtPC paper, section 4)
+
+The unembeddings are what a draft reads: a server may divide them over ranks, keep them in float8, or have all weights
+laid out for the processor (`shard_leaves`, `quantise_leaves`, `pack`, in this order). Such a head only drafts.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY, Head
+from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY, DraftParams, Head
+from vllm_mtpc.heads.shard import Shard
+from vllm_mtpc.kernels import leaf
+from vllm_mtpc.kernels.leaf import fp8
 
 __all__ = ["INIT_STD", "STAY_PROBABILITY", "LinearHead"]
 
@@ -26,6 +31,11 @@ class LinearHead(Head):
     def add_leaves(self) -> None:
         n, r = self.circuit.window, self.circuit.num_components
         self.leaf_weight = nn.Parameter(torch.empty(n, r, self.vocab_size, self.hidden_size))
+        self.leaf_scale: Tensor | None
+        self.register_buffer("leaf_scale", None, persistent=False)  # [n, r, V] float32, of float8 weights
+        self.shard: Shard | None = None
+        self._packed: Tensor | None = None  # in the place of all weights
+        self._hidden_dtype: torch.dtype | None = None
 
     def reset_leaves(self) -> None:
         self.leaf_weight.normal_().mul_(INIT_STD)
@@ -41,7 +51,94 @@ class LinearHead(Head):
         noise = torch.randn(self.leaf_weight.shape, generator=generator) * INIT_STD
         self.leaf_weight.copy_(weight + noise.to(weight))
 
-    def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        # One product for all positions: serving reads every leaf weight once per step.
-        logits = F.linear(prepared, self.leaf_weight[start:stop].reshape(-1, self.hidden_size))
-        return logits.view(prepared.shape[0], stop - start, -1, self.vocab_size).float()
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        return self._hidden_dtype or super().hidden_dtype
+
+    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """What the unembeddings of a range of positions are multiplied with, [B, k, r, D]; 1 for k or r: the same."""
+        return prepared[:, None, None]
+
+    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        scale = None if self.leaf_scale is None else self.leaf_scale[start:stop]
+        return leaf.logits(self.states(prepared, start, stop), self.leaf_weight[start:stop], scale)
+
+    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
+        if self._packed is None:
+            return super().draft_params(hidden, first, num_drafts)
+        product = torch.ops.mkldnn._linear_pointwise(hidden.to(self.hidden_dtype), self._packed, None, "none", [], "")
+        batch, r = len(hidden), self.circuit.num_components
+        leaves, root, inner = product.split(self._parts, dim=1)
+        logits = leaves.view(batch, -1, r, leaves.shape[1] // (r * self._num_positions))
+        evidence, drafted = self._met(logits[:, 0], logits[:, 1 : num_drafts + 1], first)
+        inner = inner.float().view(batch, -1, r, r)
+        inner = inner if self.inner_bias is None else inner + self.inner_bias.float()
+        root = root.float() if root.shape[1] else product.new_zeros(batch, r, dtype=torch.float32)
+        return DraftParams(evidence, drafted, root, inner)
+
+    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        if prepared.is_cuda:
+            return self._draft_apart(prepared, first, num_drafts)
+        logits = self.unembed(prepared, 0, num_drafts + 1)
+        return self._met(logits[:, 0], logits[:, 1:], first)
+
+    def _draft_apart(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """draft_leaves where the logits of x_1 need not be written down: two products."""
+        states, scales = self.states(prepared, 0, num_drafts + 1), self.leaf_scale
+        first = first if self.shard is None else first - self.shard.start
+        terms = leaf.terms(states[:, 0], self.leaf_weight[0], None if scales is None else scales[0], first)
+        drafted = slice(1, num_drafts + 1)
+        states = states if states.shape[1] == 1 else states[:, drafted]
+        logits = leaf.logits(states, self.leaf_weight[drafted], None if scales is None else scales[drafted])
+        return (terms[:, 1] - terms[:, 0], logits) if self.shard is None else self.shard.join(terms, logits)
+
+    def _met(self, at_first: Tensor, drafted: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """draft_leaves from the logits of all positions, here and on the other ranks."""
+        if self.shard is None:
+            return leaf.evidence_of(at_first, first), drafted
+        return self.shard.join(leaf.terms_of(at_first, first - self.shard.start), drafted)
+
+    @torch.no_grad()
+    def shard_leaves(self, shard: Shard) -> None:
+        """Keep the rows of `shard` only: `draft_params` then meets the other ranks in its `gather`."""
+        self.shard = shard
+        self._replace(self.leaf_weight[:, :, shard.start : shard.stop].clone())
+
+    @torch.no_grad()
+    def quantise_leaves(self, dtype: torch.dtype, keep: bool) -> None:
+        """The unembeddings as float8 and its scales, whatever else there is in `dtype`, which hidden states then have.
+
+        keep False: the same numbers in `dtype` again, for devices that cannot multiply as they read.
+        """
+        leaves = [fp8.quantise(position) for position in self.leaf_weight]  # one at a time: less memory
+        self.leaf_weight = None
+        self.to(dtype)
+        if keep:
+            weights, scales = zip(*leaves, strict=True)
+            # viewed as bytes: not every operation on float8 exists
+            self._replace(torch.stack([weight.view(torch.uint8) for weight in weights]).view(fp8.FORMAT))
+            self.leaf_scale = torch.stack(scales)
+            self._hidden_dtype = dtype
+        else:
+            self._replace(torch.stack([fp8.dequantise(*leaf, dtype) for leaf in leaves]))
+
+    @torch.no_grad()
+    def pack(self, num_positions: int) -> None:
+        """Lay out the weights of the first positions and of all sums as oneDNN reads them, for one product of them all.
+
+        Nothing is done where that does not help: it is measured for bfloat16 on a CPU.
+        """
+        weights = [self.leaf_weight[:num_positions], self.root_weight, self.inner_weight]
+        is_one_product = type(self).states is LinearHead.states
+        can_pack = self.hidden_dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if not is_one_product or not can_pack:
+            return
+        self._num_positions, self._hidden_dtype = num_positions, self.hidden_dtype
+        none = weights[0].new_empty(0, self.hidden_size)
+        rows = [none if weight is None else weight.reshape(-1, self.hidden_size) for weight in weights]
+        self._parts = [len(part) for part in rows]
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(rows), 1)
+        self.leaf_weight = self.root_weight = self.inner_weight = None
+
+    def _replace(self, weight: Tensor) -> None:
+        self.leaf_weight = nn.Parameter(weight, requires_grad=False)

@@ -33,9 +33,9 @@ class MlpHead(LinearHead):
         self.block_weight.zero_()
         self.block_bias.zero_()
 
-    def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
         n, r = stop - start, self.circuit.num_components
         state = prepared[:, None, None].expand(-1, n, r, -1)  # [B, k, z, D]
         for weight, bias in zip(self.block_weight[:, start:stop], self.block_bias[:, start:stop], strict=True):
             state = state + F.silu(torch.einsum("bkzd,kzed->bkze", state, weight) + bias)
-        return torch.einsum("bkzd,kzvd->bkzv", state, self.leaf_weight[start:stop]).float()
+        return state

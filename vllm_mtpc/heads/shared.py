@@ -45,7 +45,7 @@ class SharedHead(Head):
         """Lend the target's lm_head: hidden[..., D] of any float dtype -> logits[..., V]."""
         self._lm_head = (logits,)
 
-    def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
         """As in Head; raises HeadConfigError where no lm_head is bound."""
         if not self._lm_head:
             raise HeadConfigError(
@@ -54,4 +54,4 @@ class SharedHead(Head):
         down = F.linear(prepared, self.down_weight[start:stop].reshape(-1, self.hidden_size))
         low = F.silu(down).view(prepared.shape[0], stop - start, -1)  # [B, k, m]
         change = torch.einsum("bkm,kzdm->bkzd", low, self.up_weight[start:stop])
-        return self._lm_head[0](prepared[:, None, None] + change).float()
+        return self._lm_head[0](prepared[:, None, None] + change)

@@ -3,7 +3,7 @@
 Acceptance comes from the figures that training or `vllm-mtpc eval` wrote into a head's provenance.json. Latency is
 measured here, at batch 1 on transformers: the target's forward over the rows of a step on a key-value cache, and the
 draft, i.e. the head at one hidden state and the tokens drawn from its circuit. An engine adds its own overhead to both;
-what it serves is measured with `vllm bench`.
+what it serves is measured with `vllm-mtpc bench serve`, whose results (`vllm-mtpc plot FILE.json`) are drawn, too.
 """
 
 from __future__ import annotations
@@ -55,8 +55,12 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("heads", nargs="+", metavar="HEAD", help="head folders or hub names, of one target")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the plots and frontier.json")
+    parser.add_argument(
+        "heads", nargs="+", metavar="HEAD", help="head folders or hub names, of one target; or results of bench serve"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the plots and frontier.json (results: default beside them)"
+    )
     parser.add_argument("--target", metavar="MODEL", help="in place of the one the heads name")
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="timed steps of each head (default: 30)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
@@ -65,6 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if all(name.endswith(".json") for name in args.heads):
+        return draw_results([Path(name) for name in args.heads], args.out)
+    if args.out is None:
+        raise PlotError("--out is missing: name the folder that the plots of heads are to be written to")
     if args.repeats < 1 or (args.threads is not None and args.threads < 1):
         raise PlotError(f"repeats={args.repeats}, threads={args.threads}: both must be 1 or more")
     heads = [read(name) for name in args.heads]
@@ -83,6 +91,23 @@ def run(args: argparse.Namespace) -> int:
     file.write_text(json.dumps(result(how, rows), indent=2) + "\n", encoding="utf-8")
     _print(rows, how)
     print("written: " + ", ".join(str(path) for path in [*files, file]))
+    return 0
+
+
+def draw_results(files: Sequence[Path], out: Path | None) -> int:
+    """Plots of results of `vllm-mtpc bench serve`, named like the file. Raises PlotError for another file."""
+    from vllm_mtpc.bench.serve_command import KIND
+    from vllm_mtpc.train.plots_served import plot_served
+
+    for file in files:
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PlotError(f"{file}: cannot be read ({error}); name a file written by vllm-mtpc bench serve") from None
+        if not isinstance(found, dict) or found.get("kind") != KIND:
+            raise PlotError(f"{file}: not a result of vllm-mtpc bench serve; write one with its --json FILE")
+        written = plot_served(found["rows"], out or file.parent, file.stem)
+        print("written: " + ", ".join(map(str, written)))
     return 0
 
 

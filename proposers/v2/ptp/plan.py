@@ -10,10 +10,13 @@ Everything here follows from the configuration alone, so that the scheduler's pr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_mtpc.eval.group_table import tables_by_batch
+import numpy as np
+
+from vllm_mtpc.eval.group_table import drafts_of_rows, tables_by_batch
 
 if TYPE_CHECKING:
     from vllm_mtpc.config_ptp import PtpConfig
@@ -48,12 +51,13 @@ class Plan:
     dynamic: bool = False
 
     def bucket(self, num_reqs: int) -> Bucket | None:
-        """The groups for a batch; None where it is too large to draft for."""
-        return next((bucket for bucket in self.buckets if num_reqs <= bucket.max_batch), None)
+        """The groups for a batch; None where it is not drafted for."""
+        found = next((bucket for bucket in self.buckets if num_reqs <= bucket.max_batch), None)
+        return found if found is not None and found.rows else None
 
     def num_groups(self, bucket: Bucket) -> int:
         """Groups per request; with dynamic sizes each of them may get rows."""
-        return len(bucket.sizes) if self.dynamic else len(bucket.groups)
+        return len(bucket.sizes) if self.dynamic and bucket.rows else len(bucket.groups)
 
     @property
     def max_groups(self) -> int:
@@ -69,7 +73,8 @@ class Plan:
     @property
     def max_rows(self) -> int:
         """Rows of the groups of a whole batch."""
-        return max((bucket.max_batch * (bucket.rows + self.leading) for bucket in self.buckets), default=0)
+        drafting = (bucket for bucket in self.buckets if bucket.rows)
+        return max((bucket.max_batch * (bucket.rows + self.leading) for bucket in drafting), default=0)
 
     def blocks_per_group(self, block_size: int) -> int:
         """KV blocks a group needs: it may start anywhere in its first one."""
@@ -116,6 +121,31 @@ def merged_plan(
     )
     buckets = [Bucket(batch, table.sizes) for batch, table in tables if table.expected_tokens > 1]
     return Plan(_merged(buckets), leading=0, dynamic=dynamic)
+
+
+def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int]) -> Plan:
+    """One plan of those for each number of drafts: drafts_by_batch[n - 1] of them in a batch of n, 0: no rows.
+
+    plan_of(K) is the plan for K drafts in every batch.
+    """
+    plans = {drafts: plan_of(drafts) for drafts in set(drafts_by_batch) if drafts}
+    width = 1 + max(plans, default=0)
+    buckets: list[Bucket] = []
+    for batch, drafts in enumerate(drafts_by_batch, start=1):
+        bucket = plans[drafts].bucket(batch) if drafts else None
+        sizes = bucket.sizes if bucket else ()
+        # a step may still verify the drafts of a smaller batch: groups of more than its own K exist, without rows
+        buckets.append(Bucket(batch, sizes + (0,) * (width - len(sizes))))
+    some = next(iter(plans.values()), Plan((), leading=0))
+    return Plan(_merged(buckets), some.leading, some.dynamic)
+
+
+def most_drafts(bucket: Bucket | None, variant: str, leading: int) -> int:
+    """The most drafts that a group of a bucket can give."""
+    if bucket is None:
+        return 0
+    rows = max(bucket.sizes)
+    return rows + (variant != "o-ptp") if leading else int(drafts_of_rows(np.array(rows), variant))
 
 
 def _batches(max_num_seqs: int) -> list[int]:

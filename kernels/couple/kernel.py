@@ -1,0 +1,36 @@
+"""`naive.accept` in Triton: one launch, one program instance per request, in the place of eighteen launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _accept_rows(token_ptr, draft_ptr, begins_ptr, kept_ptr, count_ptr, width, WIDTH: tl.constexpr):
+    request = tl.program_id(0).to(tl.int64)
+    first = tl.load(begins_ptr + request).to(tl.int64)
+    rows = tl.load(begins_ptr + request + 1).to(tl.int64) - first
+    column = tl.arange(0, WIDTH)
+    has_next = (column < width) & (column + 1 < rows)
+    picked = tl.load(token_ptr + first + column, mask=(column < width) & (column < rows), other=-1).to(tl.int64)
+    following = tl.load(draft_ptr + first + column + 1, mask=has_next, other=-1).to(tl.int64)
+    accepted = tl.min(tl.where(has_next & (following == picked), WIDTH, column), axis=0)
+    num_kept = tl.minimum(accepted.to(tl.int64) + 1, rows)
+    tl.store(kept_ptr + request * width + column, tl.where(column < num_kept, picked, -1), mask=column < width)
+    tl.store(count_ptr + request, num_kept.to(tl.int32))
+
+
+def accept(tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """As `naive.accept`."""
+    num_reqs = cu_num_logits.shape[0] - 1
+    kept = torch.empty(num_reqs, width, dtype=torch.int64, device=tokens.device)
+    count = torch.empty(num_reqs, dtype=torch.int32, device=tokens.device)
+    if num_reqs:
+        # one column more than there are: where it stands nothing equals, so a minimum exists
+        size = triton.next_power_of_2(width + 1)
+        parts = (part.contiguous() for part in (tokens, drafts, cu_num_logits))
+        _accept_rows[(num_reqs,)](*parts, kept, count, width, WIDTH=size, num_warps=1)
+    return kept, count

@@ -1,0 +1,42 @@
+"""Logits of leaves in plain PyTorch: the definition that kernels are checked against, and the CPU's path."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_mtpc.kernels.leaf.fp8 import dequantise
+
+
+def logits(states: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """states [B, k or 1, r or 1, D] times weight [k, r, V, D] -> [B, k, r, V], in the dtype of the states."""
+    if scale is not None:
+        weight = dequantise(weight, scale, states.dtype)
+    positions, r, vocab_size, hidden_size = weight.shape
+    if states.shape[1:3] == (1, 1):  # one product: each weight is read once
+        return F.linear(states[:, 0, 0], weight.reshape(-1, hidden_size)).view(-1, positions, r, vocab_size)
+    if states.shape[2] == 1:
+        return torch.einsum("bkd,kzvd->bkzv", states[:, :, 0].expand(-1, positions, -1), weight)
+    return torch.einsum("bkzd,kzvd->bkzv", states.expand(-1, positions, -1, -1), weight)
+
+
+def evidence_of(logits: Tensor, token: Tensor) -> Tensor:
+    """log p(token | z) [B, r] float32 of logits [B, r, V] and token [B] int64 in 0 .. V - 1."""
+    log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    return log_probs.gather(2, token[:, None, None].expand(-1, logits.shape[1], 1))[..., 0]
+
+
+def terms_of(logits: Tensor, token: Tensor) -> Tensor:
+    """Log-normaliser and the token's logit [B, 2, r] float32 of logits [B, r, V] and token [B] int64."""
+    logits, vocab_size = logits.float(), logits.shape[-1]
+    index = token.clamp(0, vocab_size - 1)[:, None, None].expand(-1, logits.shape[1], 1)
+    is_outside = (token < 0) | (token >= vocab_size)
+    picked = logits.gather(2, index)[..., 0].masked_fill(is_outside[:, None], -torch.inf)
+    return torch.stack([logits.logsumexp(dim=-1), picked], dim=1)
+
+
+def terms(states: Tensor, weight: Tensor, scale: Tensor | None, token: Tensor) -> Tensor:
+    """`terms_of` the logits of one position; states [B, r or 1, D], weight [r, V, D], scale [r, V] or None."""
+    scale = None if scale is None else scale[None]
+    return terms_of(logits(states[:, None], weight[None], scale)[:, 0], token)

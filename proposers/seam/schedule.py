@@ -1,0 +1,113 @@
+"""Drafts by batch size: `num_speculative_tokens_per_batch_size`, what a user may write and what holds otherwise.
+
+A draft saves a step where the machine waits for weights and costs one where it computes, so K falls as batches grow.
+vLLM's scheduler looks K up by the number of requests of a step; 0: no drafts, and the head is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from vllm_mtpc.errors import ServeConfigError
+
+KEY = "num_speculative_tokens_per_batch_size"
+OFF = ("off", False)
+Schedule = list[tuple[int, int, int]]  # (smallest batch, largest batch, drafts), both ends included
+
+ASSUMED = 0.5  # chance of a further draft to be accepted, for a head that was never measured
+LARGEST = 1024  # batch size up to which a default is worked out; vLLM keeps the last K beyond
+MARGIN = 1.03  # expected gain below which nothing is drafted: estimates of cost are no better than that
+
+# Milliseconds on one of two CPU cores (packaged demo target in float32, btree head, T=1, vLLM's V1 runner; fitted to
+# curves.measure over batches of 1 to 64). Only ratios count. `vllm-mtpc advise --measure` measures another machine.
+CPU_STEP = (4.1, 0.09, 0.095)  # a step, + each request, + each row
+CPU_DRAFT = (0.95, 0.016, 0.14, 0.0145)  # drafting and verifying at all, + each request, + each draft, + each of both
+GPU_ROWS = ((8, None), (16, 5), (32, 3), (64, 2), (128, 1))  # largest batch, most drafts (None: all)
+
+
+def chosen(given: Any, num_drafts: int) -> Schedule | None:
+    """The user's schedule, checked; None for "off" and false. Raises ServeConfigError, one line."""
+    if any(given is off for off in OFF[1:]) or given == OFF[0]:
+        return None
+    from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+    def refuse(what: str) -> ServeConfigError:
+        return ServeConfigError(
+            f"speculative_config: {KEY}={given!r}: {what}; allowed are [[smallest batch, largest batch, drafts], ...] "
+            f'from batch 1 on with 0 to {num_drafts} drafts, or "off"; type e.g. [[1, 8, {num_drafts}], [9, 9, 0]]'
+        )
+
+    if not isinstance(given, (list, tuple)):
+        raise refuse(f"is a {type(given).__name__}")
+    for entry in given:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or any(type(number) is not int for number in entry):
+            raise refuse(f"{entry!r} is not three whole numbers")
+        if entry[2] > num_drafts:
+            raise refuse(f"{entry[2]} drafts are more than num_speculative_tokens")
+    try:
+        return validate_and_normalize_dynamic_sd_schedule([tuple(entry) for entry in given])
+    except ValueError as error:
+        raise refuse(str(error).rstrip(".")) from None
+
+
+def default_schedule(measured: Collection[Sequence[float]], num_drafts: int, is_cpu: bool) -> Schedule:
+    """The schedule of a user who gives none; `measured`: P(the first k drafts are all accepted), k = 1, 2, ..., at each
+    temperature there are figures of.
+
+    On a CPU the K of the most tokens per second by these figures and the costs above, on average over the temperatures;
+    0 where one of them would gain less than MARGIN. On a GPU GPU_ROWS, which nobody has measured: a cautious guess that
+    keeps the rows of a step so few that they are computed while weights are read.
+    """
+    accepted = [_survival(one, num_drafts) for one in measured] or [_survival((), num_drafts)]
+    if is_cpu:
+        return merged([_cpu_drafts(accepted, batch) for batch in range(1, LARGEST + 1)])
+    return merged([_gpu_drafts(num_drafts, batch) for batch in range(1, LARGEST + 1)])
+
+
+def merged(per_batch: Sequence[int]) -> Schedule:
+    """Ranges of equal K; per_batch[i] is that of batch size i + 1."""
+    ranges: Schedule = []
+    for batch, drafts in enumerate(per_batch, start=1):
+        if ranges and ranges[-1][2] == drafts:
+            ranges[-1] = (ranges[-1][0], batch, drafts)
+        else:
+            ranges.append((batch, batch, drafts))
+    return ranges
+
+
+def cpu_cost(batch: int, drafts: int) -> float:
+    """Milliseconds of one step and its draft on the machine of the constants."""
+    step, per_request, per_row = CPU_STEP
+    cost = step + batch * (per_request + per_row * (1 + drafts))
+    if drafts:
+        draft, per_request, per_draft, per_token = CPU_DRAFT
+        cost += draft + per_request * batch + drafts * (per_draft + per_token * batch)
+    return cost
+
+
+def cpu_gain(accepted: Sequence[float], batch: int, drafts: int) -> float:
+    """Expected speed with so many drafts, by that without."""
+    return (1 + sum(accepted[:drafts])) * cpu_cost(batch, 0) / cpu_cost(batch, drafts)
+
+
+def _cpu_drafts(accepted: Sequence[Sequence[float]], batch: int) -> int:
+    best, chosen_drafts = 0.0, 0
+    for drafts in range(1, len(accepted[0]) + 1):
+        gains = [cpu_gain(one, batch, drafts) for one in accepted]
+        if min(gains) >= MARGIN and sum(gains) > best:
+            best, chosen_drafts = sum(gains), drafts
+    return chosen_drafts
+
+
+def _gpu_drafts(num_drafts: int, batch: int) -> int:
+    most = next((drafts for largest, drafts in GPU_ROWS if batch <= largest), 0)
+    return num_drafts if most is None else min(num_drafts, most)
+
+
+def _survival(acceptance: Sequence[float], num_drafts: int) -> list[float]:
+    """P(the first k drafts are accepted), k = 1 .. num_drafts; what was not measured continues at ASSUMED."""
+    known = list(acceptance[:num_drafts])
+    while len(known) < num_drafts:
+        known.append((known[-1] if known else 1.0) * ASSUMED)
+    return known

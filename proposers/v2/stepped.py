@@ -1,0 +1,90 @@
+"""Noise that no earlier step has looked at, where what is verified depends on more than the next token.
+
+vLLM 0.32 keys the noise of a token by the request's seed and the token's position. A draft that is thrown away is drawn
+again from the same noise in the next step. The standard rule may do so: it stops at the first rejection and has not
+looked at anything behind it. Block verification has (how much of a block is kept depends on its last draft), and so has
+adaptive verification (a budget follows from the last step's confidences, which follow from its drafts); what is kept is
+then no longer the target's law. vLLM 0.33 mixes the step into the seed of block verification.
+
+Here the seed of a step is seed XOR (position of the step's first row << 32), for drafting, acceptance and resampling
+alike. A request's steps start at different positions, so no noise is used twice; the position is the request's own, so
+a request with a seed does not depend on its batch.
+
+The sampler comes in through the runner's offered seam, `ModelState.custom_sampler`, as in `coupled.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import SpeculativeConfig
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_mtpc.errors import ServeConfigError
+
+
+def needs_fresh_noise(spec_config: SpeculativeConfig) -> bool:
+    return spec_config.rejection_sample_method == "block" or spec_config.enable_adaptive_verification
+
+
+def step_seeds(seeds: Tensor, anchor: Tensor) -> Tensor:
+    """Seeds [R] int64 of the steps whose first rows are at positions anchor[R] (at least 1: a prompt comes before)."""
+    return seeds ^ (anchor.long() << 32)
+
+
+class SteppedRejectionSampler(RejectionSampler):
+    """vLLM's verification with the noise of this step alone."""
+
+    def __init__(
+        self, sampler: Sampler, spec_config: SpeculativeConfig, device: torch.device, max_num_reqs: int
+    ) -> None:
+        super().__init__(sampler, spec_config, device)
+        self.seeds = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+
+    def _verify(
+        self,
+        logits: Tensor,
+        draft_logits: Tensor | None,
+        draft_sampled: Tensor,
+        pos: Tensor,  # [T]
+        cu_num_logits: Tensor,  # [R + 1]
+        idx_mapping: Tensor,  # [R] slots
+        idx_mapping_np: np.ndarray,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As its parent, which reads the seeds from the sampler's states: for this call they are the step's."""
+        given = self.sampler.sampling_states.seeds
+        own = given.gpu
+        self.seeds[idx_mapping] = step_seeds(own[idx_mapping], pos[cu_num_logits[:-1]])
+        given.gpu = self.seeds
+        try:
+            return super()._verify(
+                logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, *args, **kwargs
+            )
+        finally:
+            given.gpu = own
+
+
+def with_stepped_noise(base: type, spec_config: SpeculativeConfig, device: torch.device, max_num_reqs: int) -> type:
+    """`base`, a ModelState class, whose rejection sampler uses fresh noise.
+
+    Raises ServeConfigError where another sampler than vLLM's plain one is in use.
+    """
+
+    class SteppedModelState(base):
+        def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+            own = super().custom_sampler(sampler)
+            if own is not None or type(sampler) is not Sampler:
+                name = type(sampler if own is None else own[0]).__name__
+                raise ServeConfigError(
+                    f"rejection_sample_method 'block' or enable_adaptive_verification with {name}: only vLLM's plain "
+                    "Sampler can be given fresh noise; drop these options"
+                )
+            return sampler, SteppedRejectionSampler(sampler, spec_config, device, max_num_reqs)
+
+    return SteppedModelState

@@ -1,0 +1,61 @@
+"""What is put side by side, under which names, and what cannot be run."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from vllm_mtpc import demo
+from vllm_mtpc.bench import decodings
+from vllm_mtpc.bench.decodings import INTERPRETED, OWN, V2_INTERPRETED, DecodingError, heads, peers, plain
+from vllm_mtpc.errors import CheckpointError
+
+NAMES = [str(demo.path(name)) for name in (*demo.CIRCUITS, *demo.PTP)]
+
+
+def test_heads_are_named_by_circuit_and_ptp_is_apart_without_a_gpu() -> None:
+    found, missing = heads(NAMES, {}, None, on_gpu=False)
+    assert [one.name for one in found] == ["ff (Medusa-style)", "cp", "hmm", "btree", "o-ptp", "c-ptp"]
+    assert [one.group for one in found] == [OWN] * 4 + [V2_INTERPRETED] * 2 and not missing
+    assert [one.circuit for one in found] == ["ff", "cp", "hmm", "btree", None, None]
+    assert all(one.is_ours and not one.is_plain for one in found) and plain().is_plain
+    assert found[3].speculative == {"method": "mtpc", "model": NAMES[3]} and found[4].speculative["method"] == "ptp"
+    assert found[4].environment == INTERPRETED and found[0].environment == {}
+
+
+def test_on_a_gpu_all_are_on_one_runner() -> None:
+    found, _ = heads(NAMES, {}, 3, on_gpu=True)
+    assert {one.group for one in found} == {OWN}
+    assert all(one.speculative["num_speculative_tokens"] == 3 for one in found)
+
+
+def test_without_the_interpreter_ptp_is_a_row_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(decodings, "INTERPRETER", tmp_path / "none")
+    found, missing = heads(NAMES[-1:], {}, None, on_gpu=False)
+    assert not found and missing[0].name == "c-ptp" and "need a GPU" in missing[0].reason
+
+
+def test_variants_are_rows_of_their_own() -> None:
+    found, _ = heads(NAMES[3:4], {"K=3": {"num_speculative_tokens": 3}}, None, on_gpu=False)
+    assert [one.name for one in found] == ["btree", "btree, K=3"]
+    assert found[1].speculative == {"method": "mtpc", "model": NAMES[3], "num_speculative_tokens": 3}
+
+
+def test_a_head_named_twice_is_refused_and_a_missing_one_too() -> None:
+    with pytest.raises(DecodingError, match="named twice"):
+        heads([NAMES[0], NAMES[0]], {}, None, on_gpu=False)
+    with pytest.raises(CheckpointError, match="no head"):
+        heads(["/no/such/head"], {}, None, on_gpu=False)
+
+
+def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found, missing = peers(["ngram", "suffix"], None, "an/eagle", "a/draft")
+    assert [one.name for one in found] == ["ngram", "EAGLE", "draft model"]
+    assert all(one.speculative["num_speculative_tokens"] == 5 and not one.is_ours for one in found)
+    assert found[0].speculative["prompt_lookup_max"] == 5 and found[1].speculative["model"] == "an/eagle"
+    assert [(one.name, one.reason) for one in missing] == [("suffix", "arctic-inference is not installed")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
+    found, missing = peers(["suffix"], None, None, None)
+    assert found[0].speculative == {"method": "suffix"} and not missing

@@ -1,0 +1,109 @@
+"""`vllm-mtpc bench draft`: what is timed drafts, what is counted is read, steps are those that were given."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_mtpc import cli, demo
+from vllm_mtpc.bench import draft_command, timing
+from vllm_mtpc.bench.draft_command import DraftBenchError, Shape, cases, check, parts, shape, steps, weight_bytes
+from vllm_mtpc.bench.timing import Time
+
+
+@pytest.fixture(autouse=True)
+def little_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(timing.COPIED, "cpu", 1 << 16)
+
+
+def words(*typed: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    draft_command.add_arguments(parser)
+    return parser.parse_args(typed)
+
+
+def made(*typed: str) -> list[draft_command.Case]:
+    return list(cases(words(*typed), torch.float32, torch.device("cpu")))
+
+
+def test_shapes_become_heads_of_every_circuit() -> None:
+    found = made("--shape", "D=8,V=11,n=4,r=2", "--num-drafts", "2")
+    assert [case.name.split()[0] for case in found] == ["ff", "cp", "hmm", "btree"]
+    assert [case.head.circuit.num_components for case in found] == [1, 2, 2, 2] and found[0].num_drafts == 2
+    assert [case.num_drafts for case in made("--shape", "D=8,V=11,n=4,r=2", "--num-drafts", "9")] == [3] * 4
+    with pytest.raises(argparse.ArgumentTypeError, match="expected is"):
+        shape("D=8,V=11")
+    assert shape("D=8,V=11,n=4,r=2") == Shape(8, 11, 4, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_is_timed_drafts(temperature: float) -> None:
+    """All drafts of the circuit's own support; at T=0 the very ones of the circuit's greedy path."""
+    case = made("--head", str(demo.path("hmm")))[0]
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        _, tokens, both = parts(case, 3, temperature)
+        found, again = tokens(), both()
+    assert found.shape == again.shape == (3, 7) and int(found.min()) >= 0 and int(found.max()) < 257
+    if temperature == 0:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(3, 128, generator=generator)
+        first = torch.randint(0, 257, (3,), generator=generator)
+        expected = case.head.circuit.greedy(case.head(hidden, 8), first[:, None])[:, 1:]
+        assert torch.equal(found, again) and torch.equal(found, expected)
+
+
+def test_bytes_are_of_what_a_draft_reads() -> None:
+    """Leaves of 1 + K positions, sums whole: float32, n=4, r=2, V=11, D=8, K=1."""
+    case = made("--shape", "D=8,V=11,n=4,r=2", "--circuits", "hmm", "--num-drafts", "1")[0]
+    leaves, root, inner = 2 * 2 * 11 * 8, 2 * 8, 3 * 2 * 2 * (8 + 1)
+    assert weight_bytes(case.head, 1) == 4 * (leaves + root + inner)
+
+
+def test_steps_are_given_or_read(tmp_path: Path) -> None:
+    assert steps(words("--batch", "1", "4", "--step-ms", "5"), 7) == {1: 5.0, 4: 5.0}
+    assert steps(words("--batch", "1", "4", "--step-ms", "5", "6"), 7) == {1: 5.0, 4: 6.0}
+    assert steps(words("--batch", "1", "4"), 7) == {}
+    curves = tmp_path / "curves.json"
+    curves.write_text(json.dumps({"step_ms": [[1, 8, 4.5], [4, 32, None], [9, 6.0]]}))
+    assert steps(words("--batch", "1", "4", "--curves", str(curves)), 7) == {1: 4.5}
+    assert steps(words("--batch", "3", "--curves", str(curves)), 2) == {3: 6.0}
+    curves.write_text("[]")
+    with pytest.raises(DraftBenchError, match="advise --measure"):
+        steps(words("--batch", "1", "--curves", str(curves)), 7)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ([], "nothing to time"),
+        (["--head", "h", "--step-ms", "1", "2"], "--step-ms: 2 values"),
+        (["--head", "h", "--step-ms", "1", "--curves", "c"], "leave one of them out"),
+        (["--head", "h", "--batch", "0"], "--batch: must be above 0"),
+        (["--head", "h", "--repeats", "0"], "--repeats: must be above 0"),
+    ],
+)
+def test_wrong_words_are_refused(typed: list[str], message: str) -> None:
+    with pytest.raises(DraftBenchError, match=message):
+        check(words(*typed))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    typed = ["--head", str(demo.path("ff")), "--batch", "2", "--step-ms", "10", "--repeats", "3", "--dtype", "float32"]
+    assert cli.main(["bench", "draft", *typed, "--json", str(tmp_path / "d.json")]) == 0
+    result = json.loads((tmp_path / "d.json").read_text())
+    assert result["kind"] == "bench draft" and result["how"]["dtype"] == "float32" and "commit" in result
+    for row, temperature in zip(result["rows"], (1.0, 0.0), strict=True):
+        assert (row["batch"], row["temperature"], row["drafts"]) == (2, temperature, 7)
+        assert row["share"] == pytest.approx(row["draft_ms"][0] / 10, abs=1e-4)
+        assert row["draft_ms"][1] <= row["draft_ms"][0] <= row["draft_ms"][2]
+    assert "of a step" in capsys.readouterr().out
+
+
+def test_times_are_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_on_cpu", lambda call, repeats: [5.0, 1.0, 2.0, 4.0, 3.0])
+    assert timing.measure(lambda: None, torch.device("cpu"), 5) == Time(3.0, 2.0, 4.0)

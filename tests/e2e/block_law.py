@@ -1,0 +1,90 @@
+"""Draws through vLLM's own kernels of drafting noise and block verification: `python block_law.py NOISE COUNT FILE`.
+
+Runs in Triton's interpreter (see engine.py); NOISE is "fresh" or "same". The laws are first-order and of two tokens,
+chosen so that noise used twice shifts the third token most.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCAB, DRAFTS, LENGTH, BATCH = 2, 4, 3, 500
+
+
+def laws() -> tuple[Tensor, Tensor]:
+    """p and q of the next token [V, V], given the last."""
+    tables = torch.randn(2, VOCAB, VOCAB, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 1.5
+    return tables[0].softmax(-1), tables[1].softmax(-1)
+
+
+def step(last: Tensor, anchor: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [B, K + 1] and how many are valid [B], behind the tokens last [B] at positions anchor [B]."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    log_p, log_q = (law.float().log() for law in laws())
+    count = len(last)
+    slots, temperature = torch.arange(count), torch.ones(count)
+    cache, given = torch.zeros(count, DRAFTS, VOCAB), [last]
+    for k in range(DRAFTS):
+        draft = gumbel_sample(
+            log_q[given[-1]],
+            slots,
+            temperature,
+            seeds,
+            anchor + k,
+            apply_temperature=True,
+            is_drafting=True,
+            logits_cache=cache,
+            logits_cache_col=torch.tensor(k),
+        )
+        given.append(draft)
+    rows = torch.stack(given, dim=1).flatten()  # [B * (K + 1)] token of each row
+    columns = torch.arange(DRAFTS + 1)
+    return rejection_sample(
+        log_p[rows],
+        cache,
+        rows,
+        (torch.arange(count + 1) * (DRAFTS + 1)).int(),
+        (anchor[:, None] + columns).flatten(),
+        slots,
+        slots.repeat_interleave(DRAFTS + 1),
+        columns.repeat(count).int(),
+        temperature,
+        seeds,
+        DRAFTS,
+        None,
+        use_block_verification=True,
+    )
+
+
+def decode(seeds_of: Callable[[Tensor, Tensor], Tensor], seed: int) -> list[list[int]]:
+    """LENGTH tokens of BATCH requests behind token 0 at position 1."""
+    seeds = torch.randint(1 << 62, (BATCH,), generator=torch.Generator().manual_seed(seed))
+    texts = [[0] for _ in range(BATCH)]
+    while running := [row for row, text in enumerate(texts) if len(text) <= LENGTH]:
+        last, anchor = (torch.tensor([of(texts[row]) for row in running]) for of in (lambda text: text[-1], len))
+        tokens, valid = step(last, anchor, seeds_of(seeds[running], anchor))
+        for row, new, count in zip(running, tokens.tolist(), valid.tolist(), strict=True):
+            texts[row] += new[:count]
+    return [text[1 : 1 + LENGTH] for text in texts]
+
+
+def main(noise: str, count: str, file: str) -> None:
+    from vllm_mtpc.proposers.v2.stepped import step_seeds
+
+    seeds_of = step_seeds if noise == "fresh" else lambda seeds, anchor: seeds
+    draws: list[list[int]] = []
+    while len(draws) < int(count):
+        draws += decode(seeds_of, len(draws))
+    Path(file).write_text(json.dumps(draws))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,46 @@
+"""How the tests of the draft kernel change and note, inside an engine's process, what drafts on Model Runner V2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.e2e import engine
+
+
+def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
+    """Drafts by "kernel" in one launch, in "blocks" of the vocabulary, or by "definition"; notes what is drafted."""
+
+    def plant() -> Callable[[], None]:
+        from vllm_mtpc.kernels.draft.kernel import Drafter
+        from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
+
+        make, draft, prepare = Owner._drafter, Owner._draft, Drafter.__init__
+
+        def _drafter(self: Any, head: Any) -> Drafter | None:
+            made = None if path == "definition" else make(self, head)
+            assert made is None or made.one_launch == (path == "kernel")
+            return made
+
+        def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
+            draft(self, num_reqs, num_drafts)
+            if (self.idx_mapping[:num_reqs] >= 0).all():  # no dummy run
+                noted = (self.draft_tokens, self.draft_token_confidence_probs)
+                engine.RECORDED.append([part[:num_reqs, :num_drafts].clone() for part in noted])
+
+        def in_blocks(self: Any, *args: Any) -> None:
+            prepare(self, *args, one_launch=False)
+
+        Owner._drafter, Owner._draft = _drafter, _draft
+        if path == "blocks":
+            Drafter.__init__ = in_blocks
+
+        def undo() -> None:
+            Owner._drafter, Owner._draft, Drafter.__init__ = make, draft, prepare
+
+        return undo
+
+    return plant
+
+
+PLANTS = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}

@@ -1,0 +1,89 @@
+"""The draft kernel inside vLLM's Model Runner V2: with the same noise it drafts what the definition drafts.
+
+The definition picks through vLLM's own `gumbel_sample`, the kernel through the jit function inside it. What greedy
+output and the law of sampled output are with the kernel, test_greedy.py and test_law.py say, which run V2 too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.engine import Call, Engine, Reply, run
+from vllm_mtpc import demo
+
+TEXT = b"def read(path):\n    with open(path) as file:\n        return file.read()\n"
+PATHS = ("kernel", "blocks", "definition")
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
+CALL = Call(
+    [list(TEXT[:length]) for length in (9, 30, 47)],
+    [GREEDY, {**GREEDY, "temperature": 0.8, "seed": 3}, {**GREEDY, "temperature": 1.3, "seed": 4}],
+)
+
+
+def engine(speculative_config: dict[str, Any] | None, plant: str | None = None) -> Engine:
+    """Prompts are read in several steps: rows of unfinished prompts are drafted for as well."""
+    arguments = {"speculative_config": speculative_config, "max_model_len": 160, "max_num_batched_tokens": 32}
+    return Engine(str(demo.path("target")), [CALL], arguments, plant)
+
+
+def replies(circuits: tuple[str, ...], paths: tuple[str, ...], **options: Any) -> dict[str, Reply]:
+    """By "CIRCUIT by PATH", and "plain"."""
+    engines = {"plain": engine(None)}
+    for circuit in circuits:
+        for path in paths:
+            config = {"method": "mtpc", "model": str(demo.path(circuit)), **options}
+            engines[f"{circuit} by {path}"] = engine(config, f"drafts by {path}")
+    said = run(engines, "v2", async_scheduling=True)
+    for name, reply in said.items():
+        assert not isinstance(reply, str), (name, reply)
+    return {name: reply[0] for name, reply in said.items()}
+
+
+def check(said: dict[str, Reply], circuit: str, paths: tuple[str, ...]) -> None:
+    wanted = said[f"{circuit} by definition"]
+    for path in paths:
+        got = said[f"{circuit} by {path}"]
+        assert got.tokens[0] == said["plain"].tokens[0], path
+        assert len(got.recorded) == len(wanted.recorded), path
+        for (tokens, confidences), (same_tokens, same_confidences) in zip(got.recorded, wanted.recorded, strict=True):
+            assert torch.equal(tokens, same_tokens), path
+            # float32 sums in another order
+            torch.testing.assert_close(confidences, same_confidences, atol=1e-5, rtol=0)
+            assert ((confidences > 0) & (confidences <= 1 + 1e-5)).all()
+        assert got.tokens == wanted.tokens, path
+        for what in ("accepted_tokens", "draft_tokens", "drafts"):
+            assert got.metrics[f"vllm:spec_decode_num_{what}"] == wanted.metrics[f"vllm:spec_decode_num_{what}"], path
+    accepted, drafted = (wanted.metrics[f"vllm:spec_decode_num_{what}_tokens"] for what in ("accepted", "draft"))
+    assert 0.05 < accepted / drafted < 0.95  # acceptances and rejections alike
+
+
+def test_the_kernel_drafts_what_the_definition_drafts() -> None:
+    paths = ("kernel", "definition")
+    check(replies(("btree",), paths), "btree", paths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("circuit", ["ff", "cp", "hmm", "btree"])
+def test_so_do_all_circuits_and_paths(circuit: str) -> None:
+    check(replies((circuit,), PATHS), circuit, PATHS)
+
+
+@pytest.mark.slow
+def test_greedy_drafts() -> None:
+    """Without a law of the drafts: every draft is the argmax, at any temperature."""
+    check(replies(("btree",), PATHS, draft_sample_method="greedy"), "btree", PATHS)
+
+
+@pytest.mark.slow
+def test_as_many_drafts_as_the_batch_size_is_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests end one after the other; the head is not run while none is to be drafted."""
+    ends = [{**GREEDY, "max_tokens": length} for length in (40, 24, 8)]  # a seed would ask for all drafts always
+    monkeypatch.setitem(globals(), "CALL", Call(CALL.prompts, ends))
+    paths = ("kernel", "definition")
+    said = replies(("btree",), paths, num_speculative_tokens_per_batch_size=[(1, 1, 7), (2, 2, 3), (3, 8, 0)])
+    check(said, "btree", paths)
+    shapes = {tuple(tokens.shape) for tokens, _ in said["btree by kernel"].recorded}
+    assert {(1, 7), (2, 3)} <= shapes and all(len(shape) == 2 and shape[0] < 3 for shape in shapes)

@@ -1,0 +1,153 @@
+"""What drafting gets of a head, against the plain definition; also from weights as a server keeps them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.heads.test_heads import ALL, LM_HEAD, B, N, V, build, hidden_states
+from vllm_mtpc.heads.base import DraftParams, Head
+from vllm_mtpc.heads.linear import LinearHead
+from vllm_mtpc.heads.shard import Shard
+from vllm_mtpc.kernels.draft import naive
+
+torch.set_num_threads(1)
+FIRST = torch.tensor([0, V - 1, 3])
+OWN = pytest.mark.parametrize("name", ["linear", "mlp", "transformer"])  # with unembeddings of their own
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products, so nothing is packed"
+)
+
+
+def defined(head: Head, hidden: Tensor, num_drafts: int) -> DraftParams:
+    logits = head.leaf_logits(head.prepare(hidden), 0, num_drafts + 1)
+    evidence = logits[:, 0].log_softmax(-1)[torch.arange(B), :, FIRST]
+    return DraftParams(evidence, logits[:, 1:], *head.sum_logits(hidden))
+
+
+def assert_same(found: DraftParams, wanted: DraftParams, **tolerance: float) -> None:
+    for name, one, other in zip(DraftParams._fields, found, wanted, strict=True):
+        torch.testing.assert_close(
+            one.float(), other.float(), **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@ALL
+@pytest.mark.parametrize("circuit", ["ff", "cp", "hmm", "btree"])
+@pytest.mark.parametrize("num_drafts", [1, N - 1])
+def test_draft_params_are_what_they_are_defined_as(name: str, circuit: str, num_drafts: int) -> None:
+    head, hidden = build(name, circuit, std=0.3), hidden_states()
+    found = head.draft_params(hidden, FIRST, num_drafts)
+    assert found.evidence.dtype == torch.float32 and found.leaf.shape[:2] == (B, num_drafts)
+    assert_same(found, defined(head, hidden, num_drafts))
+    drafts = naive.draft(head.circuit.program, *found, lambda log_q, k: log_q.argmax(-1))
+    wanted = head.circuit.greedy(head(hidden, num_drafts + 1), FIRST[:, None])[:, 1:]
+    assert torch.equal(drafts, wanted)
+
+
+@OWN
+def test_two_products_as_on_a_gpu_give_the_same(name: str) -> None:
+    head, hidden = build(name, std=0.3), hidden_states()
+    evidence, logits = head._draft_apart(head.prepare(hidden), FIRST, N - 1)
+    wanted = defined(head, hidden, N - 1)
+    torch.testing.assert_close(evidence, wanted.evidence)
+    torch.testing.assert_close(logits, wanted.leaf)
+
+
+def test_a_borrowed_lm_head_is_read_once() -> None:
+    head, seen = build("shared", bind=False), []
+
+    def lm_head(states: Tensor) -> Tensor:
+        seen.append(states.shape)
+        return states @ LM_HEAD.T
+
+    head.bind_lm_head(lm_head)
+    head.draft_params(hidden_states(), FIRST, 2)
+    assert seen == [(B, 3, 3, 16)], "positions of the drafts and x_1, all components, nothing else"
+
+
+@OWN
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8_is_the_same_kept_and_read_back(name: str, dtype: torch.dtype) -> None:
+    head, hidden = build(name, std=0.3), hidden_states()
+    kept, back = copy.deepcopy(head), head
+    wanted = defined(head, hidden, N - 1)
+    kept.quantise_leaves(dtype, keep=True)
+    back.quantise_leaves(dtype, keep=False)
+    assert kept.leaf_weight.dtype == torch.float8_e4m3fn and back.leaf_weight.dtype == dtype
+    found = kept.draft_params(hidden, FIRST, N - 1)
+    assert all(torch.equal(*pair) for pair in zip(found, back.draft_params(hidden, FIRST, N - 1), strict=True))
+    evidence, logits = kept._draft_apart(kept.prepare(hidden.to(dtype)), FIRST, N - 1)
+    torch.testing.assert_close(logits, found.leaf)
+    torch.testing.assert_close(evidence, found.evidence, rtol=1e-2, atol=1e-2)  # of bfloat16 logits
+    # 16 products of about 0.3, each weight off by up to 2^-4 of it: a few hundredths of a logit
+    assert 0 < (found.leaf - wanted.leaf).abs().max() < 0.5
+    assert kept.root_weight.dtype == dtype and kept.leaf_scale.dtype == torch.float32
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("circuit", ["ff", "cp", "btree"])
+def test_packed_weights_are_the_same_weights(circuit: str) -> None:
+    head, hidden = build("linear", circuit, std=0.3).to(torch.bfloat16), hidden_states()
+    wanted = [defined(head, hidden.bfloat16(), num_drafts) for num_drafts in (3, 2)]  # all that is packed, and less
+    head.pack(4)
+    assert head.leaf_weight is None
+    for num_drafts, params in zip((3, 2), wanted, strict=True):
+        # logits of about 1 rounded to bfloat16, from sums in another order
+        assert_same(head.draft_params(hidden, FIRST, num_drafts), params, rtol=1e-2, atol=1e-2)
+
+
+def sharded(head: LinearHead, size: int, remake: Callable[[LinearHead], None]) -> list[DraftParams]:
+    """draft_params of every rank. Ranks run one after the other: twice, first to learn what each hands in."""
+    handed_in: dict[int, Tensor] = {}
+
+    def gather(rank: int) -> Callable[[Tensor], Tensor]:
+        def collect(own: Tensor) -> Tensor:
+            handed_in[rank] = own
+            return torch.cat([handed_in.get(other, own) for other in range(size)])
+
+        return collect
+
+    ranks = [copy.deepcopy(head) for _ in range(size)]
+    for rank, part in enumerate(ranks):
+        part.shard_leaves(Shard(rank, size, V, gather(rank)))
+        remake(part)
+    for _ in range(2):
+        params = [part.draft_params(hidden_states(), FIRST, N - 1) for part in ranks]
+    assert len({tuple(own.shape) for own in handed_in.values()}) == 1, "a gather takes equal sizes"
+    return params
+
+
+@OWN
+@pytest.mark.parametrize("size", [1, 2, 3, 4])  # 7 tokens: 4 + 3, 3 + 3 + 1, 2 + 2 + 2 + 1
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+def test_ranks_draft_from_the_same_numbers_as_one(name: str, size: int, kind: str) -> None:
+    head = build(name, std=0.3)
+
+    def remake(part: LinearHead) -> None:
+        if kind == "fp8":
+            part.quantise_leaves(torch.float32, keep=True)
+        else:
+            part.to(getattr(torch, kind))
+
+    parts = sharded(head, size, remake)
+    remake(head)
+    wanted = head.draft_params(hidden_states(), FIRST, N - 1)
+    for params in parts:
+        assert params.leaf.shape == wanted.leaf.shape
+        assert all(torch.equal(*pair) for pair in zip(params, parts[0], strict=True)), "ranks differ"
+    # sums in another order; the evidence crosses in float32, so bfloat16 adds its rounding of the logits only
+    tolerance = 1e-5 if kind != "bfloat16" else 1e-2
+    assert_same(parts[0], wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_what_crosses_for_the_first_token_is_not_rounded() -> None:
+    """Numbers that bfloat16 cannot hold, beside logits that are bfloat16."""
+    terms = torch.tensor([[[1.0001, 700.3], [-2.0003, -torch.inf]]])
+    logits = torch.zeros(1, 2, 2, V, dtype=torch.bfloat16)
+    evidence, whole = Shard(0, 1, V, lambda own: own).join(terms, logits)
+    assert torch.equal(evidence, terms[:, 1] - terms[:, 0]) and torch.equal(whole, logits)

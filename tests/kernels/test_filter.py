@@ -1,0 +1,263 @@
+"""The filter of the circuits: its definition against enumeration, the kernel and its backward against the definition.
+
+The reference is `naive.py` in float64, of the numbers that the kernel reads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.circuits.enumeration import CIRCUITS, make, structure
+from tests.kernels import filter_runner
+from tests.kernels.filter_runner import TRAINED, Case, training_gradients
+from vllm_mtpc.kernels.filter import filter_weights, naive
+
+torch.set_num_threads(1)
+NO_TRITON = "triton is not installed: only the PyTorch definition can be tested here (pip install triton)"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
+INF, RULED_OUT = float("inf"), -1e6
+
+# circuit, n, r, batch, m: every n, r and batch of each circuit at least once; m < n leaves regions open.
+SIZES = [
+    ("btree", 8, 7, 3, 8), ("btree", 2, 2, 64, 2), ("btree", 3, 1, 3, 3), ("btree", 8, 8, 1, 5),
+    ("btree", 15, 2, 1, 15), ("btree", 16, 32, 1, 16), ("btree", 16, 8, 1, 11),
+    ("hmm", 2, 7, 64, 2), ("hmm", 3, 2, 3, 3), ("hmm", 8, 8, 1, 8), ("hmm", 15, 32, 1, 15), ("hmm", 16, 1, 1, 9),
+    ("cp", 2, 1, 3, 2), ("cp", 3, 7, 64, 3), ("cp", 8, 2, 1, 1), ("cp", 15, 8, 1, 15), ("cp", 16, 32, 3, 16),
+    ("ff", 2, 1, 64, 2), ("ff", 3, 1, 1, 3), ("ff", 8, 1, 3, 8), ("ff", 15, 1, 1, 15), ("ff", 16, 1, 1, 15),
+]  # fmt: skip
+
+
+def case(name: str, n: int, r: int, batch: int, m: int, scale: float = 1.5) -> Case:
+    circuit, generator = make(name, n, r), torch.Generator().manual_seed(n + r)
+    r = circuit.num_components
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator) * scale
+
+    return Case(circuit.program, randn(m, r) - 3 * scale, randn(r), randn(circuit.num_inner, r, r), randn(m, r) / scale)
+
+
+def strided(given: Case) -> Case:
+    """The same numbers with NaN behind and between the rows, and in another order in memory."""
+    apart = []
+    for part in (given.evidence, given.root, given.inner):
+        wide = torch.full((*part.shape[:-1], part.shape[-1] + 3), float("nan"))
+        wide[..., : part.shape[-1]] = part
+        apart.append(wide[..., : part.shape[-1]])
+    return Case(given.program, *apart, given.upstream.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def holes(name: str, r: int = 4) -> Case:
+    """Latents that a token, the root or a row rules out (never all of them), and tokens that are marginalised."""
+    given = case(name, 7, r, 2, 7)
+    first = torch.arange(given.root.shape[-1]) == 0  # the latent that stays
+    generator = torch.Generator().manual_seed(1)
+
+    def ruled_out(x: Tensor) -> Tensor:
+        return x.masked_fill((torch.rand(x.shape, generator=generator) < 0.4) & ~first, -INF)
+
+    given.evidence[1, ::3] = 0.0
+    given = given._replace(evidence=ruled_out(given.evidence), root=ruled_out(given.root), inner=ruled_out(given.inner))
+    weights = naive.filter_weights(given.program, given.evidence, given.root, given.inner)
+    assert name == "ff" or (weights == -INF).any()
+    return given._replace(upstream=given.upstream.masked_fill(weights == -INF, 0.0))  # as from exp or logsumexp
+
+
+def one_hot(name: str) -> Case:
+    """Evidence and sums that leave one latent, others at exp(-200), no float32."""
+    given = case(name, 8, 8, 1, 8)
+    certain = given.root.shape[-1] > 1
+    return given._replace(
+        evidence=(given.evidence - given.evidence.amax(-1, keepdim=True)) * 200 * certain,
+        root=given.root * 100 * certain,
+        inner=torch.eye(8).expand_as(given.inner) * 200 if given.inner.numel() else given.inner,
+    )
+
+
+def flat(name: str) -> Case:
+    given = case(name, 8, 8, 1, 8)
+    return Case(given.program, *(torch.zeros_like(part) for part in given[1:4]), given.upstream)
+
+
+def half(dtype: torch.dtype) -> Case:
+    given = case("btree", 8, 7, 2, 8)
+    return Case(given.program, *(part.to(dtype) for part in given[1:4]), given.upstream)
+
+
+CASES: dict[str, Case] = {
+    **{"-".join(map(str, size)): case(*size) for size in SIZES},
+    **{f"holes-{name}": holes(name) for name in CIRCUITS},
+    **{f"one-hot-{name}": one_hot(name) for name in CIRCUITS},
+    **{f"flat-{name}": flat(name) for name in CIRCUITS},
+    "wide-btree": case("btree", 7, 3, 2, 7, scale=30.0),
+    "bfloat16": half(torch.bfloat16),
+    "float16": half(torch.float16),
+    "strided": strided(case("btree", 8, 7, 3, 8)),
+    "no circuits": case("btree", 5, 2, 0, 5),
+}
+
+
+def reference(given: Case) -> tuple[Tensor, ...]:
+    """Weights and gradients of the definition in float64."""
+    # A column of -inf is NaN in the gradient of PyTorch's logsumexp; exp(RULED_OUT) is 0 in float64 just as well.
+    inputs = [part.double().clamp(min=RULED_OUT).requires_grad_(True) for part in given[1:4]]
+    weights = naive.filter_weights(given.program, *inputs)
+    grads = torch.autograd.grad(weights, inputs, given.upstream.double(), materialize_grads=True)
+    return weights.detach().masked_fill(weights < RULED_OUT / 2, -INF), *grads
+
+
+@pytest.fixture(scope="module")
+def outputs() -> dict:
+    return filter_runner.run(CASES)
+
+
+def close(got: Tensor, wanted: Tensor, rtol: float = 2e-6) -> None:
+    """Float32 rounding, over up to 50 steps, of numbers as large as the largest."""
+    largest = wanted[wanted.isfinite()].abs().max().item() if wanted.numel() else 0.0
+    torch.testing.assert_close(got.double(), wanted, rtol=rtol, atol=rtol * max(1.0, largest))
+
+
+# ---- the definition ---------------------------------------------------------------------------
+
+
+def enumerated(name: str, n: int, evidence: Tensor, root: Tensor, inner: Tensor) -> Tensor:
+    """log pi [m, r] of one circuit: every assignment of its latents, summed."""
+    latents, owner = structure(name, n)
+    r = root.shape[-1]
+    states = torch.tensor(list(product(range(r), repeat=len(latents))))
+    terms = root.log_softmax(-1)[states[:, 0]]
+    for mine, (parent, row) in enumerate(latents[1:], start=1):
+        terms = terms + inner.log_softmax(-1)[row][states[:, parent], states[:, mine]]
+    columns = []
+    for k in range(len(evidence)):
+        reads = states[:, owner[k]]
+        columns.append(torch.stack([terms[reads == z].logsumexp(0) for z in range(r)]).log_softmax(-1))
+        terms = terms + evidence[k][reads]
+    return torch.stack(columns)
+
+
+@pytest.mark.parametrize("n, r, m", [(2, 3, 2), (3, 2, 3), (5, 2, 5), (7, 2, 6)])
+@pytest.mark.parametrize("name", CIRCUITS)
+def test_definition_and_its_gradients_equal_enumeration(name: str, n: int, r: int, m: int) -> None:
+    given = case(name, n, r, 2, m)
+    inputs = [part.double().requires_grad_(True) for part in given[1:4]]
+    got = filter_weights(given.program, *inputs)
+    wanted = torch.stack([enumerated(name, n, *(part[b] for part in inputs)) for b in range(2)])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)  # float64 throughout
+    upstream = given.upstream.double()
+    by_filter, by_sum = (torch.autograd.grad(x, inputs, upstream, materialize_grads=True) for x in (got, wanted))
+    for one, other in zip(by_filter, by_sum, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CIRCUITS)
+def test_gradients_of_the_definition_are_those_of_differences(name: str) -> None:
+    given = case(name, 5, 2, 1, 5)
+    inputs = [part.double().requires_grad_(part.numel() > 0) for part in given[1:4]]
+    assert torch.autograd.gradcheck(lambda *parts: filter_weights(given.program, *parts), inputs)
+
+
+@pytest.mark.parametrize("name", CIRCUITS)
+def test_tokens_that_rule_latents_out_make_no_nan(name: str) -> None:
+    given = CASES[f"holes-{name}"]._replace(inner=case(name, 7, 4, 2, 7).inner)
+    inputs = [part.clone().requires_grad_(True) for part in given[1:4]]
+    weights = filter_weights(given.program, *inputs)
+    upstream = given.upstream.masked_fill(weights == -INF, 0.0)
+    for got, wanted in zip(
+        torch.autograd.grad(weights, inputs, upstream, materialize_grads=True),
+        reference(given._replace(upstream=upstream))[1:],
+        strict=True,
+    ):
+        close(got, wanted, rtol=1e-5)  # float32 rounding over some 30 steps; NaN equals nothing
+
+
+def test_half_precisions_are_read_as_float32() -> None:
+    given = CASES["bfloat16"]
+    got = filter_weights(given.program, *given[1:4])
+    assert torch.equal(got, filter_weights(given.program, *(part.float() for part in given[1:4])))
+
+
+# ---- the kernel -------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_buffers_are_poisoned(outputs: dict) -> None:
+    assert all(buffer.isnan().all() for buffer in outputs["poison"])
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_its_definition(name: str, outputs: dict) -> None:
+    given, wanted = CASES[name], reference(CASES[name])
+    assert outputs[name][0].dtype == torch.float32
+    close(outputs[name][0], wanted[0])
+    for got, exact, read in zip(outputs[name][1:], wanted[1:], given[1:4], strict=True):
+        assert got.dtype == read.dtype and got.shape == read.shape and got.isfinite().all()
+        # A gradient of half precision is the float32 one, rounded. Log weights near -500 (one-hot, wide) carry an
+        # absolute error of 500 * 6e-8, their exponentials a relative one.
+        far = name.startswith(("one-hot", "wide"))
+        close(got, exact, rtol=torch.finfo(read.dtype).eps if read.dtype != torch.float32 else 1e-4 if far else 1e-5)
+
+
+@needs_triton
+def test_every_size_is_among_the_cases() -> None:
+    for column, wanted in ((0, set(CIRCUITS)), (1, {2, 3, 8, 15, 16}), (2, {1, 2, 7, 8, 32}), (3, {1, 3, 64})):
+        assert {size[column] for size in SIZES} == wanted
+
+
+@needs_triton
+def test_kernel_repeats_itself_and_does_not_depend_on_the_batch(outputs: dict) -> None:
+    first = outputs[next(iter(CASES))]
+    assert all(torch.equal(one, other) for one, other in zip(first, outputs["again"], strict=True))
+    assert all(torch.equal(one[1:2], other) for one, other in zip(first, outputs["alone"], strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_through_the_kernel(name: str, outputs: dict) -> None:
+    """Loss and gradients of a head, likelihood and law terms, in recomputed chunks: as with the definition."""
+    for got, wanted in zip(outputs["trained"][name], training_gradients(name), strict=True):
+        close(got, wanted.double(), rtol=1e-5)  # float32 on both sides
+
+
+COMPILE = """
+import warnings
+warnings.simplefilter("ignore")
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from vllm_mtpc.kernels.filter import kernel
+
+def check(function, half, **constants):
+    read = dict.fromkeys(("evidence_ptr", "root_ptr", "inner_ptr"), "*" + half)
+    kinds = dict(code_ptr="*i32", begins_ptr="*i32", **read)
+    signature = {name: kinds.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in function.arg_names}
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    options = dict(num_warps=kernel._num_warps(constants["R"]))
+    built = compile(ASTSource(function, signature, constexprs=constants), GPUTarget("cuda", 80, 32), options)
+    assert len(built.asm["cubin"]) > 0
+check(kernel._filter, "bf16", R=8, DEPTH=4)
+check(kernel._filter, "fp32", R=32, DEPTH=4, tape_ptr=None)
+check(kernel._filter, "fp32", R=1, DEPTH=1, r=1, num_inner=1, tape_ptr=None)
+check(kernel._filter_backward, "fp32", R=32, DEPTH=4)
+check(kernel._filter_backward, "bf16", R=1, DEPTH=1, r=1, m=1, num_inner=1, num_kept=1, depth=1)
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(filter_runner.ON_GPU, reason="there is a GPU: the kernels have run on it")
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter takes more than the compiler does; an integer argument of 1 is a constant to the compiler."""
+    env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", COMPILE]
+    child = subprocess.run(command, env=env, cwd=filter_runner.ROOT, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr[-4000:]

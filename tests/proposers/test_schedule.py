@@ -1,0 +1,227 @@
+"""Drafts by batch size: what may be written, what holds by default, and that text does not depend on it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config.parallel import ParallelConfig
+
+from tests.e2e.engine import Call, Engine, Reply, run
+from tests.proposers.test_bad_input import made, place, refusal  # noqa: F401 (fixtures)
+from vllm_mtpc import demo
+from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.proposers.seam import schedule
+from vllm_mtpc.proposers.v1.proposer import MtpcProposer
+from vllm_mtpc.proposers.v2.ptp.plan import most_drafts
+
+KEY = schedule.KEY
+CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n'
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("on", "is a str"),
+        (4, "is a int"),
+        (True, "is a bool"),
+        ({"1": 4}, "is a dict"),
+        ([], "must not be empty"),
+        ([[1, 8]], "[1, 8] is not three whole numbers"),
+        ([[1, 8, 2.0]], "is not three whole numbers"),
+        ([[1, 8, True]], "is not three whole numbers"),
+        ([[1, 8, "2"]], "is not three whole numbers"),
+        ([[1, 8, 5]], "5 drafts are more than num_speculative_tokens"),
+        ([[1, 8, -1]], "must be >= 0"),
+        ([[2, 8, 1]], "must start at 1"),
+        ([[1, 8, 2], [8, 9, 1]], "non-overlapping"),
+        ([[8, 1, 2]], "start must be <= end"),
+    ],
+)
+def test_a_schedule_that_is_refused(place: Path, given: Any, says: str) -> None:  # noqa: F811
+    message = refusal(place, **{KEY: given})
+    assert says in message and f"{KEY}={given!r}" in message
+    assert "0 to 4 drafts" in message and '"off"' in message and "type e.g." in message
+
+
+def test_more_drafts_than_asked_for(place: Path) -> None:  # noqa: F811
+    assert "0 to 2 drafts" in refusal(place, num_speculative_tokens=2, **{KEY: [[1, 8, 3]]})
+
+
+def served(place: Path, **given: Any) -> Any:  # noqa: F811
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"method": "mtpc", "model": str(place / "head"), **given}
+    args = EngineArgs(str(place / "target"), speculative_config=given, skip_tokenizer_init=True)
+    config = args.create_speculative_config(args.create_model_config(), ParallelConfig())
+    return config.num_speculative_tokens_per_batch_size
+
+
+def test_a_schedule_that_is_taken(place: Path) -> None:  # noqa: F811
+    assert served(place, **{KEY: [[9, 64, 0], [1, 8, 4]]}) == [(1, 8, 4), (9, 64, 0)]
+    assert served(place, **{KEY: [[1, 1, 0]]}) == [(1, 1, 0)]
+
+
+@pytest.mark.parametrize("off", ["off", False])
+def test_no_schedule(place: Path, off: Any) -> None:  # noqa: F811
+    assert served(place, **{KEY: off}) is None
+
+
+def test_the_default_is_on(place: Path) -> None:  # noqa: F811
+    ranges = served(place)
+    assert ranges[0][0] == 1 and ranges[0][2] > 0  # a single request is drafted for
+    assert ranges[-1][2] == 0  # the largest batches are not
+    assert [drafts for _, _, drafts in ranges] == sorted((drafts for _, _, drafts in ranges), reverse=True)
+    assert served(place, num_speculative_tokens=2)[0][2] <= 2
+
+
+def test_no_default_where_it_would_mean_nothing(place: Path) -> None:  # noqa: F811
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 4}
+    assert served(place, **rates) is None
+    assert served(place, **rates, **{KEY: [[1, 8, 4]]}) == [(1, 8, 4)]
+
+
+def expand(ranges: schedule.Schedule, largest: int) -> list[int]:
+    return [next(drafts for low, high, drafts in ranges if low <= batch <= high) for batch in range(1, largest + 1)]
+
+
+def test_the_default_follows_the_head() -> None:
+    """A head that is accepted more drafts more, at every batch size; an accepted one at large batches too."""
+    poor, good, sure = ([chance**k for k in range(1, 8)] for chance in (0.3, 0.6, 0.95))
+    for is_cpu in (True, False):
+        lengths = [expand(schedule.default_schedule([rates], 7, is_cpu), 64) for rates in (poor, good, sure)]
+        for worse, better in itertools.pairwise(lengths):
+            assert all(a <= b for a, b in zip(worse, better, strict=True))
+        assert all(max(one) <= 7 for one in lengths)
+    useless = schedule.default_schedule([[0.0] * 7], 7, True)
+    assert useless == [(1, schedule.LARGEST, 0)]
+
+
+def test_no_batch_is_expected_to_lose() -> None:
+    """The default's own arithmetic: at every batch size its K gains at both temperatures, or is 0."""
+    for head in ("ff", "cp", "hmm", "btree"):
+        measured = measured_acceptance(demo.path(head)).values()
+        assert len(measured) == 2
+        for batch, drafts in enumerate(expand(schedule.default_schedule(measured, 7, True), 64), start=1):
+            assert drafts == 0 or all(schedule.cpu_gain(one, batch, drafts) >= schedule.MARGIN for one in measured)
+
+
+def test_unmeasured_positions_continue_the_measured_ones() -> None:
+    assert schedule._survival([0.8, 0.6], 4) == [0.8, 0.6, 0.3, 0.15]
+    assert schedule._survival([], 2) == [0.5, 0.25]
+
+
+def test_merged_ranges() -> None:
+    assert schedule.merged([4, 4, 1, 0, 0]) == [(1, 2, 4), (3, 3, 1), (4, 5, 0)]
+
+
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", "{}", '{"figures": {"t1": {"per_position": ["a"]}}}', '{"figures": {"t1": {}}}',
+             '{"figures": {"t1": {"per_position": [1.5]}}}', '{"figures": {"t1": {"per_position": [NaN]}}}'],
+)  # fmt: skip
+def test_damaged_figures_are_none(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "provenance.json").write_text(text)
+    assert measured_acceptance(tmp_path) == {}
+
+
+def test_figures_are_read() -> None:
+    written = json.loads((demo.path("btree") / "provenance.json").read_text())["figures"]
+    assert measured_acceptance(demo.path("btree"))["t1"] == written["t1"]["per_position"]
+
+
+@pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
+def test_ptp_rows_follow_the_schedule(variant: str, draft_pass: str) -> None:
+    spec = ptp_config(variant, draft_pass, [[1, 2, 7], [3, 4, 0], [5, 8, 2]])
+    plan, full = spec.plan(8), spec._plan_of(7, 8)
+    assert plan.bucket(2).rows == full.bucket(2).rows > plan.bucket(8).rows > 0
+    assert plan.bucket(3) is None and plan.bucket(4) is None  # and not the bucket of the batch above
+    assert most_drafts(plan.bucket(8), variant, plan.leading) == 2
+    if draft_pass == "merged":  # a step may verify what a smaller batch drafted
+        assert {len(bucket.sizes) for bucket in plan.buckets} == {8}
+    assert plan.max_rows <= full.max_rows and plan.max_groups <= full.max_groups
+
+
+@pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
+def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str) -> None:
+    """Every row of its plan still drafts; columns that no row fills are not verified."""
+    spec = ptp_config(variant, draft_pass, None)
+    full = spec.plan(300)
+    spec.num_speculative_tokens_per_batch_size = spec.default_schedule()
+    ours = spec.plan(300)
+    for batch in range(1, 301):
+        one, other = full.bucket(batch), ours.bucket(batch)
+        assert (one is None) == (other is None), batch
+        assert one is None or one.sizes[0] == other.sizes[0]
+    assert spec.num_speculative_tokens_per_batch_size[-1][2] == 0
+
+
+def ptp_config(variant: str, draft_pass: str, ranges: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"method": "ptp", "model": str(demo.path(variant)), "draft_pass": draft_pass, KEY: ranges or "off"}
+    args = EngineArgs(str(demo.path("target")), speculative_config=given)  # the engine would ask for V2
+    return args.create_speculative_config(args.create_model_config(), ParallelConfig())
+
+
+def test_a_step_without_drafts_does_not_run_the_head() -> None:
+    proposer = object.__new__(MtpcProposer)  # without a model: running it would raise
+    proposer.num_drafts = 7
+    runner, sampling = SimpleNamespace(), SimpleNamespace(generators={})
+    assert proposer.propose_drafts(runner, [[1], [2, 3]], sampling, None, None, 0) == [[], []]
+    assert runner._draft_probs is None and runner._draft_prob_req_ids is None
+
+
+# requests of different length end one after the other: the batch shrinks through every range
+SHRINKING = [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 8, 0]]
+RANGES = {"off": "off", "shrinking": SHRINKING, "never": [[1, 8, 0]]}
+GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 11}
+
+
+def engine(ranges: Any) -> Engine:
+    prompts = [list(CODE[start : start + 12]) for start in range(4)]
+    calls = [
+        Call(prompts, [{**how, "ignore_eos": True, "max_tokens": 10 * (index + 1)} for index in range(4)])
+        for how in (GREEDY, SEEDED)
+    ]
+    speculative = {"method": "mtpc", "model": str(demo.path("btree")), KEY: ranges}
+    return Engine(str(demo.path("target")), calls, {"speculative_config": speculative, "max_model_len": 128})
+
+
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
+    """Replies by schedule; V2 is interpreted, so only two of them there."""
+    names = list(RANGES) if request.param == "v1" else ["shrinking", "never"]
+    answers = run({name: engine(RANGES[name]) for name in names}, request.param, request.param == "v2")
+    for name, replies in answers.items():
+        assert not isinstance(replies, str), (name, replies)
+    return answers
+
+
+def drafts(reply: Reply) -> float:
+    return reply.metrics["vllm:spec_decode_num_draft_tokens"]
+
+
+def test_greedy_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]]) -> None:
+    plain = said["never"][0]  # no drafts at all: plain decoding
+    assert drafts(plain) == 0
+    for name, (greedy, _) in said.items():
+        assert greedy.tokens == plain.tokens, name
+        if name != "never":
+            assert drafts(greedy) > 0, name
+    steps = said["shrinking"][0].metrics["vllm:spec_decode_num_drafts"]
+    assert 1 < drafts(said["shrinking"][0]) / steps < 7  # of different lengths
+    if "off" in said:
+        assert drafts(said["shrinking"][0]) < drafts(said["off"][0])
+
+
+def test_seeded_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]]) -> None:
+    """A seed promises the same text whatever else is served, so such requests get all their drafts."""
+    texts = [replies[1].tokens for replies in said.values()]
+    assert all(text == texts[0] for text in texts)
+    greedy, seeded = said["never"]
+    assert drafts(seeded) > drafts(greedy) == 0

@@ -1,0 +1,121 @@
+"""Block verification keeps the target's law only with noise that no earlier step has looked at.
+
+The rule of vLLM's kernel, once more in PyTorch, with noise hashed from (seed, position) as there: fast.
+The kernel itself, in an engine, is `tests/e2e/test_block.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.e2e.laws import noise_floor, total_variation
+from vllm_mtpc.proposers.v2.stepped import step_seeds
+
+VOCAB, DRAFTS, LENGTH, COUNT = 3, 3, 5, 200_000
+DRAFTING, ACCEPTING, SAMPLING = range(3)  # streams of noise
+Seeds = Callable[[Tensor, Tensor], Tensor]  # (seeds [B], positions of the steps' first rows [B]) -> seeds of the steps
+
+
+def laws() -> tuple[Tensor, Tensor]:
+    """p and q of the next token [V, V], given the last: a drafter that is right half of the time."""
+    generator = torch.Generator().manual_seed(4)
+    tables = torch.randn(2, VOCAB, VOCAB, generator=generator, dtype=torch.float64) * 1.2
+    return tables[0].softmax(-1), tables[1].softmax(-1)
+
+
+def mixed(value: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        value = (value ^ ((value >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return value
+
+
+def uniform(seeds: Tensor, position: Tensor, stream: int, token: int = 0) -> Tensor:
+    """In (0, 1), [B] float64: a hash of its arguments."""
+    value = mixed(mixed(seeds) + position * 1_000_003 + stream * 7919 + token * 104_729)
+    return ((mixed(value) >> 11) & ((1 << 53) - 1)).double().add(0.5) / (1 << 53)
+
+
+def draw(law: Tensor, seeds: Tensor, position: Tensor, stream: int) -> Tensor:
+    """Tokens [B] of laws [B, V] (unnormalised), by Gumbel noise keyed as vLLM keys it."""
+    noise = torch.stack([uniform(seeds, position, stream, token) for token in range(VOCAB)], dim=1)
+    return (law.clamp(min=1e-300).log() - (-noise.log()).log()).argmax(dim=1)
+
+
+def block_step(last: Tensor, anchor: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """One step behind the tokens last [B] at positions anchor [B]: tokens [B, K + 1] and how many are valid [B]."""
+    p, q = laws()
+    tokens, before = [], last
+    for k in range(DRAFTS):
+        before = draw(q[before], seeds, anchor + k, DRAFTING)
+        tokens.append(before)
+    drafts = torch.stack(tokens, dim=1)
+    given = torch.cat([last[:, None], drafts], dim=1)  # [B, K + 1], what each row follows
+    ratio, ratios, accepted = torch.ones_like(anchor, dtype=torch.float64), [], torch.zeros_like(anchor)
+    for k in range(DRAFTS):
+        draft = drafts[:, k : k + 1]
+        ratio = (ratio * (p[given[:, k]].gather(1, draft) / q[given[:, k]].gather(1, draft))[:, 0]).clamp(max=1)
+        ratios.append(ratio)
+        chance = ratio
+        if k + 1 < DRAFTS:
+            mass = (ratio[:, None] * p[given[:, k + 1]] - q[given[:, k + 1]]).clamp(min=0).sum(1)
+            below = mass + 1 - ratio
+            chance = torch.where(below > 0, mass / below, 1.0)
+        accepted = torch.where(uniform(seeds, anchor + k, ACCEPTING) <= chance, k + 1, accepted)
+    scales = torch.stack([torch.ones_like(ratio), *ratios], dim=1).gather(1, accepted[:, None])  # [B, 1]
+    row = given.gather(1, accepted[:, None])[:, 0]
+    residual = (scales * p[row] - q[row]).clamp(min=0)
+    law = torch.where((accepted == DRAFTS)[:, None], p[row], residual)
+    final = draw(law, seeds, anchor + accepted, SAMPLING)
+    out = torch.cat([drafts, final[:, None]], dim=1)
+    return out.scatter(1, accepted[:, None], final[:, None]), accepted + 1
+
+
+def decode(seeds_of: Seeds) -> list[list[int]]:
+    """LENGTH tokens of COUNT requests behind token 0 at position 1."""
+    seeds = torch.randint(1 << 62, (COUNT,), generator=torch.Generator().manual_seed(1))
+    text = torch.zeros(COUNT, 1 + LENGTH + DRAFTS + 1, dtype=torch.long)
+    length = torch.ones(COUNT, dtype=torch.long)  # tokens so far, of which the last is not yet read
+    while (length <= LENGTH).any():
+        last = text.gather(1, length[:, None] - 1)[:, 0]
+        tokens, count = block_step(last, length, seeds_of(seeds, length))
+        at = length[:, None] + torch.arange(DRAFTS + 1)
+        valid = (torch.arange(DRAFTS + 1) < count[:, None]) & (at < text.shape[1]) & (length <= LENGTH)[:, None]
+        at = at.clamp(max=text.shape[1] - 1)
+        text.scatter_(1, at, torch.where(valid, tokens, text.gather(1, at)))
+        length = torch.where(length <= LENGTH, length + count, length)
+    return text[:, 1 : 1 + LENGTH].tolist()
+
+
+def distance_and_floor(seeds_of: Seeds) -> tuple[float, float]:
+    p, _ = laws()
+    outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
+    before = torch.cat([torch.zeros(len(outcomes), 1, dtype=torch.long), outcomes[:, :-1]], dim=1)
+    law = p[before, outcomes].prod(dim=1).numpy()
+    return total_variation(decode(seeds_of), law, VOCAB), noise_floor(law, COUNT)
+
+
+def test_fresh_noise_keeps_the_law() -> None:
+    distance, floor = distance_and_floor(step_seeds)
+    print(f"TV {distance:.5f}, allowed {floor:.5f}")
+    assert distance < floor
+
+
+def test_noise_of_earlier_steps_is_caught() -> None:
+    """vLLM 0.32 as it is."""
+    distance, floor = distance_and_floor(lambda seeds, anchor: seeds)
+    print(f"planted: TV {distance:.5f}, allowed {floor:.5f}")
+    assert distance > 2 * floor
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63)])
+def test_seeds_of_different_steps_differ(seed: int) -> None:
+    anchors = torch.cat([torch.arange(1, 5000), torch.tensor([2**20, 2**31 - 1])])
+    found = step_seeds(torch.full_like(anchors, seed), anchors)
+    assert found.dtype == torch.int64 and found.unique().numel() == anchors.numel()
+    assert not (found == seed).any()  # steps without drafts use the request's own

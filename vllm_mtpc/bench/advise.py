@@ -1,0 +1,229 @@
+"""Which head, how many drafts and which schedule: from each head's acceptance and measured costs.
+
+Tokens per second of c requests with K drafts each: 1000 c E(K) / (step ms + draft ms), E(K) = 1 + sum over k <= K of
+P(drafts 1..k accepted), as the trainer measured it at the nearer of temperatures 0 and 1 (provenance.json). Costs come
+from a file of curves (bench/curves.py), measured on this machine by --measure or elsewhere. It is an estimate: measure
+what it recommends with `vllm-mtpc bench serve`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_mtpc.errors import MtpcError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vllm_mtpc.bench.curves import Curves
+
+CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
+WORTH = 1.01  # fewer drafts are preferred where more gain less than this
+
+
+class AdviseError(MtpcError):
+    """What was asked cannot be answered."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A head: its name, what its draft curve may be called, and E(K) for K = 0 .. the most drafts."""
+
+    name: str
+    method: str
+    circuit: str
+    window: int
+    tokens: tuple[float, ...]
+
+    @property
+    def called(self) -> tuple[str, str]:
+        return Path(self.name).name, self.circuit
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best K of a head for so many requests."""
+
+    batch: int
+    drafts: int
+    tokens_per_second: float
+    gain: float  # by decoding without drafts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("heads", nargs="+", metavar="HEAD", help="head folders or hub names to choose from")
+    add("--curves", type=Path, metavar="FILE", help="costs that were measured before")
+    add("--measure", type=Path, metavar="FILE", help="measure the costs on this machine, and write them to FILE")
+    add("--concurrency", type=int, nargs="+", default=list(CONCURRENCY), metavar="C", help="requests at once")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of the requests (default: 1)")
+    add("--target", metavar="MODEL", help="with --measure: folder or hub name (default: the first head's verifier)")
+    add("--dtype", default="auto", metavar="DTYPE", help="with --measure: the target computes in (default: its own)")
+    add("--steps", type=int, default=20, metavar="N", help="with --measure: steps of each cell (default: 20)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table and the options to type."""
+    from rich.console import Console
+
+    from vllm_mtpc.bench.curves import Curves
+    from vllm_mtpc.eval.arguments import check_positive
+
+    check_positive(args, "steps")
+    batches = sorted(set(args.concurrency))
+    if batches[0] < 1:
+        raise AdviseError(f"--concurrency {batches[0]}: allowed are 1 and above; give it positive numbers")
+    if args.temperature < 0:
+        raise AdviseError(f"--temperature {args.temperature}: allowed are 0 and above")
+    if (args.curves is None) == (args.measure is None):
+        raise AdviseError("either --curves FILE (measured before) or --measure FILE (measure now) is needed; type one")
+    heads = [candidate(name, args.temperature) for name in args.heads]
+    curves = Curves.read(args.curves) if args.curves else Curves(_measure(args, heads, batches), str(args.measure))
+    found = {head.name: choices(head, curves, batches) for head in heads}
+    Console().print(_table(heads, found, batches))
+    best = max(heads, key=lambda head: _overall(found[head.name]))
+    print(f"best over these concurrencies: {best.name} ({best.circuit}, n={best.window}); expected, not measured")
+    for batch in batches:
+        head = max(heads, key=lambda head: found[head.name][batches.index(batch)].tokens_per_second)
+        choice = found[head.name][batches.index(batch)]
+        print(f"  c={batch}: {head.name}, n={head.window}, K={choice.drafts}, {choice.gain:.2f}x plain")
+    print(f"--speculative-config '{json.dumps(speculative_config(best, found[best.name]))}'")
+    return 0
+
+
+def candidate(name: str, temperature: float) -> Candidate:
+    """A head by folder or hub name. Raises AdviseError where its acceptance is not known."""
+    from vllm_mtpc.checkpoint.figures import measured_acceptance
+    from vllm_mtpc.eval.loading import place
+
+    folder, config = place(name)
+    key = "t1" if temperature >= 0.5 else "t0"
+    accepted = measured_acceptance(folder).get(key)
+    if accepted is None:
+        raise AdviseError(
+            f"head {folder}: provenance.json has no acceptance at temperature {key[1]}; a head trained by vllm-mtpc "
+            "train has, retrain it or leave it out"
+        )
+    tokens = [1.0]
+    for chance in accepted[: config.window - 1]:
+        tokens.append(tokens[-1] + chance)
+    circuit = getattr(config, "circuit", None) or config.variant
+    return Candidate(str(name), config.speculators_model_type, circuit, config.window, tuple(tokens))
+
+
+def choices(head: Candidate, curves: Curves, batches: Sequence[int]) -> list[Choice]:
+    """The best K for each number of requests."""
+    return [_best(head, curves, batch) for batch in batches]
+
+
+def _best(head: Candidate, curves: Curves, batch: int) -> Choice:
+    speeds = [
+        1000 * batch * tokens / (curves.step(batch, drafts) + curves.draft(head.called, batch, drafts))
+        for drafts, tokens in enumerate(head.tokens)
+    ]
+    drafts = next(drafts for drafts, speed in enumerate(speeds) if speed * WORTH >= max(speeds))
+    return Choice(batch, drafts, speeds[drafts], speeds[drafts] / speeds[0])
+
+
+def speculative_config(head: Candidate, found: Sequence[Choice]) -> dict[str, Any]:
+    """What to serve it with: the K of each concurrency holds for the batch sizes down to the one before."""
+    most = max(choice.drafts for choice in found)
+    given: dict[str, Any] = {"method": head.method, "model": head.name}
+    if most == 0:
+        return given | {"num_speculative_tokens_per_batch_size": [[1, found[-1].batch, 0]]}
+    ranges, start = [], 1
+    for choice in found:
+        if ranges and ranges[-1][2] == choice.drafts:
+            ranges[-1][1] = choice.batch
+        else:
+            ranges.append([start, choice.batch, choice.drafts])
+        start = choice.batch + 1
+    return given | {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
+
+
+def _overall(found: Sequence[Choice]) -> float:
+    """Gains multiplied: no concurrency counts more than another."""
+    product = 1.0
+    for choice in found:
+        product *= choice.gain
+    return product
+
+
+def _table(heads: Sequence[Candidate], found: dict[str, list[Choice]], batches: Sequence[int]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="best K, expected tokens/s and speed by plain decoding, by requests at once")
+    for column in ("head", "circuit", "n", "E(K)", *(f"c={batch}" for batch in batches)):
+        table.add_column(column, justify="left" if column in ("head", "circuit") else "right")
+    for head in heads:
+        cells = [f"K={one.drafts} {one.tokens_per_second:.0f} {one.gain:.2f}x" for one in found[head.name]]
+        table.add_row(head.called[0], head.circuit, str(head.window), f"{head.tokens[-1]:.2f}", *cells)
+    return table
+
+
+def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequence[int]) -> dict[str, Any]:
+    """The curves of all heads on this machine, written to args.measure."""
+    import torch
+    from tqdm import tqdm
+
+    from vllm_mtpc.bench import curves, provenance
+    from vllm_mtpc.bench.engines import arguments
+    from vllm_mtpc.checkpoint import resolve_verifier
+    from vllm_mtpc.eval.loading import place
+
+    target = args.target
+    if target is None:
+        folder, config = place(heads[0].name)
+        target = resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
+    on_gpu = torch.cuda.is_available()
+    steps: dict[tuple[int, int], float] = {}
+    drafts: dict[str, list[list[float]]] = {}
+    jobs = [
+        (head, most, wanted)
+        for head in heads
+        for most, wanted in _engines(curves.cells(batches, len(head.tokens) - 1), len(head.tokens) - 1, on_gpu)
+    ]
+    longest = 2 * (args.steps + 8) * max(len(head.tokens) for head in heads) + 64
+    base = arguments(target, args.dtype, longest, max(batches), on_gpu, {})
+    with tqdm(total=sum(len(wanted) for _, _, wanted in jobs), desc="measuring", unit="cell") as bar:
+        for number, (head, most, wanted) in enumerate(jobs):
+            bar.set_postfix_str(f"{head.called[0]}, engine {number + 1} of {len(jobs)}")
+            log = args.measure.with_suffix(f".{head.called[0]}.{most}.log")
+            engine = {**base, "speculative_config": _speculative(head, most)}
+            for cell in curves.measure(engine, wanted, args.steps, args.temperature, log):
+                bar.update()
+                if cell["step_ms"] is None:
+                    continue
+                at = (cell["batch"], cell["batch"] * (1 + cell["drafts"]))
+                steps[at] = min(steps.get(at, float("inf")), cell["step_ms"])
+                if cell["drafts"]:
+                    points = drafts.setdefault(head.called[0], [])
+                    points.append([cell["batch"], cell["drafts"], cell["draft_ms"]])
+    values = {
+        "step_ms": [[*at, ms] for at, ms in sorted(steps.items())],
+        "draft_ms": drafts,
+        "temperature": args.temperature,
+        "target": Path(target).name,
+        **provenance.collect(),
+    }
+    args.measure.parent.mkdir(parents=True, exist_ok=True)
+    args.measure.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    return values
+
+
+def _engines(cells: list[tuple[int, int]], most: int, on_gpu: bool) -> list[tuple[int, list[tuple[int, int]]]]:
+    """(drafts an engine is built for, its cells): on a GPU one engine per K, as graphs are captured for its K."""
+    if not on_gpu:
+        return [(most, cells)]
+    lengths = sorted({drafts for _, drafts in cells})
+    return [(max(1, length), [cell for cell in cells if cell[1] == length]) for length in lengths]
+
+
+def _speculative(head: Candidate, most: int) -> dict[str, Any]:
+    given: dict[str, Any] = {"method": head.method, "model": head.name, "num_speculative_tokens": most}
+    given["num_speculative_tokens_per_batch_size"] = "off"  # K is set from outside
+    return given | ({"min_survival": 0} if head.method == "mtpc" else {})

@@ -1,0 +1,287 @@
+"""`vllm-mtpc bench draft`: what a draft costs, by circuit and batch, against a step of the target.
+
+The head alone, without an engine: its parameters for the drafts (`draft_params`), and the tokens drawn from the circuit
+(`kernels.draft`; its kernel on a GPU, its definition in PyTorch elsewhere). What an engine adds is in `bench serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_mtpc.bench.timing import Time
+from vllm_mtpc.errors import MtpcError
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_mtpc.heads.base import Head
+
+KIND = "bench draft"
+BATCHES = [1, 2, 4, 8, 16, 32, 64]
+CIRCUITS = ("ff", "cp", "hmm", "btree")
+DEFINITIONS = (
+    "params ms: the head's products for one draft of K tokens per request; tokens ms: K tokens from the circuit; "
+    "draft ms: both in one go. Medians, with quartiles for the draft.",
+    "MiB: weights that every draft must read, whatever the batch; floor ms: these bytes at the bandwidth of a large "
+    "copy on this device. A head that fits a cache may be below it.",
+    "of a step: draft ms by the milliseconds of a step of the target, draft not included.",
+)
+
+
+class DraftBenchError(MtpcError):
+    """Words that do not describe a head or a measurement."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a random head; weights matter to no time."""
+
+    D: int
+    V: int
+    n: int
+    r: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head to be timed."""
+
+    name: str
+    head: Head
+    num_drafts: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--head", nargs="+", default=[], metavar="HEAD", help="MtPC heads: folders or hub names")
+    add("--shape", nargs="+", type=shape, default=[], metavar="D=..,V=..,n=..,r=..", help="sizes of random heads")
+    add("--circuits", nargs="+", choices=CIRCUITS, default=CIRCUITS, help="of --shape (default: all)")
+    add("--num-drafts", type=int, metavar="K", help="default: as the head says, n - 1 for shapes")
+    add("--batch", nargs="+", type=int, default=BATCHES, metavar="B", help="default: 1 2 4 8 16 32 64")
+    add("--temperature", nargs="+", type=float, default=[1.0, 0.0], metavar="T", help="default: 1 0")
+    add("--step-ms", nargs="+", type=float, default=[], metavar="MS", help="of the target: one, or one per batch size")
+    add("--curves", type=Path, metavar="FILE", help="steps measured in an engine: `vllm-mtpc advise --measure FILE`")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are served)")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    add("--repeats", type=int, default=50, metavar="N", help="timed calls (default: 50)")
+    add("--json", type=Path, metavar="FILE", help="write the result there")
+
+
+def shape(text: str) -> Shape:
+    """`D=4096,V=320,n=8,r=32`."""
+    try:
+        pairs = dict(word.split("=") for word in text.split(","))
+        return Shape(**{key: int(value) for key, value in pairs.items()})
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected is D=4096,V=320,n=8,r=32") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    check(args)
+    import torch
+    from tqdm import tqdm
+
+    from vllm_mtpc.bench import report, timing
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    device, dtype = torch.device(name), served_dtype(args.dtype, name)
+    bandwidth = timing.bytes_per_second(device)
+    rows: list[dict[str, Any]] = []
+    total = (len(args.head) + len(args.shape) * len(args.circuits)) * len(args.batch) * len(args.temperature)
+    with torch.inference_mode(), tqdm(total=total, unit="cell", disable=None) as bar:
+        for case in cases(args, dtype, device):
+            step_ms = steps(args, case.num_drafts)
+            for batch, temperature in ((b, t) for b in args.batch for t in args.temperature):
+                rows.append(row(case, batch, temperature, args.repeats, bandwidth, step_ms.get(batch)))
+                bar.update()
+    how = {"device": name, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+    how |= {"repeats": args.repeats, "gigabytes_per_second": round(bandwidth / 1e9, 1)}
+    how["steps"] = str(args.curves.name) if args.curves else args.step_ms
+    title = f"draft on {name}, {how['dtype']}, {how['threads']} CPU threads, {how['gigabytes_per_second']} GB/s"
+    report.print_table(title, *table(rows))
+    print("\n" + "\n".join(DEFINITIONS))
+    if args.json:
+        write(args.json, how, rows)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    if not args.head and not args.shape:
+        raise DraftBenchError("nothing to time: name heads (--head) or sizes (--shape D=4096,V=320,n=8,r=32)")
+    if args.curves and args.step_ms:
+        raise DraftBenchError("--curves and --step-ms both give the target's step; leave one of them out")
+    if len(args.step_ms) not in (0, 1, len(args.batch)):
+        raise DraftBenchError(f"--step-ms: {len(args.step_ms)} values; give one, or one per batch size")
+    for key in ("batch", "step_ms", "repeats", "threads", "num_drafts"):
+        values = getattr(args, key)
+        if values is not None and values != [] and min(values if isinstance(values, list) else [values]) <= 0:
+            raise DraftBenchError(f"--{key.replace('_', '-')}: must be above 0")
+
+
+def served_dtype(given: str | None, device: str) -> torch.dtype:
+    """As the proposers choose it: bfloat16 where products of it are native."""
+    import torch
+
+    if given:
+        return getattr(torch, given)
+    is_native = device.startswith("cuda") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if is_native else torch.float32
+
+
+def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """The heads one by one, so that only one is in memory."""
+    import torch
+
+    from vllm_mtpc.checkpoint import find_head, load_head, resolve_head
+    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.heads import build_head
+
+    for name in args.head:
+        config, head = load_head(find_head(resolve_head(name)) or resolve_head(name), dtype, device)
+        label = f"{config.circuit} n={config.window} r={config.num_components} {config.head}"
+        yield _case(label, head, min(args.num_drafts or config.num_speculative_tokens, config.window - 1))
+    for sizes in args.shape:
+        for circuit in args.circuits:
+            target = {"vocab_size": sizes.V, "hidden_size": sizes.D}
+            r = 1 if circuit == "ff" else sizes.r
+            config = HeadConfig.create(circuit=circuit, window=sizes.n, num_components=r, target=target, verifier="-")
+            torch.manual_seed(0)
+            with torch.device(device):
+                head = build_head(config).to(dtype).eval()
+            label = f"{circuit} n={sizes.n} r={r} D={sizes.D} V={sizes.V} (random)"
+            yield _case(label, head, min(args.num_drafts or sizes.n - 1, sizes.n - 1))
+
+
+def _case(label: str, head: Head, num_drafts: int) -> Case:
+    import torch
+    import torch.nn.functional as F
+
+    weight = next(head.parameters())
+    if head.needs_lm_head:
+        lm_head = torch.randn(head.vocab_size, head.hidden_size, dtype=weight.dtype, device=weight.device)
+        head.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
+    return Case(label, head, num_drafts)
+
+
+def row(
+    case: Case, batch: int, temperature: float, repeats: int, bandwidth: float, step_ms: float | None
+) -> dict[str, Any]:
+    """One head at one batch size and temperature."""
+    from vllm_mtpc.bench.timing import measure
+
+    head, device = case.head, next(case.head.parameters()).device
+    params, tokens, both = parts(case, batch, temperature)
+    times: list[Time] = [measure(call, device, repeats) for call in (params, tokens, both)]
+    moved = weight_bytes(head, case.num_drafts)
+    draft_ms = times[2].median
+    return {
+        "head": case.name,
+        "drafts": case.num_drafts,
+        "batch": batch,
+        "temperature": temperature,
+        **{f"{name}_ms": time.to_json() for name, time in zip(("params", "tokens", "draft"), times, strict=True)},
+        "weight_bytes": moved,
+        "floor_ms": round(1000 * moved / bandwidth, 5),
+        "step_ms": step_ms,
+        "share": None if step_ms is None else round(draft_ms / step_ms, 5),
+    }
+
+
+def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any], ...]:
+    """Calls to be timed: parameters; tokens from given parameters; both."""
+    import torch
+
+    head, num_drafts = case.head, case.num_drafts
+    weight = next(head.parameters())
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(batch, head.hidden_size, generator=generator).to(weight.device, weight.dtype)
+    first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
+    drawn = drawer(head, batch, num_drafts, temperature, weight.device)
+    given = head.draft_params(hidden, first, num_drafts)
+    return (
+        lambda: head.draft_params(hidden, first, num_drafts),
+        lambda: drawn(given),
+        lambda: drawn(head.draft_params(hidden, first, num_drafts)),
+    )
+
+
+def drawer(head: Head, batch: int, num_drafts: int, temperature: float, device: torch.device) -> Callable[[Any], Any]:
+    """What makes tokens of a head's parameters, with buffers of its own: the kernel on a GPU."""
+    import torch
+
+    from vllm_mtpc.kernels.draft import naive
+
+    if device.type == "cuda":
+        from vllm_mtpc.bench import drafter
+
+        leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
+        return drafter.kernel(head.circuit.program, leaf, temperature, device)
+    shape = (batch, num_drafts, head.vocab_size)
+    probs, noise = torch.zeros(shape), torch.ones(shape)
+
+    def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
+        if temperature == 0:
+            return log_q.argmax(dim=-1)
+        torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
+        return (probs[:, k] / noise[:, k]).argmax(dim=-1)  # exponential race, as on the V1 runner
+
+    def draw(given: Any) -> torch.Tensor:
+        if temperature:
+            noise.exponential_()
+        return naive.draft(head.circuit.program, *given, pick)
+
+    return draw
+
+
+def weight_bytes(head: Head, num_drafts: int) -> int:
+    """Weights that a draft reads: the leaves of 1 + `num_drafts` positions where each has its own, the rest whole."""
+    total = 0
+    for name, weight in head.named_parameters():
+        share = (1 + num_drafts) / head.circuit.window if name.startswith("leaf_weight") else 1
+        total += round(share * weight.numel()) * weight.element_size()
+    if head.needs_lm_head:
+        total += head.vocab_size * head.hidden_size * next(head.parameters()).element_size()
+    return total
+
+
+def steps(args: argparse.Namespace, num_drafts: int) -> dict[int, float]:
+    """Milliseconds of a step of the target by batch size, as far as they are given."""
+    if not args.curves:
+        given = args.step_ms * len(args.batch) if len(args.step_ms) == 1 else args.step_ms
+        return dict(zip(args.batch, given, strict=False))
+    try:
+        found = json.loads(args.curves.read_text(encoding="utf-8"))["step_ms"]
+        by_rows = {rows: ms for *_, rows, ms in found}  # [rows, ms] or [batch, rows, ms]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DraftBenchError(f"{args.curves}: not a file of `vllm-mtpc advise --measure` ({error})") from None
+    wanted = {batch: batch * (1 + num_drafts) for batch in args.batch}
+    return {batch: by_rows[rows] for batch, rows in wanted.items() if by_rows.get(rows) is not None}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["head", "K", "T", "batch", "params ms", "tokens ms", "draft ms", "quartiles", "MiB", "floor ms"]
+    lines = []
+    for one in rows:
+        middle, lower, upper = one["draft_ms"]
+        times = [f"{one[f'{name}_ms'][0]:.3f}" for name in ("params", "tokens")]
+        share = "-" if one["share"] is None else f"{one['share']:.1%}"
+        size = f"{one['weight_bytes'] / 2**20:.2f}"
+        line = [one["head"], one["drafts"], f"{one['temperature']:g}", one["batch"], *times, f"{middle:.3f}"]
+        lines.append([*map(str, line), f"{lower:.3f}..{upper:.3f}", size, f"{one['floor_ms']:.3f}", share])
+    return [*header, "of a step"], lines
+
+
+def write(file: Path, how: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    from vllm_mtpc.bench import provenance
+
+    result = {"kind": KIND, **provenance.collect(), "definitions": list(DEFINITIONS), "how": how, "rows": list(rows)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

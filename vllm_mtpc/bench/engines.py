@@ -1,0 +1,79 @@
+"""Engines of a comparison: the same settings for every way of decoding, offline or behind HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from vllm_mtpc.bench import offline, serve
+from vllm_mtpc.bench.decodings import Decoding
+from vllm_mtpc.bench.passes import Measured, Prompt, Setting
+
+CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
+
+
+class Engine(Protocol):
+    """Something that measures passes. ``about``: facts about it for the result."""
+
+    about: dict[str, Any]
+
+    def measure(self, setting: Setting) -> Measured: ...
+
+
+def arguments(
+    target: str, dtype: str, max_model_len: int, max_num_seqs: int, on_gpu: bool, more: dict[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` that every engine of a run gets; ``more`` wins."""
+    on_cpu = {} if on_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    return {
+        "model": target,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "enable_prefix_caching": False,  # a prompt that comes again is read again
+        "seed": 0,
+        **on_cpu,
+        **more,
+    }
+
+
+@contextlib.contextmanager
+def start(
+    decoding: Decoding, engine: dict[str, Any], prompts: Sequence[Prompt], logs: Path, over_http: bool
+) -> Iterator[Engine]:
+    """The engine of a way of decoding, ready. Raises EngineFailed where it does not start."""
+    speculative = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
+    place = "".join(letter if letter.isalnum() else "-" for letter in f"{decoding.name}-{decoding.group}")
+    log = logs / f"{place}.log"
+    if not over_http:
+        with offline.resident({**engine, **speculative}, prompts, log, decoding.environment) as waiting:
+            yield waiting
+        return
+    with serve.server(flags({**engine, **speculative}), log, environment=decoding.environment) as client:
+        yield Served(client, prompts)
+
+
+class Served:
+    """A server as an Engine."""
+
+    def __init__(self, client: serve.Client, prompts: Sequence[Prompt]) -> None:
+        self.client, self.prompts = client, prompts
+        self.about: dict[str, Any] = {"runner": "vllm serve"}
+
+    def measure(self, setting: Setting) -> Measured:
+        return serve.measure(self.client, self.prompts, setting)
+
+
+def flags(engine: dict[str, Any]) -> list[str]:
+    """Keyword arguments of ``vllm.LLM`` as words of ``vllm serve``."""
+    words = [str(engine["model"])]
+    for key, value in engine.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif key != "model":
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return words

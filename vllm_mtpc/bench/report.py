@@ -1,0 +1,189 @@
+"""The passes of `vllm-mtpc bench serve` as rows, one per way of decoding and setting, and as tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+from statistics import median
+from typing import Any
+
+from vllm_mtpc.bench.acceptance import DEFINITIONS, Acceptance
+from vllm_mtpc.bench.decodings import OWN
+from vllm_mtpc.bench.rounds import Pass
+from vllm_mtpc.bench.steps import DEFINITIONS as STEP_DEFINITIONS
+
+SLOWER = 0.97  # of plain: noise of a machine is below it
+Row = dict[str, Any]
+MORE = (
+    "with drafts: share of a request's decoding steps that carried drafts; the schedule by batch size may give none, "
+    "or fewer than the head can: positions left out count as not accepted.",
+    "identical: greedy answers that equal plain's of the same setting token for token, over all rounds.",
+    "TTFT: until the first token of a stream; TPOT: each later token; medians over requests.",
+)
+
+
+def definitions(over_http: bool) -> list[str]:
+    """What the columns of a table mean."""
+    own = MORE if over_http else MORE[:2]
+    return [*DEFINITIONS.splitlines(), *([] if over_http else STEP_DEFINITIONS.splitlines()), *own]
+
+
+def rows(passes: Sequence[Pass]) -> list[Row]:
+    """One row per way of decoding and setting, in the order of the settings; figures are medians over rounds."""
+    cells: dict[tuple[Any, ...], list[Pass]] = {}
+    for one in sorted(passes, key=lambda one: (one.decoding.group != OWN, -one.cell.temperature, one.cell.clients)):
+        cells.setdefault((one.decoding.group, one.cell, one.decoding.name), []).append(one)
+    return [_row(found) for found in cells.values()]
+
+
+def _row(found: list[Pass]) -> Row:
+    decoding, cell = found[0].decoding, found[0].cell
+    measured = [one.measured for one in found]
+    rates = [one.tokens_per_second for one in measured]
+    speedups = [one.speedup for one in found]
+    accepted = reduce(add, (one.acceptance for one in measured), Acceptance())
+    return {
+        "decoding": decoding.name,
+        "circuit": decoding.circuit,
+        "ours": decoding.is_ours,
+        "group": decoding.group,
+        "runner": found[0].runner,
+        "temperature": cell.temperature,
+        "clients": cell.clients,
+        "prompts": cell.prompts,
+        "max_tokens": cell.max_tokens,
+        "rounds": len(found),
+        "tokens_per_second": round(median(rates), 2),
+        "tokens_per_second_spread": [round(min(rates), 2), round(max(rates), 2)],
+        "speedup": None if decoding.is_plain else round(median(speedups), 4),
+        "speedup_spread": None if decoding.is_plain else [round(min(speedups), 4), round(max(speedups), 4)],
+        **_steps(found, accepted),
+        "acceptance_per_position": [round(rate, 4) for rate in accepted.per_position],
+        "identical": _identical(found),
+        "ttft_ms": _milliseconds(measured, lambda one: one.first_token_seconds),
+        "tpot_ms": _milliseconds(measured, lambda one: one.token_seconds),
+        "speedups": [round(value, 4) for value in speedups],
+        "seconds": [round(sum(one.seconds), 4) for one in measured],
+        "tokens": [sum(one.tokens) for one in measured],
+    }
+
+
+def _steps(found: list[Pass], accepted: Acceptance) -> Row:
+    """Tokens/step over all rounds, and the parts of a step where the engine's steps were timed."""
+    steps = [one.measured.steps for one in found if one.measured.steps is not None]
+    if len(steps) < len(found):
+        unknown = dict.fromkeys(("drafted_share", "rows_per_step", "step_ms", "target_ms", "draft_ms", "draft_share"))
+        return {"tokens_per_step": round(accepted.tokens_per_step, 4), **unknown}
+    requests = sum(one.request_steps for one in steps)
+    step_ms, target_ms, draft_ms = (
+        median(getattr(one, name) for one in steps) for name in ("step_ms", "target_ms", "draft_ms")
+    )
+    return {
+        "tokens_per_step": round(1 + accepted.accepted_tokens / requests, 4),
+        "drafted_share": round(min(1.0, accepted.drafts / requests), 4),
+        "rows_per_step": round(sum(one.rows for one in steps) / requests, 3),
+        "step_ms": round(step_ms, 4),
+        "target_ms": round(target_ms, 4),
+        "draft_ms": round(draft_ms, 4),
+        "draft_share": round(draft_ms / step_ms, 4),
+    }
+
+
+def _identical(found: list[Pass]) -> list[int] | None:
+    """Greedy answers that equal plain's, and how many there are; None for plain and for sampled passes."""
+    pairs = [(one.measured, one.plain) for one in found if one.plain is not None and one.cell.greedy]
+    if not pairs:
+        return None
+    return [sum(mine.identical(plain) for mine, plain in pairs), sum(len(plain.outputs) for _, plain in pairs)]
+
+
+def _milliseconds(measured: Sequence[Any], seconds: Callable[[Any], float | None]) -> float | None:
+    found = [value for value in map(seconds, measured) if value is not None]
+    return round(1000 * median(found), 3) if found else None
+
+
+def differing(found: Sequence[Row]) -> list[Row]:
+    """Rows whose greedy output is not plain's."""
+    return [row for row in found if row["identical"] and row["identical"][0] < row["identical"][1]]
+
+
+def losing(found: Sequence[Row]) -> list[Row]:
+    """Rows of this package's heads that are slower than plain by more than noise."""
+    return [row for row in found if row["ours"] and row["speedup"] is not None and row["speedup"] < SLOWER]
+
+
+def place(row: Row) -> str:
+    """Which row it is, in words."""
+    return f"{row['decoding']} T={row['temperature']:g} c={row['clients']}"
+
+
+def overview(found: Sequence[Row], group: str) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: a way of decoding each, tok/s and speed-up for every setting of a group."""
+    mine = [row for row in found if row["group"] == group]
+    settings = list(dict.fromkeys((row["temperature"], row["clients"]) for row in mine))
+    lines = []
+    for name in dict.fromkeys(row["decoding"] for row in mine):
+        by_setting = {(row["temperature"], row["clients"]): row for row in mine if row["decoding"] == name}
+        lines.append([name, *(_cell(by_setting.get(setting)) for setting in settings)])
+    return ["tok/s (speed-up)", *(f"T={T:g}, c={clients}" for T, clients in settings)], lines
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "not run"
+    rate = f"{row['tokens_per_second']:.0f}"
+    return rate if row["speedup"] is None else f"{rate} ({row['speedup']:.2f}x)"
+
+
+def details(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: everything about every row."""
+    header = ["T, c", "decoding", "tok/s", "speed-up", "least..most", "tokens/step", "with drafts", "acceptance"]
+    parts = found and any(row["step_ms"] is not None for row in found)
+    header += ["step ms", "target ms", "draft ms", "draft share"] if parts else ["TTFT ms", "TPOT ms"]
+    return [*header, "identical"], [_line(row, bool(parts)) for row in found]
+
+
+def _line(row: Row, parts: bool) -> list[str]:
+    def show(key: str, form: str) -> str:
+        return "-" if row[key] is None else form.format(row[key])
+
+    spread = "-" if row["speedup"] is None else "{:.2f}..{:.2f}".format(*row["speedup_spread"])
+    columns = [
+        f"T={row['temperature']:g}, c={row['clients']}",
+        row["decoding"] + ("" if row["group"] == OWN else f" [{row['group']}]"),
+        f"{row['tokens_per_second']:.1f}",
+        show("speedup", "{:.2f}x"),
+        spread,
+        f"{row['tokens_per_step']:.2f}",
+        show("drafted_share", "{:.0%}"),
+        " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]) or "-",
+    ]
+    if parts:
+        columns += [show(key, "{:.2f}") for key in ("step_ms", "target_ms", "draft_ms")]
+        columns.append(show("draft_share", "{:.1%}"))
+    else:
+        columns += [show("ttft_ms", "{:.1f}"), show("tpot_ms", "{:.2f}")]
+    return [*columns, "-" if row["identical"] is None else "{} of {}".format(*row["identical"])]
+
+
+def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """A rich table on a terminal; Markdown elsewhere, as it goes into the documentation."""
+    if not sys.stdout.isatty():
+        print(f"\n{title}\n\n" + markdown(header, lines), flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for place, name in enumerate(header):
+        table.add_column(name, justify="left" if place < 2 else "right")
+    for line, following in zip(lines, [*lines[1:], None], strict=True):
+        table.add_row(*line, end_section="=" in line[0] and following is not None and following[0] != line[0])
+    Console(highlight=False).print(table, markup=False)
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])

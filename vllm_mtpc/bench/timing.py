@@ -1,0 +1,72 @@
+"""Times of a call: warmed up, repeated, told as median and quartiles; and what a device reads per second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+WARM_UP = 5
+EVICT = 256 << 20  # bytes written between calls on a GPU: weights that a step would read from memory come from memory
+COPIED = {"cpu": 256 << 20, "cuda": 2 << 30}  # bytes; beyond every cache
+
+
+@dataclass(frozen=True)
+class Time:
+    """Milliseconds of a call."""
+
+    median: float
+    lower: float  # quartiles
+    upper: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.lower:.3f}..{self.upper:.3f})"
+
+    def to_json(self) -> list[float]:
+        return [round(value, 5) for value in (self.median, self.lower, self.upper)]
+
+
+def measure(call: Callable[[], Any], device: Any, repeats: int) -> Time:
+    """Times `call`, which works on torch device `device`; on a GPU by events, its caches overwritten in between."""
+    values = _on_gpu(call, repeats) if device.type == "cuda" else _on_cpu(call, repeats)
+    if repeats == 1:
+        return Time(values[0], values[0], values[0])
+    lower, _, upper = quantiles(values, n=4, method="inclusive")
+    return Time(median(values), lower, upper)
+
+
+def _on_cpu(call: Callable[[], Any], repeats: int) -> list[float]:
+    values = []
+    for _ in range(WARM_UP + repeats):
+        started = time.perf_counter()
+        call()
+        values.append(1000 * (time.perf_counter() - started))
+    return values[WARM_UP:]
+
+
+def _on_gpu(call: Callable[[], Any], repeats: int) -> list[float]:
+    import torch
+
+    evict = torch.empty(EVICT, dtype=torch.uint8, device="cuda")
+    events = []
+    for _ in range(WARM_UP + repeats):
+        evict.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events[WARM_UP:]]
+
+
+def bytes_per_second(device: Any) -> float:
+    """Bandwidth of the device's memory as a large copy has it, reads and writes counted."""
+    import torch
+
+    size = COPIED[device.type]
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (measure(lambda: target.copy_(source), device, 7).median / 1000)

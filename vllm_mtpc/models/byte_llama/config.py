@@ -1,0 +1,56 @@
+"""The config of a byte-level Llama, without its table of subwords, which the model reads for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig
+
+from vllm_mtpc.errors import ServeConfigError
+
+TABLE = "expand_input_ids_dict"
+
+
+class ByteLlamaConfig(LlamaConfig):
+    """LlamaConfig with the fields of the input expansion.
+
+    The table (5 MB of JSON in config.json) is dropped: vLLM copies, pickles, hashes and logs configs. Stop ids of the
+    subword model that it was made from, beyond this vocabulary, are dropped too.
+    """
+
+    model_type = "tpu_llama"
+
+    def __init__(
+        self,
+        expand_input_ids: bool = False,
+        expand_input_ids_maxlen: int | None = None,
+        expand_input_ids_vocab_size: int | None = None,
+        add_qk_norm: bool = False,
+        **llama: Any,
+    ) -> None:
+        self.expand_input_ids = expand_input_ids
+        self.expand_input_ids_maxlen = expand_input_ids_maxlen
+        self.expand_input_ids_vocab_size = expand_input_ids_vocab_size
+        self.add_qk_norm = add_qk_norm
+        llama.pop(TABLE, None)
+        super().__init__(**llama)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self, name, known_ids(getattr(self, name, None), self.vocab_size))
+
+
+def known_ids(ids: int | list[int] | None, vocab_size: int) -> int | list[int] | None:
+    """Token ids of a config, those beyond the vocabulary left out; None where none is left."""
+    if isinstance(ids, list):
+        return [index for index in ids if index < vocab_size] or None
+    return ids if ids is not None and ids < vocab_size else None
+
+
+def check_config(config: ByteLlamaConfig) -> None:
+    """Raise ServeConfigError for what is not a byte-level Llama with an expanded input."""
+    if not (config.expand_input_ids and config.expand_input_ids_maxlen and config.expand_input_ids_vocab_size):
+        raise ServeConfigError(
+            "a tpu_llama without expand_input_ids, expand_input_ids_maxlen and expand_input_ids_vocab_size is a plain "
+            'Llama; write "architectures": ["LlamaForCausalLM"], "model_type": "llama" into its config.json'
+        )
+    if config.add_qk_norm:
+        raise ServeConfigError("a tpu_llama with add_qk_norm=true is not served; allowed: false")

@@ -1,0 +1,77 @@
+"""The longest known suffix of a text, for many texts at once: pure torch, static shapes, no loops over tokens.
+
+A table maps sequences of token ids, most recent first, to ids of subwords. Every key has a polynomial hash; the keys'
+hashes are sorted. The hashes of all L suffixes of a row are one cumulative sum, their places one binary search, and
+what is found is compared with the key itself, so that a hash may collide with anything but another key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from vllm_mtpc.errors import CheckpointError
+
+_BASE = 0x5851F42D4C957F2D  # an odd multiplier; powers wrap modulo 2**64
+ABSENT = -1  # before the first token of a text
+
+
+class SuffixTable(nn.Module):
+    """Ids of subwords for the last L tokens of texts; buffers move with the module, and are in no checkpoint."""
+
+    def __init__(self, subwords: Mapping[tuple[int, ...], int], short: Collection[int], max_length: int) -> None:
+        """`subwords`: keys (most recent first) to values; after a token of `short` only the key of that token counts.
+
+        Raises CheckpointError where a key is longer than max_length, or two keys have one hash.
+        """
+        super().__init__()
+        if any(not 0 < len(key) <= max_length for key in subwords):
+            raise CheckpointError(
+                f"keys of expand_input_ids_dict have more than {max_length} tokens; restore config.json"
+            )
+        powers = torch.tensor([_wrapped(pow(_BASE, j, 1 << 64)) for j in range(max_length)])
+        keys = torch.tensor([[*key, *[ABSENT] * (max_length - len(key))] for key in subwords])
+        hashes, order = ((keys + 1) * powers).sum(1).sort()
+        if (hashes[1:] == hashes[:-1]).any():
+            raise CheckpointError("two keys of expand_input_ids_dict have one hash: not a table this version can read")
+        self.register_buffer("powers", powers, persistent=False)  # [L]
+        self.register_buffer("hashes", hashes, persistent=False)  # [keys]
+        self.register_buffer("keys", keys[order].to(torch.int16), persistent=False)  # [keys, L]
+        values = torch.tensor(list(subwords.values()), dtype=torch.int64)
+        self.register_buffer("values", values[order], persistent=False)
+        self.register_buffer("short", torch.tensor(sorted(short), dtype=torch.int64), persistent=False)
+
+    def forward(self, context: Tensor) -> Tensor:
+        """Subwords [T] of context[T, L] int64: the last L ids, most recent first, ABSENT before the text. 0: none."""
+        length = context.shape[1]
+        hashes = ((context + 1) * self.powers).cumsum(1)  # [T, L], of the suffixes of 1 .. L tokens
+        place = torch.searchsorted(self.hashes, hashes).clamp(max=len(self.hashes) - 1)
+        is_beyond = torch.ones(length, length, dtype=torch.bool, device=context.device).triu(1)
+        suffixes = context.to(torch.int16)[:, None].masked_fill(is_beyond, ABSENT)  # [T, suffix, L]
+        is_key = (self.keys[place] == suffixes).all(-1)
+        is_key[:, 1:] &= ~torch.isin(context[:, :1], self.short)
+        longest = (is_key * torch.arange(1, length + 1, device=context.device)).argmax(1, keepdim=True)
+        return torch.where(is_key.any(1), self.values[place.gather(1, longest)][:, 0], 0)
+
+
+def read_table(entry: object) -> tuple[dict[tuple[int, ...], int], set[int]]:
+    """`expand_input_ids_dict` of a config.json: (subwords by suffix, tokens after which only they themselves count).
+
+    The file counts ids from 1 in keys and values. Its list of special ids does not, but is compared with ids that do:
+    an off-by-one the model was trained with, kept here.
+    """
+    try:
+        named, special = entry
+        subwords = {tuple(int(part) - 1 for part in key.split(",")): value - 1 for key, value in named.items() if key}
+        return subwords, {int(index) - 1 for index in special}
+    except (AttributeError, TypeError, ValueError):
+        raise CheckpointError(
+            'expand_input_ids_dict of config.json is not [{"1,2,3": 4, ...}, [5, ...]]; restore config.json'
+        ) from None
+
+
+def _wrapped(value: int) -> int:
+    """An unsigned 64-bit number as torch's signed one."""
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,59 @@
+"""What vLLM's configuration needs for EvaByte: checks, the tokenizer, no compilation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+
+from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.models.evabyte.config import check_config
+from vllm_mtpc.models.evabyte.paged import BLOCK
+from vllm_mtpc.models.limits import check_limits
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+TOKENIZER_MODE = "evabyte"
+
+
+class EvaByteHook(VerifyAndUpdateConfig):
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Refuse variants that are not implemented; take this package's tokenizer unless another is asked for."""
+        check_config(model_config.hf_config)
+        if model_config.tokenizer_mode == "auto" and model_config.tokenizer == model_config.model:
+            model_config.tokenizer_mode = TOKENIZER_MODE
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Refuse what EVA's caches cannot do; run eagerly."""
+        check_limits(vllm_config, "EvaByte")
+        _check_caches(vllm_config)
+        vllm_config.compilation_config.mode = CompilationMode.NONE
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
+def _check_caches(vllm_config: VllmConfig) -> None:
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    unit = BLOCK if current_platform.is_cuda() else vllm_config.model_config.hf_config.chunk_size
+    if cache.user_specified_block_size and cache.block_size % unit:
+        raise ServeConfigError(
+            f"--block-size {cache.block_size} with EvaByte: a block holds whole chunks, and whole pages of summaries "
+            f"on a GPU; allowed: multiples of {unit}; leave it out"
+        )
+    if cache.cache_dtype not in ("auto", "float16", "bfloat16"):
+        raise ServeConfigError(
+            f"--kv-cache-dtype {cache.cache_dtype} with EvaByte: summaries are computed from the cache; allowed: "
+            "auto; leave it out"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ServeConfigError("context parallelism with EvaByte is not served; allowed: tensor parallelism")
+    heads = vllm_config.model_config.hf_config.num_attention_heads
+    if heads % parallel.tensor_parallel_size:
+        raise ServeConfigError(
+            f"--tensor-parallel-size {parallel.tensor_parallel_size} with EvaByte's {heads} heads; allowed: divisors "
+            f"of {heads}"
+        )

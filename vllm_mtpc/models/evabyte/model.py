@@ -1,0 +1,95 @@
+"""EvaByte for vLLM: Llama's layers with EVA attention and norms that scale by 1 + weight.
+
+Weights have the names of the published checkpoints. Of its eight lm_heads, rows [V h, V (h + 1)) of lm_head.weight,
+the target is the first one (the next byte); the others can be made a draft head (docs/models.md).
+
+Runs eagerly: EVA's steps are not in vLLM's compiled graphs yet (`EvaByteHook`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.utils import set_weight_attrs
+
+from vllm_mtpc.models.evabyte.attention import EvaAttention
+
+
+class EvaByteAttention(LlamaAttention):
+    """q, k, v, o projections and rotary embedding around EvaAttention. Differs from the parent's by what is inside."""
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int,
+        num_heads: int,
+        max_position_embeddings: int,
+        quant_config: Any,
+        prefix: str,
+        **others: Any,  # of the parent's attention layer, which this one does not build
+    ) -> None:
+        nn.Module.__init__(self)
+        self.total_num_heads = num_heads
+        self.num_heads = num_heads // get_tensor_model_parallel_world_size()
+        self.head_dim = hidden_size // num_heads
+        self.q_size = self.kv_size = self.num_heads * self.head_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size, self.head_dim, num_heads, bias=False, quant_config=quant_config, prefix=f"{prefix}.qkv_proj"
+        )
+        self.o_proj = RowParallelLinear(
+            hidden_size, hidden_size, bias=False, quant_config=quant_config, prefix=f"{prefix}.o_proj"
+        )
+        self._init_rotary_emb(config, quant_config)
+        self.adaptive_phi, self.adaptive_mu_k = self._per_head(), self._per_head()
+        sizes = config.window_size, config.chunk_size
+        self.attn = EvaAttention(self.num_heads, self.head_dim, *sizes, prefix=f"{prefix}.attn")
+
+    def _per_head(self) -> nn.Parameter:
+        """[1, H, 1, 1, D] as in the checkpoint, of this rank's heads."""
+        parameter = nn.Parameter(torch.zeros(1, self.num_heads, 1, 1, self.head_dim), requires_grad=False)
+        set_weight_attrs(parameter, {"weight_loader": _load_heads})
+        return parameter
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        query, key = self.rotary_emb(positions, query, key)
+        mu, phi = (p.view(self.num_heads, self.head_dim) for p in (self.adaptive_mu_k, self.adaptive_phi))
+        return self.o_proj(self.attn(query, key, value, mu, phi))[0]
+
+
+class EvaByteDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
+        super().__init__(vllm_config, prefix, config, attn_layer_type=EvaByteAttention)
+        config = config or vllm_config.model_config.hf_config
+        self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class EvaByteForCausalLM(LlamaForCausalLM):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=EvaByteDecoderLayer)
+        self.model.norm = GemmaRMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Of lm_head only the first head's rows; everything else as it is."""
+        rows = self.config.vocab_size
+        return super().load_weights(
+            (name, weight[:rows] if name.endswith("lm_head.weight") else weight) for name, weight in weights
+        )
+
+
+def _load_heads(parameter: nn.Parameter, loaded: Tensor) -> None:
+    """This tensor-parallel rank's heads of a tensor [1, H, 1, 1, D]."""
+    num_heads = parameter.shape[1]
+    first = get_tensor_model_parallel_rank() * num_heads
+    parameter.data.copy_(loaded[:, first : first + num_heads])

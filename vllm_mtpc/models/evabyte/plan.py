@@ -1,0 +1,134 @@
+"""What the rows of one step do in every EVA layer, worked out once: pure torch, no host synchronisation.
+
+Positions of a request are cut twice. Chunks of C positions have one summary each; windows of W positions bound what
+is seen exactly. A row at position t sees the tokens of its own window up to t, and the summaries of all chunks of
+earlier windows; chunks of its own window never. So a request's rows are cut into *segments*, one per window they
+touch, and all rows of a segment see the same summaries.
+
+Rejected drafts need no care: the next step starts at the first rejected position, writes its slots again, and
+computes the summary of every chunk it completes again. Until then a stale summary is out of sight, because the window
+of its chunk is not over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """Rows [row, row + num_rows) of request `request`: they see `tokens` positions of window `window` at most."""
+
+    request: int
+    row: int
+    num_rows: int
+    window: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class EvaPlan:
+    """R requests, T rows (padding included), n chunk candidates, S segments for each request; int64 unless said.
+
+    What is to be skipped (padded rows, candidates beyond the last) has block 0, which vLLM gives to no request.
+    """
+
+    window_size: int
+    chunk_size: int
+    block_size: int
+    token_block: Tensor  # [T], block of each row's slot
+    token_offset: Tensor  # [T], its place in the block
+    chunk_block: Tensor  # [n], block of each chunk that this step completes
+    chunk_offset: Tensor  # [n, C], places of its tokens in the block
+    chunk_state: Tensor  # [n], place of its summary in the block
+    block_table: Tensor  # [R, M] int32
+    segment_start: Tensor  # [R * S + 1] int32, first row of each segment
+    segment_window: Tensor  # [R * S]
+    segment_tokens: Tensor  # [R * S] int32, tokens of its own window that its last row sees; 0 where it has no rows
+    segments_per_request: int
+    max_rows: int  # bound on the rows of a segment
+    max_seq_len: int  # bound on the positions of a request
+
+    @property
+    def segment_chunks(self) -> Tensor:
+        """Summaries that each segment sees, [R * S] int32."""
+        chunks = self.segment_window * (self.window_size // self.chunk_size)
+        return torch.where(self.segment_tokens > 0, chunks, 0).to(torch.int32)
+
+    def segments(self) -> list[Segment]:
+        """The segments that have rows, on the host."""
+        starts = self.segment_start.tolist()
+        rows = zip(pairwise(starts), self.segment_window.tolist(), self.segment_tokens.tolist(), strict=True)
+        return [
+            Segment(index // self.segments_per_request, start, end - start, window, tokens)
+            for index, ((start, end), window, tokens) in enumerate(rows)
+            if end > start
+        ]
+
+
+def make_plan(
+    query_start_loc: Tensor,  # [R + 1] int32
+    seq_lens: Tensor,  # [R] int32, positions of each request after this step
+    block_table: Tensor,  # [R, M] int32
+    slot_mapping: Tensor,  # [T] int64, -1: no slot
+    max_query_len: int,  # bound on the rows of a request
+    max_seq_len: int,
+    *,
+    window_size: int,
+    chunk_size: int,
+    block_size: int,
+) -> EvaPlan:
+    """The plan of a step; shapes depend on R, T and max_query_len only."""
+    slots = slot_mapping.clamp(min=0)
+    rows = query_start_loc[1:] - query_start_loc[:-1]
+    ends = seq_lens.long()
+    starts = ends - rows
+    chunk, request = _completed_chunks(starts // chunk_size, ends // chunk_size, len(slots) // chunk_size)
+    in_chunk = torch.arange(chunk_size, device=slots.device)
+    first = (chunk * chunk_size).clamp(min=0)
+    chunk_block = block_table[request, first // block_size].long()
+    offset = first % block_size
+
+    per_request = (max(max_query_len, 1) + window_size - 2) // window_size + 1  # windows that so many rows can touch
+    window = (starts // window_size)[:, None] + torch.arange(per_request, device=slots.device)  # [R, S]
+    low = torch.maximum(window * window_size, starts[:, None])
+    high = torch.minimum((window + 1) * window_size, ends[:, None])
+    segment_rows = (high - low).clamp(min=0).flatten()
+    tokens = torch.where(high > low, high - window * window_size, 0)
+    segment_start = torch.zeros(segment_rows.numel() + 1, dtype=torch.int32, device=slots.device)
+    torch.cumsum(segment_rows, 0, dtype=torch.int32, out=segment_start[1:])
+    return EvaPlan(
+        window_size=window_size,
+        chunk_size=chunk_size,
+        block_size=block_size,
+        token_block=slots // block_size,
+        token_offset=slots % block_size,
+        chunk_block=torch.where(chunk >= 0, chunk_block, 0),
+        chunk_offset=offset[:, None] + in_chunk,
+        chunk_state=offset // chunk_size,
+        block_table=block_table,
+        segment_start=segment_start,
+        segment_window=window.flatten(),
+        segment_tokens=tokens.flatten().to(torch.int32),
+        segments_per_request=per_request,
+        max_rows=min(max_query_len, window_size),
+        max_seq_len=max_seq_len,
+    )
+
+
+def _completed_chunks(first: Tensor, last: Tensor, whole_chunks: int) -> tuple[Tensor, Tensor]:
+    """Chunks first[r] to last[r] - 1 of all requests, listed: (chunk [n], -1 beyond the last one; request [n]).
+
+    n = whole_chunks + R bounds their number: q rows complete at most q / C chunks and one they did not begin.
+    """
+    until = (last - first).cumsum(0)
+    candidate = torch.arange(whole_chunks + len(first), device=first.device)
+    request = torch.searchsorted(until, candidate, right=True)
+    is_real = request < len(first)
+    request = request.clamp(max=len(first) - 1)
+    chunk = last[request] - until[request] + candidate
+    return torch.where(is_real, chunk, -1), request

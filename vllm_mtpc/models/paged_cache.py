@@ -1,0 +1,71 @@
+"""Caches of our own in vLLM's paged KV cache: a layer that is allocated and addressed as an attention layer is.
+
+vLLM gives all layers of one block size a common block table and slot mapping; prefix caching, preemption and the
+rollback of rejected drafts then hold for what such a layer stores as they do for keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+
+class PlanBuilder(AttentionMetadataBuilder[Any]):
+    """A metadata builder without state; what it builds is not kept in place, so no full CUDA graphs."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class PlanBackend(AttentionBackend):
+    """Names a builder; the layer is its own implementation."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        raise NotImplementedError("layers of this backend compute for themselves")
+
+
+class PagedCache(nn.Module, AttentionLayerBase):
+    """A cache [blocks, H, N, K's + V's numbers] that vLLM finds by its prefix, allocates and binds to `kv_cache`.
+
+    N is the block size divided by `tokens_per_state`.
+    """
+
+    backend: type[AttentionBackend]
+
+    def __init__(
+        self, prefix: str, num_heads: int, head_size: int, dtype: torch.dtype | None = None, tokens_per_state: int = 1
+    ) -> None:
+        super().__init__()
+        self.layer_name = prefix
+        self.num_heads, self.head_size, self.tokens_per_state = num_heads, head_size, tokens_per_state
+        self.dtype = dtype or torch.get_default_dtype()
+        self.kv_cache = torch.tensor([])
+        layers = get_current_vllm_config().compilation_config.static_forward_context
+        if prefix in layers:
+            raise ValueError(f"two attention layers are named {prefix}")
+        layers[prefix] = self
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.num_heads,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            tokens_per_state=self.tokens_per_state,
+        )

@@ -1,0 +1,77 @@
+"""Tells vLLM about the models of this package: architecture, config class, tokenizer mode, configuration hook.
+
+Every registry is filled when vLLM imports it, so that this costs nothing in processes that never do.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+from vllm_mtpc.models.byte_llama.stop_ids import GenerationConfigStopIds
+from vllm_mtpc.proposers.seam.patch import _when_imported, apply
+
+ARCHITECTURES = {
+    "EvaByteForCausalLM": "vllm_mtpc.models.evabyte.model:EvaByteForCausalLM",
+    "TPULlamaForCausalLM": "vllm_mtpc.models.byte_llama.model:ByteLlamaForCausalLM",
+}
+
+
+def register() -> None:
+    """Idempotent: a second call overwrites with the same."""
+    apply(GenerationConfigStopIds)
+    for module, fill in (
+        ("vllm.model_executor.models.registry", _models),
+        ("vllm.transformers_utils.config", _configs),
+        ("vllm.model_executor.models.config", _hooks),
+        ("vllm.tokenizers.registry", _tokenizers),
+        ("vllm.renderers.registry", _renderers),
+    ):
+        _when_imported(module, functools.partial(_without_raising, fill))
+
+
+def _without_raising(fill: Callable[[], None]) -> None:
+    """An exception here would be one of importing vLLM, also for who serves no model of ours."""
+    try:
+        fill()
+    except Exception:
+        logging.getLogger("vllm.mtpc").exception("the models of vllm_mtpc could not be registered with this vLLM")
+
+
+def _models() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, name in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, name)
+
+
+def _configs() -> None:
+    from vllm.transformers_utils import config as module
+
+    from vllm_mtpc.models.byte_llama.config import ByteLlamaConfig
+    from vllm_mtpc.models.evabyte.config import EvaByteConfig
+
+    for config in (ByteLlamaConfig, EvaByteConfig):
+        module._CONFIG_REGISTRY[config.model_type] = config
+
+
+def _hooks() -> None:
+    from vllm.model_executor.models import config as module
+
+    from vllm_mtpc.models.byte_llama.hook import ByteLlamaHook
+    from vllm_mtpc.models.evabyte.hook import EvaByteHook
+
+    module.MODELS_CONFIG_MAP.update(EvaByteForCausalLM=EvaByteHook, TPULlamaForCausalLM=ByteLlamaHook)
+
+
+def _tokenizers() -> None:
+    from vllm.tokenizers.registry import TokenizerRegistry
+
+    TokenizerRegistry.tokenizers["evabyte"] = ("vllm_mtpc.models.evabyte.tokenizer", "EvaByteTokenizer")
+
+
+def _renderers() -> None:
+    from vllm.renderers.registry import RENDERER_REGISTRY
+
+    RENDERER_REGISTRY.renderers["evabyte"] = ("vllm.renderers.hf", "HfRenderer")
