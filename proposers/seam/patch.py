@@ -52,7 +52,7 @@ def apply(patch: type[Patch]) -> None:
     if holder is not None:
         raise PatchError(f"{patch.key()} is already replaced by {holder.__name__}; {patch.__name__} would undo it")
     applied[patch.key()] = patch
-    _when_imported(patch.module, functools.partial(_patch_module, patch))
+    when_imported(patch.module, functools.partial(_patch_module, patch))
 
 
 def _patch_module(patch: type[Patch]) -> None:
@@ -114,7 +114,7 @@ class _AfterImport(MetaPathFinder):
 _after_import = _AfterImport()
 
 
-def _when_imported(module: str, callback: Callable[[], None]) -> None:
+def when_imported(module: str, callback: Callable[[], None]) -> None:
     if _is_executed(module):
         callback()
         return

@@ -56,8 +56,8 @@ class MtpcSpeculator(DraftModelSpeculator):
         return torch.float32, 0.0
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        folder = self.speculative_config.model_folder
-        head = load_served_head(folder, self.dtype, self.device, target_model, self.dtype)
+        spec = self.speculative_config
+        head = load_served_head(spec.model_folder, self.dtype, self.device, target_model, self.dtype, spec.head_dtype)
         self.drafter = self._drafter(head)
         if self.is_stepped:
             base = resolve_model_state_cls(self.vllm_config, target_model)

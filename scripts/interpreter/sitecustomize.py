@@ -63,19 +63,19 @@ def _patch_the_language_once() -> None:
 
 def _no_topk_topp_kernel() -> None:
     """vLLM's top-k/top-p kernel does not run in the interpreter; its own PyTorch version does the same."""
-    from vllm_mtpc.proposers.seam.patch import _when_imported
+    from vllm_mtpc.proposers.seam.patch import when_imported
 
     def switch_off() -> None:
         import vllm.v1.sample.ops.topk_topp_sampler as module
 
         module.HAS_TRITON = False
 
-    _when_imported("vllm.v1.sample.ops.topk_topp_sampler", switch_off)
+    when_imported("vllm.v1.sample.ops.topk_topp_sampler", switch_off)
 
 
 def _async_scheduling_on_cpu() -> None:
     """vLLM's CPU platform switches asynchronous scheduling off; the GPU default is on, and to be tested."""
-    from vllm_mtpc.proposers.seam.patch import _when_imported
+    from vllm_mtpc.proposers.seam.patch import when_imported
 
     def keep() -> None:
         from vllm.platforms.cpu import CpuPlatform
@@ -89,7 +89,7 @@ def _async_scheduling_on_cpu() -> None:
 
         CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
-    _when_imported("vllm.platforms.cpu", keep)
+    when_imported("vllm.platforms.cpu", keep)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

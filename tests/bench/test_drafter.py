@@ -32,7 +32,7 @@ assert not torch.equal(drawn, greedy) and 0 <= int(drawn.min()) and int(drawn.ma
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: no kernel to be timed")
-@pytest.mark.parametrize("noise", ["vllm", "own"])
+@pytest.mark.parametrize("noise", [pytest.param("vllm", marks=pytest.mark.slow), "own"])
 def test_what_is_timed_drafts(noise: str, root: Path) -> None:
     env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(root / "scripts" / "interpreter"))
     done = subprocess.run([sys.executable, "-c", SCRIPT, noise], env=env, cwd=root, capture_output=True, text=True)

@@ -107,3 +107,7 @@ def test_a_cpu_times_the_definition_alone() -> None:
     assert one["floor_ms"] == 0.001 and one["of_bandwidth"] is None
     header, lines = table([one])
     assert lines[0][header.index("kernel ms")] == "not run"
+
+
+def test_every_kernel_is_in_the_list(root: Path) -> None:
+    assert {file.parent.name for file in (root / "kernels").glob("*/kernel.py")} == set(OPERATIONS)

@@ -71,7 +71,8 @@ def large(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_divided_unembeddings(large, runner: str) -> None:
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
     use_async = runner == "v2"

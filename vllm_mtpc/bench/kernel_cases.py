@@ -79,6 +79,23 @@ def pick(device: torch.device) -> Iterator[Case]:
         )
 
 
+def couple(device: torch.device) -> Iterator[Case]:
+    import torch
+
+    from vllm_mtpc.kernels.couple import naive
+
+    for requests in (1, 64):
+        width = 8
+        tokens, drafts = torch.randint(2, (2, requests * width), device=device)  # half of the drafts are right
+        begins = torch.arange(requests + 1, dtype=torch.int32, device=device) * width
+        yield Case(
+            f"R={requests} K={width - 1}",
+            lambda given=(tokens, drafts, begins, width): naive.accept(*given),
+            2 * size_of(tokens) + size_of(drafts, begins) + 4 * requests,
+            _on_gpu(device, "couple", "accept", tokens, drafts, begins, width),
+        )
+
+
 def filter_(device: torch.device) -> Iterator[Case]:
     import torch
 
@@ -186,6 +203,7 @@ def _on_gpu(device: torch.device, name: str, function: str, *given: Any) -> Call
 OPERATIONS = {
     "uniform": Operation(("test_uniform.py", "test_triton.py"), uniform),
     "pick": Operation(("test_pick.py", "test_triton.py"), pick),
+    "couple": Operation(("test_couple.py",), couple),
     "filter": Operation(("test_filter.py",), filter_),
     "draft": Operation(("test_draft.py",), draft),
     "leaf": Operation(("test_leaf.py",), leaf),

@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are ended on the way out
     import torch
 
     torch.set_num_threads(1)  # this process waits; the cores belong to the engines
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
     try:
-        with _logs(args.logs) as logs:
+        with _ended_by_sigterm(), _logs(args.logs) as logs:
             comparison = measure(args, decodings, settings, texts, logs, on_gpu)
     except EngineFailed as error:
         print(error, file=sys.stderr)
@@ -219,6 +218,16 @@ def _verifier(head: str) -> str:
 
     folder = find_head(resolve_head(head)) or resolve_head(head)
     return resolve_verifier(folder, read_config(folder).speculators_config.verifier.name_or_path)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A SIGTERM raises SystemExit here, so that engines are ended on the way out."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ class LinearHead(Head):
             self.leaf_scale = torch.stack(scales)
             self._hidden_dtype = dtype
         else:
-            self._replace(torch.stack([fp8.dequantise(*leaf, dtype) for leaf in leaves]))
+            self._replace(torch.stack([fp8.dequantise(*position, dtype) for position in leaves]))
 
     @torch.no_grad()
     def pack(self, num_positions: int) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from vllm_mtpc.models.byte_llama.stop_ids import GenerationConfigStopIds
-from vllm_mtpc.proposers.seam.patch import _when_imported, apply
+from vllm_mtpc.proposers.seam.patch import apply, when_imported
 
 ARCHITECTURES = {
     "EvaByteForCausalLM": "vllm_mtpc.models.evabyte.model:EvaByteForCausalLM",
@@ -28,7 +28,7 @@ def register() -> None:
         ("vllm.tokenizers.registry", _tokenizers),
         ("vllm.renderers.registry", _renderers),
     ):
-        _when_imported(module, functools.partial(_without_raising, fill))
+        when_imported(module, functools.partial(_without_raising, fill))
 
 
 def _without_raising(fill: Callable[[], None]) -> None:
