@@ -57,7 +57,8 @@ for circuit in ff cp hmm btree; do
     rm -r "$out/$circuit/state"
 done
 
-# Twice: u is learnt late, and a second run starts from the first with the rate at its peak again.
+# Twice: u is learnt late, and a second run starts from the first with the rate at its peak again. Then o-ptp gets its
+# late network.
 for variant in o-ptp c-ptp; do
     first=1400
     [ "$variant" = c-ptp ] && first=1200
@@ -67,6 +68,10 @@ for variant in o-ptp c-ptp; do
             --variant "$variant" "$@" ${head_steps[@]+"${head_steps[@]}"}
     }
     ptp --out "$data/$variant" --max-steps "$first" --learning-rate 0.005
-    ptp --out "$out/$variant" --init-from "$data/$variant" --precision bf16
+    second="$out/$variant"
+    [ "$variant" = o-ptp ] && second="$data/o-ptp-plain"
+    ptp --out "$second" --init-from "$data/$variant" --precision bf16
+    [ "$variant" = o-ptp ] && ptp --out "$out/o-ptp" --init-from "$data/o-ptp-plain" --verifier ../target \
+        --late-width 256 --late-only --windows-per-step 256 --max-steps 400 --precision bf16
     rm -r "$out/$variant/state"
 done

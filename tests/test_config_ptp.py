@@ -19,7 +19,7 @@ TARGET = {
     "num_hidden_layers": 2,
     "architectures": ["LlamaForCausalLM"],
 }
-OPTIONAL = {"u_features", "u_hidden", "accepted"}
+OPTIONAL = {"u_features", "u_hidden", "late_width", "accepted"}
 
 
 def create(**changes) -> PtpConfig:
@@ -82,10 +82,9 @@ def test_a_config_follows_the_speculators_convention():
 
 
 def test_what_a_head_has_not_is_not_written():
-    assert not OPTIONAL & json.loads(create().to_json()).keys()
-    assert (
-        OPTIONAL & json.loads(create(u_embedding="arithmetic-mlp", accepted=[1, 0, 0, 0]).to_json()).keys() == OPTIONAL
-    )
+    assert OPTIONAL & json.loads(create().to_json()).keys() == {"late_width"}  # 0: none
+    whole = create(u_embedding="arithmetic-mlp", late_width=4, accepted=[1, 0, 0, 0])
+    assert OPTIONAL & json.loads(whole.to_json()).keys() == OPTIONAL
 
 
 def test_drafts_default_to_the_whole_window_after_the_verifiers_token():
@@ -115,6 +114,7 @@ def test_every_key_is_needed(key):
         ("u_embedding", "fourier", ["'fourier'", "ieee, scalar"]),
         ("u_features", 32, ["u_features=32", "'ieee'"]),
         ("u_hidden", 0, ["u_hidden", "0", "1"]),
+        ("late_width", -1, ["late_width", "-1", "0"]),
         ("u_embedding", "threshold-mlp", ["'threshold-mlp'", "needs u_features"]),
         ("lora_rank", 0, ["lora_rank", "0", "1"]),
         ("lora_alpha", 0, ["lora_alpha", "0", "greater than 0"]),

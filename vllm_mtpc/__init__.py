@@ -16,7 +16,7 @@ METHODS = ("mtpc", "ptp")  # names in vLLM's speculative_config
 def has_heads(path: str | Path) -> bool:
     """Whether `path` is a head checkpoint or a target folder that ships one in `mtpc/`.
 
-    Reads at most two small JSON files and no weights. A folder that does not exist, or whose
+    Reads small JSON files and no weights. A folder that does not exist, or whose
     `config.json` is not readable JSON, has no heads.
     """
     from vllm_mtpc.checkpoint.locate import find_head

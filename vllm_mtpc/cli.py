@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": Command("continue a prompt: plain, unverified, or as it is served", "vllm_mtpc.eval.generate"),
     "bench": Command("measure: plain vLLM, peers and heads; drafts; kernels", "vllm_mtpc.bench.command"),
     "advise": Command("choose head, drafts and schedule from measured costs", "vllm_mtpc.bench.advise"),
+    "top": Command("watch a server: speed, latency, what becomes of its drafts", "vllm_mtpc.top"),
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.train.plot_command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.checkpoint.inspect"),
     "convert": Command("make a head of a checkpoint of the papers' authors", "vllm_mtpc.checkpoint.convert"),

@@ -82,7 +82,7 @@ class HeadConfig(_Strict):
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
     hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
     lora_layers: Literal[0, 1, 2, 4] = Field(
-        description="Last layers of the target with draft adapters, saved beside the head; this version serves 0."
+        description="Last layers of the target with draft adapters, saved beside the head; served on Model Runner V2."
     )
     x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
     trained_temperature: float = Field(

@@ -54,6 +54,12 @@ class PtpConfig(_Strict):
     u_hidden: int | None = Field(
         default=None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings in -mlp: width of the hidden layer."
     )
+    late_width: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_HIDDEN_SIZE,
+        description="Width of the late network, with which rows pick behind the final norm; 0: none, as in the paper.",
+    )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
@@ -132,6 +138,7 @@ class PtpConfig(_Strict):
         u_embedding: str = "ieee",
         u_features: int | None = None,
         u_hidden: int | None = None,
+        late_width: int = 0,
         lora_rank: int = 16,
         lora_alpha: float = 16.0,
         num_speculative_tokens: int | None = None,
@@ -172,6 +179,7 @@ class PtpConfig(_Strict):
                 "window": window,
                 "u_embedding": u_embedding,
                 **options,
+                "late_width": late_width,
                 "lora_rank": lora_rank,
                 "lora_alpha": lora_alpha,
                 "vocab_size": values["vocab_size"],

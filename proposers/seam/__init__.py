@@ -1,7 +1,7 @@
 """The seam: the few vLLM attributes this package wraps so that vLLM knows two more speculative methods.
 
 `frontend.py` holds what runs where a configuration is made, `engine_core.py` what runs where the KV cache is divided,
-`worker.py` what runs where a model is.
+`worker.py` and `lora.py` what runs where a model is.
 docs/internals.md lists every attribute and why.
 """
 

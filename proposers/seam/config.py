@@ -21,7 +21,7 @@ from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.heads import needs_lm_head
-from vllm_mtpc.proposers.seam import schedule
+from vllm_mtpc.proposers.seam import config_layers, schedule
 
 # What a user may write. Everything else in vLLM's SpeculativeConfig belongs to other methods, and an
 # option that would be ignored is refused instead.
@@ -32,6 +32,7 @@ USER_KEYS = (
     "num_speculative_tokens",
     "num_speculative_tokens_per_batch_size",
     "min_survival",
+    "mask_drafts",
     "enable_adaptive_verification",
     "draft_sample_method",
     "head_dtype",
@@ -58,6 +59,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     head_dtype: HeadDtype = "auto"
     # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: the runner's default
     min_survival: float | None = Field(default=None, ge=0, lt=1)
+    # Model Runner V1: structured requests' drafts are masked with their grammar; None: where the runner can
+    mask_drafts: bool | None = None
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
 
     def __post_init__(self) -> None:
@@ -75,6 +78,10 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             f"head_dtype={self.head_dtype!r}, "
             f"num_speculative_tokens_per_batch_size={self.num_speculative_tokens_per_batch_size})"
         )
+
+    def compute_hash(self) -> str:
+        """Key of compiled targets: with draft layers their graph hands out the states that enter one of its layers."""
+        return f"{SpeculativeConfig.compute_hash(self)}-{getattr(self.head, 'lora_layers', 0)}"
 
     def default_schedule(self) -> schedule.Schedule:
         """Drafts by batch size where the user names none."""
@@ -107,6 +114,8 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
     _check_fit(folder, head, given, target)
     if isinstance(head, HeadConfig):
         check_tensors(folder, head)
+        if head.lora_layers:
+            config_layers.check_target(folder, head, target)
     else:
         config_ptp.check_target(folder, head, target, parallel)
     drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
@@ -164,16 +173,11 @@ def _shipped_on_hub(target: ModelConfig) -> Path | None:
 
 
 def _check_method(folder: Path, head: HeadConfig | PtpConfig, method: str) -> None:
-    """Refuse a head of the other family, and heads that cannot be served."""
+    """Refuse a head of the other family."""
     if head.speculators_model_type != method:
         raise ServeConfigError(
             f"speculative_config: head {folder} is of method {head.speculators_model_type!r}, not {method!r}; "
             f'type {{"method": "{head.speculators_model_type}"}}'
-        )
-    if isinstance(head, HeadConfig) and head.lora_layers:
-        raise ServeConfigError(
-            f"speculative_config: head {folder} has lora_layers={head.lora_layers}: draft layers are not served in "
-            "this version; allowed: 0; use a head trained with lora_layers 0"
         )
 
 

@@ -1,4 +1,4 @@
-"""Patches that run in the engine's core: the KV blocks of PTP's auxiliary rows, the drafts of requests with a seed."""
+"""Patches that run in the engine's core: KV blocks of PTP's auxiliary rows, drafts under a seed or a grammar."""
 
 from __future__ import annotations
 
@@ -81,7 +81,34 @@ def is_seeded(request: Any) -> bool:
     return params is not None and params.seed is not None and params.temperature > 0
 
 
-PATCHES: tuple[type[Patch], ...] = (GetKvCacheConfigs, GenerateSchedulerKvCacheConfig, SchedulerInit)
+class UpdateDraftTokenIds(Patch):
+    module = "vllm.v1.core.sched.scheduler"
+    attribute = "Scheduler.update_draft_token_ids"
+    reason = "verify the first draft that a grammar forbids: vLLM drops it, and the token there has another law"
+    parameters = ("self", "draft_token_ids")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
+            original(self, draft_token_ids)
+            if getattr(self.vllm_config.speculative_config, "method", None) != "mtpc" or not self.use_v2_model_runner:
+                return  # V1's drafts are never cut in a way that matters (v1/grammar.py), PTP's have no law
+            for name, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+                request = self.requests.get(name)
+                if request is None or request.is_finished() or not request.use_structured_output:
+                    continue
+                if not request.is_prefill_chunk and len(request.spec_token_ids) < len(drafts):
+                    request.spec_token_ids = [*request.spec_token_ids, -1]  # the runner knows the token, and rejects it
+
+        return update_draft_token_ids
+
+
+PATCHES: tuple[type[Patch], ...] = (
+    GetKvCacheConfigs,
+    GenerateSchedulerKvCacheConfig,
+    SchedulerInit,
+    UpdateDraftTokenIds,
+)
 
 
 def reserved_blocks(vllm_config: Any, kv_cache_config: Any) -> int:

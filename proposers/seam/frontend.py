@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_mtpc import METHODS
+from vllm_mtpc.proposers.seam import auto
 from vllm_mtpc.proposers.seam.patch import Patch, applied, problems
 
 logger = logging.getLogger("vllm.mtpc")
@@ -24,24 +25,34 @@ class CreateSpeculativeConfig(Patch):
     def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
             method = (self.speculative_config or {}).get("method") or getattr(self, "spec_method", None)
-            if method not in METHODS:
+            if method in METHODS:
+                made = _create(self, original, *args, **kwargs)
+                logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
+                return made
+            target = args[0] if args else kwargs.get("target_model_config")
+            shipped = auto.head_for(self, target)
+            if shipped is None:
                 return original(self, *args, **kwargs)
-            from vllm.engine import arg_utils
-
-            from vllm_mtpc.proposers.seam.config import create
-
-            _report_vllm()
-            theirs = arg_utils.SpeculativeConfig
-            arg_utils.SpeculativeConfig = create  # the merging of flags stays vLLM's
-            try:
-                made = original(self, *args, **kwargs)
-            finally:
-                arg_utils.SpeculativeConfig = theirs
-            check_adaptive(made, self)
-            logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
-            return made
+            return auto.engage(self, shipped, lambda: _create(self, original, *args, **kwargs))
 
         return create_speculative_config
+
+
+def _create(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Our config from what the user gave; the merging of flags stays vLLM's."""
+    from vllm.engine import arg_utils
+
+    from vllm_mtpc.proposers.seam.config import create
+
+    _report_vllm()
+    theirs = arg_utils.SpeculativeConfig
+    arg_utils.SpeculativeConfig = create
+    try:
+        made = original(engine_args, *args, **kwargs)
+    finally:
+        arg_utils.SpeculativeConfig = theirs
+    check_adaptive(made, engine_args)
+    return made
 
 
 class CreateEngineConfig(Patch):
@@ -53,10 +64,24 @@ class CreateEngineConfig(Patch):
     @classmethod
     def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            vllm_config = original(self, *args, **kwargs)
-            if getattr(vllm_config.speculative_config, "method", None) in METHODS:
-                check_runner(vllm_config)
-            return vllm_config
+            auto.begin(self)
+            given = dict(vars(self))  # vLLM fills in what is not given
+            try:
+                vllm_config = original(self, *args, **kwargs)
+                if getattr(vllm_config.speculative_config, "method", None) in METHODS:
+                    check_runner(vllm_config)
+                if head := auto.engaged(self):
+                    auto.announce(head, vllm_config.speculative_config)
+                return vllm_config
+            except Exception as error:
+                head = auto.engaged(self)
+                if head is None:
+                    raise
+                vars(self).update(given)
+                auto.give_up(self)
+                vllm_config = original(self, *args, **kwargs)  # raises where the head was not to blame
+                auto.warn(head, error)
+                return vllm_config
 
         return create_engine_config
 
@@ -115,12 +140,24 @@ class AsyncMethods(Patch):
         return Literal[original, "mtpc", "ptp"]
 
 
+class EnvironmentVariables(Patch):
+    module = "vllm.envs"
+    attribute = "environment_variables"
+    reason = "vLLM warns of, or refuses, every VLLM_... variable that it does not know; ours turns shipped heads off"
+    parameters = None
+
+    @classmethod
+    def replace(cls, original: Any) -> Any:
+        return {**original, auto.VARIABLE: auto.is_on}
+
+
 PATCHES: tuple[type[Patch], ...] = (
     CreateSpeculativeConfig,
     CreateEngineConfig,
     AddCliArgs,
     OverrideWithSpeculators,
     AsyncMethods,
+    EnvironmentVariables,
 )
 
 
@@ -187,6 +224,10 @@ def check_runner(vllm_config: Any) -> None:
             "parallelism"
         )
     head = spec.head
+    if head.lora_layers:
+        from vllm_mtpc.proposers.seam.config_layers import check_engine
+
+        check_engine(vllm_config)
     if vllm_config.lora_config is not None and needs_lm_head(head.head):
         raise ServeConfigError(
             f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes one "
@@ -196,6 +237,11 @@ def check_runner(vllm_config: Any) -> None:
         raise ServeConfigError(
             f"min_survival={spec.min_survival} on Model Runner V2: the host does not see drafts there; allowed: 0; "
             "drop it, or type enable_adaptive_verification: true"
+        )
+    if is_v2 and spec.mask_drafts:
+        raise ServeConfigError(
+            "mask_drafts=true on Model Runner V2: grammars live on the host, which sees drafts when a step is over; "
+            "allowed: false; drop it"
         )
     if not is_v2 and spec.rejection_sample_method == "block":
         raise ServeConfigError(

@@ -17,12 +17,12 @@ Schedule = list[tuple[int, int, int]]  # (smallest batch, largest batch, drafts)
 
 ASSUMED = 0.5  # chance of a further draft to be accepted, for a head that was never measured
 LARGEST = 1024  # batch size up to which a default is worked out; vLLM keeps the last K beyond
-MARGIN = 1.03  # expected gain below which nothing is drafted: estimates of cost are no better than that
+MARGIN = 1.1  # expected gain below which nothing is drafted: costs are known to 6 %, and batches that run out cost 5 %
 
-# Milliseconds on one of two CPU cores (packaged demo target in float32, btree head, T=1, vLLM's V1 runner; fitted to
-# curves.measure over batches of 1 to 64). Only ratios count. `vllm-mtpc advise --measure` measures another machine.
-CPU_STEP = (4.1, 0.09, 0.095)  # a step, + each request, + each row
-CPU_DRAFT = (0.95, 0.016, 0.14, 0.0145)  # drafting and verifying at all, + each request, + each draft, + each of both
+# Milliseconds on one of two CPU cores (packaged demo target in float32, vLLM's V1 runner; fitted to the steps of `bench
+# serve --demo`, 1 to 16 clients). Only ratios count. `vllm-mtpc advise --measure` measures another machine.
+CPU_STEP = (3.45, 0.28, 0.145)  # a step, + each request, + each row
+CPU_DRAFT = (0.7, 0.04, 0.145, 0.029)  # drafting and verifying at all, + each request, + each draft, + each of both
 GPU_ROWS = ((8, None), (16, 5), (32, 3), (64, 2), (128, 1))  # largest batch, most drafts (None: all)
 
 

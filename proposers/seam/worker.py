@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_mtpc.proposers.seam import lora
 from vllm_mtpc.proposers.seam.patch import Patch
 
 
@@ -14,8 +15,17 @@ def _is_ours(speculative_config: Any) -> bool:
     return is_ours(speculative_config)
 
 
+def draft_layers(speculative_config: Any) -> int:
+    """How many LoRA draft layers a config's head reads; 0 for configs that are not ours."""
+    return getattr(speculative_config.head, "lora_layers", 0) if _is_ours(speculative_config) else 0
+
+
 def speculator_class(speculative_config: Any) -> type:
     """The Model Runner V2 speculator of one of our configs."""
+    if draft_layers(speculative_config):
+        from vllm_mtpc.proposers.v2.layered import LayeredSpeculator
+
+        return LayeredSpeculator
     if speculative_config.method == "mtpc":
         from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
@@ -43,6 +53,22 @@ class InitSpeculator(Patch):
             return speculator_class(vllm_config.speculative_config)(vllm_config, device)
 
         return init_speculator
+
+
+class V2RunnerInit(Patch):
+    module = "vllm.v1.worker.gpu.model_runner"
+    attribute = "GPUModelRunner.__init__"
+    reason = "let the target hand out the states that draft layers read; vLLM does so for a list of method names"
+    parameters = ("self", "vllm_config", "device")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, *args, **kwargs)
+            if draft_layers(vllm_config.speculative_config):
+                self.use_aux_hidden_state_outputs = True
+
+        return __init__
 
 
 class V1RunnerInit(Patch):
@@ -129,24 +155,29 @@ class ExpandBatchToTokens(Patch):
         return choose(original)
 
 
-class ApplySamplingConstraints(Patch):
-    module = "vllm.v1.sample.rejection_sampler"
-    attribute = "apply_sampling_constraints"
-    reason = "in a step without drafts V1 verifies no rows at all, and vLLM's top-k of nothing raises on a CPU"
-    parameters = ("logits",)
+class V1Sample(Patch):
+    module = "vllm.v1.worker.gpu_model_runner"
+    attribute = "GPUModelRunner._sample"
+    reason = "sample a step without drafts as if nothing ever drafted: V1 verifies no rows, slowly, or raises (top-k)"
+    parameters = ("self", "logits", "spec_decode_metadata")
 
     @classmethod
     def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
-        def apply_sampling_constraints(logits: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(logits, *args, **kwargs) if logits.shape[0] else logits
+        def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+            is_verifying = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len > 0
+            if is_verifying or not _is_ours(self.speculative_config):
+                return original(self, logits, spec_decode_metadata)
+            return original(self, logits, None)
 
-        return apply_sampling_constraints
+        return _sample
 
 
 PATCHES: tuple[type[Patch], ...] = (
     InitSpeculator,
+    V2RunnerInit,
     V1RunnerInit,
     V1ProposeDraftTokenIds,
     ExpandBatchToTokens,
-    ApplySamplingConstraints,
+    V1Sample,
+    *lora.PATCHES,
 )

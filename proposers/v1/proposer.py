@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.proposers.load import load_served_head
+from vllm_mtpc.proposers.v1.grammar import Grammars, Masks, as_point
 from vllm_mtpc.proposers.v1.survival import MIN_SURVIVAL, Survival
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
@@ -45,6 +46,7 @@ class MtpcProposer:
         max_num_reqs, vocab_size = vllm_config.scheduler_config.max_num_seqs, spec.head.vocab_size
         least = MIN_SURVIVAL if spec.min_survival is None else spec.min_survival
         self.survival = Survival(max_num_reqs, self.num_drafts, least)
+        self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts is not False)
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, vocab_size)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32)
@@ -87,16 +89,20 @@ class MtpcProposer:
         rows = self._last_rows(sampled_token_ids, spec_decode_metadata)
         hidden = sample_hidden_states[rows]  # [B, D]
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
+        masks = self.grammars.masks(runner.requests, runner.input_batch.req_ids, sampled_token_ids)
         if self.is_probabilistic and not sampling_metadata.all_greedy:
-            pick = self._drawing(num_drafts, sampled_token_ids, sampling_metadata)
+            pick = self._drawing(num_drafts, sampled_token_ids, sampling_metadata, masks)
             runner._draft_probs = self.draft_probs[: len(first)]
             runner._draft_prob_req_ids = runner.input_batch.req_ids.copy()
         else:
             pick = self._argmax
             runner._draft_probs = runner._draft_prob_req_ids = None
-        drafts = naive.draft(self.model.circuit.program, *self.model.draft_params(hidden, first, num_drafts), pick)
+        params = self.model.draft_params(hidden, first, num_drafts)
+        drafts = naive.draft(self.model.circuit.program, *params, masks.around(pick))
+        masks.rewind()
         kept = zip(drafts.tolist(), self.survival.lengths(*drafts.shape), sampled_token_ids, strict=True)
         most = [num_drafts if row in seeded else num_scheduled for row in range(len(first))]
+        most = [min(count, masks.lengths.get(row, count)) for row, count in enumerate(most)]
         return [row[: min(length, most[i])] if tokens else [] for i, (row, length, tokens) in enumerate(kept)]
 
     @staticmethod
@@ -113,10 +119,13 @@ class MtpcProposer:
         self.survival.argmax(k, log_q)
         return log_q.argmax(dim=-1)
 
-    def _drawing(self, num_drafts: int, sampled_token_ids: list[list[int]], sampling_metadata: Any) -> naive.Pick:
+    def _drawing(
+        self, num_drafts: int, sampled_token_ids: list[list[int]], sampling_metadata: Any, masks: Masks
+    ) -> naive.Pick:
         """What draws a draft [B] at each request's temperature, and leaves the law it comes from in draft_probs[:B]."""
         batch, temperature = len(sampled_token_ids), sampling_metadata.temperature
         is_greedy = temperature < GREEDY_BELOW
+        is_greedy[masks.unmasked] = True
         scale = torch.where(is_greedy, 1.0, temperature)[:, None]
         some_are_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # looked up once, not per draft
         noise = self.noise[:batch, :num_drafts].exponential_()
@@ -130,6 +139,8 @@ class MtpcProposer:
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[:batch, k])  # [B, V]
             self.survival.drawn(k, probs, is_greedy)
             race = (probs / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
-            return torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race
+            drafts = torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race
+            as_point(probs, masks.unmasked, drafts)
+            return drafts
 
         return draw

@@ -38,6 +38,7 @@ from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.proposers.load import load_served_head
 from vllm_mtpc.proposers.v2.gather import last_rows
+from vllm_mtpc.proposers.v2.grammar import with_residual
 from vllm_mtpc.proposers.v2.stepped import needs_fresh_noise, step_seeds, with_stepped_noise
 
 
@@ -59,10 +60,12 @@ class MtpcSpeculator(DraftModelSpeculator):
         spec = self.speculative_config
         head = load_served_head(spec.model_folder, self.dtype, self.device, target_model, self.dtype, spec.head_dtype)
         self.drafter = self._drafter(head)
+        base = resolve_model_state_cls(self.vllm_config, target_model)
         if self.is_stepped:
-            base = resolve_model_state_cls(self.vllm_config, target_model)
             state = with_stepped_noise(base, self.speculative_config, self.device, self.max_num_reqs)
-            target_model.get_model_state_cls = lambda: state
+        else:
+            state = with_residual(base, self.speculative_config, self.device)
+        target_model.get_model_state_cls = lambda: state
         return head
 
     def _drafter(self, head: Head) -> Drafter | None:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from vllm.config import SpeculativeConfig
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
 
 
 def needs_fresh_noise(spec_config: SpeculativeConfig) -> bool:
@@ -36,7 +36,7 @@ def step_seeds(seeds: Tensor, anchor: Tensor) -> Tensor:
     return seeds ^ (anchor.long() << 32)
 
 
-class SteppedRejectionSampler(RejectionSampler):
+class SteppedRejectionSampler(ResidualRejectionSampler):
     """vLLM's verification with the noise of this step alone."""
 
     def __init__(

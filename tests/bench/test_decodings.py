@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,13 @@ def test_heads_are_named_by_circuit_and_ptp_is_apart_without_a_gpu() -> None:
     assert all(one.is_ours and not one.is_plain for one in found) and plain().is_plain
     assert found[3].speculative == {"method": "mtpc", "model": NAMES[3]} and found[4].speculative["method"] == "ptp"
     assert found[4].environment == INTERPRETED and found[0].environment == {}
+
+
+def test_draft_layers_are_apart_without_a_gpu(tmp_path: Path) -> None:
+    config = json.loads((demo.path("btree") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "lora_layers": 2}))
+    assert [one.group for one in heads([str(tmp_path)], {}, None, on_gpu=False)[0]] == [V2_INTERPRETED]
+    assert [one.group for one in heads([str(tmp_path)], {}, None, on_gpu=True)[0]] == [OWN]
 
 
 def test_on_a_gpu_all_are_on_one_runner() -> None:

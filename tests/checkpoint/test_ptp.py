@@ -26,6 +26,7 @@ from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import MODULES
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding
+from vllm_mtpc.heads.ptp.late import build_late
 from vllm_mtpc.train import plot_command
 
 torch.set_num_threads(1)
@@ -68,7 +69,8 @@ def new(seed: int = 0, **settings) -> tuple[PtpConfig, dict[str, torch.Tensor], 
 
 
 def save(folder: Path, config, lora, embedding, dtype=torch.float16) -> None:
-    save_ptp(folder, config, lora, embedding, {"command": "train me"}, "# a head\n", dtype)
+    late = build_late(8, config.late_width)
+    save_ptp(folder, config, lora, embedding, {"command": "train me"}, "# a head\n", dtype, late)
 
 
 @pytest.fixture
@@ -125,6 +127,40 @@ def test_a_head_is_read_back_as_saved(tmp_path: Path, u_embedding: str, dtype: t
     assert {file.name for file in (tmp_path / "head").iterdir()} == {
         *("config.json", ADAPTER, ADAPTER_WEIGHTS, U_EMBED, "README.md", "provenance.json")
     }
+
+
+def test_a_late_network_is_read_back_as_saved(tmp_path: Path) -> None:
+    config, lora, embedding = new(late_width=3)
+    late = build_late(8, 3)
+    late.outer.weight.data.normal_()
+    save_ptp(tmp_path, config, lora, embedding, {"command": "train me"}, "# a head\n", torch.float16, late)
+    head = load_ptp(tmp_path)
+    hidden, tokens, u = torch.randn(2, 4, 8), torch.randn(2, 4, 8), torch.rand(9)
+    assert torch.equal(head.late(hidden, tokens), late.half().float()(hidden, tokens))
+    assert not any(value.requires_grad for value in head.late.parameters())
+    assert torch.equal(head.embedding(u), embedding.half().float()(u))
+    assert inspect_head(tmp_path)["late_width"] == 3
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda tensors: tensors.pop("late.token.weight"), ["missing: late.token.weight"]),
+        (lambda tensors: tensors.update({"late.state.bias": torch.zeros(4)}), ["(4,)", "(3,)", "late_width"]),
+        (lambda tensors: tensors["late.outer.weight"][1].fill_(float("nan")), ["NaN", "'late.outer.weight'"]),
+    ],
+)
+def test_wrong_tensors_of_the_late_network_are_named(tmp_path: Path, change, words: list[str]) -> None:
+    save(tmp_path / "head", *new(late_width=3))
+    rewrite(tmp_path / "head", U_EMBED, change)
+    text = refusal(tmp_path / "head")
+    assert U_EMBED in text and all(word in text for word in words), text
+
+
+def test_a_config_without_the_late_network_of_its_files_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "head", *new(late_width=3))
+    edit(tmp_path / "head", "config.json", late_width=0)
+    assert "unknown" in (text := refusal(tmp_path / "head")) and "late." in text
 
 
 def test_a_head_is_loaded_in_the_asked_dtype(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""How the tests of the draft kernel change and note, inside an engine's process, what drafts on Model Runner V2."""
+"""How tests change and note, inside an engine's process, what drafts."""
 
 from __future__ import annotations
 
@@ -43,4 +43,36 @@ def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
     return plant
 
 
+def note_drafts() -> Callable[[], None]:
+    """Notes, on Model Runner V1, the drafts of every step and the shapes of states that its lm_head was lent for."""
+    from vllm_mtpc.proposers import load
+    from vllm_mtpc.proposers.v1.proposer import MtpcProposer as Owner
+
+    propose, lend = Owner.propose_drafts, load._lm_head
+    shapes: list[tuple[int, ...]] = []
+
+    def _lm_head(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        logits = lend(*args, **kwargs)
+
+        def noting(states: Any) -> Any:
+            shapes.append(tuple(states.shape))
+            return logits(states)
+
+        return noting
+
+    def propose_drafts(self: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
+        shapes.clear()
+        drafts = propose(self, *args, **kwargs)
+        engine.RECORDED.append((drafts, list(shapes)))
+        return drafts
+
+    Owner.propose_drafts, load._lm_head = propose_drafts, _lm_head
+
+    def undo() -> None:
+        Owner.propose_drafts, load._lm_head = propose, lend
+
+    return undo
+
+
 PLANTS = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}
+PLANTS["note drafts"] = note_drafts

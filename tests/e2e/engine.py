@@ -30,10 +30,15 @@ SMALL = {
 
 @dataclass
 class Call:
-    """One `LLM.generate`: prompts as token ids, one dict of SamplingParams arguments for each."""
+    """One `LLM.generate`: prompts as token ids, one dict of SamplingParams arguments for each.
+
+    lora: folder of the adapter to ask. is_refused: the call must raise; the reply is its message.
+    """
 
     prompts: list[list[int]]
     sampling: list[dict[str, Any]]
+    lora: str | None = None
+    is_refused: bool = False
 
 
 @dataclass
@@ -56,6 +61,8 @@ class Reply:
     logprobs: list[list[Any]]
     metrics: dict[str, float]
     recorded: list[Any] = field(default_factory=list)  # what a plant noted while the engine ran
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    error: str = ""
 
 
 def run(
@@ -144,7 +151,10 @@ def _answer(engine: Engine) -> list[Reply]:
     texts = []
     for call in engine.calls:
         prompts = [{"prompt_token_ids": prompt} for prompt in call.prompts]
-        outputs = llm.generate(prompts, [_sampling_params(sampling) for sampling in call.sampling], use_tqdm=False)
+        if call.is_refused:
+            replies.append(_refused(llm, prompts, call))
+            continue
+        outputs = _generate(llm, prompts, call)
         metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
         per_position = next((m.values for m in llm.get_metrics() if m.name.endswith("tokens_per_pos")), None)
         replies.append(
@@ -155,6 +165,7 @@ def _answer(engine: Engine) -> list[Reply]:
                 logprobs=[[sample.logprobs for sample in output.outputs] for output in outputs],
                 metrics={**metrics, "per_position": per_position},
                 recorded=list(RECORDED),
+                prompt_logprobs=[output.prompt_logprobs for output in outputs],
             )
         )
         RECORDED.clear()
@@ -166,13 +177,29 @@ def _answer(engine: Engine) -> list[Reply]:
     return replies
 
 
+def _generate(llm: Any, prompts: list[Any], call: Call) -> list[Any]:
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("adapter", 1, call.lora) if call.lora else None
+    sampling = [_sampling_params(arguments) for arguments in call.sampling]
+    return llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+
+
+def _refused(llm: Any, prompts: list[Any], call: Call) -> Reply:
+    try:
+        _generate(llm, prompts, call)
+    except Exception as error:
+        return Reply([], [], [], [], {}, error=str(error))
+    raise AssertionError(f"{call.sampling} was not refused")
+
+
 def _plant(name: str) -> Any:
     """Make a change; returns what undoes it, for the changes that can be undone."""
     if name in PLANTS:
         return PLANTS[name]()
-    from tests.e2e import draft_plants, ptp_plants
+    from tests.e2e import draft_plants, grammar_plants, layer_plants, ptp_plants
 
-    return (draft_plants.PLANTS | ptp_plants.PLANTS)[name]()
+    return (draft_plants.PLANTS | grammar_plants.PLANTS | layer_plants.PLANTS | ptp_plants.PLANTS)[name]()
 
 
 def main(asked: str, answered: str) -> None:

@@ -13,8 +13,10 @@ from vllm_mtpc.checkpoint.ptp import save_ptp
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import MODULES
+from vllm_mtpc.heads.adapters import MODULES, DraftLayers
 from vllm_mtpc.heads.ptp.embedding import build_embedding
+from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.target import load_target
 
 
 def make_target(folder: Path, vocab_size: int, seed: int, hidden_size: int = 64, layers: int = 2) -> LlamaForCausalLM:
@@ -84,6 +86,17 @@ def make_head(
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
 
 
+def random_layers(target: Path, layers: int, scale: float = 0.3) -> DraftLayers:
+    """Draft layers with random adapters on the target in a folder."""
+    on = load_target(target, torch.float32)
+    torch.manual_seed(7)
+    split = DraftLayers(on, layers, rank=4, alpha=8)
+    with torch.no_grad():
+        for value in split.parameters():
+            value.normal_().mul_(scale)
+    return split
+
+
 def make_ptp_head(
     folder: Path,
     target: LlamaForCausalLM,
@@ -107,4 +120,7 @@ def make_ptp_head(
                 lora[f"base_model.model.{name}.lora_{part}.weight"] = values
     torch.manual_seed(5)
     embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
-    save_ptp(folder, config, lora, embedding, {"command": "tests"}, "made by a test", torch.float32)
+    late = build_late(config.hidden_size, config.late_width)
+    if late is not None:  # not as it starts: large enough to turn most drafts into others
+        late.outer.weight.data.normal_()
+    save_ptp(folder, config, lora, embedding, {"command": "tests"}, "made by a test", torch.float32, late)

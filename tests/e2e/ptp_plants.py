@@ -85,6 +85,30 @@ def record_groups() -> Callable[[], None]:
     return _replaced(Owner, "propose", propose)
 
 
+def record_drafts() -> Callable[[], None]:
+    """Notes the drafts of every step, and how many tokens are in front of them."""
+    from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator
+    from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
+
+    def noting(owner: type) -> Callable[[], None]:
+        original = owner.propose
+
+        def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            drafts = original(self, input_batch, *args, **kwargs)
+            num_sampled, num_rejected = args[4], args[5]
+            for row, name in enumerate([] if kwargs.get("dummy_run") else input_batch.req_ids):
+                if int(num_sampled[row]):
+                    last = int(input_batch.query_start_loc[row + 1] - num_rejected[row]) - 1
+                    known = int(input_batch.positions[last]) + 2
+                    engine.RECORDED.append({"request": name, "known": known, "drafts": drafts[row].tolist()})
+            return drafts
+
+        return _replaced(owner, "propose", propose)
+
+    undo = [noting(MergedSpeculator), noting(PtpSpeculator)]
+    return lambda: [back() for back in undo] and None
+
+
 def record_real_rows() -> Callable[[], None]:
     """Notes the states of the target's own rows of every merged pass."""
     from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator as Owner
@@ -118,5 +142,6 @@ PLANTS = {
     "coupled_without_drafts": coupled_without_drafts,
     "oracle": oracle,
     "record_groups": record_groups,
+    "record_drafts": record_drafts,
     "record_real_rows": record_real_rows,
 }

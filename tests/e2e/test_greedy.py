@@ -14,7 +14,7 @@ from tests.e2e.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 
 CIRCUITS = ("ff", "cp", "hmm", "btree")
-VARIED = ("btree", "3 drafts", "greedy drafts")  # interpreted kernels are slow: the other circuits on V2 by --all only
+VARIED = ("3 drafts", "greedy drafts")  # btree's
 CODE = (
     b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n        return file.read()\n'
 )
@@ -58,12 +58,17 @@ def engine(speculative_config: dict[str, Any] | None) -> Engine:
     return Engine(str(demo.path("target")), list(scenarios().values()), arguments)
 
 
-SLOW = pytest.param(("v2", ("ff", "cp", "hmm")), marks=pytest.mark.slow, id="v2, other circuits")
+# interpreted kernels are slow: what is drafted another way on V2 by --all only
+SLOW = pytest.param(("v2", ("ff", "cp", "hmm", "3 drafts")), marks=pytest.mark.slow, id="v2, others")
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(("v1", (*CIRCUITS, *VARIED[1:])), id="v1"), pytest.param(("v2", VARIED), id="v2"), SLOW],
+    params=[
+        pytest.param(("v1", (*CIRCUITS, *VARIED)), id="v1"),
+        pytest.param(("v2", ("btree", "greedy drafts")), id="v2"),
+        SLOW,
+    ],
 )
 def answers(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     """Replies of plain vLLM and of the engines with drafts, by name."""

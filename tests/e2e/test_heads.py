@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from tests.e2e.engine import Call, Engine, Reply, run
 from tests.e2e.models import make_head, make_target
-from vllm_mtpc.checkpoint import load_head
+from tests.e2e.predicted import predict
 
 HEADS = {
     "linear": {},
@@ -46,26 +45,10 @@ def engine(folder: Path, head: str | None, **arguments: object) -> Engine:
     return Engine(str(folder / "target"), [call], {"skip_tokenizer_init": True, "max_model_len": 64, **arguments})
 
 
-@torch.inference_mode()
 def predicted(folder: Path, name: str, dtype: torch.dtype) -> tuple[int, int]:
     """(drafts accepted, steps with drafts) of greedy decoding, from transformers' hidden states."""
-    target = LlamaForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    _, head = load_head(folder / name, dtype)
-    if head.needs_lm_head:
-        head.bind_lm_head(lambda states: target.lm_head(states.float()))
-    accepted = steps = 0
-    for prompt in PROMPTS:
-        text = torch.tensor([prompt])
-        for _ in range(LENGTH + WINDOW):  # the last step may draft beyond the last token that is asked for
-            text = torch.cat([text, target(text).logits[:, -1:].argmax(-1)], 1)
-        hidden = target.model(text).last_hidden_state[0]
-        end = len(prompt) + 1  # tokens so far; the first one comes from reading the prompt
-        while end < len(prompt) + LENGTH:
-            params = head(hidden[end - 2 : end - 1].to(dtype))
-            drafts = head.circuit.greedy(params, text[:, end - 1 : end])[0, 1:]
-            equal = int((drafts == text[0, end : end + WINDOW - 1]).long().cumprod(0).sum())
-            accepted, steps, end = accepted + equal, steps + 1, end + equal + 1
-    return accepted, steps
+    steps = [one for made in predict(folder / "target", folder / name, PROMPTS, LENGTH, dtype) for one in made.steps]
+    return sum(step.accepted for step in steps), len(steps)
 
 
 def served_dtype() -> torch.dtype:

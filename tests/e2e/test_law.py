@@ -65,9 +65,12 @@ def check(replies: list[Reply] | str, target, settings: list[Setting]) -> None:
     assert 0.2 < accepted / drafted < 0.95  # the test sees acceptances and rejections alike
 
 
-def test_law_v1_btree(tiny) -> None:
+@pytest.mark.parametrize(
+    "names", [("T=1", "top-p 0.8"), pytest.param(("T=0.7",), marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_law_v1_btree(tiny, names: tuple[str, ...]) -> None:
     folder, target = tiny
-    settings = list(SETTINGS.values())
+    settings = [SETTINGS[name] for name in names]
     replies = run({"btree": engine(folder, "btree", settings, V1_DRAWS)}, "v1")
     check(replies["btree"], target, settings)
 

@@ -51,6 +51,7 @@ def compare(folder, runner: str, **arguments) -> None:
     assert two["drafted"][0].metrics["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_tensor_parallel_v1(tiny) -> None:
     compare(tiny, "v1", tensor_parallel_size=2)
 

@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     target = make_target(folder / "target", VOCAB, seed=3)
     for variant in ("o-ptp", "c-ptp"):
         make_ptp_head(folder / variant, target, variant, WINDOW)
+        make_ptp_head(folder / f"late {variant}", target, variant, WINDOW, late_width=12)
     make_ptp_head(folder / "idle", target, "o-ptp", WINDOW, scale=0.0)
     make_ptp_head(folder / "loud", target, "o-ptp", WINDOW, scale=0.5)
     return folder
@@ -72,6 +73,7 @@ DRAFTED = {
     "dynamic": {"head": "o-ptp", "num_speculative_tokens": 3, "group_sizes": "dynamic", "max_aux_rows": 32},
     "two passes 3": {"head": "o-ptp", "num_speculative_tokens": 3, "draft_pass": "two-pass"},
     "two passes c-ptp": {"head": "c-ptp", "num_speculative_tokens": 6, "draft_pass": "two-pass", "u_table": True},
+    "merged late": {"head": "late o-ptp", "num_speculative_tokens": 3},
     "oracle": {"head": "o-ptp", "num_speculative_tokens": 4, "plant": "oracle"},
     "few blocks": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 16, "num_gpu_blocks_override": "few"},
 }
@@ -160,6 +162,55 @@ def test_group_states_are_the_students(folder, recorded, head: str) -> None:
         zero = torch.zeros(1, dtype=torch.long)
         expected = student.aux(read, zero, zero + prefix - 1, u[None])[0]
         assert (hidden - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.fixture(scope="module")
+def drafted(folder) -> dict[tuple[str, str], Reply]:
+    call = [ask(PROMPTS[:2], {**SAMPLED, "max_tokens": 8})]
+    cases = [(head, draft_pass) for head in ("late o-ptp", "late c-ptp") for draft_pass in ("merged", "two-pass")]
+    engines = {
+        " ".join(case): engine(folder, call, case[0], "record_drafts", num_speculative_tokens=3, draft_pass=case[1])
+        for case in cases
+    }
+    replies = run(engines, "v2")
+    for name, reply in replies.items():
+        assert not isinstance(reply, str), (name, reply)
+    return {case: replies[" ".join(case)][0] for case in cases}
+
+
+@pytest.mark.slow  # in every run test_text_is_that_without_drafts serves a late network
+@pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
+@pytest.mark.parametrize("head", ["late o-ptp", "late c-ptp"])
+def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) -> None:
+    """What is served with a late network is what the evaluator reads from the student, and not without the network."""
+    from vllm_mtpc.eval.ptp import draft, draft_rows
+    from vllm_mtpc.heads.ptp.student import Student
+    from vllm_mtpc.target import load_target
+
+    student = Student.load(folder / head, load_target(folder / "target", torch.float32))
+    reply, same, steps = drafted[head, draft_pass], 0, 0
+    for note in reply.recorded:
+        number, known = int(note["request"].partition("-")[0]), note["known"]
+        text = torch.tensor(PROMPTS[number] + reply.tokens[number][0])
+        if known > len(text):
+            continue  # the last step went beyond what was asked for
+        first = int(draft_pass == "two-pass")  # there x_1 is read, and the first draft is exact
+        rows = draft_rows(student, 3 - first)
+        start = known - 2 + first  # of the window: the last token it sees
+        keys = torch.arange(start, start + rows.stop + 1)  # u of the tokens behind it
+        u = uniform(torch.full_like(keys, 11 + number), keys)[None]
+        read, zero = student.prefix(text[None, : start + 1]), torch.zeros(1, dtype=torch.long)
+        found = []
+        for late in (student.late, None):
+            kept, student.late = student.late, late
+            hidden = student.aux(read, zero, zero + start, u[:, : rows.stop])[:, rows]
+            number = u[:, 1 : 1 + hidden.shape[1]]
+            found.append(draft(student, hidden, number, False, text[None, start + 1])[0].tolist())
+            student.late = kept
+        served = note["drafts"][first:3]
+        assert served[: len(found[0])] == found[0]
+        same, steps = same + (found[1] == found[0]), steps + 1
+    assert steps >= 6 and same < steps
 
 
 def test_target_rows_do_not_depend_on_the_adapters(recorded) -> None:

@@ -28,6 +28,7 @@ from vllm_mtpc.eval.loading import Loaded, join, load
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.served import Served
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.target import load_target
 
 K, PROMPTS, TOKENS = 7, 8, 48
@@ -108,6 +109,19 @@ def test_positions_in_another_order_are_named(loaded, prompts):
     assert any(comparison.differs for comparison in comparisons)
     cause = causes.find(loaded, comparisons, K)
     assert cause.name == "positions" and "shifted by 3" in cause.sentence
+
+
+def test_states_without_the_draft_layers_are_named(loaded, prompts, healthy):
+    """A head behind loud adapters, served as if it had none."""
+    layers = DraftLayers(loaded.target, 1)
+    generator = torch.Generator().manual_seed(0)
+    for value in layers.parameters():
+        value.data.copy_(torch.randn(value.shape, generator=generator) * 0.3)
+    layered = replace(loaded, draft_layers=layers)
+    comparison = compare(loaded.head, loaded.target, prompts, healthy[0], Sampling(0.0), K, layers)
+    assert comparison.differs
+    cause = causes.find(layered, [comparison], K)
+    assert cause.name == "hidden state" and "without its draft layers" in cause.sentence
 
 
 def test_another_head_is_named(loaded, prompts):

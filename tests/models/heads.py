@@ -6,21 +6,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.e2e.engine import Reply
 from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.checkpoint.convert_lora import StoredAdapters
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.adapters import MODULES, DraftLayers
 
 
-def fit_head(folder: Path, reference: Any, sizes: dict[str, Any], prompts: list[list[int]], count: int) -> None:
-    """A btree head (n=4, r=2) overfitted to the first `count` tokens of the greedy answers to `prompts`."""
+def fit_head(
+    folder: Path,
+    reference: Any,
+    sizes: dict[str, Any],
+    prompts: list[list[int]],
+    count: int,
+    reads: Any = None,
+    layers: StoredAdapters | DraftLayers | None = None,
+) -> None:
+    """A btree head (n=4, r=2) overfitted to the first `count` tokens of the greedy answers to `prompts`.
+
+    Behind draft `layers` it reads the states of the model `reads`.
+    """
     window = 4
-    config = HeadConfig.create(circuit="btree", window=window, num_components=2, target=sizes, verifier="../target")
+    given = {"circuit": "btree", "window": window, "num_components": 2, "target": sizes, "verifier": "../target"}
+    config = HeadConfig.create(**given, lora_layers=layers.num_layers if layers else 0)
     torch.manual_seed(0)
     head = build_head(config)
     texts = [prompt + reference.greedy(prompt, count) for prompt in prompts]
-    hidden = torch.cat([reference.hidden(text)[:-window] for text in texts])
+    hidden = torch.cat([(reads or reference).hidden(text)[:-window] for text in texts])
     windows = torch.cat([torch.tensor(text[1:]).unfold(0, window, 1) for text in texts])
     optimiser = torch.optim.Adam(head.parameters(), lr=3e-2)
     for _ in range(60):
@@ -28,7 +43,28 @@ def fit_head(folder: Path, reference: Any, sizes: dict[str, Any], prompts: list[
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
+    provenance = {"command": "tests"}
+    save_head(folder, config, head, provenance, "made by a test", torch.float32, draft_layers=layers)
+
+
+def random_adapters(
+    weights: dict[str, Tensor], layers: list[int], rank: int = 4, alpha: int = 8, seed: int = 0
+) -> tuple[StoredAdapters, dict[str, Tensor]]:
+    """Loud adapters of every projection of some layers, and the weights with these merged into them."""
+    generator = torch.Generator().manual_seed(seed)
+    lora, merged = {}, dict(weights)
+    for name, weight in weights.items():
+        parts = name.removesuffix(".weight").split(".")
+        if parts[-1] in MODULES and int(parts[2]) in layers:
+            a, b = (
+                torch.randn(rank, weight.shape[1], generator=generator),
+                torch.randn(len(weight), rank, generator=generator),
+            )
+            b *= 0.3 * weight.std() / (alpha / rank * rank**0.5)
+            for part, value in (("A", a), ("B", b)):
+                lora[f"base_model.model.{'.'.join(parts)}.lora_{part}.weight"] = value
+            merged[name] = weight + alpha / rank * b @ a
+    return StoredAdapters(layers, rank, alpha, lora), merged
 
 
 def check_greedy(reference: Any, prompts: list[list[int]], replies: list[Reply] | str, count: int) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.models import make_target
-from vllm_mtpc.checkpoint import save_head
+from tests.e2e.models import make_target, random_layers
+from vllm_mtpc.checkpoint import read_config, save_head
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
@@ -76,11 +77,55 @@ def test_a_head_may_name_greedy_drafts_as_its_default(place: Path) -> None:
     assert engine_config(place / "target", asked).speculative_config.draft_sample_method == "probabilistic"
 
 
-def test_draft_layers_are_not_served(place: Path) -> None:
-    """Refused before its files are looked at: the head may well be whole."""
-    rewrite(place, lora_layers=2)
-    message = refusal(place)
-    assert "lora_layers=2: draft layers are not served in this version" in message and "allowed: 0" in message
+@pytest.fixture
+def layered(place: Path) -> Path:
+    """The same folder; its head has draft layers."""
+    target = json.loads((place / "target" / "config.json").read_text())
+    settings = {"circuit": "ff", "window": 4, "num_components": 1, "target": target, "verifier": "../target"}
+    config = HeadConfig.create(**settings, lora_layers=1)
+    layers = random_layers(place / "target", 1)
+    save_head(place / "head", config, build_head(config), {"command": "tests"}, "test", draft_layers=layers)
+    return place
+
+
+def test_draft_layers_on_model_runner_v1(layered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    message = refusal(layered)
+    assert "lora_layers=1 on Model Runner V1" in message and "allowed: Model Runner V2" in message
+
+
+def test_draft_layers_of_other_models(layered: Path) -> None:
+    file = layered / "target" / "config.json"
+    other = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
+    message = refusal(layered)
+    assert "is GemmaForCausalLM" in message and "LlamaForCausalLM" in message and "lora_layers 0" in message
+
+
+def test_draft_layers_of_a_target_with_other_layers(layered: Path) -> None:
+    file = layered / "target" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 3}))
+    assert "a target with 2 layers" in (message := refusal(layered)) and "has 3" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("pipeline_parallel_size", 2), ("decode_context_parallel_size", 2), ("enable_dbo", True), ("enable_lora", True)],
+)
+def test_what_draft_layers_are_not_served_with(layered: Path, option: str, value: Any) -> None:
+    from vllm_mtpc.proposers.seam.config_layers import check_engine
+
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_dbo": False}
+    engine = SimpleNamespace(
+        use_v2_model_runner=True,
+        speculative_config=SimpleNamespace(head=read_config(layered / "head")),
+        parallel_config=SimpleNamespace(**parallel),
+        lora_config=None,
+    )
+    check_engine(engine)
+    setattr(*((engine, "lora_config", value) if option == "enable_lora" else (engine.parallel_config, option, value)))
+    with pytest.raises(MtpcError, match=f"lora_layers=1 and {option}"):
+        check_engine(engine)
 
 
 @pytest.mark.parametrize("head", ["shared", "mlp", "transformer"])

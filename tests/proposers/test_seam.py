@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from vllm_mtpc import demo, plugin
-from vllm_mtpc.proposers.seam import frontend, patch, versions, worker
+from vllm_mtpc.proposers.seam import engine_core, frontend, patch, versions, worker
 
-PATCHES = (*frontend.PATCHES, *worker.PATCHES)
+PATCHES = (*frontend.PATCHES, *engine_core.PATCHES, *worker.PATCHES)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -123,7 +123,7 @@ def test_the_card_says_how_to_serve(tmp_path: Path) -> None:
     words = shlex.split(typed)
     assert words[:3] == ["vllm", "serve", "org/model"] and json.loads(words[4]) == {"method": "mtpc", "model": "head"}
     layers = head_card(make(tmp_path, {}, RUN, lora_layers=2))
-    assert "last 2 layers" in layers and "does not serve them" in layers and "vllm serve head" not in layers
+    assert "last 2 layers" in layers and "Model Runner V2 alone" in layers and "vllm serve head" in layers
 
 
 def test_a_head_that_was_not_measured_or_not_trained_says_so(tmp_path: Path) -> None:

@@ -175,8 +175,6 @@ def test_draft_layers_travel_with_their_head(place, capsys):
     assert main(["eval", *words, "--sequences", "4", "--device", "cpu"]) == 0
     assert "tokens/step, expected" in capsys.readouterr().out
     assert figures["t1"]["tokens_per_step"] >= 1
-    assert main(["doctor", *words[:1]]) == 1
-    assert "lora_layers=1, which this version does not serve" in capsys.readouterr().err
 
 
 def test_tensorboard_gets_the_metrics(place):

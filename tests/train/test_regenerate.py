@@ -337,7 +337,7 @@ def test_greedy_is_transformers_own(target, written, capsys):
 
 
 @needs_vllm
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_continued_run_writes_what_the_whole_one_does(target, written, tmp_path, temperature):
     """Other requests share the batches of the second run; every response has its own seed."""
     whole = written[temperature]

@@ -85,7 +85,7 @@ def heads(
 
     A variant has a name and more of the speculative_config.
 
-    PTP heads need Model Runner V2: without a GPU its kernels are interpreted, in a group of their own.
+    PTP heads and draft layers need Model Runner V2: without a GPU its kernels are interpreted, in a group of their own.
     """
     from vllm_mtpc.checkpoint import find_head, read_config, resolve_head
     from vllm_mtpc.config_ptp import PtpConfig
@@ -98,9 +98,11 @@ def heads(
         given = {"method": "ptp" if is_ptp else "mtpc", "model": name}
         if num_drafts:
             given["num_speculative_tokens"] = num_drafts
-        group, circuit = V2_INTERPRETED if is_ptp and not on_gpu else OWN, None if is_ptp else config.circuit
+        needs_v2 = is_ptp or config.lora_layers > 0
+        group, circuit = V2_INTERPRETED if needs_v2 and not on_gpu else OWN, None if is_ptp else config.circuit
         if group == V2_INTERPRETED and not INTERPRETER.is_dir():
-            missing.append(Missing(label, "PTP heads need a GPU, or scripts/interpreter of this package's checkout"))
+            what = "PTP heads need" if is_ptp else "draft layers need"
+            missing.append(Missing(label, f"{what} a GPU, or scripts/interpreter of this package's checkout"))
             continue
         found.append(Decoding(label, given, circuit, group))
         found += [Decoding(f"{label}, {key}", {**given, **more}, circuit, group) for key, more in variants.items()]

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,10 +55,17 @@ class Client:
 
     port: int
     timeout_s: float = 120.0
+    process: int | None = None  # id of the server's first process
 
     def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
         with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)) as connection:
             connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode("utf-8", errors="replace")
+
+    def post(self, path: str, body: bytes) -> tuple[int, str]:
+        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=self.timeout_s)) as connection:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, response.read().decode("utf-8", errors="replace")
 
@@ -117,7 +124,7 @@ def server(
             if time.monotonic() > deadline:
                 raise EngineFailed(f"vllm serve was not healthy after {timeout_s:.0f} s; its log {log}:\n{tail(log)}")
             time.sleep(0.25)
-        yield client
+        yield replace(client, process=process.pid)
 
 
 def measure(client: Client, prompts: Sequence[Prompt], setting: Setting) -> Measured:

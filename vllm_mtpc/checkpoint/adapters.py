@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.locate import WEIGHTS_FILE
@@ -59,6 +60,15 @@ def check_adapters(folder: Path, config: HeadConfig) -> AdapterInfo | None:
     parameters = sum(tensor.numel() for _, tensor in adapter_tensors(folder / ADAPTER_WEIGHTS_FILE, layers, rank))
     check_digest(folder, WEIGHTS_FILE)
     return AdapterInfo(layers, rank, alpha, modules, parameters)
+
+
+def load_adapters(
+    folder: Path, config: HeadConfig, dtype: torch.dtype, device: torch.device | str
+) -> tuple[AdapterInfo, dict[str, Tensor]]:
+    """The adapters of a head with draft layers, by PEFT's names, each checked; raises CheckpointError."""
+    info = check_adapters(folder, config)
+    tensors = adapter_tensors(folder / ADAPTER_WEIGHTS_FILE, info.layers, info.rank)
+    return info, {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
 
 
 def check_files(folder: Path, reason: str) -> None:

@@ -115,6 +115,7 @@ def _ptp(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
         "proposal": config.speculators_config.proposal_methods[0].proposal_type,
         "u_embedding": config.u_embedding,
         "u_options": {key: value for key, value in options.items() if value is not None},
+        "late_width": config.late_width,
         "adapters": adapters._asdict(),
         "accepted": config.accepted,
     }, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
@@ -187,6 +188,7 @@ def _ptp_rows(report: Report) -> list[tuple[str, str]]:
         ("window n", f"{report['window']} auxiliary rows"),
         ("drafts per step", str(report["drafts_per_step"])),
         ("u embedding", report["u_embedding"] + options),
+        ("late network", f"width {report['late_width']}" if report["late_width"] else "none"),
         ("adapters", f"all {len(adapters['layers'])} layers of the target, {', '.join(adapters['modules'])}; {size}"),
         ("accepted drafts", _accepted(report["accepted"])),
     ]

@@ -15,6 +15,7 @@ WEIGHTS_FILE = "model.safetensors"
 U_EMBED_FILE = "u_embed.safetensors"  # of a PTP head, in the place of WEIGHTS_FILE
 PROVENANCE_FILE = "provenance.json"
 SHIPPED_FOLDER = "mtpc"  # inside a target's folder
+DEFAULT_HEAD = "default"  # of several heads in there
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -45,9 +46,21 @@ def require_weights(folder: Path, name: str) -> Path:
 
 
 def find_head(path: str | Path) -> Path | None:
-    """The head at `path`, or shipped in its `mtpc/` folder; None where there is none."""
+    """The head at `path`, or the first of `shipped_heads`; None where there is none."""
     folder = _local(path)
-    return next((place for place in (folder, folder / SHIPPED_FOLDER) if is_head(place)), None)
+    return next((place for place in (folder, *shipped_heads(folder)) if is_head(place)), None)
+
+
+def shipped_heads(target: Path) -> list[Path]:
+    """Folders of a target that hold a config of a head, readable or not, the one to be served first.
+
+    That is `mtpc/`, else `mtpc/default/`, else the first of `mtpc/NAME/`. Without `mtpc/` all this costs is a look.
+    """
+    place = target / SHIPPED_FOLDER
+    if not os.path.isdir(place):
+        return []
+    named = sorted(place.iterdir(), key=lambda path: (path.name != DEFAULT_HEAD, path.name))
+    return [folder for folder in (place, *named) if (folder / CONFIG_FILE).is_file()]
 
 
 def resolve_head(model: str, revision: str | None = None) -> Path:

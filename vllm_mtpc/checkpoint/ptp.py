@@ -1,6 +1,7 @@
 """The folder of a PTP head: PEFT's adapter files, `u_embed.safetensors`, and what every head has.
 
-`u_embed.safetensors` names, in its metadata, the adapters it was trained with (their digest) and what no shape tells:
+`u_embed.safetensors` has the embedding of u and, in names that start with "late.", the late network where there is one.
+It names, in its metadata, the adapters it was trained with (their digest) and what no shape tells:
 the variant and the embedding. A folder whose files are of two heads is refused, not served badly.
 """
 
@@ -34,10 +35,12 @@ from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
+from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 
 # Side of A [r, in] or B [out, r] that is the hidden size, by module.
 READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 WRITES_HIDDEN = ("o_proj", "down_proj")
+LATE = "late."  # in front of the names of the late network's tensors
 
 
 class PtpHead(NamedTuple):
@@ -46,6 +49,7 @@ class PtpHead(NamedTuple):
     config: PtpConfig
     lora: dict[str, Tensor]  # PEFT's names
     embedding: AuxEmbedding  # eval mode, no gradients
+    late: LateNetwork | None = None  # the same
 
 
 def save_ptp(
@@ -56,13 +60,14 @@ def save_ptp(
     provenance: dict[str, Any],
     card: str,
     dtype: torch.dtype = torch.float16,
+    late: LateNetwork | None = None,
 ) -> None:
     """Write a head folder; `lora` has PEFT's names ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight").
 
     Raises CheckpointError, before anything is written, for weights that load_ptp would refuse.
     """
     folder = Path(folder)
-    adapters, u_embed = to_save(folder, lora, dtype), to_save(folder, embedding.state_dict(), dtype)
+    adapters, u_embed = to_save(folder, lora, dtype), to_save(folder, _u_tensors(embedding, late), dtype)
     _check_lora(folder / ADAPTER_WEIGHTS_FILE, _shapes(adapters), config)
     _check_embedding(folder / U_EMBED_FILE, _shapes(u_embed), config)
     adapter_files = {
@@ -91,9 +96,13 @@ def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: tor
     u_embed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _embedding_tensors(folder, config)}
     lora = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _lora_tensors(folder, config)}
     with torch.device("meta"):
-        embedding = _build(config)
+        embedding, late = _build(config)
+    ours = {name: u_embed.pop(name) for name in list(u_embed) if name.startswith(LATE)}
     embedding.load_state_dict(u_embed, assign=True)
-    return PtpHead(config, lora, embedding.eval().requires_grad_(False))
+    if late is not None:
+        late.load_state_dict({name.removeprefix(LATE): value for name, value in ours.items()}, assign=True)
+        late.eval().requires_grad_(False)
+    return PtpHead(config, lora, embedding.eval().requires_grad_(False), late)
 
 
 def check_ptp(folder: Path | str, config: PtpConfig) -> AdapterInfo:
@@ -154,7 +163,7 @@ def _lora_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, Tensor
 
 
 def _embedding_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the u-embedding, each checked."""
+    """Yield (name, tensor) of the u-embedding and the late network, each checked."""
     file = folder / U_EMBED_FILE
     with open_tensors(file) as handle:
         shapes = stored_shapes(handle)
@@ -186,13 +195,13 @@ def _check_lora(file: Path, shapes: Mapping[str, tuple[int, ...]], config: PtpCo
 
 def _check_embedding(file: Path, shapes: Mapping[str, tuple[int, ...]], config: PtpConfig) -> None:
     with torch.device("meta"):
-        expected = _shapes(_build(config).state_dict())
+        expected = _shapes(_u_tensors(*_build(config)))
     check_names(file, set(shapes), set(expected))
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise CheckpointError(
                 f"{file}: tensor {name!r} has shape {shapes[name]}; config.json (u_embedding, u_features, u_hidden, "
-                f"hidden_size) asks for {shape}; correct it or save the head again"
+                f"late_width, hidden_size) asks for {shape}; correct it or save the head again"
             )
 
 
@@ -218,8 +227,15 @@ def _adapter_config(config: PtpConfig, modules: list[str]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True, default=sorted) + "\n").encode()
 
 
-def _build(config: PtpConfig) -> AuxEmbedding:
-    return build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
+def _build(config: PtpConfig) -> tuple[AuxEmbedding, LateNetwork | None]:
+    embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
+    return embedding, build_late(config.hidden_size, config.late_width)
+
+
+def _u_tensors(embedding: AuxEmbedding, late: LateNetwork | None) -> dict[str, Tensor]:
+    """What `u_embed.safetensors` holds, by its names."""
+    theirs = {} if late is None else {LATE + name: value for name, value in late.state_dict().items()}
+    return {**embedding.state_dict(), **theirs}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

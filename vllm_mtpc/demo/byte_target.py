@@ -147,8 +147,8 @@ def bits_per_byte(model: LlamaForCausalLM, part: corpus.Split, length: int = SHO
     return total / (len(starts) * length) / math.log(2)
 
 
-def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Writes 16-bit weights, a config that says float32 (what users compute in) and the tokenizer."""
+def save(model: LlamaForCausalLM, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+    """Writes 16-bit weights, a config that says float32 (what users compute in) and the tokenizer (default: bytes)."""
     folder.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
@@ -156,7 +156,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = ["LlamaForCausalLM"], "float32"
     config.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    (tokenizer or build_tokenizer()).save_pretrained(folder)
 
 
 def load(folder: Path) -> LlamaForCausalLM:

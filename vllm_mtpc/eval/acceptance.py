@@ -187,7 +187,7 @@ def collect(
     for row, position in zip(rows.split(batch), (first[rows] + columns).split(batch), strict=True):
         at = position[:, None] + torch.arange(m)
         tokens, states = samples.tokens[row[:, None], at + 1].to(target.device), samples.hidden[row[:, None], at]
-        read = (samples.hidden if samples.draft is None else samples.draft)[row, position].to(target.device)
+        read = samples.read[row, position].to(target.device)
         log_q = conditionals(head.circuit, circuit_params(head, read, m), tokens)
         pieces.append(_at_contexts(log_q, target, states.to(target.device), tokens, sampling).cpu())
     values = torch.cat(pieces)  # [contexts, 2 K + 2]

@@ -174,7 +174,7 @@ class _Texts:
         """Of candidates with u[B, K + 2] (of x_1 on): tokens picked [B, K + 1], accepted drafts [B], criterion [B]."""
         student, rows = self.student, draft_rows(self.student, self.drafts)
         hidden = student.aux(prefix, row, start, u[:, : rows.stop])[:, rows]
-        drafted = draft(student, hidden, u[:, 1 : self.drafts + 1], False).cpu()
+        drafted = draft(student, hidden, u[:, 1 : self.drafts + 1], False, first).cpu()
         states = student.plain(prefix, row, start, torch.cat([first[:, None], drafted], 1))  # [B, K + 1, D]
         log_q = self._log_probs(states)
         mine = u[:, 1:].to(log_q.device)

@@ -137,9 +137,13 @@ def _rivals(loaded: Loaded, comparisons: Sequence[Comparison]) -> Iterator[tuple
         )
         yield Cause("precision", sentence), join(loaded.folder, loaded.target, dtype).head, same
     for shift, side in ((1, "before"), (-1, "behind")):
-        shifted = [replace(read, draft=read.hidden.roll(shift, 1)) for read in same]
+        shifted = [replace(read, draft=read.read.roll(shift, 1)) for read in same]
         sentence = f"what is served is what the head does with the hidden state of the position {side} the right one"
         yield Cause("hidden state", sentence), loaded.head, shifted
+    if loaded.draft_layers is not None:
+        bare = [replace(read, draft=None) for read in same]
+        sentence = "what is served is what the head does with the target's own hidden state, without its draft layers"
+        yield Cause("hidden state", sentence), loaded.head, bare
     window = loaded.config.window
     orders = {f"shifted by {by}": [(k + by) % window for k in range(window)] for by in range(1, window)}
     orders |= {"reversed": list(range(window))[::-1]}
@@ -154,9 +158,9 @@ def chance(loaded: Loaded, comparison: Comparison, num_drafts: int) -> float:
     """Acceptance at position 1 of drafts from hidden states of unrelated contexts, along the same text."""
     samples = comparison.samples
     known = (samples.tokens >= 0)[:, :-1]
-    states, generator = samples.hidden.clone(), torch.Generator().manual_seed(0)
+    states, generator = samples.read.clone(), torch.Generator().manual_seed(0)
     order = torch.randperm(int(known.sum()), generator=generator)
-    states[known] = samples.hidden[known][order]
+    states[known] = samples.read[known][order]
     mixed = replace(samples, draft=states)
     return _predict(loaded, comparison, loaded.head, mixed, num_drafts).per_position[0]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.eval.served import Served
     from vllm_mtpc.eval.text import Samples
+    from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.target import Target
 
 TOLERANCE = 0.02  # relative, of tokens/step
@@ -81,8 +82,9 @@ def compare(
     served: Served,
     sampling: Sampling,
     num_drafts: int,
+    layers: DraftLayers | None = None,
 ) -> Comparison:
-    """What ``head`` should have counted along the served text, from the end of each prompt on.
+    """What ``head``, behind draft ``layers`` if any, should have counted along the served text, from each prompt on.
 
     The last step of a text looks at drafts past its end, and vLLM counts them although their tokens are cut: the text
     is continued by the target itself for that step (exact at temperature 0, else one more draw of the same law).
@@ -91,6 +93,8 @@ def compare(
     generator = torch.Generator(target.device).manual_seed(0)
     samples = text.generate(target, texts, 0, sampling, generator, overhang=num_drafts, stops=set(), batch=8)
     samples = replace(samples, prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]))
+    if layers is not None:
+        samples = text.with_draft_layers(samples, layers)
     contexts = collect(head, target, samples, sampling, num_drafts)
     return Comparison(
         served=served,

@@ -92,8 +92,6 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     is_ptp = config.speculators_model_type == "ptp"
     if args.draft_pass and not is_ptp:
         raise ArgumentsError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
-    if not is_ptp and config.lora_layers:
-        raise DoctorError(f"head {folder} has lora_layers={config.lora_layers}, which this version does not serve")
     target_name = target_of(folder, config, args.target)
     drafts = drafts_of(config, args.num_drafts)
     prompts, limit = _prompts(args, target_name, drafts)
@@ -122,7 +120,15 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
     loaded = load(args.head, args.target, served[0].dtype, args.device)
     comparisons = [
-        compare(loaded.head, loaded.target, prompts, answer, loaded.sampling(answer.temperature), drafts)
+        compare(
+            loaded.head,
+            loaded.target,
+            prompts,
+            answer,
+            loaded.sampling(answer.temperature),
+            drafts,
+            loaded.draft_layers,
+        )
         for answer in served
     ]
     if any(comparison.differs for comparison in comparisons):

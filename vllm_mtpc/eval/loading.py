@@ -126,8 +126,8 @@ def refuse_draft_layers(loaded: Loaded, what: str) -> None:
     """Raises EvaluationError where the head reads draft layers, which only the analytic figures support."""
     if loaded.draft_layers is not None:
         raise EvaluationError(
-            f"head {loaded.folder} has lora_layers={loaded.config.lora_layers}: {what} does not run draft layers in "
-            "this version; use vllm-mtpc eval without --simulate"
+            f"head {loaded.folder} has lora_layers={loaded.config.lora_layers}: {what} does not run draft layers; use "
+            "vllm-mtpc eval without --simulate, or vllm-mtpc doctor"
         )
 
 

@@ -134,9 +134,12 @@ def collect(
         wanted = _shifted(samples.tokens[texts], row, start + 1, drafts)  # [B, K]
         prefix = student.prefix(samples.tokens[texts].clamp(min=0))
         on_rows = _shifted(carried[texts], row, start, drafts + 2)
-        others = on_rows[torch.randperm(len(on_rows), generator=generator)]
-        for found, numbers in ((right, on_rows), (shuffled, others)):
-            drafted = _drafts(student, prefix, row, start, numbers, own, sampling.greedy, drafts)
+        order = torch.randperm(len(on_rows), generator=generator)
+        # With a late network rows need no u to know the tokens in front of them: then u is foreign to Pick as well.
+        others = (on_rows[order], own if student.late is None else own[order])
+        first_tokens = samples.tokens[texts][row, start + 1]
+        for found, numbers in ((right, (on_rows, own)), (shuffled, others)):
+            drafted = _drafts(student, prefix, row, start, *numbers, first_tokens, sampling.greedy, drafts)
             found[texts.start + row, column] = drafted == wanted
     return Windows(right, shuffled, torch.arange(shape[1] - 1) < count[:, None])
 
@@ -159,17 +162,27 @@ def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int)
     return u
 
 
-def draft(student: Student, hidden: Tensor, u: Tensor, greedy: bool) -> Tensor:
-    """Drafts [B, K] from the states hidden[B, K, D] of the rows that give them; u[B, K] picks them (c-ptp)."""
+def draft(student: Student, hidden: Tensor, u: Tensor, greedy: bool, first: Tensor) -> Tensor:
+    """Drafts [B, K] from the states hidden[B, K, D] of the rows that give them, behind x_1 first[B].
+
+    u[B, K] picks them (c-ptp).
+    """
+    is_argmax = student.config.variant == "o-ptp" or greedy or not student.config.informed
+    u = u.to(hidden.device)
+    if student.late is not None:
+
+        def choose(state: Tensor, k: int) -> Tensor:
+            logits = student.logits(state)
+            return logits.argmax(-1) if is_argmax else pick(logits, u[:, k].contiguous())
+
+        return student.chain(hidden, first, choose)
     logits = student.logits(hidden)
-    if student.config.variant == "o-ptp" or greedy or not student.config.informed:
-        return logits.argmax(-1)
-    return pick(logits.flatten(0, 1), u.to(logits.device).flatten()).view(u.shape)
+    return logits.argmax(-1) if is_argmax else pick(logits.flatten(0, 1), u.flatten()).view(u.shape)
 
 
 def draft_rows(student: Student, num_drafts: int) -> slice:
     """The rows of a window that give its drafts: the first of o-ptp says which token x_1 is."""
-    return slice(1, num_drafts + 1) if student.config.variant == "o-ptp" else slice(0, num_drafts)
+    return slice(student.first_row, student.first_row + num_drafts)
 
 
 def chunks(student: Student, length: int, rows: int, count: int) -> Iterator[slice]:
@@ -182,14 +195,22 @@ def chunks(student: Student, length: int, rows: int, count: int) -> Iterator[sli
 
 
 def _drafts(
-    student: Student, prefix: Prefix, row: Tensor, start: Tensor, carried: Tensor, own: Tensor, greedy: bool, count: int
+    student: Student,
+    prefix: Prefix,
+    row: Tensor,
+    start: Tensor,
+    carried: Tensor,  # [B, K + 2], on the rows
+    own: Tensor,  # [B, K + 2], what picks
+    first: Tensor,  # [B], x_1
+    greedy: bool,
+    count: int,
 ) -> Tensor:
-    """Drafts [B, K] on the CPU of windows whose rows carry carried[B, K + 2]; own[B, K + 2] picks."""
+    """Drafts [B, K] on the CPU."""
     rows = draft_rows(student, count)
     drafted = []
     for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
         hidden = student.aux(prefix, row[part], start[part], carried[part, : rows.stop])[:, rows]
-        drafted.append(draft(student, hidden, own[part, 1 : count + 1], greedy).cpu())
+        drafted.append(draft(student, hidden, own[part, 1 : count + 1], greedy, first[part]).cpu())
     return torch.cat(drafted)
 
 

@@ -131,7 +131,7 @@ class _Text:
         u = self.picker.u(length, count)  # of the drafts
         zero = torch.zeros(1, dtype=torch.long, device=state.device)
         hidden = self.student.aux(self._prefix(length), zero, zero + length - 1, u[None, : rows.stop])[:, rows]
-        return torch.cat([sure, draft(self.student, hidden, u[None, 1:], self.picker.sampling.greedy)[0]])
+        return torch.cat([sure, draft(self.student, hidden, u[None, 1:], self.picker.sampling.greedy, sure)[0]])
 
     def _prefix(self, length: int) -> Prefix:
         """What is in the cache, as the student's windows read it."""

@@ -38,6 +38,11 @@ class Samples:
     bytes_per_token: float | None = None  # UTF-8 bytes of the continuations by their tokens
     draft: Tensor | None = None  # [S, L - 1, D] what the head reads, where it has draft layers of its own
 
+    @property
+    def read(self) -> Tensor:
+        """What the head reads, [S, L - 1, D]."""
+        return self.hidden if self.draft is None else self.draft
+
 
 def stop_ids(target: Target) -> set[int]:
     """Tokens at which a server ends a text: the model's end-of-text ids and the tokenizer's."""

@@ -175,15 +175,17 @@ def _optional(values: Mapping[str, Any], key: str) -> str:
 
 
 def _serving(head: Mapping[str, Any], name: str) -> str:
-    if head["lora_layers"]:
-        return (
-            f"It comes with adapters for the target's last {head['lora_layers']} layers. This version of `vllm_mtpc` "
-            "evaluates such heads and does not serve them.\n"
-        )
     options = f'{{"method": "mtpc", "model": "{name}"}}'
     target = head["base_model"] or "TARGET"
+    layers = ""
+    if head["lora_layers"]:
+        layers = (
+            f"It comes with adapters for the target's last {head['lora_layers']} layers, which are served on vLLM's "
+            "Model Runner V2 alone.\n\n"
+        )
     return (
-        "With `vllm_mtpc` installed beside vLLM:\n\n"
+        layers
+        + "With `vllm_mtpc` installed beside vLLM:\n\n"
         + code_block(
             f"vllm serve {shlex.quote(name)}\n", f"vllm serve {target} --speculative-config {shlex.quote(options)}"
         )

@@ -16,8 +16,8 @@ CIRCUIT_OPTIONS = (
     "regenerate_greedy_share", "cache",
 )  # fmt: skip
 PTP_OPTIONS = (
-    "variant", "informed", "u_embedding", "u_features", "u_hidden", "ptp_loss", "proposals", "u_beta", "temperature",
-    "top_k", "top_p",
+    "variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "late_only", "ptp_loss", "proposals",
+    "u_beta", "temperature", "top_k", "top_p",
 )  # fmt: skip
 PTP_DEFAULTS = {"windows_per_step": 512, "learning_rate": 1e-3}
 PTP_LOSSES = {"o-ptp": ("ce", "bce"), "c-ptp": ("kl", "reverse-kl", "inverse")}
@@ -62,6 +62,8 @@ class TrainOptions(BaseModel):
     u_embedding: str = Field("ieee", description="how u is embedded: ieee, scalar, threshold, arithmetic, ...")
     u_features: int | None = Field(None, ge=1, description="features of u, where the embedding leaves it open")
     u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
+    late_width: int = Field(0, ge=0, description="width of the late network behind the final norm; 0: none")
+    late_only: bool = Field(False, description="train the late network alone, the rest as it is in init_from")
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
         None, description="o-ptp: ce (default) or bce; c-ptp: kl (default), reverse-kl or inverse (no teacher)"
     )
@@ -178,6 +180,11 @@ class TrainOptions(BaseModel):
         given = {"u_features": self.u_features, "u_hidden": self.u_hidden}
         options |= {key: value for key, value in given.items() if value is not None}
         check_embedding(self.u_embedding, options.get("u_features"), options.get("u_hidden"))
+        if self.late_only and not (self.late_width and self.init_from):
+            raise ValueError(
+                "late_only trains the late network of a head that is trained already: set late_width, for example to "
+                "256, and init_from to that head, or remove late_only"
+            )
         if self.loss_name not in PTP_LOSSES[self.variant]:
             raise ValueError(
                 f"ptp_loss {self.ptp_loss!r} with variant {self.variant!r}: allowed are "

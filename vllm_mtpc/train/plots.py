@@ -28,7 +28,7 @@ STYLE = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
-    "savefig.dpi": 160,
+    "savefig.dpi": 110,
     "svg.hashsalt": "vllm_mtpc",  # otherwise ids of an SVG differ from run to run
 }
 NO_DATES = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}

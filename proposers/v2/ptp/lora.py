@@ -1,4 +1,4 @@
-"""LoRA on auxiliary rows only, on top of vLLM's own linear layers, sharded as they are.
+"""LoRA on chosen rows, on top of vLLM's own linear layers, sharded as they are: PTP's auxiliary rows, or every row.
 
     y = W x                                  every row, by the target's own layer: quantised or not
     y[aux] += alpha / r * B A x[aux]         auxiliary rows, gathered and added in place
@@ -31,9 +31,9 @@ PREFIX = "base_model.model."  # PEFT's, in front of the names of the target's mo
 
 
 class Gate:
-    """Which rows of the pass under way are auxiliary: [A] int64, unique."""
+    """Which rows of the pass under way are adapted: [A] int64, unique; None: all, as draft layers are."""
 
-    rows: Tensor
+    rows: Tensor | None = None
 
 
 class GatedLinear(nn.Module):
@@ -50,11 +50,17 @@ class GatedLinear(nn.Module):
     def forward(self, x: Tensor) -> Any:
         result = self.base(x)
         out = result[0] if isinstance(result, tuple) else result
-        low = F.linear(x.index_select(0, self.gate.rows), self.down)  # [A, parts * r]
+        rows = self.gate.rows
+        low = F.linear(x if rows is None else x.index_select(0, rows), self.down)  # [A, parts * r]
         if self.is_split_input:
             low = tensor_model_parallel_all_reduce(low)
-        delta = [F.linear(part, up) for part, up in zip(low.split(self.rank, dim=1), self.up, strict=True)]
-        out.index_add_(0, self.gate.rows, torch.cat(delta, dim=1))
+        delta = torch.cat(
+            [F.linear(part, up) for part, up in zip(low.split(self.rank, dim=1), self.up, strict=True)], dim=1
+        )
+        if rows is None:
+            out.add_(delta)
+        else:
+            out.index_add_(0, rows, delta)
         return result
 
 

@@ -222,10 +222,14 @@ class MergedSpeculator(PtpSpeculator):
         row = self.draft_index + self.is_onehot  # [K] row within the group: o-ptp leaves the first one out
         is_real = row < size[:, None]  # [R, K]
         index = self.row_index[:num_reqs, None] * layout.rows + (start[:, None] + row).clamp(max=layout.rows - 1)
-        logits = self.target.compute_logits(drafted.hidden[index.flatten()])
-        logits = logits.view(num_reqs, self.num_speculative_steps, -1)
+        hidden = drafted.hidden[index]  # [R, K, D]
         keys = (drafted.position + 1 + accepted)[:, None] + self.draft_index
-        tokens = self._pick(logits, keys, slots, temperature, seeds)
+        if self.late is None:
+            logits = self.target.compute_logits(hidden.flatten(0, 1)).view(num_reqs, self.num_speculative_steps, -1)
+            tokens = self._pick(logits, keys, slots, temperature, seeds)
+        else:
+            first = self._first_token(num_sampled, last_sampled, next_prefill_tokens, slots)
+            tokens, logits = self._chain(hidden, first, keys, slots, temperature, seeds)
         if self.plan.dynamic:
             sure = logits.float().softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
             self.confidence[slots] = torch.where(is_real, sure, 0.0)

@@ -68,7 +68,7 @@ class PtpSpeculator(DraftModelSpeculator):
         head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
         scale = self.head.lora_alpha / self.head.lora_rank
         self.target = target_model
-        self.embedding = head.embedding
+        self.embedding, self.late = head.embedding, head.late
         self.table = head.embedding.table() if self.speculative_config.u_table else None
         base = resolve_model_state_cls(self.vllm_config, target_model)
         state = self.model_state_cls(with_coupled_sampler(base, self.speculative_config, self.device, self._on_sampler))
@@ -142,19 +142,33 @@ class PtpSpeculator(DraftModelSpeculator):
         slots = input_batch.idx_mapping[:num_reqs]
         last_rows = (input_batch.query_start_loc[1 : num_reqs + 1] - num_rejected[:num_reqs] - 1).long()
         prefix = input_batch.positions[last_rows] + 1  # [R] committed tokens, x_1 not among them
-        first = torch.where(num_sampled[:num_reqs] > 0, last_sampled[slots, 0], next_prefill_tokens[0, slots].long())
+        first = self._first_token(num_sampled, last_sampled, next_prefill_tokens, slots)
         size = bucket.sizes[0]
         hidden = self._draft_pass(input_batch, prefix, first, slots, size, temperature, seeds)  # [R, 1 + A, D]
 
         count = min(self.num_speculative_steps, size + (not self.is_onehot))
         skip = 2 if self.is_onehot else 1  # o-ptp: the first auxiliary row only says which token x_2 is
-        chosen = torch.cat([hidden[:, :1], hidden[:, skip : skip + count - 1]], dim=1)  # [R, count, D]
-        logits = self.target.compute_logits(chosen.flatten(0, 1)).view(num_reqs, count, -1)
-        drafts[:, 0] = self._first_draft(logits[:, 0], input_batch, slots, prefix, first, temperature, seeds)
-        if count > 1:
-            keys = prefix[:, None] + self.draft_index[1:count]
-            drafts[:, 1:count] = self._pick(logits[:, 1:], keys, slots, temperature, seeds)
+        keys = prefix[:, None] + self.draft_index[1:count]
+        rows = hidden[:, skip : skip + count - 1]  # [R, count - 1, D]
+        if self.late is None:
+            chosen = torch.cat([hidden[:, :1], rows], dim=1)
+            logits = self.target.compute_logits(chosen.flatten(0, 1)).view(num_reqs, count, -1)
+            first_logits, logits = logits[:, 0], logits[:, 1:]
+        else:
+            first_logits, logits = self.target.compute_logits(hidden[:, 0]), None
+        drafts[:, 0] = self._first_draft(first_logits, input_batch, slots, prefix, first, temperature, seeds)
+        if count > 1 and logits is None:
+            drafts[:, 1:count], _ = self._chain(rows, drafts[:, 0], keys, slots, temperature, seeds)
+        elif count > 1:
+            drafts[:, 1:count] = self._pick(logits, keys, slots, temperature, seeds)
         return drafts
+
+    def _first_token(
+        self, num_sampled: Tensor, last_sampled: Tensor, next_prefill_tokens: Tensor, slots: Tensor
+    ) -> Tensor:
+        """x_1 [R] of the requests in slots[R]; of those whose prompt is not read to its end, the next token of it."""
+        is_sampled = num_sampled[: slots.shape[0]] > 0
+        return torch.where(is_sampled, last_sampled[slots, 0], next_prefill_tokens[0, slots].long())
 
     def _draft_pass(
         self,
@@ -220,6 +234,22 @@ class PtpSpeculator(DraftModelSpeculator):
         else:
             u = torch.full_like(keys, UNINFORMED, dtype=torch.float32)
         return self.embedding(u) if self.table is None else lookup(self.table, u)
+
+    def _chain(
+        self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor, temperature: Tensor, seeds: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts [R, k] and their logits [R, k, V] by the late network, behind the token first[R].
+
+        hidden [R, k, D] of their rows; keys [R, k]: position before each draft.
+        """
+        logits: list[Tensor] = []
+
+        def choose(state: Tensor, k: int) -> Tensor:
+            logits.append(self.target.compute_logits(state))
+            return self._pick(logits[-1][:, None], keys[:, k : k + 1], slots, temperature, seeds)[:, 0]
+
+        drafts = self.late.draft(hidden, first, self.target.embed_input_ids, choose)
+        return drafts, torch.stack(logits, dim=1)
 
     def _run(
         self,

@@ -71,7 +71,7 @@ def student_tree(target: nn.Module, lora: dict[str, Tensor], scale: float, gate:
             return adapted(name, module, left, packed, scale, gate)
         return None
 
-    student = _copied(target, "", replace)
+    student = copied(target, "", replace)
     if left:
         raise CheckpointError(
             f"the head adapts {sorted(left)[0]}, which {type(target).__name__} of vLLM does not have "
@@ -80,7 +80,7 @@ def student_tree(target: nn.Module, lora: dict[str, Tensor], scale: float, gate:
     return student
 
 
-def _copied(module: nn.Module, name: str, replace: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+def copied(module: nn.Module, name: str, replace: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
     """A copy of a container with its children copied or replaced; a module without children is shared."""
     other = replace(name, module)
     if other is not None:
@@ -89,7 +89,7 @@ def _copied(module: nn.Module, name: str, replace: Callable[[str, nn.Module], nn
         return module
     twin = copy.copy(module)
     children = {
-        key: child if child is None else _copied(child, f"{name}.{key}" if name else key, replace)
+        key: child if child is None else copied(child, f"{name}.{key}" if name else key, replace)
         for key, child in module._modules.items()
     }
     twin.__dict__["_modules"] = children

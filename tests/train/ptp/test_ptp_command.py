@@ -73,13 +73,25 @@ def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) 
     one, two = (load_ptp(place / name) for name in ("one", "two"))
     assert one.lora.keys() == two.lora.keys() and any(value.any() for value in one.lora.values())
     assert all(torch.equal(one.lora[name], two.lora[name]) for name in one.lora)
+    assert two.late is None
+    more = {"init_from": place / "one", "late_width": 6, "evaluation_sequences": 0}
+    main(["train", *ptp_flags(place, "new", **more, dry_run=True)])
+    main(["train", *ptp_flags(place, "late", **more, late_only=True)])
+    new, late = (load_ptp(place / name) for name in ("new", "late"))
+    assert new.late.state.out_features == 6 and not new.late.outer.weight.any()  # of no effect yet
+    assert late.late.outer.weight.any()
+    for head in (new, late):
+        assert all(torch.equal(one.lora[name], head.lora[name]) for name in one.lora)
+    assert main(["train", *ptp_flags(place, "three", init_from=place / "late", dry_run=True)]) != 0
+    assert "has late_width=6, this run 0; set late_width to 6" in capsys.readouterr().err
     for changes, message in (
         ({"lora_rank": 5}, "has lora_rank=3, this run 5"),
+        ({"late_only": True}, "set late_width, for example to 256"),
         ({"variant": "c-ptp"}, "has variant=o-ptp, this run c-ptp; set variant to o-ptp"),
     ):
         words = ptp_flags(place, "three", init_from=place / "one", dry_run=True)
         for name, value in changes.items():
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         capsys.readouterr()
         assert main(["train", *words]) != 0
         assert message in capsys.readouterr().err

@@ -34,6 +34,7 @@ CASES = {
     "reverse-kl": {"variant": "c-ptp", "ptp_loss": "reverse-kl", "top_k": 6},
     "inverse": {"variant": "c-ptp", "ptp_loss": "inverse", "u_embedding": "threshold"},
     "baseline": {"informed": False},
+    "late": {"late_width": 6, "u_embedding": "threshold"},
     "own": {"proposals": "student", "temperature": 0.8, "u_embedding": "threshold"},
     "own c-ptp": {"proposals": "student", "variant": "c-ptp"},
     "dataset": {"proposals": "dataset", "top_p": 0.9},
@@ -91,7 +92,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny_target: Target, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("change", [{"grad_accumulation": 3}, {"chunk_windows": 7}])
-@pytest.mark.parametrize("case", ["ce", "kl", "inverse", "own"])
+@pytest.mark.parametrize("case", ["ce", "kl", "inverse", "own", "late"])
 def test_splitting_a_step_changes_nothing(tiny_target: Target, tmp_path: Path, case: str, change: dict) -> None:
     gradients = []
     for changes in ({}, change):

@@ -7,11 +7,12 @@ forward, with the attention of `vllm_mtpc.heads.ptp.windows`.
 
 A window at index t holds rows j = 0 .. n - 1 that carry u_(t+1+j). The position of a row is the index of the token it
 predicts, less one: t + j where row j names token t + 1 + j itself (o-ptp), t + 1 + j where it gives the law of the next
-token (c-ptp).
+token (c-ptp). Behind the final norm the rows of drafts may go through a late network (`vllm_mtpc.heads.ptp.late`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import ADAPTER, MODULES, _sharing_copy, _view
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
+from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 from vllm_mtpc.heads.ptp.windows import IMPLEMENTATION, SHARE, Layout, Prefix, Record, register
 
 if TYPE_CHECKING:
@@ -33,11 +35,11 @@ UNINFORMED = 0.5  # what every row carries where u tells nothing: greedy decodin
 
 
 class Student(nn.Module):
-    """A PTP head on its target; its parameters are the adapters' and the embedding's, float32, and nothing else.
+    """A PTP head on its target; its parameters are float32: the adapters', the embedding's, the late network's.
 
-    B of every adapter starts at zero; A and the embedding come from torch's generator, the embedding at the scale of
-    the target's token embeddings. Raises HeadConfigError for a target that is not made of full-attention layers, or
-    that the config is not of.
+    B of every adapter starts at zero, as does what the late network adds; the rest comes from torch's generator, the
+    embedding at the scale of the target's token embeddings. Raises HeadConfigError for a target that is not made of
+    full-attention layers, or that the config is not of.
     """
 
     def __init__(self, target: Target, config: PtpConfig) -> None:
@@ -76,6 +78,8 @@ class Student(nn.Module):
                 self._weights[key] = value
                 self._names[prefix + name.replace(f".{ADAPTER}.", ".")] = key
         self.embedding = _scaled_embedding(config, backbone).to(target.device)
+        late = build_late(config.hidden_size, config.late_width)
+        self.late = None if late is None else late.float().to(target.device)
 
     @property
     def target(self) -> Target:
@@ -122,6 +126,27 @@ class Student(nn.Module):
         embeds = self._plain[0].get_input_embeddings()(tokens.to(device, torch.long))
         return self._windows(self._plain[0], prefix, row.to(device), start.to(device), 1, embeds)
 
+    @property
+    def first_row(self) -> int:
+        """Row of a window that gives its first draft: row 0 of o-ptp says which token x_1 is, and x_1 is given."""
+        return 1 if self.config.variant == "o-ptp" else 0
+
+    def states(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """States [B, m, D] for lm_head of aux's hidden[B, m, D] where the text goes on with x_1 .. = tokens[B, n]."""
+        if self.late is None:
+            return hidden
+        first, rows = self.first_row, hidden[:, self.first_row :]
+        front = self._token_embeddings(tokens[:, : rows.shape[1]].clamp(min=0))
+        return torch.cat([hidden[:, :first], self.late(rows, front)], 1)
+
+    def chain(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Drafts [B, K] by the late network; hidden[B, K, D] of their rows, x_1 first[B], as `LateNetwork.draft`."""
+        return self.late.draft(hidden, first.to(hidden.device), self._token_embeddings, choose)
+
+    @torch.no_grad()
+    def _token_embeddings(self, tokens: Tensor) -> Tensor:
+        return self._plain[0].get_input_embeddings()(tokens)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] float32: the target's own lm_head."""
         return self.target.logits(hidden)
@@ -131,8 +156,11 @@ class Student(nn.Module):
         return {name: self._weights[key] for name, key in self._names.items()}
 
     @torch.no_grad()
-    def take(self, lora: dict[str, Tensor], embedding: AuxEmbedding) -> None:
-        """Copy weights into this student. Raises HeadConfigError where they are not of its shapes."""
+    def take(self, lora: dict[str, Tensor], embedding: AuxEmbedding, late: LateNetwork | None = None) -> None:
+        """Copy weights into this student; without `late` its own late network, if any, stays as it is.
+
+        Raises HeadConfigError where the adapters are not of its shapes.
+        """
         ours = {name: tuple(value.shape) for name, value in self.lora().items()}
         if ours != {name: tuple(value.shape) for name, value in lora.items()}:
             raise HeadConfigError(
@@ -142,6 +170,8 @@ class Student(nn.Module):
         for name, value in self.lora().items():
             value.copy_(lora[name])
         self.embedding.load_state_dict(embedding.state_dict())
+        if late is not None:
+            self.late.load_state_dict(late.state_dict())
 
     @classmethod
     def load(cls, folder: Path | str, target: Target) -> Student:
@@ -150,7 +180,7 @@ class Student(nn.Module):
 
         head = load_ptp(folder)
         student = cls(target, head.config)
-        student.take(head.lora, head.embedding)
+        student.take(head.lora, head.embedding, head.late)
         return student.eval().requires_grad_(False)
 
     def _windows(

@@ -46,6 +46,7 @@ def ptp_record(
         "window": config.window,
         "drafts": config.num_speculative_tokens,
         "u_embedding": config.u_embedding,
+        "late_width": config.late_width,
         "lora_rank": config.lora_rank,
         "temperature": config.trained_temperature,
         "top_k": config.trained_top_k,
@@ -71,6 +72,11 @@ def ptp_card(record: Mapping[str, Any]) -> str:
         f"{head['drafts']} tokens at once; the target verifies them with the same random numbers, so the output is the "
         f"target's own. {_law(head)}\n",
     ]
+    if head["late_width"]:
+        parts.append(
+            f"Behind the target's final norm its rows go through a small network of width {head['late_width']}, one "
+            "after another, which the paper does not have.\n"
+        )
     if not head["informed"]:
         parts.append("Its rows are not told the random numbers: it is a baseline that predicts every token alone.\n")
     if not run["steps"]:

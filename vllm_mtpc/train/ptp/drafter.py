@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vllm_mtpc.eval.ptp import draft
 from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.ptp.losses import row_losses
 from vllm_mtpc.train.ptp.source import Block, law_of
@@ -78,7 +80,7 @@ class PtpDrafter(nn.Module):
             log_q = law_of(student, states[:, first:], options)
         with torch.autocast(row.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
             states = student.aux(block.prefix, row, start, text.u[:, : text.u.shape[1] - first])
-        logits = student.logits(states)
+        logits = student.logits(student.states(states, text.tokens))
         values = row_losses(options.loss_name, logits, text.tokens[:, first:], log_q)
         return (values.masked_fill(~text.usable[:, first:], 0) * weights).sum()
 
@@ -122,7 +124,8 @@ class PtpDrafter(nn.Module):
         for k in range(tokens.shape[1]):
             u[:, k] = u_inside(*edges(law, chosen[:, k]), inner[:, k])
             if k + 1 < tokens.shape[1]:
-                law = student.logits(student.aux(block.prefix, row, start, u[:, : k + 1])[:, -1]).log_softmax(-1)
+                states = student.aux(block.prefix, row, start, u[:, : k + 1])
+                law = student.logits(student.states(states, chosen)[:, -1]).log_softmax(-1)
         return Text(tokens, u, _leading(tokens >= 0), None)
 
     @torch.no_grad()
@@ -132,26 +135,35 @@ class PtpDrafter(nn.Module):
         row, start = _places(batch, piece, self.head)
         text = self._given_text(batch, piece, batch.draws[piece, 1].to(row.device))
         law = law_of(self.head, batch.hidden.prefix.hidden[row, start], self.options)
-        made = drafts(self.head, batch.hidden, row, start, text.u, law)
+        made = drafts(self.head, batch.hidden, row, start, text.u, law, text.tokens[:, 0])
         right = _leading((made == text.tokens)[:, 1:] & text.usable[:, 1:])
         windows = text.usable[:, 0].sum()
         return torch.stack([right.sum() + windows, windows]).float()
 
 
-def drafts(student: Student, block: Block, row: Tensor, start: Tensor, u: Tensor, first_law: Tensor) -> Tensor:
+def drafts(
+    student: Student,
+    block: Block,
+    row: Tensor,
+    start: Tensor,
+    u: Tensor,
+    first_law: Tensor,
+    known: Tensor | None = None,
+) -> Tensor:
     """Tokens [B, n] that the student makes of u[B, n] behind (row, start).
 
-    first_law: log Q [B, V] of the first token, which c-ptp leaves to the target (o-ptp names it itself).
+    first_law: log Q [B, V] of the first token, which c-ptp leaves to the target (o-ptp names it itself); known[B]: that
+    token, where the verifier has said it.
     """
-    if student.config.variant == "o-ptp":
-        return student.logits(student.aux(block.prefix, row, start, u)).argmax(-1)
-    from vllm_mtpc.kernels.pick import pick
-
-    laws = student.logits(student.aux(block.prefix, row, start, u[:, :-1]))
-    laws = torch.cat([first_law[:, None], laws], 1)  # [B, n, V]
-    if not student.config.informed:
-        return laws.argmax(-1)
-    return pick(laws.flatten(0, 1), u.flatten()).view(u.shape)
+    first, length = student.first_row, u.shape[1] - 1
+    hidden = student.aux(block.prefix, row, start, u[:, : length + first])
+    if known is not None:
+        token = known.clamp(min=0)
+    elif first:
+        token = student.logits(hidden[:, 0]).argmax(-1)
+    else:
+        token = pick(first_law, u[:, 0].contiguous()) if student.config.informed else first_law.argmax(-1)
+    return torch.cat([token[:, None], draft(student, hidden[:, first:], u[:, 1:], False, token)], 1)
 
 
 def default_chunk(student: Student, batch: Windows) -> int:

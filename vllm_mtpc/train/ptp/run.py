@@ -43,6 +43,8 @@ class PtpJob:
         self.student = Student(target, self.config)
         if options.init_from:
             start_from(self.student, options.init_from)
+        if options.late_only:
+            self.student.requires_grad_(False).late.requires_grad_(True)
 
     def drafter(self) -> PtpDrafter:
         return PtpDrafter(self.student, self.options)
@@ -69,13 +71,14 @@ class PtpJob:
             values,
             ptp_card(values),
             getattr(torch, self.options.dtype),
+            self.student.late,
         )
 
     def finish(self, weights: Mapping[str, Tensor], prompts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, measure what was written, and write it again with its figures and plots."""
         from vllm_mtpc.train.plots import plot_acceptance, plot_loss
 
-        self.student.load_state_dict(weights)
+        self.student.load_state_dict(weights, strict=not self.options.late_only)  # what was not trained is not there
         self.write({}, run)  # first of all: nothing that follows can lose it
         figures = measured(self.options, self.target, prompts) if prompts else {}
         plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out)
@@ -102,6 +105,7 @@ def ptp_config(options: TrainOptions, target: Target) -> PtpConfig:
         u_embedding=options.u_embedding,
         u_features=options.u_features,
         u_hidden=options.u_hidden,
+        late_width=options.late_width,
         lora_rank=options.lora_rank,
         lora_alpha=float(options.lora_alpha),
         num_speculative_tokens=options.num_speculative_tokens,
@@ -122,8 +126,13 @@ def start_from(student: Student, name: str) -> None:
         ours, theirs = getattr(student.config, key), getattr(config, key)
         if ours != theirs:
             raise TrainOptionsError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
+    if config.late_width not in (0, student.config.late_width):  # a head without a late network is given a new one
+        raise TrainOptionsError(
+            f"init_from={name} has late_width={config.late_width}, this run {student.config.late_width}; set "
+            f"late_width to {config.late_width}"
+        )
     head = load_ptp(resolve_head(name))
-    student.take(head.lora, head.embedding)
+    student.take(head.lora, head.embedding, head.late)
 
 
 def samplings(options: TrainOptions) -> dict[str, Sampling]:

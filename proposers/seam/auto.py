@@ -1,0 +1,90 @@
+"""A target that ships a head in its `mtpc/` folder is served with it, unasked.
+
+Only where the user says nothing about speculative decoding. A head that cannot be served here costs a warning and the
+drafts, never the target. A target that ships none costs one look at a path.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("vllm.mtpc")
+
+VARIABLE = "VLLM_MTPC_AUTO"
+OFF = ("0", "false", "off", "no")
+_MARK = "_mtpc_auto"  # attribute of EngineArgs: the head that was engaged, or None where it was given up
+
+
+def is_on() -> bool:
+    return os.environ.get(VARIABLE, "1").strip().lower() not in OFF
+
+
+def head_for(engine_args: Any, target: Any) -> Path | None:
+    """The head that `target` (a ModelConfig) ships, where the user has left the choice open; else None."""
+    flags = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    if target is None or not is_on() or any(getattr(engine_args, flag, None) is not None for flag in flags):
+        return None
+    if getattr(engine_args, _MARK, True) is None or target.runner_type != "generate":
+        return None
+    folder = _folder(target.model, target.revision)
+    if folder is None or not os.path.isdir(folder / "mtpc"):
+        return None
+    from vllm_mtpc.checkpoint.locate import shipped_heads
+
+    return next(iter(shipped_heads(folder)), None)
+
+
+def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:
+    """What `create` makes of a speculative_config that names the head; None and a warning where it refuses."""
+    from vllm_mtpc.checkpoint.locate import head_method
+
+    engine_args.speculative_config = {"method": head_method(head) or "mtpc", "model": str(head)}
+    try:
+        made = create()
+    except Exception as error:  # whatever is wrong with the head: the target is served
+        warn(head, error)
+        return None
+    finally:
+        engine_args.speculative_config = None  # as the user gave it
+    setattr(engine_args, _MARK, head)
+    return made
+
+
+def begin(engine_args: Any) -> None:
+    """A new configuration is made of these arguments: what was decided for another one is forgotten."""
+    vars(engine_args).pop(_MARK, None)
+
+
+def engaged(engine_args: Any) -> Path | None:
+    return getattr(engine_args, _MARK, None)
+
+
+def give_up(engine_args: Any) -> None:
+    """From now on these arguments stand for the target alone."""
+    setattr(engine_args, _MARK, None)
+
+
+def announce(head: Path, made: Any) -> None:
+    logger.info("The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off", head, made, VARIABLE)
+
+
+def warn(head: Path, error: Exception) -> None:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    logger.warning("Serving without drafts: the head that the target ships, %s, is not served here: %s", head, reason)
+
+
+def _folder(model: str, revision: str | None) -> Path | None:
+    """Where a target's files are: its folder, or the snapshot of a repository in the hub's cache."""
+    if os.path.isdir(model):
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache  # vLLM has imported it
+
+    try:
+        config = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # no name of a repository: a file, an address of a cloud's storage
+        return None
+    return Path(config).parent if isinstance(config, str) else None

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# A subword target end to end: a BPE of 4096 ids, a small Llama, its own text, FF and BTree heads that borrow its
+# lm_head (--head shared), and both served beside plain vLLM.
+#
+#   scripts/subword_demo.sh [--quick] [--text FILE]
+#
+# A quarter of an hour to half an hour on two CPU cores. --quick: a few steps of everything, to try the pipeline. --text:
+# that text in place of the Python standard library's source. What is there already is kept: remove build/subword to
+# begin anew.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=python3
+[ -x .venv/bin/python ] && python=.venv/bin/python
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+
+quick="" text=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --quick) quick=yes; shift ;;
+        --text) text=(--text "${2:?--text needs a file}"); shift 2 ;;
+        *) echo "subword_demo.sh: $1 is not known; allowed: --quick, --text FILE" >&2; exit 1 ;;
+    esac
+done
+out=build/subword${quick:+-quick} steps=550 responses=768 new_tokens=96 head_steps=200
+bench=(--concurrency 1 4 --prompts 8 --max-tokens 64 --rounds 2)
+if [ -n "$quick" ]; then
+    steps=4 responses=16 new_tokens=24 head_steps=4
+    bench=(--concurrency 1 --prompts 2 --max-tokens 12 --rounds 1)
+fi
+
+[ -f "$out/target/provenance.json" ] ||
+    "$python" -m vllm_mtpc.demo.subword_target --out "$out/target" --steps "$steps" ${text[@]+"${text[@]}"}
+"$python" -m vllm_mtpc.demo.corpus --out "$out" ${text[@]+"${text[@]}"}
+write() {
+    "$python" -m vllm_mtpc regenerate --target "$out/target" --ignore-eos "$@"
+}
+write --data "$out/train.jsonl" --out "$out/responses.jsonl" --crops 3 --limit "$responses" --max-tokens "$new_tokens"
+write --data "$out/valid.jsonl" --out "$out/heldout.jsonl" --crops 4 --limit 128 --max-tokens 6 --seed 2
+
+for circuit in ff btree; do
+    components=4
+    [ "$circuit" = ff ] && components=1
+    [ -f "$out/$circuit/model.safetensors" ] || "$python" -m vllm_mtpc train --target "$out/target" \
+        --data "$out/responses.jsonl" --validation-data "$out/heldout.jsonl" --out "$out/$circuit" \
+        --head shared --circuit "$circuit" --components "$components" --window 6 --expander-rank 64 \
+        --windows-per-step 192 --seq-len 128 --max-steps "$head_steps" --learning-rate 0.003 \
+        --evaluation-sequences "$([ -n "$quick" ] && echo 4 || echo 48)"
+done
+
+# Heads as users get them (drafts by batch size, unlikely ones left out), then with every draft verified
+exec "$python" -m vllm_mtpc bench serve --heads "$out/ff" "$out/btree" --peers "${bench[@]}" \
+    --variant 'every draft={"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}' --json "$out/serve.json"

@@ -1,0 +1,202 @@
+"""Heads that a target ships in `mtpc/`: which one is served unasked, what overrides it, and what a bad one costs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.e2e.models import make_ptp_head, make_target
+from tests.proposers.test_bad_input import engine_config, write_head
+from vllm_mtpc.checkpoint.locate import find_head, shipped_heads
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.proposers.seam import auto
+
+Lines = list[str]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and beside it an MtPC head `head` and a PTP head `ptp`."""
+    folder = tmp_path_factory.mktemp("auto")
+    target = make_target(folder / "target", vocab_size=32, seed=0)
+    write_head(folder / "head", target.config.to_dict())
+    make_ptp_head(folder / "ptp", target, "o-ptp", window=5)
+    return folder
+
+
+@pytest.fixture
+def target(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the target, which ships nothing yet."""
+    monkeypatch.delenv(auto.VARIABLE, raising=False)
+    return Path(shutil.copytree(made / "target", tmp_path / "target"))
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Lines:
+    """What the package logs."""
+    lines: Lines = []
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Noting()
+    monkeypatch.setattr(auto.logger, "handlers", [handler])
+    monkeypatch.setattr(auto.logger, "level", logging.INFO)
+    auto.logger.manager._clear_cache()
+    return lines
+
+
+def ship(made: Path, target: Path, head: str = "head", name: str = "") -> Path:
+    return Path(shutil.copytree(made / head, target / "mtpc" / name, dirs_exist_ok=True))
+
+
+def spec_of(target: Path, given: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    return engine_config(target, given, **arguments).speculative_config
+
+
+def test_a_target_without_heads_is_left_alone(target: Path, said: Lines) -> None:
+    assert spec_of(target) is None
+    (target / "mtpc").mkdir()
+    (target / "mtpc" / "notes.txt").write_text("no head")
+    assert spec_of(target) is None and said == []
+
+
+def test_a_shipped_head_is_engaged_and_said_once(made: Path, target: Path, said: Lines) -> None:
+    head = ship(made, target)
+    spec = spec_of(target)
+    assert (spec.method, spec.model_folder, spec.num_speculative_tokens) == ("mtpc", str(head), 4)
+    assert len(said) == 1 and "VLLM_MTPC_AUTO=0" in said[0] and str(target) in said[0] and "btree" in said[0]
+
+
+def test_the_arguments_stay_as_the_user_gave_them(made: Path, target: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    ship(made, target)
+    arguments = EngineArgs(str(target), dtype="float32", max_model_len=64, skip_tokenizer_init=True)
+    arguments.kv_cache_memory_bytes = 1 << 26
+    for _ in range(2):
+        assert arguments.create_engine_config().speculative_config.method == "mtpc"
+        assert arguments.speculative_config is None
+
+
+@pytest.mark.parametrize("value", ["0", "off", "False"])
+def test_turned_off(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    ship(made, target)
+    monkeypatch.setenv(auto.VARIABLE, value)
+    assert spec_of(target, fail_on_environ_validation=True) is None and said == []  # vLLM knows the variable
+
+
+def test_the_users_config_wins(made: Path, target: Path) -> None:
+    ship(made, target)
+    assert spec_of(target, {"method": "ngram", "num_speculative_tokens": 2}).method == "ngram"
+    own = spec_of(target, {"method": "mtpc", "model": str(made / "head"), "num_speculative_tokens": 1})
+    assert (own.model_folder, own.num_speculative_tokens) == (str(made / "head"), 1)
+
+
+def test_which_of_several(made: Path, target: Path) -> None:
+    """mtpc/ itself, else mtpc/default/, else the first by name; the same without --spec-model."""
+    for name in ("b", "a", "default"):
+        ship(made, target, name=name)
+    assert spec_of(target).model_folder == str(target / "mtpc" / "default")
+    shutil.rmtree(target / "mtpc" / "default")
+    assert spec_of(target).model_folder == str(target / "mtpc" / "a")
+    assert find_head(target) == target / "mtpc" / "a"
+    ship(made, target)
+    assert shipped_heads(target) == [target / "mtpc", target / "mtpc" / "a", target / "mtpc" / "b"]
+    assert spec_of(target).model_folder == str(target / "mtpc")
+
+
+def refused(target: Path, said: Lines, **arguments: Any) -> str:
+    """The warning that the target is served with nothing but."""
+    assert spec_of(target, **arguments) is None
+    (line,) = said
+    assert line.startswith("Serving without drafts") and "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"hidden_size": 96}, "hidden_size"),
+        ({"vocab_size": 64}, "vocab_size"),
+        ({"surprise": 1}, "surprise"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type"),
+    ],
+)
+def test_a_head_that_does_not_fit(made: Path, target: Path, said: Lines, change: dict[str, Any], reason: str) -> None:
+    file = ship(made, target) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert reason in refused(target, said)
+
+
+def test_damaged_files(made: Path, target: Path, said: Lines) -> None:
+    head = ship(made, target)
+    (head / "config.json").write_text("{")
+    assert "cannot be read as JSON" in refused(target, said)
+    said.clear()
+    shutil.rmtree(target / "mtpc")
+    (ship(made, target) / "model.safetensors").unlink()
+    assert "model.safetensors" in refused(target, said)
+
+
+def test_a_head_for_the_other_runner(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known once the engine's configuration is made: it is then made again, without the head."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    ship(made, target, "ptp")
+    assert "Model Runner V1" in refused(target, said)
+    with pytest.raises(MtpcError, match="Model Runner V1"):  # explicit flags are refused as before
+        spec_of(target, {"method": "ptp"})
+
+
+def test_an_error_of_the_target_is_its_own(made: Path, target: Path, said: Lines) -> None:
+    """What fails with and without the head says what vLLM says, and nothing of a head."""
+    ship(made, target)
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        spec_of(target, max_num_batched_tokens=8, max_num_seqs=16)
+    assert not any("without drafts" in line for line in said)
+
+
+def test_a_repository_in_the_hubs_cache(
+    made: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is downloaded: what counts is the snapshot that is there."""
+    import huggingface_hub
+
+    ship(made, target)
+    monkeypatch.setattr(
+        huggingface_hub,
+        "try_to_load_from_cache",
+        lambda repo, name, revision: str(target / name) if repo == "a/b" else None,
+    )
+    arguments = type("Arguments", (), {"speculative_config": None})()
+
+    def model(name: str, runner: str = "generate") -> Any:
+        return type("Target", (), {"model": name, "revision": None, "runner_type": runner})()
+
+    assert auto.head_for(arguments, model("a/b")) == target / "mtpc"
+    assert auto.head_for(arguments, model("a/c")) is None
+    assert auto.head_for(arguments, model("a/b", "pooling")) is None
+
+
+def test_a_name_that_is_no_repository() -> None:
+    assert auto._folder("s3://bucket/model.gguf", None) is None
+
+
+def test_a_trained_head_is_shipped_by_where_it_is_written(target: Path, tmp_path: Path) -> None:
+    """`train --out TARGET/mtpc` needs nothing else: the head names its target by a relative path."""
+    from vllm_mtpc.cli import main
+
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"prompt_ids": [1, 2, 3], "response_ids": [4, 5, 6] * 40}) + "\n")
+    out = target / "mtpc"
+    words = ["train", "--target", str(target), "--data", str(tmp_path / "ids.jsonl"), "--out", str(out), "--dry-run"]
+    assert main([*words, "--circuit", "ff", "--window", "4", "--seq-len", "64"]) == 0
+    assert spec_of(target).model_folder == str(out)
+    assert spec_of(out).model_folder == str(out)  # vllm serve HEAD finds the target around it
+    assert LlamaConfig.from_pretrained(target).vocab_size == 32

@@ -1,0 +1,240 @@
+"""Drafting under a grammar, piece by piece: what follows a grammar, what is masked, what is cut, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_mtpc.proposers.v1.grammar import Follower, Grammars, Masks, as_point
+
+VOCAB = 40
+
+
+class Counting:
+    """A grammar whose k-th token must be at least k, and which ends with the token 9."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        for token in tokens:
+            if token < len(self.read) and not self.is_terminated():
+                return False
+            self.read.append(token)
+        return True
+
+    def is_terminated(self) -> bool:
+        return 9 in self.read
+
+    def rollback(self, count: int) -> None:
+        del self.read[len(self.read) - count :]
+
+    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
+        allowed = [token for token in range(VOCAB) if token >= len(self.read)]
+        words = [sum(1 << token % 32 for token in allowed if token // 32 == word) for word in range(2)]
+        bitmask[row] = torch.tensor([word - (1 << 32) if word >> 31 else word for word in words], dtype=torch.int32)
+
+
+def masks(**grammars: Counting) -> Masks:
+    rows = {int(name[1:]): Follower(grammar) for name, grammar in grammars.items()}
+    return Masks(torch.zeros(4, 2, dtype=torch.int32), rows)
+
+
+def argmax(log_q: Tensor, k: int) -> Tensor:
+    return log_q.argmax(-1)
+
+
+def test_conditionals_are_masked_and_the_grammar_comes_back() -> None:
+    grammar = Counting()
+    grammar.accept_tokens("r", [5, 6])
+    step = masks(r1=grammar)
+    pick = step.around(argmax)
+    log_q = torch.linspace(0, -8, VOCAB).repeat(3, 1).log_softmax(-1)  # the smallest token is the likeliest
+    drafts = torch.stack([pick(log_q.clone(), k) for k in range(3)], 1)
+    assert drafts[1].tolist() == [2, 3, 4]  # the smallest allowed
+    assert drafts[0].tolist() == drafts[2].tolist() == [0, 0, 0]  # rows without a grammar
+    step.rewind()
+    assert grammar.read == [5, 6]
+
+
+def test_masked_conditionals_are_laws() -> None:
+    seen: list[Tensor] = []
+    grammar = Counting()
+    grammar.accept_tokens("r", [5] * 4)
+    step = masks(r0=grammar)
+    step.around(lambda log_q, k: (seen.append(log_q.clone()), argmax(log_q, k))[1])(torch.zeros(1, VOCAB), 0)
+    assert (seen[0].exp()[0, :4] == 0).all()
+    torch.testing.assert_close(seen[0].exp().sum(), torch.tensor(1.0))
+
+
+def test_drafts_end_with_their_grammar() -> None:
+    """What follows a grammar's last token is cut, and that does not depend on the token that is cut."""
+    ended, ending, going = Counting(), Counting(), Counting()
+    ended.accept_tokens("r", [9])
+    step = masks(r0=ended, r1=ending, r2=going)
+    step.lengths[0] = 0
+    told = iter([[1, 1, 1], [2, 9, 2], [3, 3, 3]])
+    pick = step.around(lambda log_q, k: torch.tensor(next(told)))
+    for k in range(3):
+        pick(torch.zeros(3, VOCAB), k)
+    assert step.lengths == {0: 0, 1: 2}
+    step.rewind()
+    assert (ended.read, ending.read, going.read) == ([9], [], [])
+
+
+def test_a_batch_without_grammars_is_drafted_as_ever() -> None:
+    assert masks().around(argmax) is argmax
+
+
+def test_a_refused_token_ends_the_masking() -> None:
+    follower = Follower(Counting())
+    follower.read("r", [3, 4])
+    assert follower.grammar is not None and follower.num_read == 2
+    follower.read("r", [3, 4, 0])  # the third must be at least 2
+    assert follower.grammar is None
+
+
+def grammars(is_masking: bool = True) -> tuple[Grammars, list[int]]:
+    """Grammars that compile to Counting, and a note of every compilation."""
+    made = Grammars(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)), is_masking)
+    compiled: list[int] = []
+
+    def compile_one(params: Any) -> Counting:
+        compiled.append(1)
+        return Counting()
+
+    made._compile = compile_one
+    return made, compiled
+
+
+def state(output: list[int], structured: bool = True) -> Any:
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+") if structured else None)
+    return SimpleNamespace(sampling_params=params, output_token_ids=output)
+
+
+def test_followers_live_as_long_as_their_requests() -> None:
+    made, compiled = grammars()
+    requests = {"a": state([4]), "b": state([7], structured=False), "c": state([])}
+    step = made.masks(requests, ["a", "b", "c"], [[4], [7], []])  # c: a prompt that is not read to its end
+    assert set(step.rows) == {0} and not step.unmasked and len(compiled) == 1
+    requests["a"].output_token_ids = [4, 5, 9]
+    step = made.masks(requests, ["b", "a"], [[7], [5, 9]])
+    assert step.rows[1].grammar.read == [4, 5, 9] and step.lengths == {1: 0} and len(compiled) == 1
+    requests["a"].output_token_ids = [4]  # started over
+    assert made.masks(requests, ["a"], [[4]]).rows[0].grammar.read == [4] and len(compiled) == 2
+    del requests["a"]
+    made.masks(requests, ["b"], [[7]])
+    assert not made.followers
+
+
+def test_unmasked_requests_are_scored_as_points() -> None:
+    made, compiled = grammars(is_masking=False)
+    step = made.masks({"a": state([4])}, ["a"], [[4]])
+    assert step.unmasked == [0] and not step.rows and not compiled
+    probs = torch.full((2, VOCAB), 1 / VOCAB)
+    as_point(probs, step.unmasked, torch.tensor([7, 8]))
+    assert probs[0].argmax() == 7 and probs[0].sum() == probs[0].max() == 1
+    assert (probs[1] == 1 / VOCAB).all()
+
+
+def test_a_reasoning_parser_leaves_drafts_unmasked() -> None:
+    made = Grammars(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)), True)
+    made.manager = SimpleNamespace(reasoner_cls=object, enable_in_reasoning=False)
+    assert made._compile(state([4]).sampling_params) is None
+
+
+def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
+    pytest.importorskip("vllm.v1.worker.gpu.spec_decode.rejection_sampler")
+    from vllm_mtpc.proposers.v2.grammar import behind_the_first
+
+    #                      a request's rows: its token, then its drafts
+    invalid = torch.tensor([False, False, True, True, False, True, False, False, True, True, True])
+    expected = torch.tensor([False, False, False, True, False, False, False, False, False, True, True])
+    assert torch.equal(behind_the_first(invalid), expected)
+
+
+def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    from vllm_mtpc.proposers.v2.grammar import with_residual
+
+    class State:
+        def custom_sampler(self, sampler: Any) -> Any:
+            return None
+
+    spec = SimpleNamespace(
+        num_speculative_tokens=2, enable_adaptive_verification=False, rejection_sample_method="standard"
+    )
+    state = with_residual(State, spec, torch.device("cpu"))()
+    sampler = object.__new__(Sampler)
+    kept, verifier = state.custom_sampler(sampler)
+    assert kept is sampler
+    monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
+    invalid, probabilities = torch.tensor([False, True, True]), torch.zeros(1, 2, 3)
+    assert verifier(None, None, probabilities, invalid).tolist() == [False, False, True]
+    assert verifier(None, None, None, invalid) is invalid, "argmax drafts have no residual law"
+    assert verifier(None, None, probabilities, None) is None
+    assert state.custom_sampler(SimpleNamespace()) is None, "another sampler keeps its own verifier"
+
+
+def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
+    from vllm_mtpc.proposers.seam.engine_core import UpdateDraftTokenIds
+
+    def request(**more: Any) -> Any:
+        given = {"use_structured_output": True, "is_prefill_chunk": False, "spec_token_ids": [1, 2]} | more
+        return SimpleNamespace(is_finished=lambda: False, **given)
+
+    def run(method: str, is_v2: bool) -> dict[str, list[int]]:
+        requests = {
+            "cut": request(),
+            "whole": request(spec_token_ids=[1, 2, 3]),
+            "free": request(use_structured_output=False),
+            "prompt": request(is_prefill_chunk=True, spec_token_ids=[]),
+        }
+        scheduler = SimpleNamespace(
+            vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(method=method)),
+            use_v2_model_runner=is_v2,
+            requests=requests,
+        )
+        drafts = SimpleNamespace(req_ids=[*requests, "gone"], draft_token_ids=[[1, 2, 3]] * 5)
+        UpdateDraftTokenIds.replace(lambda self, draft_token_ids: None)(scheduler, drafts)
+        return {name: one.spec_token_ids for name, one in requests.items()}
+
+    untouched = {"cut": [1, 2], "whole": [1, 2, 3], "free": [1, 2], "prompt": []}
+    assert run("mtpc", True) == untouched | {"cut": [1, 2, -1]}
+    assert run("mtpc", False) == run("ptp", True) == run("ngram", True) == untouched
+
+
+def test_masks_on_v2_are_refused(tmp_path: Path) -> None:
+    from vllm_mtpc.errors import ServeConfigError
+    from vllm_mtpc.proposers.seam.frontend import check_runner
+
+    spec = SimpleNamespace(
+        method="mtpc", head=SimpleNamespace(head="linear", lora_layers=0), min_survival=None, mask_drafts=True
+    )
+    config = SimpleNamespace(
+        speculative_config=spec,
+        use_v2_model_runner=True,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        lora_config=None,
+    )
+    with pytest.raises(ServeConfigError, match=r"mask_drafts=true on Model Runner V2.*allowed: false; drop it"):
+        check_runner(config)
+
+
+def test_masks_of_ptp_are_refused() -> None:
+    from vllm_mtpc.errors import ServeConfigError
+    from vllm_mtpc.proposers.seam.config import create
+
+    given = {"method": "ptp", "model": "x", "mask_drafts": True}
+    with pytest.raises(ServeConfigError, match="'mask_drafts' is not an option of method 'ptp'"):
+        create(**given, target_model_config=None, target_parallel_config=None)
