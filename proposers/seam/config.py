@@ -86,7 +86,16 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     def default_schedule(self) -> schedule.Schedule:
         """Drafts by batch size where the user names none."""
         measured = measured_acceptance(Path(self.model_folder)).values()
-        return schedule.default_schedule(measured, self.num_speculative_tokens, current_platform.is_cpu())
+        is_cpu, load = current_platform.is_cpu(), _load(self.head, self.target_model_config)
+        return schedule.default_schedule(measured, self.num_speculative_tokens, is_cpu, load)
+
+
+def _load(head: HeadConfig, target: ModelConfig) -> float:
+    """Multiplications of a head's leaves for one draft, by those of the target's layers and lm_head for one row."""
+    text = target.hf_text_config
+    wide, deep = head.hidden_size, getattr(text, "num_hidden_layers", 1)
+    layer = 4 * wide**2 + 3 * wide * getattr(text, "intermediate_size", 4 * wide)
+    return head.num_components * head.vocab_size * wide / (deep * layer + head.vocab_size * wide)
 
 
 def is_ours(speculative_config: Any) -> bool:

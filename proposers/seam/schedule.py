@@ -51,9 +51,11 @@ def chosen(given: Any, num_drafts: int) -> Schedule | None:
         raise refuse(str(error).rstrip(".")) from None
 
 
-def default_schedule(measured: Collection[Sequence[float]], num_drafts: int, is_cpu: bool) -> Schedule:
+def default_schedule(
+    measured: Collection[Sequence[float]], num_drafts: int, is_cpu: bool, load: float = 0.0
+) -> Schedule:
     """The schedule of a user who gives none; `measured`: P(the first k drafts are all accepted), k = 1, 2, ..., at each
-    temperature there are figures of.
+    temperature there are figures of. load: multiplications of the head for one draft, by those of the target for a row.
 
     On a CPU the K of the most tokens per second by these figures and the costs above, on average over the temperatures;
     0 where one of them would gain less than MARGIN. On a GPU GPU_ROWS, which nobody has measured: a cautious guess that
@@ -61,7 +63,7 @@ def default_schedule(measured: Collection[Sequence[float]], num_drafts: int, is_
     """
     accepted = [_survival(one, num_drafts) for one in measured] or [_survival((), num_drafts)]
     if is_cpu:
-        return merged([_cpu_drafts(accepted, batch) for batch in range(1, LARGEST + 1)])
+        return merged([_cpu_drafts(accepted, batch, load) for batch in range(1, LARGEST + 1)])
     return merged([_gpu_drafts(num_drafts, batch) for batch in range(1, LARGEST + 1)])
 
 
@@ -76,25 +78,26 @@ def merged(per_batch: Sequence[int]) -> Schedule:
     return ranges
 
 
-def cpu_cost(batch: int, drafts: int) -> float:
-    """Milliseconds of one step and its draft on the machine of the constants."""
+def cpu_cost(batch: int, drafts: int, load: float = 0.0) -> float:
+    """Milliseconds of one step and its draft on the machine of the constants; what a head multiplies is no cheaper than
+    the same work of the target."""
     step, per_request, per_row = CPU_STEP
     cost = step + batch * (per_request + per_row * (1 + drafts))
     if drafts:
         draft, per_request, per_draft, per_token = CPU_DRAFT
-        cost += draft + per_request * batch + drafts * (per_draft + per_token * batch)
+        cost += draft + per_request * batch + drafts * (per_draft + max(per_token, load * per_row) * batch)
     return cost
 
 
-def cpu_gain(accepted: Sequence[float], batch: int, drafts: int) -> float:
+def cpu_gain(accepted: Sequence[float], batch: int, drafts: int, load: float = 0.0) -> float:
     """Expected speed with so many drafts, by that without."""
-    return (1 + sum(accepted[:drafts])) * cpu_cost(batch, 0) / cpu_cost(batch, drafts)
+    return (1 + sum(accepted[:drafts])) * cpu_cost(batch, 0) / cpu_cost(batch, drafts, load)
 
 
-def _cpu_drafts(accepted: Sequence[Sequence[float]], batch: int) -> int:
+def _cpu_drafts(accepted: Sequence[Sequence[float]], batch: int, load: float) -> int:
     best, chosen_drafts = 0.0, 0
     for drafts in range(1, len(accepted[0]) + 1):
-        gains = [cpu_gain(one, batch, drafts) for one in accepted]
+        gains = [cpu_gain(one, batch, drafts, load) for one in accepted]
         if min(gains) >= MARGIN and sum(gains) > best:
             best, chosen_drafts = sum(gains), drafts
     return chosen_drafts

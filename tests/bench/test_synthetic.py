@@ -38,6 +38,7 @@ def test_everything_says_so(made: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert given == synthetic.arguments(made / "again", [0.7])["speculative_config"]
 
 
+@pytest.mark.slow
 def test_it_serves_as_prescribed(made: Path) -> None:
     """On Model Runner V2: vLLM's CPU kernels of V1 have no prescribed acceptance."""
     given = synthetic.arguments(made, RATES)

@@ -106,6 +106,7 @@ def test_planted_bias_is_caught(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict
     assert distance > floor
 
 
+@pytest.mark.slow  # interpreted kernels
 def test_law_under_a_grammar_v2(tmp_path: Path) -> None:
     """vLLM's own kernels keep the law if the first forbidden draft is verified; as vLLM 0.32 marks it they do not."""
     file = tmp_path / "draws.json"

@@ -66,7 +66,7 @@ def check(replies: list[Reply] | str, target, settings: list[Setting]) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("T=1", "top-p 0.8"), pytest.param(("T=0.7",), marks=pytest.mark.slow)], ids=" and ".join
+    "names", [("T=1",), pytest.param(("T=0.7", "top-p 0.8"), marks=pytest.mark.slow)], ids=" and ".join
 )
 def test_law_v1_btree(tiny, names: tuple[str, ...]) -> None:
     folder, target = tiny

@@ -94,13 +94,14 @@ def said(folder: Path) -> Any:
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("runner", "bits", "head"),
     [
         ("v1", "int8", "btree"),
         ("v1", "int4", "btree"),
-        pytest.param("v2", "int4", "btree", marks=pytest.mark.slow),
-        pytest.param("v2", "int4", "o-ptp", marks=pytest.mark.slow),
+        ("v2", "int4", "btree"),
+        ("v2", "int4", "o-ptp"),
     ],
 )
 def test_quantised_target(said: Any, runner: str, bits: str, head: str) -> None:
@@ -109,7 +110,8 @@ def test_quantised_target(said: Any, runner: str, bits: str, head: str) -> None:
     assert ours.metrics[ACCEPTED] > 0
 
 
-@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_lora_requests(said: Any, runner: str) -> None:
     plain, ours = said(runner)["lora None"], said(runner)["lora btree"]
     assert ours[0].tokens == plain[0].tokens != plain[1].tokens == ours[1].tokens

@@ -110,6 +110,14 @@ def test_no_batch_is_expected_to_lose() -> None:
             assert drafts == 0 or all(schedule.cpu_gain(one, batch, drafts) >= schedule.MARGIN for one in measured)
 
 
+def test_a_head_that_multiplies_much_drafts_less() -> None:
+    """A shared head of four components puts four products with lm_head into a draft: dear beside a small target."""
+    rates = [0.6**k for k in range(1, 8)]
+    light, heavy = (expand(schedule.default_schedule([rates], 7, True, load), 64) for load in (0.07, 1.2))
+    assert light == expand(schedule.default_schedule([rates], 7, True), 64)
+    assert all(less <= more for less, more in zip(heavy, light, strict=True)) and sum(heavy) < sum(light) / 2
+
+
 def test_unmeasured_positions_continue_the_measured_ones() -> None:
     assert schedule._survival([0.8, 0.6], 4) == [0.8, 0.6, 0.3, 0.15]
     assert schedule._survival([], 2) == [0.5, 0.25]
