@@ -105,7 +105,7 @@ def test_adapters_and_embedding_of_both_layouts(tmp_path, target, tensors, stude
     flags = [] if asked == "auto" else ["--layout", layout]
     out = convert(write(tmp_path / "epoch=140.ckpt", state), target, *flags, "--temperature", 0.7, "--top-k", 50)
     assert str(out) in capsys.readouterr().out
-    config, lora, embedding = load_ptp(out)
+    config, lora, embedding, late = load_ptp(out)
     assert (config.variant, config.window, config.num_speculative_tokens, config.u_embedding) == (
         "o-ptp",
         16,
@@ -115,7 +115,7 @@ def test_adapters_and_embedding_of_both_layouts(tmp_path, target, tensors, stude
     assert (config.lora_rank, config.lora_alpha, config.accepted) == (4, 8.0, None)
     assert (config.trained_temperature, config.trained_top_k, config.trained_top_p) == (0.7, 50, 1.0)
     assert config.speculators_config.verifier.name_or_path == "../target"
-    assert len(lora) == 2 * 7 * 2
+    assert len(lora) == 2 * 7 * 2 and late is None
     prefix = PREFIXES[layout][1]
     assert torch.equal(embedding.outer.weight, state[f"{prefix}u_adapter.weight"])
     assert torch.equal(embedding.outer.bias, state[f"{prefix}u_adapter.bias"])

@@ -200,7 +200,7 @@ def engine(ranges: Any) -> Engine:
     return Engine(str(demo.path("target")), calls, {"speculative_config": speculative, "max_model_len": 128})
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])
 def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     """Replies by schedule; V2 is interpreted, so only two of them there."""
     names = list(RANGES) if request.param == "v1" else ["shrinking", "never"]
