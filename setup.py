@@ -33,7 +33,15 @@ EXTRAS = {
     # The trainer uses it where it is installed and PyTorch's own attention otherwise.
     "train-cuda": [*TRAIN, "xformers; sys_platform == 'linux'"],
     "ray": ["ray[default,serve,data,train]>=2.48"],
-    "test": ["pytest>=8", "hypothesis>=6.100", "scipy>=1.11", "ruff>=0.14", "jsonschema>=4.23", "tensorboard>=2.16"],
+    "test": [
+        "pytest>=8",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        "scipy>=1.11",
+        "ruff>=0.14",
+        "jsonschema>=4.23",
+        "tensorboard>=2.16",
+    ],
 }
 
 

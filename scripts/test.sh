@@ -2,6 +2,7 @@
 # Sets everything up, checks style and runs the tests.
 #
 #   scripts/test.sh [--all] [pytest arguments]     --all: the slow tests too
+#   MTPC_TEST_WORKERS=N scripts/test.sh            files in N processes at once (default: one per core, at most 4)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,4 +14,6 @@ if [[ "${1:-}" == --all ]]; then
 fi
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
-exec .venv/bin/python -m pytest -q -ra --durations=15 ${select[@]+"${select[@]}"} "$@"
+# Tests use one core each. A file stays in one process: its engines and trained heads are made once.
+workers=${MTPC_TEST_WORKERS:-$(nproc)}
+exec .venv/bin/python -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile -q -ra --durations=15 ${select[@]+"${select[@]}"} "$@"
