@@ -38,6 +38,7 @@ from vllm_mtpc.top import Look
 LONGEST = 64  # tokens of an answer
 PROMPTS = 64
 SEQUENCES, BLOCK, BLOCKS = 12, 32, 64  # 2048 tokens of KV cache; 12 requests of up to 264 tokens want more
+START_TIMEOUT_S = 900.0
 GROWTH, SETTLED = 1.02, 5.0  # most of the server's memory by what it was; minutes from which on that is asked
 KINDS = {"greedy": 10, "sampled": 4, "two answers": 1, "logprobs": 2, "hangs up": 4, "refused": 2}
 SERVER = {
@@ -243,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
     words += [word for key, value in SERVER.items() for word in (f"--{key}", str(value))]
     with tempfile.TemporaryDirectory() as logs:
         wanted = reference(args.target, asked, Path(logs))
-        with serve.server(words, Path(logs) / "server.log") as client:
+        with serve.server(words, Path(logs) / "server.log", timeout_s=START_TIMEOUT_S) as client:
             clients = Clients(client, client.model(), asked, wanted)
             soak(clients, args.clients, 60 * args.minutes, args.seed, tally)
             faults = [*tally.faults, *aftermath(client)]
@@ -278,7 +279,11 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    try:
+        return run(parser.parse_args(argv))
+    except EngineFailed as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
