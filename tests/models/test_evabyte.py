@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ COUNT = 40  # windows are 32 long: every answer crosses one or two
 GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
 SMALL_BLOCKS = {"max_model_len": 256, "block_size": 16}
 CHUNKS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
+ALL_TOKENS = {"disable_hybrid_kv_cache_manager": True}  # nothing is freed; test_evabyte_bounded.py: past windows are
 BYTES_OF_24_BLOCKS = 24 * 2 * (16 + 4) * 4 * 32 * 4  # blocks x layers x (tokens + summaries) x heads x 2D x bytes
 
 
@@ -45,7 +47,7 @@ def test_model_runner_v1(served: SimpleNamespace) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     replies = run(
         {
-            "btree": Engine(served.model, [call, again], SMALL_BLOCKS | CHUNKS | few_blocks | btree),
+            "btree": Engine(served.model, [call, again], SMALL_BLOCKS | CHUNKS | ALL_TOKENS | few_blocks | btree),
             # last: vLLM starts no second engine in a process that has imported numba
             "ngram": Engine(served.model, [call], {"max_model_len": 256, "speculative_config": ngram}),
         },
@@ -61,11 +63,14 @@ def test_model_runner_v1(served: SimpleNamespace) -> None:
     assert min(drafts(replies["ngram"][0])) > 0
 
 
-def test_model_runner_v2(served: SimpleNamespace) -> None:
+@pytest.mark.parametrize("kept", [{}, pytest.param(ALL_TOKENS, marks=pytest.mark.slow)], ids=["window", "all tokens"])
+def test_model_runner_v2(served: SimpleNamespace, kept: dict[str, Any]) -> None:
     prompts = served.prompts[1:4]
     calls = [Call(prompts, [GREEDY] * len(prompts)), Call(prompts[-1:], [GREEDY])]
     btree = {"speculative_config": {"method": "mtpc", "model": served.head}}
-    replies = run({"btree": Engine(served.model, calls, SMALL_BLOCKS | CHUNKS | btree)}, "v2")["btree"]
+    arguments = SMALL_BLOCKS | CHUNKS | kept | btree
+    engines = {"btree": Engine(served.model, calls, arguments, "poisoned")}
+    replies = run(engines, "v2", async_scheduling=not kept)["btree"]
     check_greedy(served.reference, prompts, replies[:1], COUNT)
     check_greedy(served.reference, prompts[-1:], replies[1:], COUNT)
     assert replies[1].metrics["vllm:prefix_cache_hits"] > 0

@@ -13,6 +13,7 @@ from tests.models.heads import check_greedy, drafts, fit_head
 COUNT = 24
 GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
 TWO = {"tensor_parallel_size": 2, "max_model_len": 128}
+FREED = {"block_size": 32}  # divides EvaByte's window: past ones are freed
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -30,6 +31,7 @@ def test_tensor_parallel(tmp_path: Path, name: str, runner: str) -> None:
         sizes, prompts = reference.llama.config.to_dict(), texts[:2]
     fit_head(tmp_path / "head", reference, sizes, prompts, COUNT // 2)
     arguments = TWO | {"speculative_config": {"method": "mtpc", "model": str(tmp_path / "head")}}
+    arguments |= FREED if name == "evabyte" else {}
     engine = Engine(str(tmp_path / "target"), [Call(prompts, [GREEDY] * 2)], arguments)
     replies = run({"btree": engine}, runner, async_scheduling=runner == "v2", **ENVIRONMENT)["btree"]
     check_greedy(reference, prompts, replies, COUNT)

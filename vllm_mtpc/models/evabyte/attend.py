@@ -1,7 +1,7 @@
 """EVA attention over its two paged caches: what is kept, and what a row reads. Formulas: docs/models.md.
 
 A cache is what vLLM hands to a layer: [blocks, H, N, 2D], keys in the first D numbers, values in the others; N is the
-block size for tokens and block size / C for summaries.
+tokens or summaries of a block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment
+from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment, SummaryPlan
 
 
 def write_tokens(cache: Tensor, key: Tensor, value: Tensor, plan: EvaPlan) -> None:
@@ -18,10 +18,12 @@ def write_tokens(cache: Tensor, key: Tensor, value: Tensor, plan: EvaPlan) -> No
     cache[plan.token_block, :, plan.token_offset] = torch.cat([key, value], dim=-1).to(cache.dtype)
 
 
-def write_summaries(summaries: Tensor, cache: Tensor, mu: Tensor, phi: Tensor, plan: EvaPlan) -> None:
+def write_summaries(
+    summaries: Tensor, cache: Tensor, mu: Tensor, phi: Tensor, plan: EvaPlan, places: SummaryPlan
+) -> None:
     """Compute and store the summaries of the chunks this step completes, from the tokens in `cache`."""
-    tokens = cache[plan.chunk_block[:, None], :, plan.chunk_offset]  # [n, C, H, 2D]
-    summaries[plan.chunk_block, :, plan.chunk_state] = summarise(tokens, mu, phi).to(summaries.dtype)
+    tokens = cache[plan.chunk_block, :, plan.chunk_offset]  # [n, C, H, 2D]
+    summaries[places.chunk_block, :, places.chunk_state] = summarise(tokens, mu, phi).to(summaries.dtype)
 
 
 def summarise(tokens: Tensor, mu: Tensor, phi: Tensor) -> Tensor:
@@ -36,7 +38,7 @@ def summarise(tokens: Tensor, mu: Tensor, phi: Tensor) -> Tensor:
     return torch.cat([(of_keys[..., None] * key).sum(1), (of_values[..., None] * value).sum(1)], dim=-1)
 
 
-def attend(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan) -> Tensor:
+def attend(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan) -> Tensor:
     """Output [T, H, D] of query [T, H, D]: one softmax over what each row sees; 0 for padded rows.
 
     Plain torch, one segment after the other: what a CPU runs, and any platform without paged attention kernels.
@@ -44,21 +46,21 @@ def attend(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan) -> Te
     out = torch.zeros_like(query)
     for segment in plan.segments():
         rows = slice(segment.row, segment.row + segment.num_rows)
-        key, value, is_seen = _seen(cache, summaries, plan, segment)
+        key, value, is_seen = _seen(cache, summaries, plan, places, segment)
         heads_first = query[rows].transpose(0, 1)
         attended = F.scaled_dot_product_attention(heads_first, key.to(query.dtype), value.to(query.dtype), is_seen)
         out[rows] = attended.transpose(0, 1)
     return out
 
 
-def _seen(cache: Tensor, summaries: Tensor, plan: EvaPlan, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
+def _seen(
+    cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan, segment: Segment
+) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values [H, L, D] that a segment sees, and which of them each row sees [num_rows, L]."""
-    blocks = plan.block_table[segment.request].long()
     first = segment.window * plan.window_size
     num_chunks = first // plan.chunk_size
-    states = plan.block_size // plan.chunk_size
-    earlier = _gather(summaries, blocks, 0, num_chunks, states)
-    own = _gather(cache, blocks, first, segment.tokens, plan.block_size)
+    earlier = _gather(summaries, places.block_table[segment.request].long(), 0, num_chunks, places.states)
+    own = _gather(cache, plan.block_table[segment.request].long(), first, segment.tokens, plan.block_size)
     key, value = torch.cat([earlier, own], dim=1).chunk(2, dim=-1)
     length, rows = num_chunks + segment.tokens, segment.num_rows
     is_seen = torch.ones(rows, length, dtype=torch.bool, device=cache.device).tril(length - rows)

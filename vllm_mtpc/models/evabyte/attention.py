@@ -1,14 +1,15 @@
-"""EVA attention as a vLLM layer: two paged caches per decoder layer, in one KV cache group.
+"""EVA attention as a vLLM layer: two paged caches per decoder layer, of tokens and of a summary per chunk.
 
-The tokens of a request have an ordinary paged KV cache. Beside it lies a second one with a summary per chunk
-(`tokens_per_state` = chunk size). Both specs are FullAttentionSpec of one block size, so vLLM gives them one block
-table and one slot mapping, and its own manager does prefix caching, preemption and the rollback of drafts for both.
-A block holds its tokens and their summaries; a prefix-cache hit brings both.
+By default each is a KV cache group with a block table of its own, and vLLM frees the tokens of windows that are over
+(`window.py`). Where that is not wanted or not possible, both specs are FullAttentionSpec of one block size: then vLLM
+gives them one block table and one slot mapping, and a block holds its tokens and their summaries. Either way its own
+managers do prefix caching, preemption and the rollback of drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_mtpc.models.evabyte import paged
 from vllm_mtpc.models.evabyte.attend import attend, write_summaries, write_tokens
-from vllm_mtpc.models.evabyte.plan import EvaPlan, make_plan
+from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
+from vllm_mtpc.models.evabyte.window import WindowSpec, frees_windows
 from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder
 
 
@@ -49,13 +51,21 @@ class EvaPlanBuilder(PlanBuilder):
         )
 
 
-class NoPlanBuilder(PlanBuilder):
-    """Summaries go with the tokens' plan: they need none of their own."""
+class SummaryPlanBuilder(PlanBuilder):
+    """Builds what summaries need beside it, from their group's block table."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> AttentionMetadata:
-        return AttentionMetadata()
+    ) -> SummaryPlan:
+        common = common_attn_metadata
+        return make_summary_plan(
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.num_actual_tokens,
+            chunk_size=self.kv_cache_spec.tokens_per_state,
+            block_size=self.kv_cache_spec.block_size,
+        )
 
 
 class EvaBackend(PlanBackend):
@@ -65,14 +75,15 @@ class EvaBackend(PlanBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        """The smallest on a GPU is the block size there where the user names none."""
-        return [MultipleOf(paged.BLOCK if current_platform.is_cuda() else 1)]
+        """The smallest on a GPU is the block size there where the user names none; tokens of windows have a C-th."""
+        is_any = isinstance(kv_cache_spec, WindowSpec) or not current_platform.is_cuda()
+        return [MultipleOf(1 if is_any else paged.BLOCK)]
 
 
 class SummaryBackend(EvaBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return NoPlanBuilder
+        return SummaryPlanBuilder
 
 
 class SummaryCache(PagedCache):
@@ -88,13 +99,23 @@ class EvaAttention(PagedCache):
         super().__init__(prefix, num_heads, head_size)
         self.rfa = SummaryCache(f"{prefix}.rfa", num_heads, head_size, tokens_per_state=chunk_size)
         self.window_size, self.chunk_size = window_size, chunk_size
-        self.flash: Callable[..., Any] | None = None
 
-    def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Only now the block size is known, and with it how to attend."""
-        super().bind_kv_cache(kv_cache)
-        if paged.fits(self.dtype, self.window_size, self.chunk_size, kv_cache.shape[2]):
-            self.flash = paged.flash_attention(self.head_size)
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        if not frees_windows(vllm_config, self.window_size):
+            return super().get_kv_cache_spec(vllm_config)
+        return WindowSpec(
+            block_size=vllm_config.cache_config.block_size // self.chunk_size,  # so that pages are the summaries' size
+            num_kv_heads=self.num_heads,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            attention_chunk_size=self.window_size,
+        )
+
+    @cached_property
+    def flash(self) -> Callable[..., Any] | None:
+        """FlashAttention where it can read the two caches, which are known from the first step on."""
+        entries = self.kv_cache.shape[2], self.rfa.kv_cache.shape[2]
+        return paged.flash_attention(self.head_size) if paged.fits(self.dtype, self.window_size, *entries) else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mu: Tensor, phi: Tensor) -> Tensor:
         """Attention [T, H * D] of query, key, value [T, H * D] (rotated), with mu, phi [H, D]; fills the caches."""
@@ -102,11 +123,12 @@ class EvaAttention(PagedCache):
         if plans is None:  # vLLM measures memory before there are caches
             return torch.zeros_like(query)
         plan: EvaPlan = plans[self.layer_name]
+        places: SummaryPlan = plans[self.rfa.layer_name]
         rows = len(plan.token_block)
         query, key, value = (x.view(-1, self.num_heads, self.head_size) for x in (query, key, value))
-        write_tokens(self.kv_cache, key[:rows], value[:rows], plan)
-        write_summaries(self.rfa.kv_cache, self.kv_cache, mu, phi, plan)
         caches = self.kv_cache, self.rfa.kv_cache
+        write_tokens(caches[0], key[:rows], value[:rows], plan)
+        write_summaries(caches[1], caches[0], mu, phi, plan, places)
         if self.flash is None:
-            return attend(query, *caches, plan).flatten(1)
-        return paged.attend(query, *caches, plan, self.flash, self.head_size**-0.5).flatten(1)
+            return attend(query, *caches, plan, places).flatten(1)
+        return paged.attend(query, *caches, plan, places, self.flash, self.head_size**-0.5).flatten(1)

@@ -44,6 +44,13 @@ def _check_caches(vllm_config: VllmConfig) -> None:
             f"--block-size {cache.block_size} with EvaByte: a block holds whole chunks, and whole pages of summaries "
             f"on a GPU; allowed: multiples of {unit}; leave it out"
         )
+    window = vllm_config.model_config.hf_config.window_size
+    wants_groups = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
+    if wants_groups and cache.user_specified_block_size and window % cache.block_size:
+        raise ServeConfigError(
+            f"--no-disable-hybrid-kv-cache-manager with --block-size {cache.block_size}: windows are freed as whole "
+            f"blocks; allowed: divisors of {window}; leave the block size out"
+        )
     if cache.cache_dtype not in ("auto", "float16", "bfloat16"):
         raise ServeConfigError(
             f"--kv-cache-dtype {cache.cache_dtype} with EvaByte: summaries are computed from the cache; allowed: "

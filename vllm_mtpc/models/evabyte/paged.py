@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from vllm_mtpc.models.evabyte.plan import EvaPlan
+from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan
 
 PAGE = 16  # FlashAttention takes pages of multiples of this many entries
 BLOCK = 256  # tokens; its summaries are a page where a chunk has 16 tokens or fewer
 
 
-def fits(dtype: torch.dtype, window_size: int, chunk_size: int, block_size: int) -> bool:
-    """Whether FlashAttention can read caches of these sizes here."""
+def fits(dtype: torch.dtype, window_size: int, tokens: int, states: int) -> bool:
+    """Whether FlashAttention can read caches with so many tokens or summaries in a block here."""
     return (
         current_platform.is_cuda()
         and dtype in (torch.float16, torch.bfloat16)
-        and block_size % (PAGE * chunk_size) == 0
-        and window_size % block_size == 0
+        and tokens % PAGE == 0
+        and states % PAGE == 0
+        and window_size % tokens == 0
     )
 
 
@@ -40,7 +41,13 @@ def flash_attention(head_size: int) -> Callable[..., Any]:
 
 
 def attend(
-    query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, flash: Callable[..., Any], scale: float
+    query: Tensor,
+    cache: Tensor,
+    summaries: Tensor,
+    plan: EvaPlan,
+    places: SummaryPlan,
+    flash: Callable[..., Any],
+    scale: float,
 ) -> Tensor:
     """Output [T, H, D] of query [T, H, D], as `attend.attend`; rows of no segment are undefined."""
     from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
@@ -67,7 +74,7 @@ def attend(
         seqused_k=plan.segment_chunks,
         max_seqlen_k=plan.max_seq_len // plan.chunk_size,
         causal=False,
-        block_table=plan.block_table.repeat_interleave(plan.segments_per_request, dim=0),
+        block_table=places.block_table.repeat_interleave(plan.segments_per_request, dim=0),
         return_softmax_lse=True,
     )[:2]
     out = torch.empty_like(query)

@@ -8,6 +8,8 @@ touch, and all rows of a segment see the same summaries.
 Rejected drafts need no care: the next step starts at the first rejected position, writes its slots again, and
 computes the summary of every chunk it completes again. Until then a stale summary is out of sight, because the window
 of its chunk is not over.
+
+Tokens and summaries may lie in one block table or in two (`window.py`), so each has a plan.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaPlan:
-    """R requests, T rows (padding included), n chunk candidates, S segments for each request; int64 unless said.
+    """What concerns tokens: R requests, T rows (padding included), n chunk candidates, S segments for each request.
 
     What is to be skipped (padded rows, candidates beyond the last) has block 0, which vLLM gives to no request.
+    Tensors are int64 unless said.
     """
 
     window_size: int
@@ -42,9 +45,8 @@ class EvaPlan:
     block_size: int
     token_block: Tensor  # [T], block of each row's slot
     token_offset: Tensor  # [T], its place in the block
-    chunk_block: Tensor  # [n], block of each chunk that this step completes
-    chunk_offset: Tensor  # [n, C], places of its tokens in the block
-    chunk_state: Tensor  # [n], place of its summary in the block
+    chunk_block: Tensor  # [n, C], blocks of the tokens of each chunk that this step completes
+    chunk_offset: Tensor  # [n, C], their places in the blocks
     block_table: Tensor  # [R, M] int32
     segment_start: Tensor  # [R * S + 1] int32, first row of each segment
     segment_window: Tensor  # [R * S]
@@ -70,6 +72,34 @@ class EvaPlan:
         ]
 
 
+@dataclass(frozen=True)
+class SummaryPlan:
+    """What concerns summaries; their block table and block size need not be the tokens'."""
+
+    states: int  # summaries in a block
+    chunk_block: Tensor  # [n], block of the summary of each chunk candidate of the EvaPlan
+    chunk_state: Tensor  # [n], its place in the block
+    block_table: Tensor  # [R, M] int32
+
+
+def make_summary_plan(
+    query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, num_rows: int, *, chunk_size: int, block_size: int
+) -> SummaryPlan:
+    """The plan of the same step for summaries, `block_size` tokens in a block; num_rows = T."""
+    ends = seq_lens.long()
+    starts = ends - (query_start_loc[1:] - query_start_loc[:-1])
+    chunk, request = _completed_chunks(starts // chunk_size, ends // chunk_size, num_rows // chunk_size)
+    states = block_size // chunk_size
+    place = chunk.clamp(min=0)
+    block = block_table[request, place // states].long()
+    return SummaryPlan(
+        states=states,
+        chunk_block=torch.where(chunk >= 0, block, 0),
+        chunk_state=place % states,
+        block_table=block_table,
+    )
+
+
 def make_plan(
     query_start_loc: Tensor,  # [R + 1] int32
     seq_lens: Tensor,  # [R] int32, positions of each request after this step
@@ -88,10 +118,8 @@ def make_plan(
     ends = seq_lens.long()
     starts = ends - rows
     chunk, request = _completed_chunks(starts // chunk_size, ends // chunk_size, len(slots) // chunk_size)
-    in_chunk = torch.arange(chunk_size, device=slots.device)
-    first = (chunk * chunk_size).clamp(min=0)
-    chunk_block = block_table[request, first // block_size].long()
-    offset = first % block_size
+    of_chunk = (chunk * chunk_size).clamp(min=0)[:, None] + torch.arange(chunk_size, device=slots.device)
+    chunk_block = block_table[request[:, None], of_chunk // block_size].long()
 
     per_request = (max(max_query_len, 1) + window_size - 2) // window_size + 1  # windows that so many rows can touch
     window = (starts // window_size)[:, None] + torch.arange(per_request, device=slots.device)  # [R, S]
@@ -107,9 +135,8 @@ def make_plan(
         block_size=block_size,
         token_block=slots // block_size,
         token_offset=slots % block_size,
-        chunk_block=torch.where(chunk >= 0, chunk_block, 0),
-        chunk_offset=offset[:, None] + in_chunk,
-        chunk_state=offset // chunk_size,
+        chunk_block=torch.where(chunk[:, None] >= 0, chunk_block, 0),
+        chunk_offset=of_chunk % block_size,
         block_table=block_table,
         segment_start=segment_start,
         segment_window=window.flatten(),
