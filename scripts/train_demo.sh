@@ -58,7 +58,7 @@ for circuit in ff cp hmm btree; do
 done
 
 # Twice: u is learnt late, and a second run starts from the first with the rate at its peak again. Then o-ptp gets its
-# late network.
+# late network, and learns laws for u to pick from.
 for variant in o-ptp c-ptp; do
     first=1400
     [ "$variant" = c-ptp ] && first=1200
@@ -72,6 +72,6 @@ for variant in o-ptp c-ptp; do
     [ "$variant" = o-ptp ] && second="$data/o-ptp-plain"
     ptp --out "$second" --init-from "$data/$variant" --precision bf16
     [ "$variant" = o-ptp ] && ptp --out "$out/o-ptp" --init-from "$data/o-ptp-plain" --verifier ../target \
-        --late-width 256 --late-only --windows-per-step 256 --max-steps 400 --precision bf16
+        --no-informed --ptp-loss kl --law-trust 0.85 --late-width 384 --learning-rate 0.003 --max-steps 1000 --precision bf16
     rm -r "$out/$variant/state"
 done

@@ -19,7 +19,7 @@ TARGET = {
     "num_hidden_layers": 2,
     "architectures": ["LlamaForCausalLM"],
 }
-OPTIONAL = {"u_features", "u_hidden", "late_width", "accepted"}
+OPTIONAL = {"u_features", "u_hidden", "late_width", "law_trust", "accepted"}
 
 
 def create(**changes) -> PtpConfig:
@@ -83,7 +83,7 @@ def test_a_config_follows_the_speculators_convention():
 
 def test_what_a_head_has_not_is_not_written():
     assert OPTIONAL & json.loads(create().to_json()).keys() == {"late_width"}  # 0: none
-    whole = create(u_embedding="arithmetic-mlp", late_width=4, accepted=[1, 0, 0, 0])
+    whole = create(u_embedding="arithmetic-mlp", late_width=4, law_trust=0.8, accepted=[1, 0, 0, 0])
     assert OPTIONAL & json.loads(whole.to_json()).keys() == OPTIONAL
 
 
@@ -115,6 +115,8 @@ def test_every_key_is_needed(key):
         ("u_features", 32, ["u_features=32", "'ieee'"]),
         ("u_hidden", 0, ["u_hidden", "0", "1"]),
         ("late_width", -1, ["late_width", "-1", "0"]),
+        ("law_trust", 0, ["law_trust", "0", "greater than 0"]),
+        ("law_trust", 1.0, ["law_trust", "1.0", "less than 1"]),
         ("u_embedding", "threshold-mlp", ["'threshold-mlp'", "needs u_features"]),
         ("lora_rank", 0, ["lora_rank", "0", "1"]),
         ("lora_alpha", 0, ["lora_alpha", "0", "greater than 0"]),

@@ -47,7 +47,9 @@ class PtpConfig(_Strict):
         description="o-ptp: the argmax of the row that carries u_k is token k; c-ptp: the row that carries u_(k-1) "
         "gives the law that u_k picks token k from."
     )
-    informed: bool = Field(description="Whether rows carry u; false: 0.5 on every row, the independent baseline.")
+    informed: bool = Field(
+        description="Whether rows carry u; false: 0.5 on every row, without law_trust the independent baseline."
+    )
     window: int = Field(ge=2, le=MAX_WINDOW, description="n, auxiliary rows; at most n - 1 drafts.")
     u_embedding: str = Field(description="How u becomes the embedding of a row (vllm_mtpc.heads.ptp.embedding).")
     u_features: int | None = Field(default=None, description="Features or rows of the embedding, where it may vary.")
@@ -59,6 +61,13 @@ class PtpConfig(_Strict):
         ge=0,
         le=MAX_HIDDEN_SIZE,
         description="Width of the late network, with which rows pick behind the final norm; 0: none, as in the paper.",
+    )
+    law_trust: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="How far a row's law is trusted when u picks the draft from it (vllm_mtpc.heads.ptp.trust); "
+        "absent: as in the paper, o-ptp takes the argmax, c-ptp what u picks.",
     )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
@@ -122,6 +131,11 @@ class PtpConfig(_Strict):
         return self.speculators_config.proposal_methods[0].speculative_tokens
 
     @property
+    def uses_u(self) -> bool:
+        """Whether drafts at a temperature above 0 depend on u at all; not those of the independent baseline."""
+        return self.informed or self.law_trust is not None
+
+    @property
     def num_layers(self) -> int:
         """Layers of the target, every one of them with adapters."""
         return self.transformer_layer_config["num_hidden_layers"]
@@ -139,6 +153,7 @@ class PtpConfig(_Strict):
         u_features: int | None = None,
         u_hidden: int | None = None,
         late_width: int = 0,
+        law_trust: float | None = None,
         lora_rank: int = 16,
         lora_alpha: float = 16.0,
         num_speculative_tokens: int | None = None,
@@ -180,6 +195,7 @@ class PtpConfig(_Strict):
                 "u_embedding": u_embedding,
                 **options,
                 "late_width": late_width,
+                "law_trust": law_trust,
                 "lora_rank": lora_rank,
                 "lora_alpha": lora_alpha,
                 "vocab_size": values["vocab_size"],

@@ -130,7 +130,7 @@ def test_a_head_is_read_back_as_saved(tmp_path: Path, u_embedding: str, dtype: t
 
 
 def test_a_late_network_is_read_back_as_saved(tmp_path: Path) -> None:
-    config, lora, embedding = new(late_width=3)
+    config, lora, embedding = new(late_width=3, law_trust=0.8)
     late = build_late(8, 3)
     late.outer.weight.data.normal_()
     save_ptp(tmp_path, config, lora, embedding, {"command": "train me"}, "# a head\n", torch.float16, late)
@@ -139,7 +139,7 @@ def test_a_late_network_is_read_back_as_saved(tmp_path: Path) -> None:
     assert torch.equal(head.late(hidden, tokens), late.half().float()(hidden, tokens))
     assert not any(value.requires_grad for value in head.late.parameters())
     assert torch.equal(head.embedding(u), embedding.half().float()(u))
-    assert inspect_head(tmp_path)["late_width"] == 3
+    assert inspect_head(tmp_path)["late_width"] == 3 and inspect_head(tmp_path)["law_trust"] == 0.8
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_inspect_shows_the_head(tmp_path: Path, capsys) -> None:
     save(tmp_path / "other", *new(informed=False))
     assert main(["inspect", str(tmp_path / "other")]) == 0
     text = capsys.readouterr().out
-    assert "drafts are independent" in text and "not measured" in text
+    assert "0.5 on every row" in text and "not measured" in text
 
 
 def test_each_kind_of_head_is_refused_where_the_other_is_needed(folder: Path, tmp_path: Path) -> None:

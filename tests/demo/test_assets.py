@@ -90,7 +90,7 @@ def test_structure_pays():
 def test_ptp_heads_fit_their_target_and_read_u(name):
     """Every shape fits, and the recorded figures say that drafts are worse with the u of other windows."""
     config = load_ptp(demo.path(name)).config
-    assert (config.variant, config.window, config.informed) == (name, 8, True)
+    assert (config.variant, config.window, config.uses_u) == (name, 8, True)
     verifier = config.speculators_config.verifier.name_or_path
     assert resolve_verifier(demo.path(name), verifier) == str(demo.path("target"))
     assert len(config.accepted) == 8

@@ -48,7 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     target = make_target(folder / "target", VOCAB, seed=3)
     for variant in ("o-ptp", "c-ptp"):
         make_ptp_head(folder / variant, target, variant, WINDOW)
-        make_ptp_head(folder / f"late {variant}", target, variant, WINDOW, late_width=12)
+        trust = {"law_trust": 0.8} if variant == "o-ptp" else {}
+        make_ptp_head(folder / f"late {variant}", target, variant, WINDOW, late_width=12, **trust)
     make_ptp_head(folder / "idle", target, "o-ptp", WINDOW, scale=0.0)
     make_ptp_head(folder / "loud", target, "o-ptp", WINDOW, scale=0.5)
     return folder
@@ -182,13 +183,18 @@ def drafted(folder) -> dict[tuple[str, str], Reply]:
 @pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
 @pytest.mark.parametrize("head", ["late o-ptp", "late c-ptp"])
 def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) -> None:
-    """What is served with a late network is what the evaluator reads from the student, and not without the network."""
+    """What is served with a late network and a trust in laws is what the evaluator reads from the student.
+
+    Without the network it is not, nor with another trust.
+    """
     from vllm_mtpc.eval.ptp import draft, draft_rows
     from vllm_mtpc.heads.ptp.student import Student
     from vllm_mtpc.target import load_target
 
     student = Student.load(folder / head, load_target(folder / "target", torch.float32))
-    reply, same, steps = drafted[head, draft_pass], 0, 0
+    reply, same, steps = drafted[head, draft_pass], [0, 0], 0
+    config, late = student.config, student.late
+    others = ((None, config), (late, config.model_copy(update={"law_trust": 0.2 if config.law_trust else 0.8})))
     for note in reply.recorded:
         number, known = int(note["request"].partition("-")[0]), note["known"]
         text = torch.tensor(PROMPTS[number] + reply.tokens[number][0])
@@ -201,16 +207,14 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
         u = uniform(torch.full_like(keys, 11 + number), keys)[None]
         read, zero = student.prefix(text[None, : start + 1]), torch.zeros(1, dtype=torch.long)
         found = []
-        for late in (student.late, None):
-            kept, student.late = student.late, late
+        for student.late, student.config in ((late, config), *others):
             hidden = student.aux(read, zero, zero + start, u[:, : rows.stop])[:, rows]
             number = u[:, 1 : 1 + hidden.shape[1]]
             found.append(draft(student, hidden, number, False, text[None, start + 1])[0].tolist())
-            student.late = kept
         served = note["drafts"][first:3]
         assert served[: len(found[0])] == found[0]
-        same, steps = same + (found[1] == found[0]), steps + 1
-    assert steps >= 6 and same < steps
+        same, steps = [count + (other == found[0]) for count, other in zip(same, found[1:], strict=True)], steps + 1
+    assert steps >= 6 and max(same) < steps
 
 
 def test_target_rows_do_not_depend_on_the_adapters(recorded) -> None:

@@ -12,6 +12,7 @@ from vllm_mtpc.eval.acceptance import EvaluationError
 from vllm_mtpc.eval.ptp_decode import Picker, continue_prompt
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate
+from vllm_mtpc.heads.ptp.trust import conditional
 from vllm_mtpc.kernels.pick import pick
 
 SAMPLED = Sampling(0.8, 0.9, top_k=20)
@@ -50,11 +51,11 @@ def test_u_picks_the_text_and_is_uniform():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.0)])
-@pytest.mark.parametrize("informed", [True, False])
-def test_every_window_is_the_student_asked_alone(variant, sampling, informed, monkeypatch):
+@pytest.mark.parametrize(("informed", "trust"), [(True, None), (False, None), (True, 0.7)])
+def test_every_window_is_the_student_asked_alone(variant, sampling, informed, trust, monkeypatch):
     """Batched, in chunks of a few windows, against one window at a time."""
     target = llama_target()
-    student = random_student(target, variant, informed=informed)
+    student = random_student(target, variant, informed=informed, law_trust=trust)
     samples = written(target, sampling)
     monkeypatch.setattr(ptp, "CHUNK_ELEMENTS", 2000)
     monkeypatch.setattr(ptp, "PREFIX_ELEMENTS", 10000)
@@ -69,7 +70,9 @@ def test_every_window_is_the_student_asked_alone(variant, sampling, informed, mo
             prefix = student.prefix(samples.tokens[row : row + 1, : t + 1])
             numbers = u[row, t + 1 : t + 6][None]
             logits = student.logits(student.aux(prefix, torch.tensor([0]), torch.tensor([t]), numbers))[0]
-            if variant == "o-ptp":
+            if trust and not sampling.greedy:
+                drafts = conditional(logits[student.first_row :][:3], u[row, t + 2 : t + 5], trust).argmax(-1)
+            elif variant == "o-ptp":
                 drafts = logits[1:4].argmax(-1)
             elif sampling.greedy or not informed:
                 drafts = logits[:3].argmax(-1)

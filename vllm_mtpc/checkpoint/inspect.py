@@ -116,6 +116,7 @@ def _ptp(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
         "u_embedding": config.u_embedding,
         "u_options": {key: value for key, value in options.items() if value is not None},
         "late_width": config.late_width,
+        "law_trust": config.law_trust,
         "adapters": adapters._asdict(),
         "accepted": config.accepted,
     }, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
@@ -182,13 +183,15 @@ def _ptp_rows(report: Report) -> list[tuple[str, str]]:
     options = "".join(f", {key} {value}" for key, value in report["u_options"].items())
     adapters = report["adapters"]
     size = f"rank {adapters['rank']}, alpha {adapters['alpha']:g}, {adapters['parameters']:,} parameters"
+    trust = report["law_trust"]
     return [
         ("variant", report["variant"]),
-        ("informed", "yes, rows carry u" if report["informed"] else "no: u = 0.5 on every row, drafts are independent"),
+        ("informed", "yes, rows carry u" if report["informed"] else "no: u = 0.5 on every row"),
         ("window n", f"{report['window']} auxiliary rows"),
         ("drafts per step", str(report["drafts_per_step"])),
         ("u embedding", report["u_embedding"] + options),
         ("late network", f"width {report['late_width']}" if report["late_width"] else "none"),
+        ("trust in laws", "none: as the variant drafts" if trust is None else f"{trust:g}: u picks from rows' laws"),
         ("adapters", f"all {len(adapters['layers'])} layers of the target, {', '.join(adapters['modules'])}; {size}"),
         ("accepted drafts", _accepted(report["accepted"])),
     ]

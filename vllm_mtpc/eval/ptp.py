@@ -7,7 +7,8 @@ it accepts is known without a further pass of the target. Greedy: the text is th
 
 A window at position t (visible: tokens up to t) drafts x_2..x_(1+K), tokens t + 2..t + 1 + K; x_1 is the target's own.
 o-ptp: the argmax of rows 1..K. c-ptp: Pick(u, P), P what rows 0..K - 1 give (greedy, and heads that were trained
-without u: its argmax). The step accepts the leading drafts that are the text.
+without u: its argmax). Heads with `law_trust` pick as `vllm_mtpc.heads.ptp.trust` says. The step accepts the leading
+drafts that are the text.
 
 Steps follow each other through each continuation, and tokens/step is the number of tokens by the number of steps:
 
@@ -28,7 +29,7 @@ import torch
 
 from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts, ratio
 from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
-from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.heads.ptp.trust import draft_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,8 +136,9 @@ def collect(
         prefix = student.prefix(samples.tokens[texts].clamp(min=0))
         on_rows = _shifted(carried[texts], row, start, drafts + 2)
         order = torch.randperm(len(on_rows), generator=generator)
-        # With a late network rows need no u to know the tokens in front of them: then u is foreign to Pick as well.
-        others = (on_rows[order], own if student.late is None else own[order])
+        # Where not the rows alone make drafts good (a late network, a law that u meets), u is foreign to Pick as well.
+        is_plain = student.late is None and config.law_trust is None
+        others = (on_rows[order], own if is_plain else own[order])
         first_tokens = samples.tokens[texts][row, start + 1]
         for found, numbers in ((right, (on_rows, own)), (shuffled, others)):
             drafted = _drafts(student, prefix, row, start, *numbers, first_tokens, sampling.greedy, drafts)
@@ -165,19 +167,16 @@ def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int)
 def draft(student: Student, hidden: Tensor, u: Tensor, greedy: bool, first: Tensor) -> Tensor:
     """Drafts [B, K] from the states hidden[B, K, D] of the rows that give them, behind x_1 first[B].
 
-    u[B, K] picks them (c-ptp).
+    u[B, K] picks them (c-ptp, heads with law_trust).
     """
-    is_argmax = student.config.variant == "o-ptp" or greedy or not student.config.informed
     u = u.to(hidden.device)
+
+    def choose(logits: Tensor, numbers: Tensor) -> Tensor:
+        return logits.argmax(-1) if greedy else draft_tokens(student.config, logits, numbers)
+
     if student.late is not None:
-
-        def choose(state: Tensor, k: int) -> Tensor:
-            logits = student.logits(state)
-            return logits.argmax(-1) if is_argmax else pick(logits, u[:, k].contiguous())
-
-        return student.chain(hidden, first, choose)
-    logits = student.logits(hidden)
-    return logits.argmax(-1) if is_argmax else pick(logits.flatten(0, 1), u.flatten()).view(u.shape)
+        return student.chain(hidden, first, lambda state, k: choose(student.logits(state), u[:, k]))
+    return choose(student.logits(hidden).flatten(0, 1), u.flatten()).view(u.shape)
 
 
 def draft_rows(student: Student, num_drafts: int) -> slice:

@@ -121,7 +121,7 @@ def _merged(loaded: LoadedPtp, windows: ptp.Windows, figures: ptp.PtpFigures, nu
 
 def title(loaded: LoadedPtp, drafts: int) -> str:
     config = loaded.config
-    informed = "" if config.informed else " without u"
+    informed = "" if config.uses_u else " without u"
     return f"{loaded.folder}: {config.variant}{informed}, n={config.window}, r={config.lora_rank}, K={drafts} drafts"
 
 
@@ -181,11 +181,11 @@ def warnings(loaded: LoadedPtp, results: list[PtpEvaluation]) -> list[str]:
     config, found = loaded.config, []
     trained = (config.trained_temperature, config.trained_top_k, config.trained_top_p)
     sampled = [result for result in results if result.temperature > 0]
-    if config.informed and sampled and not any(result.uses_u for result in sampled):
+    if config.uses_u and sampled and not any(result.uses_u for result in sampled):
         found.append(
             "warning: the drafts are no worse with the u of other windows, so the head does not read u; train it longer"
         )
-    if config.informed and any(result.temperature != trained[0] for result in sampled):
+    if config.uses_u and any(result.temperature != trained[0] for result in sampled):
         found.append(
             "note: the head was trained at temperature {:g}, top-k {}, top-p {:g}; elsewhere u means other tokens, and "
             "fewer drafts are right".format(*trained)

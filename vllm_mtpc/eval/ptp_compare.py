@@ -209,7 +209,7 @@ def _with_numbers(loaded: LoadedPtp, comparison: PtpComparison, num_drafts: int,
 
 def knows_nothing(loaded: LoadedPtp, comparisons: Sequence[PtpComparison]) -> Cause | None:
     """A head that is served as predicted, but whose drafts are no better than with the u of other windows."""
-    if not loaded.config.informed:
+    if not loaded.config.uses_u:
         return None
     sampled = [comparison for comparison in comparisons if not comparison.sampling.greedy]
     if not sampled or any(ptp.uses_u(ptp.summarise(comparison.windows)) for comparison in sampled):

@@ -16,11 +16,11 @@ CIRCUIT_OPTIONS = (
     "regenerate_greedy_share", "cache",
 )  # fmt: skip
 PTP_OPTIONS = (
-    "variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "late_only", "ptp_loss", "proposals",
-    "u_beta", "temperature", "top_k", "top_p",
+    "variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "late_only", "law_trust", "ptp_loss",
+    "proposals", "u_beta", "temperature", "top_k", "top_p",
 )  # fmt: skip
 PTP_DEFAULTS = {"windows_per_step": 512, "learning_rate": 1e-3}
-PTP_LOSSES = {"o-ptp": ("ce", "bce"), "c-ptp": ("kl", "reverse-kl", "inverse")}
+PTP_LOSSES = {"o-ptp": ("ce", "bce", "kl"), "c-ptp": ("kl", "reverse-kl", "inverse")}
 
 
 class TrainOptionsError(MtpcError):
@@ -64,8 +64,11 @@ class TrainOptions(BaseModel):
     u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
     late_width: int = Field(0, ge=0, description="width of the late network behind the final norm; 0: none")
     late_only: bool = Field(False, description="train the late network alone, the rest as it is in init_from")
+    law_trust: float | None = Field(
+        None, gt=0, lt=1, description="u picks drafts from rows' laws, trusted so far (default: as the variant does)"
+    )
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
-        None, description="o-ptp: ce (default) or bce; c-ptp: kl (default), reverse-kl or inverse (no teacher)"
+        None, description="o-ptp: ce (default), bce or kl; c-ptp: kl (default), reverse-kl or inverse (no teacher)"
     )
     proposals: Literal["teacher", "dataset", "student"] = Field(
         "teacher", description="whose continuations are learnt: the target's (the data are its text), any text, its own"
@@ -189,6 +192,11 @@ class TrainOptions(BaseModel):
             raise ValueError(
                 f"ptp_loss {self.ptp_loss!r} with variant {self.variant!r}: allowed are "
                 f"{', '.join(PTP_LOSSES[self.variant])}; set ptp_loss to one of them"
+            )
+        if (self.variant, self.loss_name) == ("o-ptp", "kl") and self.informed and self.law_trust is None:
+            raise ValueError(
+                "ptp_loss kl teaches rows laws, of which an o-ptp head drafts the likeliest token whatever u is: set "
+                "law_trust, for example to 0.87, or informed to false for the baseline"
             )
 
     @property

@@ -6,8 +6,8 @@ Algorithm (per request, after every target pass): the target has chosen the toke
 
 behind the request's committed tokens. x_1's own row gives the target's law of x_2, from which u_2 picks: the first
 draft is what the verifier will pick. The others come from the auxiliary rows, o-ptp as the argmax of the row that
-carries their own u, c-ptp by their u from the law of the row before. The verifier picks with the same u
-(`coupled.py`), so a draft is accepted where the student is right, whatever the law.
+carries their own u, c-ptp by their u from the law of the row before, both as `vllm_mtpc.heads.ptp.trust` says. The
+verifier picks with the same u (`coupled.py`), so a draft is accepted where the student is right, whatever the law.
 
 Differences from DraftModelSpeculator:
   * The draft model is the target: same weights, same attention layers, same KV cache, whose committed tokens it reads.
@@ -37,6 +37,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.checkpoint.ptp import load_ptp
 from vllm_mtpc.heads.ptp.embedding import lookup
+from vllm_mtpc.heads.ptp.trust import draft_tokens, reads_u
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.v2.coupled import u_of, with_coupled_sampler
 from vllm_mtpc.proposers.v2.ptp.attention import builder_config, check_attention
@@ -223,8 +224,8 @@ class PtpSpeculator(DraftModelSpeculator):
             hidden = self.model(input_ids=None, positions=self.row_positions[:rows], inputs_embeds=self.embeds[:rows])
         drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
         logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
-        if not self.is_onehot:
-            pick(logits.float(), torch.zeros(drafted, device=self.device))
+        if reads_u(self.head):
+            draft_tokens(self.head, logits, torch.zeros(drafted, device=self.device))
 
     def _embed(self, keys: Tensor, slots: Tensor, temperature: Tensor, seeds: Tensor) -> Tensor:
         """Embeddings [R, A, D] of the u keyed by keys[R, A], of the requests in slots[R]."""
@@ -325,9 +326,9 @@ class PtpSpeculator(DraftModelSpeculator):
         The student learnt the law that the target's parameters make, so no temperature is applied here.
         """
         best = logits.argmax(dim=-1)
-        if self.is_onehot or not self.head.informed:  # without u the best guess is the most probable token
+        if not reads_u(self.head):
             return best
-        flat = logits.flatten(0, 1).float()
         requests = slots[:, None].expand_as(keys).flatten()
-        picked = pick(flat, u_of(seeds, temperature, requests, keys.flatten())).view_as(best)
+        u = u_of(seeds, temperature, requests, keys.flatten())
+        picked = draft_tokens(self.head, logits.flatten(0, 1), u).view_as(best)
         return torch.where((temperature[slots] == 0)[:, None], best, picked)

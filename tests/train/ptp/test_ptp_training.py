@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from tests.train.harness import losses, random_documents, tiny_target
 from vllm_mtpc.heads.ptp.law import edges, u_inside
+from vllm_mtpc.heads.ptp.trust import conditional
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.target import Target
 from vllm_mtpc.train.data.rows import pack
@@ -35,6 +36,7 @@ CASES = {
     "inverse": {"variant": "c-ptp", "ptp_loss": "inverse", "u_embedding": "threshold"},
     "baseline": {"informed": False},
     "late": {"late_width": 6, "u_embedding": "threshold"},
+    "trust": {"late_width": 6, "law_trust": 0.8, "u_embedding": "threshold"},
     "own": {"proposals": "student", "temperature": 0.8, "u_embedding": "threshold"},
     "own c-ptp": {"proposals": "student", "variant": "c-ptp"},
     "dataset": {"proposals": "dataset", "top_p": 0.9},
@@ -92,7 +94,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny_target: Target, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("change", [{"grad_accumulation": 3}, {"chunk_windows": 7}])
-@pytest.mark.parametrize("case", ["ce", "kl", "inverse", "own", "late"])
+@pytest.mark.parametrize("case", ["ce", "kl", "inverse", "own", "trust"])
 def test_splitting_a_step_changes_nothing(tiny_target: Target, tmp_path: Path, case: str, change: dict) -> None:
     gradients = []
     for changes in ({}, change):
@@ -170,6 +172,10 @@ def test_losses_are_what_they_are_called() -> None:
     chosen = p.gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(row_losses("ce", logits, tokens, None), -chosen.log())
     torch.testing.assert_close(row_losses("inverse", logits, tokens, None), -chosen.log())
+    u = torch.rand(3, 4, generator=generator)
+    given = 0.1 * p.double() + 0.9 * conditional(logits, u, 0.7)
+    given = given.gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(row_losses("ce", logits, tokens, None, u, 0.7).double(), -given.log(), rtol=1e-4, atol=0)
     hot = torch.nn.functional.one_hot(tokens, 6).float()
     wanted = torch.nn.functional.binary_cross_entropy_with_logits(logits, hot, reduction="none").sum(-1)
     torch.testing.assert_close(row_losses("bce", logits, tokens, None), wanted)

@@ -47,6 +47,7 @@ def ptp_record(
         "drafts": config.num_speculative_tokens,
         "u_embedding": config.u_embedding,
         "late_width": config.late_width,
+        "law_trust": config.law_trust,
         "lora_rank": config.lora_rank,
         "temperature": config.trained_temperature,
         "top_k": config.trained_top_k,
@@ -62,7 +63,8 @@ def ptp_card(record: Mapping[str, Any]) -> str:
     """README.md of a PTP head, from what `ptp_record` returned: Markdown with a YAML front matter."""
     head, figures, run = record["head"], record["figures"], record["run"]
     name = Path(record["settings"]["out"]).name or "HEAD"
-    what = "" if head["informed"] else ", independent baseline"
+    is_baseline = not head["informed"] and head["law_trust"] is None
+    what = ", independent baseline" if is_baseline else ""
     parts = [
         front_matter(head, ["mtpc", "ptp", "speculative-decoding"]),
         f"# PTP head: {head['variant']}, n={head['window']}, LoRA rank {head['lora_rank']}{what}\n",
@@ -77,7 +79,11 @@ def ptp_card(record: Mapping[str, Any]) -> str:
             f"Behind the target's final norm its rows go through a small network of width {head['late_width']}, one "
             "after another, which the paper does not have.\n"
         )
-    if not head["informed"]:
+    if head["law_trust"] is not None:
+        rows = "" if head["informed"] else "; the rows themselves are not told them"
+        trust = f"{head['law_trust']:g}{rows}"
+        parts.append(f"The random numbers pick drafts from the laws that its rows give, trusted to {trust}.\n")
+    if is_baseline:
         parts.append("Its rows are not told the random numbers: it is a baseline that predicts every token alone.\n")
     if not run["steps"]:
         parts.append(

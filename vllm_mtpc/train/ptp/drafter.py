@@ -81,7 +81,8 @@ class PtpDrafter(nn.Module):
         with torch.autocast(row.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
             states = student.aux(block.prefix, row, start, text.u[:, : text.u.shape[1] - first])
         logits = student.logits(student.states(states, text.tokens))
-        values = row_losses(options.loss_name, logits, text.tokens[:, first:], log_q)
+        tokens, u, trust = text.tokens[:, first:], text.u[:, first:], student.config.law_trust
+        values = row_losses(options.loss_name, logits, tokens, log_q, u, trust)
         return (values.masked_fill(~text.usable[:, first:], 0) * weights).sum()
 
     def _text(self, batch: Windows, piece: Tensor) -> Text:

@@ -106,6 +106,7 @@ def ptp_config(options: TrainOptions, target: Target) -> PtpConfig:
         u_features=options.u_features,
         u_hidden=options.u_hidden,
         late_width=options.late_width,
+        law_trust=options.law_trust,
         lora_rank=options.lora_rank,
         lora_alpha=float(options.lora_alpha),
         num_speculative_tokens=options.num_speculative_tokens,
@@ -184,7 +185,8 @@ def figure_lines(options: TrainOptions, figures: Mapping[str, Any]) -> list[str]
     if "t1" in figures:
         right, shuffled = figures["t1"]["accuracy"], figures["t1"]["shuffled_accuracy"]
         lines.append(f"drafts that are right: {right:.1%}; with the u of other windows: {shuffled:.1%}")
-        if options.informed and shuffled > (1 - SHUFFLE_COST) * right:
+        uses_u = options.informed or options.law_trust is not None
+        if uses_u and shuffled > (1 - SHUFFLE_COST) * right:
             lines.append(
                 "warning: drafts are as good with the u of other windows, so u is not used: train longer, or raise "
                 "learning_rate or lora_rank"
