@@ -32,7 +32,7 @@ EXTRAS = {
     # Apart from "train": a requirement marker cannot see whether there is a GPU, and xformers pins a CUDA torch.
     # The trainer uses it where it is installed and PyTorch's own attention otherwise.
     "train-cuda": [*TRAIN, "xformers; sys_platform == 'linux'"],
-    "ray": ["ray[default,serve,data,train]>=2.48"],
+    "ray": ["ray[default,serve,data,train]>=2.60"],
     "test": [
         "pytest>=8",
         "pytest-xdist>=3.6",

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Two Ray nodes on this machine, the app and a batch job on them, and one node killed while each runs:
+# .venv/bin/python scripts/ray_demo.py --help
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+exec .venv/bin/python scripts/ray_demo.py "$@"

@@ -1,0 +1,122 @@
+"""What a batch job reads and how its output is kept, without an engine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from vllm_mtpc.batch.lines import BatchError, Line, read
+from vllm_mtpc.batch.parts import Output, cut, record
+
+
+def test_all_forms_are_read(tmp_path):
+    lines = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [], "max_tokens": 3}},
+        {"prompt": "once", "id": 7, "temperature": 1},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    found = read(str(tmp_path / "in.jsonl"), {"max_tokens": 9, "temperature": 0})
+    assert found.lines == [
+        Line("a", "/v1/chat/completions", {"messages": [], "max_tokens": 3, "temperature": 0}),
+        Line("7", "/v1/completions", {"prompt": "once", "temperature": 1, "max_tokens": 9}),
+        Line("line-5", "/v1/chat/completions", {**lines[2], "max_tokens": 9, "temperature": 0}),
+    ]
+    assert found.unnamed == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"prompt": "cut of', "not JSON"),
+        ("[1, 2]", "a JSON object is wanted, this is a list"),
+        ('{"id": "x", "text": "a"}', "no 'prompt', 'messages' or 'url'"),
+        ('{"url": "/v1/completions"}', "body: a JSON object is wanted"),
+        ('{"url": "http://elsewhere/", "body": {}}', "POST to a url that begins with /v1/"),
+        ('{"method": "GET", "url": "/v1/models", "body": {}}', "POST to a url that begins with /v1/"),
+        ('{"prompt": "a", "stream": true}', "a batch has no streams"),
+    ],
+)
+def test_line_that_is_no_request_is_kept_with_its_fault(tmp_path, text, fault):
+    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "good"}}\n{text}\n')
+    good, bad = read(str(tmp_path / "in.jsonl"), {}).lines
+    assert not good.fault
+    assert fault in bad.fault
+    assert record(bad, None, None, bad.fault)["error"]["message"] == bad.fault
+
+
+def test_folders_globs_and_gzip(tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"prompt": "a"}\n')
+    (tmp_path / "c.txt").write_text("no line")
+    assert [line.body["prompt"] for line in read(str(tmp_path), {}).lines] == ["a", "b"]
+    assert [line.body["prompt"] for line in read(str(tmp_path / "*.jsonl"), {}).lines] == ["b"]
+
+
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path):
+    (tmp_path / "twice.jsonl").write_text('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, message in (
+        ("twice.jsonl", "id '1' is on lines 1 and 2"),
+        ("empty.jsonl", "no line in it"),
+        ("absent.jsonl", "cannot be read"),
+    ):
+        with pytest.raises(BatchError, match=message) as refused:
+            read(str(tmp_path / name), {})
+        assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def input_(tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "{n}", "id": {n}}}\n' for n in range(10)))
+    return read(str(tmp_path / "in.jsonl"), {})
+
+
+def answers(lines):
+    return "".join(json.dumps(record(line, 200, {})) + "\n" for line in lines)
+
+
+@pytest.mark.parametrize("where", ["{tmp_path}/out", "memory://{name}"])
+def test_answered_lines_are_not_cut_again(tmp_path, request, input_, where):
+    output = Output(where.format(tmp_path=tmp_path, name=request.node.name.replace("/", "_")))
+    assert output.begin({"model": "m"}, input_) == set()
+    parts = cut(input_.lines, set(), 4)
+    assert [len(part.lines) for part in parts] == [4, 4, 2]
+    output.write(parts[1].name, answers(parts[1].lines))
+    output.write(parts[1].name, answers(parts[1].lines))  # twice is once
+    answered = output.begin({"model": "m"}, input_)
+    assert answered == {"4", "5", "6", "7"}
+    left = [line.id for part in cut(input_.lines, answered, 4) for line in part.lines]
+    assert left == ["0", "1", "2", "3", "8", "9"]
+
+
+def test_half_a_part_is_never_seen(tmp_path, input_, monkeypatch):
+    """A full disk while a part is written: refused in one line, and nothing of it is there."""
+    output = Output(str(tmp_path / "out"))
+    output.begin({}, input_)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(BatchError, match="No space left on device"):
+        output.write("part-1.jsonl", answers(input_.lines))
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["job.json"]
+
+
+def test_answers_of_another_job_are_refused(tmp_path, input_):
+    path = str(tmp_path / "out")
+    Output(path).begin({"model": "m", "body": {}}, input_)
+    Output(path).begin({"model": "m", "body": {}}, input_._replace(sha256="grown"))  # its lines have ids
+    with pytest.raises(BatchError, match="holds answers of another job"):
+        Output(path).begin({"model": "other", "body": {}}, input_)
+    unnamed = str(tmp_path / "unnamed")
+    Output(unnamed).begin({}, input_._replace(unnamed=1))
+    with pytest.raises(BatchError, match="an input that has changed"):
+        Output(unnamed).begin({}, input_._replace(unnamed=1, sha256="grown"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BatchError, match="is a file; name a folder"):
+        Output(str(tmp_path / "file"))

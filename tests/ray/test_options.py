@@ -1,0 +1,55 @@
+"""What the app on Ray Serve takes and refuses, each refusal one line; Ray itself is not needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_mtpc import demo
+from vllm_mtpc.ray_serve.options import parse
+from vllm_mtpc.serving.options import EngineOptions, EngineOptionsError
+
+TARGET = str(demo.path("target"))
+
+
+def test_other_keys_are_flags_of_vllm_serve():
+    given = {"model": TARGET, "replicas": "2", "max-model-len": "320", "enforce-eager": "true", "engine": {"seed": 3}}
+    options = parse({**given, "speculative-config": '{"method": "mtpc", "model": "HEAD"}'})
+    assert options.replicas == 2
+    flags = ["--seed", "3", "--max-model-len", "320", "--enforce-eager"]
+    assert options.command == [TARGET, *flags, "--speculative-config", '{"method": "mtpc", "model": "HEAD"}']
+
+
+def test_folders_get_their_full_names(tmp_path, monkeypatch):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "head").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = parse({"model": "target", "speculative_config": {"method": "mtpc", "model": "head"}})
+    assert options.model == str(tmp_path / "target")
+    assert options.speculative_config["model"] == str(tmp_path / "head")
+    assert parse({"model": "some/repository"}).model == "some/repository"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "model is missing; type: serve run vllm_mtpc.ray_serve:app model=TARGET"),
+        ({"model": TARGET, "replicas": "many"}, "key 'replicas' = 'many'"),
+        ({"model": TARGET, "speculative-config": "{bad"}, "key 'speculative_config' = '{bad': not JSON"),
+        ({"model": TARGET, "replicas": 3, "max_replicas": 2}, "max_replicas=2 is below"),
+        ({"model": TARGET, "port": 80}, "port=80 is not an engine's here: remove it; type: serve start --http-port"),
+        ({"model": TARGET, "uds": "x"}, "uds='x' is not an engine's here: remove it"),
+        ({"model": TARGET, "bogus": 1}, "vllm serve: unrecognized arguments: --bogus 1"),
+        ({"model": TARGET, "dtype": "float9"}, "argument --dtype: invalid choice: 'float9'"),
+    ],
+)
+def test_refusals_are_one_line(given, message):
+    with pytest.raises(EngineOptionsError) as refused:
+        parse(given)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_gpus_follow_the_parallel_sizes():
+    options = EngineOptions(model="m", engine={"tensor_parallel_size": "2", "pipeline_parallel_size": 2})
+    assert (options.num_gpus(True), options.num_gpus(False)) == (4, 0)
+    assert EngineOptions(model="m", gpus=0.5).num_gpus(True) == 0.5

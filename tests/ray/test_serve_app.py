@@ -1,0 +1,134 @@
+"""The app on Ray Serve: what it answers, and what becomes of requests whose engine dies. Its servers are fake ones
+(fake_server.py): everything around an engine is under test here; test_two_nodes.py has real engines."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
+
+from tests.ray.clusters import FAKE, cluster
+from vllm_mtpc.bench.serve import Client, free_port
+from vllm_mtpc.ray_serve.options import ServeOptions
+
+
+@pytest.fixture(scope="module")
+def client():
+    """A client of an app of two engines; a request may outlive one engine, and takes at most 8 seconds."""
+    from ray import serve
+
+    from vllm_mtpc.ray_serve.deployments import build
+
+    port = free_port()
+    with cluster(cpus=3):
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        options = ServeOptions(model="m", replicas=2, attempts=2, request_timeout_s=8, health_period_s=1)
+        serve.run(build(options, FAKE), route_prefix="/")
+        yield Client(port, timeout_s=60)
+        serve.shutdown()
+
+
+def ask(client: Client, prompt: str, **more) -> tuple[int, dict]:
+    status, text = client.post("/v1/completions", json.dumps({"prompt": prompt, **more}).encode())
+    return status, json.loads(text)
+
+
+def processes(client: Client) -> set[int]:
+    """Servers that answer, once there are two of them."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: ask(client, "who", max_tokens=20), range(8)))
+        found = {body["process"] for status, body in answers if status == 200}
+        if len(found) == 2:
+            return found
+    raise AssertionError("no two engines answer")
+
+
+def test_answers_and_refusals_are_the_servers(client):
+    assert processes(client)
+    status, body = ask(client, "abc")
+    assert (status, body["choices"], body["token"]) == (200, [{"text": "cba"}], None)
+    status, body = ask(client, "refuse")
+    assert (status, body["error"]["message"]) == (400, "no such thing")
+    assert client.get("/health")[0] == 200
+    assert client.get("/nothing")[0] == 404
+
+
+def test_headers_travel_both_ways(client):
+    with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)) as connection:
+        headers = {"Authorization": "Bearer me", "X-Request-Id": "seven", "Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
+        response = connection.getresponse()
+        assert json.loads(response.read())["token"] == "Bearer me"
+        assert response.getheader("X-Request-Id") == "seven"
+
+
+def stream(client: Client, prompt: str, on_first=lambda event: None) -> tuple[list[dict], list[float]]:
+    """Events of a stream and when each came; `on_first` is called at the first one."""
+    events, times, is_done = [], [], False
+    with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)) as connection:
+        body = json.dumps({"prompt": prompt, "stream": True, "max_tokens": 20})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200
+        for line in response:
+            if line.startswith(b"data: {"):
+                events.append(json.loads(line[len(b"data: ") :]))
+                times.append(time.monotonic())
+                if len(events) == 1:
+                    on_first(events[0])
+            is_done = is_done or line.startswith(b"data: [DONE]")
+        assert is_done
+    return events, times
+
+
+def test_streams_come_as_they_are_made(client):
+    events, times = stream(client, "abcde")
+    assert [event["choices"][0]["text"] for event in events] == list("abcde")
+    assert times[-1] - times[0] > 0.4  # five events, 0.2 s apart
+
+
+def test_killed_engine_loses_no_request(client):
+    """20 requests of 2 s are under way when one of the two servers is killed: all are answered, by the other one or
+    the one that comes for it; and the app has two engines again."""
+    victim, other = processes(client)
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(ask, client, f"prompt {number}", max_tokens=200) for number in range(20)]
+        time.sleep(1.0)
+        os.kill(victim, signal.SIGKILL)
+        answers = [future.result() for future in asked]
+    assert [status for status, _ in answers] == [200] * 20
+    assert [body["choices"][0]["text"] for _, body in answers] == [f"prompt {n}"[::-1] for n in range(20)]
+    assert victim not in {body["process"] for _, body in answers}
+    assert other in processes(client)
+
+
+def test_stream_that_has_begun_ends_with_an_error(client):
+    processes(client)
+    events, _ = stream(client, "abcdefghij", on_first=lambda event: os.kill(event["process"], signal.SIGKILL))
+    assert "died" in events[-1]["error"]["message"]
+    assert 2 <= len(events) < 10
+
+
+def test_request_that_kills_engines_is_given_up(client):
+    processes(client)
+    status, body = ask(client, "die")
+    assert status == 502
+    assert "died with it: 2 in a row" in body["error"]["message"]
+
+
+def test_nothing_hangs(client):
+    processes(client)
+    began = time.monotonic()
+    status, body = ask(client, "hang")
+    assert (status, "request_timeout_s" in body["error"]["message"]) == (504, True)
+    assert 7 < time.monotonic() - began < 20

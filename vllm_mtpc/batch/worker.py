@@ -1,0 +1,144 @@
+"""One engine of a batch job: it is given parts and hands back their lines, answered.
+
+The engine is `vllm serve` in a child. When it dies it is started again and what it had not answered is asked again, up
+to `attempts` times a line: a request that kills engines ends as a recorded error, not as a loop. The last time a line
+is asked alone, so that those that were only beside such a request are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import uuid
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_mtpc.batch.lines import Line
+from vllm_mtpc.batch.parts import record
+from vllm_mtpc.bench.acceptance import Acceptance
+from vllm_mtpc.serving.child import PROGRAM, EngineDied, EngineServer
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker needs to know; travels to other machines."""
+
+    command: list[str]
+    environment: dict[str, str]
+    in_flight: int
+    attempts: int
+    start_timeout_s: float
+    program: list[str] = field(default_factory=lambda: list(PROGRAM))
+
+
+class Worker:
+    """Thread-safe: several parts may be asked for at once. Ray Data calls it with rows, see `__call__`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._server: EngineServer | None = None
+        self._is_closed = False
+        self._call(self._begin())
+
+    def answer(self, lines: list[Line]) -> dict[str, Any]:
+        """{"text": the part's lines, "lines", "errors", "tokens", and the engine's counters so far}."""
+        return self._call(self._answer(lines))
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row of Ray Data: {"name", "lines": JSON}."""
+        return {"name": row["name"], **self.answer([Line(*values) for values in json.loads(row["lines"])])}
+
+    def close(self) -> None:
+        """Ends the engine; what is asked still is not answered any more."""
+        self._is_closed = True
+        self._call(self._server.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _call(self, coroutine: Any) -> Any:
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result()
+
+    async def _begin(self) -> None:
+        self._slots = asyncio.Semaphore(self._setup.in_flight)
+        self._reviving, self._taking_all = asyncio.Lock(), asyncio.Lock()
+        await self._start()
+
+    async def _start(self) -> None:
+        """Sets `_server` once it can be asked."""
+        setup = self._setup
+        server = EngineServer(setup.command, setup.environment, setup.program)
+        try:
+            await server.start(setup.start_timeout_s)
+        except EngineDied:
+            await server.stop()
+            raise
+        self._server, self._name = server, uuid.uuid4().hex
+
+    async def _revive(self, dead: EngineServer) -> None:
+        """Another server in the place of `dead`; whoever comes second finds it there."""
+        async with self._reviving:
+            if self._is_closed:
+                raise EngineDied("the job has ended")
+            if self._server is dead:
+                await dead.stop()
+                await self._start()
+
+    async def _answer(self, lines: list[Line]) -> dict[str, Any]:
+        answers = await asyncio.gather(*(self._ask(line) for line in lines))
+        usage = [(answer["response"] or {}).get("body") or {} for answer in answers]
+        tokens = [((body.get("usage") or {}) if isinstance(body, dict) else {}) for body in usage]
+        return {
+            "text": "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers),
+            "lines": len(answers),
+            "errors": sum(answer["error"] is not None for answer in answers),
+            "tokens": sum(each.get("completion_tokens") or 0 for each in tokens),
+            "engine": self._name,
+            "acceptance": json.dumps(asdict(await self._acceptance())),
+        }
+
+    async def _ask(self, line: Line) -> dict[str, Any]:
+        if line.fault:
+            return record(line, None, None, line.fault)
+        body = json.dumps(line.body).encode()
+        for attempt in range(self._setup.attempts):
+            is_last = 0 < attempt == self._setup.attempts - 1
+            async with self._alone() if is_last else self._slots:
+                server = self._server
+                try:
+                    async with server.ask("POST", line.url, body, {"Content-Type": "application/json"}) as answer:
+                        text = await answer.text()
+                        return record(line, answer.status, _json(text))
+                except EngineDied:
+                    await self._revive(server)
+        return record(line, None, None, f"the engine died while it answered, {self._setup.attempts} times in a row")
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """All slots: nothing else is asked meanwhile."""
+        async with self._taking_all:
+            for _ in range(self._setup.in_flight):
+                await self._slots.acquire()
+        try:
+            yield
+        finally:
+            for _ in range(self._setup.in_flight):
+                self._slots.release()
+
+    async def _acceptance(self) -> Acceptance:
+        try:
+            return Acceptance.from_prometheus(await self._server.text("/metrics"))
+        except EngineDied:  # the figures of this engine are lost, the answers are not
+            return Acceptance()
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,205 @@
+"""The two deployments of the app: engines, and the router that asks them.
+
+    client ── HTTP ──► Serve's proxy ──► Router (head node) ──► Engine ── Unix socket ──► vllm serve
+                                              └── dies unanswered? another Engine
+
+The router holds a request until an engine has begun to answer. What an engine takes with it when it dies (its process,
+its replica, its node) is given to another one; an answer that is not streamed is handed on only when it is whole, so
+it can always be asked again. A stream that has begun cannot: it ends with an error event. A request that outlives
+`attempts` engines is answered 502, one without an answer in time 504. The router sits on the head node, without which
+there is no cluster either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray import serve
+from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from vllm_mtpc.ray_serve.options import ServeOptions
+from vllm_mtpc.serving.child import PROGRAM, EngineDied, EngineServer
+
+logger = logging.getLogger("ray.serve")
+DIED = (EngineDied, RayActorError, ObjectLostError, WorkerCrashedError)
+HEAD_NODE = {"node:__internal_head__": 0.001}
+# Headers that belong to one connection, not to what is asked or answered.
+OF_CONNECTION = {"host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "date"}
+OF_SERVE = {"x-request-id"}  # its proxy answers with the request's own, or one of its own making
+ATTEMPTS = "x-vllm-mtpc-attempts"  # of an answer: engines that the request was given to
+PAUSE_S = 0.2  # before a request is given to another engine
+
+
+class Asked(NamedTuple):
+    """A request of a client."""
+
+    method: str
+    path: str  # with the query
+    headers: dict[str, str]
+    body: bytes
+
+
+class Head(NamedTuple):
+    """How an answer begins; bytes follow: all at once, or a stream's events."""
+
+    status: int
+    headers: dict[str, str]
+    is_stream: bool
+
+
+class Engine:
+    """A replica: one `vllm serve`."""
+
+    async def __init__(
+        self, command: Sequence[str], environment: dict[str, str], start_timeout_s: float, program: Sequence[str]
+    ) -> None:
+        self.server = EngineServer(command, environment, program, output=sys.stderr)
+        await self.server.start(start_timeout_s)
+        self._watch = asyncio.create_task(self._end_with_server())
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces this replica when it raises."""
+        await self.server.check()
+
+    async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
+        async with self.server.ask(asked.method, asked.path, asked.body, asked.headers) as answer:
+            is_stream = answer.content_type == "text/event-stream"
+            left_out = OF_CONNECTION | OF_SERVE
+            headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
+            if not is_stream:
+                body = await answer.read()
+                yield Head(answer.status, headers, False)
+                yield body
+                return
+            yield Head(answer.status, headers, True)
+            async for part in answer.content.iter_any():
+                yield part
+
+    async def _end_with_server(self) -> None:
+        """A replica without a server must get no requests: it ends at once, not at Serve's next look."""
+        await self.server.ended()
+        try:
+            self.server.check_running()
+        except EngineDied as error:
+            logger.error("this replica ends: %s", error)
+        os._exit(1)
+
+    async def __del__(self) -> None:
+        self._watch.cancel()
+        await self.server.stop()
+
+
+class Router:
+    """The app's entrance: gives each request to an engine, and to another one where that one dies."""
+
+    def __init__(self, engines: DeploymentHandle, attempts: int, timeout_s: float) -> None:
+        self._engines = engines.options(stream=True, method_name="forward")
+        self._attempts, self._timeout_s = attempts, timeout_s
+
+    async def __call__(self, request: Request) -> Response:
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_CONNECTION}
+        asked = Asked(request.method, path, headers, await request.body())
+        deadline = time.monotonic() + self._timeout_s
+        for attempt in range(self._attempts):
+            if attempt:
+                await asyncio.sleep(PAUSE_S)
+            parts = self._engines.remote(asked)
+            try:
+                head = await _next(parts, deadline)
+                first = await _next(parts, deadline)
+            except DIED as error:
+                logger.warning("%s %s: attempt %d: %s", asked.method, asked.path, attempt + 1, _short(error))
+                continue
+            except asyncio.TimeoutError:
+                parts.cancel()
+                return _error(504, f"no answer in {self._timeout_s:g} s; the app's key request_timeout_s sets this")
+            except asyncio.CancelledError:  # the client has gone
+                parts.cancel()
+                raise
+            headers = {**head.headers, ATTEMPTS: str(attempt + 1)}
+            if not head.is_stream:
+                return Response(first or b"", head.status, headers)
+            return StreamingResponse(self._stream(parts, first), head.status, headers)
+        return _error(502, f"the engines that this request was given to have died with it: {self._attempts} in a row")
+
+    async def _stream(self, parts: Any, part: bytes | None) -> AsyncIterator[bytes]:
+        try:
+            while part is not None:
+                yield part
+                part = await _next(parts, time.monotonic() + self._timeout_s)
+        except DIED as error:
+            logger.warning("a stream was cut: %s", _short(error))
+            yield _event("the engine died while it answered; ask again")
+        except asyncio.TimeoutError:
+            yield _event(f"the stream stood still for {self._timeout_s:g} s")
+        finally:
+            parts.cancel()  # does nothing after its end
+
+
+def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Application:
+    """The app. `program` is what an engine's server is started with, for tests."""
+    gpus = options.num_gpus(ray.is_initialized() and bool(ray.cluster_resources().get("GPU")))
+    scale: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        scale = {
+            "autoscaling_config": {
+                "initial_replicas": max(options.replicas, options.min_replicas),
+                "min_replicas": options.min_replicas,
+                "max_replicas": options.max_replicas,
+                "target_ongoing_requests": options.target_ongoing_requests,
+            }
+        }
+    engines = serve.deployment(
+        Engine,
+        name="Engine",
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": gpus},
+        max_ongoing_requests=options.max_ongoing_requests,
+        health_check_period_s=options.health_period_s,
+        health_check_timeout_s=60,
+        graceful_shutdown_timeout_s=min(60.0, options.request_timeout_s),
+        **scale,
+    ).bind(options.command, options.env, options.start_timeout_s, list(program))
+    router = serve.deployment(
+        Router,
+        name="Router",
+        ray_actor_options={"num_cpus": 0, "resources": HEAD_NODE},
+        max_ongoing_requests=100_000,  # engines have the limit
+    )
+    return router.bind(engines, options.attempts, options.request_timeout_s)
+
+
+async def _next(parts: Any, deadline: float) -> Any:
+    """The next part of an answer; None after the last."""
+    try:
+        return await asyncio.wait_for(anext(parts), max(0.0, deadline - time.monotonic()))
+    except StopAsyncIteration:
+        return None
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+def _body(message: str, code: int) -> dict[str, Any]:
+    """As vLLM's errors are."""
+    return {"error": {"message": message, "type": "EngineDied", "param": None, "code": code}}
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse(_body(message, status), status)
+
+
+def _event(message: str) -> bytes:
+    return f"data: {json.dumps(_body(message, 502))}\n\ndata: [DONE]\n\n".encode()

@@ -1,0 +1,43 @@
+"""What the app on Ray Serve takes: its own keys, checked here, and flags of `vllm serve`, checked by vLLM's parser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from vllm_mtpc.serving.options import EngineOptions, EngineOptionsError, validated
+
+OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
+EXAMPLE = "serve run vllm_mtpc.ray_serve:app model=TARGET"
+
+
+class ServeOptions(EngineOptions):
+    """Keys of `serve run vllm_mtpc.ray_serve:app KEY=VALUE ...` and of `args` in a Serve config file."""
+
+    min_replicas: int = Field(1, ge=0, description="fewest engines when nothing is asked (autoscaling)")
+    max_replicas: int | None = Field(None, ge=1, description="most engines; naming it turns autoscaling on")
+    target_ongoing_requests: int = Field(16, ge=1, description="requests at an engine that autoscaling aims at")
+    max_ongoing_requests: int = Field(256, ge=1, description="most requests at an engine; others wait in Serve")
+    request_timeout_s: float = Field(600, gt=0, description="longest wait for an answer, or the next part of a stream")
+    health_period_s: float = Field(5, gt=0, description="time between two looks at an engine")
+
+    @model_validator(mode="after")
+    def _limits(self) -> ServeOptions:
+        if self.max_replicas is not None and self.max_replicas < max(self.replicas, self.min_replicas):
+            raise ValueError(
+                f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas} or "
+                f"replicas={self.replicas}; raise it"
+            )
+        return self
+
+
+def parse(arguments: dict[str, Any]) -> ServeOptions:
+    """Options of what was typed; dashes and underscores are one. Raises EngineOptionsError."""
+    given = {key.replace("-", "_"): value for key, value in arguments.items()}
+    for key, instead in OURS.items():
+        if key in given:
+            raise EngineOptionsError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
+    engine = {**given.pop("engine", {}), **{key: given[key] for key in given if key not in ServeOptions.model_fields}}
+    own = {key: value for key, value in given.items() if key not in engine}
+    return validated(ServeOptions, {**own, "engine": engine}, EXAMPLE)
