@@ -1,4 +1,4 @@
-"""The dashboard asks for metrics that this vLLM has."""
+"""The dashboard asks for metrics that this vLLM has, or that this package adds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ SUFFIX = re.compile(r"_(total|bucket)$")
 def test_every_metric_exists() -> None:
     sources = Path(importlib.util.find_spec("vllm").origin).parent / "v1"
     text = "".join((sources / file).read_text() for file in ("metrics/loggers.py", "spec_decode/metrics.py"))
+    text += (ROOT / "proposers" / "seam" / "watch.py").read_text()
     names = set(re.findall(r'"(vllm:\w+)"', text))
     assert {"vllm:generation_tokens", "vllm:spec_decode_num_drafts"} <= names
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())

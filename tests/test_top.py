@@ -30,6 +30,8 @@ class Metrics:
         self.drafts = made(Counter, "vllm:spec_decode_num_drafts")
         self.drafted = made(Counter, "vllm:spec_decode_num_draft_tokens")
         self.accepted = made(Counter, "vllm:spec_decode_num_accepted_tokens")
+        self.seconds = made(Counter, "vllm:spec_decode_draft_seconds")
+        self.passes = made(Counter, "vllm:spec_decode_draft_passes")
         self.at = made(Counter, "vllm:spec_decode_num_accepted_tokens_per_pos", "position")
         self.first = made(Histogram, "vllm:time_to_first_token_seconds", buckets=(0.1, 0.2, 0.4))
 
@@ -58,6 +60,8 @@ def test_figures_are_of_the_time_between_two_looks(metrics: Metrics) -> None:
     metrics.running.labels("m", "1").set(1)
     metrics.step("0", drafted=4, accepted=3)
     metrics.step("1", drafted=2, accepted=0)
+    metrics.seconds.labels("m", "0").inc(0.006)
+    metrics.passes.labels("m", "0").inc(2)
     for seconds in (0.15, 0.15, 0.15, 0.3):
         metrics.first.labels("m", "0").observe(seconds)
     figures = top.Between(before, metrics.look(12.0)).figures()
@@ -65,6 +69,7 @@ def test_figures_are_of_the_time_between_two_looks(metrics: Metrics) -> None:
     assert figures["tokens_per_second"] == 2.5  # 4 + 1 tokens
     assert figures["tokens_per_step"] == 2.5 and figures["drafts_per_step"] == 3
     assert figures["accepted_share"] == 0.5
+    assert figures["draft_pass_seconds"] == pytest.approx(0.003)
     # in the order of their numbers: "10" does not come before "2"
     assert figures["acceptance_per_position"] == [0.5] * 3 + [0.0] * 9
     # 3 of 4 lie between 0.1 and 0.2: the median is the second of them; 0.95 lies in the last bucket

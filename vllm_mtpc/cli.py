@@ -7,6 +7,7 @@ Only the module of the command that was typed is imported, so `vllm-mtpc --help`
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from importlib import import_module
 from typing import NamedTuple
@@ -29,6 +30,7 @@ COMMANDS = {
     "eval": Command("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
     "doctor": Command("compare what vLLM serves with what was expected", "vllm_mtpc.eval.doctor"),
     "generate": Command("continue a prompt: plain, unverified, or as it is served", "vllm_mtpc.eval.generate"),
+    "batch": Command("answer files of prompts, on one engine or on Ray, resumed", "vllm_mtpc.batch.command"),
     "bench": Command("measure: plain vLLM, peers and heads; drafts; kernels", "vllm_mtpc.bench.command"),
     "advise": Command("choose head, drafts and schedule from measured costs", "vllm_mtpc.bench.advise"),
     "top": Command("watch a server: speed, latency, what becomes of its drafts", "vllm_mtpc.top"),
@@ -37,6 +39,12 @@ COMMANDS = {
     "convert": Command("make a head of a checkpoint of the papers' authors", "vllm_mtpc.checkpoint.convert"),
     "token-heads": Command("make a head of the prediction heads a target has", "vllm_mtpc.checkpoint.token_heads"),
 }
+
+# Errors of a disk that a user can mend, and how; any other OSError is a fault of ours and keeps its traceback.
+_RIGHTS, _ROOM = "get the right to read or write it, or name another place,", "free space"
+DISK = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS) | dict.fromkeys(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _ROOM
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except MtpcError as error:
         return _fail(str(error))
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        return _fail(f"{error.filename or 'a file'}: {error.strerror}; {DISK[error.errno]} and type the same again")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vllm_mtpc"):
             raise

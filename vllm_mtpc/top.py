@@ -27,6 +27,8 @@ DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+DRAFT_SECONDS = "vllm:spec_decode_draft_seconds_total"  # of this package
+DRAFT_PASSES = "vllm:spec_decode_draft_passes_total"
 LATENCIES = {
     "first token": "vllm:time_to_first_token_seconds",
     "between outputs": "vllm:inter_token_latency_seconds",
@@ -94,7 +96,7 @@ class Between:
 
     def figures(self) -> dict[str, Any]:
         """What is shown, as plain numbers; None where nothing was seen."""
-        drafts = self.count(DRAFTS)
+        drafts, passes = self.count(DRAFTS), self.count(DRAFT_PASSES)
         positions = [self.count(ACCEPTED_AT, place) for place in self.after.labels(ACCEPTED_AT)]
         return {
             "seconds": round(self.seconds, 3),
@@ -107,6 +109,7 @@ class Between:
             "tokens_per_step": 1 + self.count(ACCEPTED) / drafts if drafts else None,
             "drafts_per_step": self.count(DRAFTED) / drafts if drafts else None,
             "accepted_share": self.count(ACCEPTED) / self.count(DRAFTED) if self.count(DRAFTED) else None,
+            "draft_pass_seconds": self.count(DRAFT_SECONDS) / passes if passes else None,
             "acceptance_per_position": [count / drafts for count in positions] if drafts else [],
             "latency_seconds": {
                 what: {f"p{share}": self.quantile(name, share / 100) for share in (50, 95)}
@@ -158,6 +161,7 @@ def _draft_rows(figures: dict[str, Any]) -> Iterable[tuple[str, str]]:
     return [
         ("tokens/step", f"{figures['tokens_per_step']:.2f}"),
         ("drafts", f"{figures['drafts_per_step']:.2f} per step, {100 * figures['accepted_share']:.1f} % accepted"),
+        ("draft pass", _milliseconds(figures["draft_pass_seconds"])),
     ]
 
 

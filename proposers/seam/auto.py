@@ -35,7 +35,11 @@ def head_for(engine_args: Any, target: Any) -> Path | None:
         return None
     from vllm_mtpc.checkpoint.locate import shipped_heads
 
-    return next(iter(shipped_heads(folder)), None)
+    try:
+        return next(iter(shipped_heads(folder)), None)
+    except OSError as error:  # a folder that may not be read
+        warn(folder / "mtpc", error)
+        return None
 
 
 def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.seam import auto
+from vllm_mtpc.proposers.seam import auto, watch
 from vllm_mtpc.proposers.seam.patch import Patch, applied, problems
 
 logger = logging.getLogger("vllm.mtpc")
@@ -143,12 +143,12 @@ class AsyncMethods(Patch):
 class EnvironmentVariables(Patch):
     module = "vllm.envs"
     attribute = "environment_variables"
-    reason = "vLLM warns of, or refuses, every VLLM_... variable that it does not know; ours turns shipped heads off"
+    reason = "vLLM warns of, or refuses, every VLLM_... variable that it does not know"
     parameters = None
 
     @classmethod
     def replace(cls, original: Any) -> Any:
-        return {**original, auto.VARIABLE: auto.is_on}
+        return {**original, auto.VARIABLE: auto.is_on, watch.DEBUG: watch.is_debug}
 
 
 PATCHES: tuple[type[Patch], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_mtpc.proposers.seam import lora
+from vllm_mtpc.proposers.seam import lora, watch
 from vllm_mtpc.proposers.seam.patch import Patch
 
 
@@ -50,7 +50,11 @@ class InitSpeculator(Patch):
         def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
             if not _is_ours(vllm_config.speculative_config):
                 return original(vllm_config, device, *args, **kwargs)
-            return speculator_class(vllm_config.speculative_config)(vllm_config, device)
+            from vllm_mtpc.proposers.watch import watch_speculator
+
+            speculator = speculator_class(vllm_config.speculative_config)(vllm_config, device)
+            watch_speculator(speculator)
+            return speculator
 
         return init_speculator
 
@@ -93,6 +97,9 @@ class V1RunnerInit(Patch):
             finally:
                 object.__setattr__(spec, "method", ours[0])
                 object.__setattr__(spec, "model", ours[1])
+            from vllm_mtpc.proposers.watch import watch_proposer
+
+            watch_proposer(self.drafter, self.device)
 
         return __init__
 
@@ -180,4 +187,5 @@ PATCHES: tuple[type[Patch], ...] = (
     ExpandBatchToTokens,
     V1Sample,
     *lora.PATCHES,
+    *watch.PATCHES,
 )

@@ -1,4 +1,4 @@
-"""Damaged files: whatever is changed, a head loads or is refused with an MtpcError."""
+"""Damaged files: whatever is changed, a head loads or is refused with an MtpcError: one line, exit code 1."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 import vllm_mtpc
 from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
 
 ROUNDS = 100
@@ -40,11 +41,12 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def survives(folder) -> bool:
-    """Whether the head still loads; anything but an MtpcError of one line fails the test."""
+    """Whether the head still loads; anything but an MtpcError of one line, and exit code 1, fails the test."""
     try:
         load_head(folder)
     except MtpcError as error:
         assert len(str(error).splitlines()) == 1
+        assert main(["inspect", str(folder)]) == 1
         return False
     return True
 

@@ -197,9 +197,10 @@ def _plant(name: str) -> Any:
     """Make a change; returns what undoes it, for the changes that can be undone."""
     if name in PLANTS:
         return PLANTS[name]()
-    from tests.e2e import draft_plants, grammar_plants, layer_plants, ptp_plants
+    from tests.e2e import draft_plants, grammar_plants, layer_plants, ptp_plants, window_plants
 
-    return (draft_plants.PLANTS | grammar_plants.PLANTS | layer_plants.PLANTS | ptp_plants.PLANTS)[name]()
+    modules = (draft_plants, grammar_plants, layer_plants, ptp_plants, window_plants)
+    return {key: plant for module in modules for key, plant in module.PLANTS.items()}[name]()
 
 
 def main(asked: str, answered: str) -> None:

@@ -68,6 +68,7 @@ PTP_TEXT = "e2e/test_ptp.py::test_text_is_that_without_drafts"
 SAME_EVERYWHERE = exact(MATRIX_TEST)
 GREEDY = "e2e/test_greedy.py::test_greedy_equals_plain"
 HAPPENED = "e2e/test_greedy.py::test_every_scenario_happened"
+RANKS = "e2e/test_parallel.py::test_ranks_are_held_to_the_same_drafts"
 NO_GPU = untested("needs a GPU")
 
 # rows of test_matrix.ROWS, tested in one batch on every runner
@@ -100,7 +101,7 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell]] = {
     "logprobs_mode: all four": (
         exact("e2e/test_variants.py::test_every_mode_of_logprobs"),
         exact("e2e/test_variants.py::test_every_mode_of_logprobs"),
-        untested("the default mode alone"),
+        exact("e2e/test_variants.py::test_every_mode_of_logprobs"),
     ),
     "seed: the same text in any batch": (
         exact("e2e/test_greedy.py::test_seeded_request_does_not_depend_on_its_batch"),
@@ -145,8 +146,8 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell]] = {
     ),
     "chat, streaming, tool calls": (
         exact("e2e/test_chat.py::test_chat_and_tools"),
-        untested("too slow in the interpreter; the front end is that of V1"),
-        untested("as V2"),
+        exact("e2e/test_chat.py::test_chat_and_tools"),
+        exact("e2e/test_chat.py::test_chat_and_tools"),
     ),
     "LoRA requests on the target": (
         exact("e2e/test_variants.py::test_lora_requests"),
@@ -154,7 +155,11 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell]] = {
         refused("proposers/test_ptp_bad_input.py::test_lora_requests_are_refused"),
     ),
     "prefix caching": (exact(GREEDY, HAPPENED), exact(GREEDY, HAPPENED), exact(PTP_TEXT, why="with hits counted")),
-    "chunked prefill": (exact(GREEDY, HAPPENED), exact(GREEDY, HAPPENED), untested("no test reads a prompt in pieces")),
+    "chunked prefill": (
+        exact(GREEDY, HAPPENED),
+        exact(GREEDY, HAPPENED),
+        exact("e2e/test_variants.py::test_a_prompt_in_pieces_before_ptp"),
+    ),
     "preemption by recompute": (
         exact(GREEDY, HAPPENED),
         exact(GREEDY, HAPPENED),
@@ -179,15 +184,19 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell]] = {
     "4-bit target (int4 weights, compressed-tensors)": (exact("e2e/test_variants.py::test_quantised_target"),) * 3,
     "eager": (exact(GREEDY), exact(GREEDY), exact(PTP_TEXT)),
     "torch.compile": (
-        untested("no test compiles the target"),
+        exact("e2e/test_variants.py::test_a_compiled_target", why="the draft beside it is eager"),
         untested("inductor does not run in the interpreter"),
         untested("inductor does not run in the interpreter"),
     ),
     "CUDA graphs": (NO_GPU,) * 3,
     "sleep and wake": (untested("vLLM's sleep mode needs a GPU's allocator"),) * 3,
     "tensor parallel": (
-        exact("e2e/test_parallel.py::test_tensor_parallel_v1", "e2e/test_parallel.py::test_divided_unembeddings"),
-        exact("e2e/test_parallel.py::test_tensor_parallel_v2", "e2e/test_parallel.py::test_divided_unembeddings"),
+        exact(
+            "e2e/test_parallel.py::test_tensor_parallel_v1", "e2e/test_parallel.py::test_divided_unembeddings", RANKS
+        ),
+        exact(
+            "e2e/test_parallel.py::test_tensor_parallel_v2", "e2e/test_parallel.py::test_divided_unembeddings", RANKS
+        ),
         exact("e2e/test_ptp_law.py::test_tensor_parallel"),
     ),
     "pipeline parallel": (
@@ -195,7 +204,11 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell]] = {
         exact("e2e/test_parallel.py::test_pipeline_parallel_v2"),
         refused("proposers/test_ptp_bad_input.py::test_pipeline_parallel_is_refused"),
     ),
-    "data parallel": (untested("no test starts two engines of one server"),) * 3,
+    "data parallel": (
+        exact("e2e/test_data_parallel.py::test_two_engines"),
+        untested("two engines of one server ran on V1 alone; each engine is as without it"),
+        untested("as V2"),
+    ),
 }
 
 

@@ -6,8 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.engine import Call, Engine, run
 from vllm_mtpc import demo
+from vllm_mtpc.bench import serve
 
 PROMPTS = [list(b"def read(path):\n    "), list(b"import os\nimport ")]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -18,7 +21,8 @@ def engine(target: Path, **arguments: object) -> Engine:
     return Engine(str(target), [Call(PROMPTS, [GREEDY] * len(PROMPTS))], {"max_model_len": 128, **arguments})
 
 
-def test_a_shipped_head_drafts_and_a_broken_one_does_not_matter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
+def test_a_shipped_head_drafts_and_a_broken_one_does_not_matter(runner: str, tmp_path: Path) -> None:
     shipping, broken = (Path(shutil.copytree(demo.path("target"), tmp_path / name)) for name in ("shipping", "broken"))
     shutil.copytree(demo.path("btree"), shipping / "mtpc")
     config = Path(shutil.copytree(demo.path("ff"), broken / "mtpc" / "default"), "config.json")
@@ -28,10 +32,29 @@ def test_a_shipped_head_drafts_and_a_broken_one_does_not_matter(tmp_path: Path) 
         "shipping": engine(shipping),
         "broken": engine(broken),
     }
-    replies = {
-        name: reply for name, reply in run(engines, "v1", VLLM_MTPC_AUTO="1").items() if not isinstance(reply, str)
-    }
-    assert replies.keys() == engines.keys()
+    replies = run(engines, runner, runner == "v2", VLLM_MTPC_AUTO="1")
+    for name, reply in replies.items():
+        assert not isinstance(reply, str), (name, reply)
     assert all(reply[0].tokens == replies["plain"][0].tokens for reply in replies.values())
     accepted = {name: reply[0].metrics.get(ACCEPTED, 0) for name, reply in replies.items()}
     assert accepted["shipping"] > 0 and not accepted["broken"] and not accepted["plain"]
+    metrics = replies["shipping"][0].metrics
+    assert 0 < metrics["vllm:spec_decode_draft_passes"] <= GREEDY["max_tokens"] * len(PROMPTS)
+    assert "vllm:spec_decode_draft_passes" not in replies["plain"][0].metrics
+
+
+@pytest.mark.slow
+def test_a_served_target_drafts_unasked(tmp_path: Path) -> None:
+    """`vllm serve TARGET`, nothing else said about drafts."""
+    shipping = Path(shutil.copytree(demo.path("target"), tmp_path / "shipping"))
+    shutil.copytree(demo.path("btree"), shipping / "mtpc")
+    words = [str(shipping), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
+    words += ["--kv-cache-memory-bytes", str(1 << 26)]
+    log = tmp_path / "log"
+    with serve.server(words, log, 600, {"VLLM_MTPC_AUTO": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as client:
+        said = [client.complete({"model": client.model(), "prompt": prompt, **GREEDY}).tokens for prompt in PROMPTS]
+        accepted = client.acceptance().accepted_tokens
+    plain = run({"plain": engine(demo.path("target"))}, "v1")["plain"]
+    assert not isinstance(plain, str), plain
+    assert [[tokens] for tokens in said] == plain[0].tokens
+    assert accepted > 0 and "The target ships a head" in log.read_text()

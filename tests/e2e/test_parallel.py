@@ -93,3 +93,19 @@ def test_tensor_parallel_v2(tiny) -> None:
 @pytest.mark.slow
 def test_pipeline_parallel_v2(tiny) -> None:
     compare(tiny, "v2", pipeline_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_ranks_are_held_to_the_same_drafts(tiny, runner: str) -> None:
+    """VLLM_MTPC_DEBUG=1: a rank that drafts something else ends the engine; ranks that agree change nothing."""
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "VLLM_MTPC_DEBUG": "1"}
+    plant = {"worker_extension_cls": "tests.e2e.rank_plants.Differs"}
+    engines = {
+        "sound": engine(tiny, True, tensor_parallel_size=2),
+        "planted": engine(tiny, True, tensor_parallel_size=2, **plant),
+    }
+    replies = run(engines, runner, async_scheduling=runner == "v2", **environment)
+    assert not isinstance(replies["sound"], str), replies["sound"]
+    assert replies["sound"][0].metrics["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert "the tensor-parallel ranks have drafted different tokens" in replies["planted"]

@@ -119,7 +119,7 @@ def test_lora_requests(said: Any, runner: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("runner", "head"), COLUMNS[:2])
+@pytest.mark.parametrize(("runner", "head"), COLUMNS)
 def test_every_mode_of_logprobs(folder: Path, runner: str, head: str) -> None:
     asked = [plain_call(logprobs=3, prompt_logprobs=2, repetition_penalty=1.2)]
     engines = {
@@ -136,3 +136,32 @@ def test_every_mode_of_logprobs(folder: Path, runner: str, head: str) -> None:
         for index in range(len(PROMPTS)):
             same_logprobs(plain.logprobs[index][0], ours.logprobs[index][0])
             same_logprobs(plain.prompt_logprobs[index], ours.prompt_logprobs[index])
+
+
+@pytest.mark.slow
+def test_a_prompt_in_pieces_before_ptp(folder: Path) -> None:
+    """Prompts longer than a step: their pieces are read beside other requests' drafts."""
+    prompts = [[(7 * start + place) % 48 for place in range(length)] for start, length in enumerate((70, 5, 50, 61))]
+    calls = [Call(prompts, [{**GREEDY, "max_tokens": 16}] * len(prompts))]
+    engines = {
+        name: engine(folder, "float", head, calls, max_num_batched_tokens=24, enable_prefix_caching=False)
+        for name, head in (("plain", None), ("ours", "o-ptp"))
+    }
+    replies = run(engines, "v2", async_scheduling=True)
+    for name, reply in replies.items():
+        assert not isinstance(reply, str), (name, reply)
+    assert replies["ours"][0].tokens == replies["plain"][0].tokens
+    assert replies["ours"][0].metrics[ACCEPTED] > 0
+
+
+@pytest.mark.slow
+def test_a_compiled_target(folder: Path) -> None:
+    """torch.compile of the target, the draft beside it eager; V1, because inductor does not run in the interpreter."""
+    compiled = {"enforce_eager": False}
+    engines = {str(head): engine(folder, "float", head, [plain_call()], **compiled) for head in (None, "btree")}
+    engines["eager"] = engine(folder, "float", "btree", [plain_call()])
+    replies = run(engines, "v1", VLLM_DISABLE_COMPILE_CACHE="1")
+    for name, reply in replies.items():
+        assert not isinstance(reply, str), (name, reply)
+    assert replies["btree"][0].tokens == replies["None"][0].tokens == replies["eager"][0].tokens
+    assert replies["btree"][0].metrics[ACCEPTED] > 0

@@ -102,6 +102,16 @@ def test_a_full_disk_leaves_the_head_before(place, capsys, monkeypatch):
     assert (place / "full" / "model.safetensors").read_bytes() != before["model.safetensors"]
 
 
+def test_a_place_that_may_not_be_written_is_one_line(place, capsys, monkeypatch):
+    def denied(path, data):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(save, "replace_file", denied)
+    assert main(["train", *flags(place, "denied", dry_run=True)]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]  # behind a bar of progress
+    assert said.startswith("vllm-mtpc: error: ") and "Permission denied; get the right to read or write it" in said
+
+
 def test_fine_tuning_starts_where_the_head_was(place):
     assert main(["train", *flags(place, "first", circuit="cp", max_steps=30, beta=0, acceptance=0)]) == 0
     more = flags(place, "second", circuit="btree", init_from=place / "first", max_steps=1, learning_rate=1e-6,

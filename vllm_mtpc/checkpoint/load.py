@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_mtpc.checkpoint.adapters import check_adapters
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, head_method, require_weights
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, head_method, holds, require_weights
 from vllm_mtpc.checkpoint.tensors import check_names, checked, open_tensors
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.config_ptp import PtpConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def read_config(folder: Path) -> HeadConfig | PtpConfig:
     """The validated config of a head folder; raises CheckpointError or HeadConfigError."""
-    if not (folder / CONFIG_FILE).is_file():
+    if not holds(folder, CONFIG_FILE):
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; name a head folder, not a target or its parent")
     kind = PtpConfig if head_method(folder) == "ptp" else HeadConfig
     return kind.read(folder / CONFIG_FILE)

@@ -35,9 +35,19 @@ def is_head(folder: Path) -> bool:
     return head_method(folder) is not None
 
 
+def holds(folder: Path, name: str) -> bool:
+    """Whether a head's folder has the file `name`; raises CheckpointError where the user may not look."""
+    try:
+        return (folder / name).is_file()
+    except PermissionError:
+        raise CheckpointError(
+            f"{folder}: permission denied; its owner lets you read it with: chmod -R a+rX {folder}"
+        ) from None
+
+
 def require_weights(folder: Path, name: str) -> Path:
     """The weight file `name` of a head; raises CheckpointError where it is missing."""
-    if (folder / name).is_file():
+    if holds(folder, name):
         return folder / name
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     found = f" (found {', '.join(pickled)}: pickled weights are never loaded)" if pickled else ""

@@ -1,0 +1,64 @@
+"""A process of a server dies while a head drafts: requests fail with an error, the server ends, nothing hangs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vllm_mtpc import demo
+from vllm_mtpc.bench import serve
+from vllm_mtpc.bench.process import EngineFailed, tail
+from vllm_mtpc.top import DRAFT_PASSES, DRAFT_SECONDS, DRAFTS, Look
+
+SPEC = json.dumps({"method": "mtpc", "model": str(demo.path("btree"))})
+WORDS = [str(demo.path("target")), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+WORDS += ["--kv-cache-memory-bytes", str(1 << 26), "--max-num-seqs", "4", "--speculative-config", SPEC]
+LONG = {"prompt": list(b"import os\n"), "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+PATIENCE_S = 120.0
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def metrics(client: serve.Client) -> Look:
+    return Look.parse(client.get("/metrics", timeout_s=30)[1], 0.0)
+
+
+def wait(what: str, log: Path, is_so) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:.0f} s; the log ends with\n{tail(log)}"
+        time.sleep(0.2)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() in ENDED
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "victim"), [(1, "EngineCore"), (2, "Worker_TP1")])
+def test_a_killed_process_ends_the_server(ranks: int, victim: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))), "TORCHDYNAMO_DISABLE": "1"}
+    words = [*WORDS, "--tensor-parallel-size", str(ranks)]
+    with serve.server(words, log, 600, environment) as client, ThreadPoolExecutor(2) as pool:
+        server = psutil.Process(client.process)
+        below = server.children(recursive=True)
+        (process,) = [child for child in below if victim in "".join(child.cmdline())]
+        asked = [pool.submit(client.complete, {"model": client.model(), **LONG}) for _ in range(2)]
+        wait("drafts", log, lambda: metrics(client).get(DRAFTS) > 20)
+        seen = metrics(client)
+        assert seen.get(DRAFT_PASSES) > 10 and 0 < seen.get(DRAFT_SECONDS) < 60  # the cost came through two processes
+        process.kill()
+        for future in asked:
+            with pytest.raises((EngineFailed, OSError, http.client.HTTPException)):
+                future.result(timeout=PATIENCE_S)
+        wait("the server's end", log, lambda: all(map(has_ended, (server, *below))))
+    assert "EngineDeadError" in log.read_text(errors="replace")

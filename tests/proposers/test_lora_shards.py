@@ -1,0 +1,81 @@
+"""Adapters on layers that are split over ranks: the ranks' parts together are the adapter that is on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear
+
+from vllm_mtpc.proposers.v2.ptp.lora import Gate, GatedLinear, adapted
+
+HIDDEN, INNER, HEAD, HEADS, KV_HEADS, RANK = 16, 24, 4, 4, 2, 3
+OUTPUTS = {
+    "qkv_proj": {"q_proj": HEADS * HEAD, "k_proj": KV_HEADS * HEAD, "v_proj": KV_HEADS * HEAD},
+    "gate_up_proj": {"gate_proj": INNER, "up_proj": INNER},
+    "down_proj": {"down_proj": HIDDEN},
+}
+
+
+def make(name: str) -> linear.LinearBase:
+    if name == "qkv_proj":
+        return linear.QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, bias=False)
+    if name == "gate_up_proj":
+        return linear.MergedColumnParallelLinear(HIDDEN, [INNER, INNER], bias=False)
+    return linear.RowParallelLinear(INNER, HIDDEN, bias=False)
+
+
+def stored(name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = INNER if name == "down_proj" else HIDDEN
+    return {
+        part: (torch.randn(RANK, inputs, generator=generator), torch.randn(outputs, RANK, generator=generator))
+        for part, outputs in OUTPUTS[name].items()
+    }
+
+
+def shards(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> list[GatedLinear]:
+    """The layer on each of `size` ranks."""
+    made = []
+    for rank in range(size):
+        for module in (linear, parameter):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size)
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        lora = {
+            f"base_model.model.layer.{part}.lora_{letter}.weight": matrix
+            for part, pair in stored(name).items()
+            for letter, matrix in zip("AB", pair, strict=True)
+        }
+        with set_current_vllm_config(VllmConfig()):
+            base = make(name)
+        packed = {name: list(OUTPUTS[name])}
+        made.append(adapted(f"layer.{name}", base, lora, packed, 1.0, Gate()))
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])  # 4 ranks share two key-value heads
+@pytest.mark.parametrize("name", ["qkv_proj", "gate_up_proj"])
+def test_a_split_output(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    whole = {part: x @ down.T @ up.T for part, (down, up) in stored(name).items()}
+    for rank, layer in enumerate(shards(name, size, monkeypatch)):
+        lows = (x @ layer.down.T).split(RANK, dim=1)
+        for (part, expected), low, up in zip(whole.items(), lows, layer.up, strict=True):
+            width = up.shape[0]
+            copies = size * width // expected.shape[1]  # ranks that hold the same rows
+            assert copies == (2 if size == 4 and part in ("k_proj", "v_proj") else 1)
+            start = rank // copies * width
+            torch.testing.assert_close(low @ up.T, expected[:, start : start + width])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_split_input(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, INNER, generator=torch.Generator().manual_seed(1))
+    layers = shards("down_proj", size, monkeypatch)
+    assert all(layer.is_split_input == (size > 1) for layer in layers)
+    low = sum(part @ layer.down.T for part, layer in zip(x.chunk(size, dim=1), layers, strict=True))
+    (down, up) = stored("down_proj")["down_proj"]
+    for layer in layers:
+        torch.testing.assert_close(low @ layer.up[0].T, x @ down.T @ up.T)
