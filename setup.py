@@ -33,6 +33,7 @@ EXTRAS = {
     # The trainer uses it where it is installed and PyTorch's own attention otherwise.
     "train-cuda": [*TRAIN, "xformers; sys_platform == 'linux'"],
     "ray": ["ray[default,serve,data,train]>=2.60"],
+    "s3": ["s3fs"],  # `vllm-mtpc batch` from and to s3://
     "test": [
         "pytest>=8",
         "pytest-xdist>=3.6",
@@ -41,6 +42,9 @@ EXTRAS = {
         "ruff>=0.14",
         "jsonschema>=4.23",
         "tensorboard>=2.16",
+        "moto[s3]>=5",  # an S3 server for tests; its own extra "server" brings far more than S3 needs
+        "flask>=3",
+        "flask-cors>=5",
     ],
 }
 

@@ -22,7 +22,7 @@ from vllm_mtpc.ray_serve.options import ServeOptions
 
 @pytest.fixture(scope="module")
 def client():
-    """A client of an app of two engines; a request may outlive one engine, and takes at most 8 seconds."""
+    """A client of an app of two engines; a request may outlive one engine, and takes at most 15 seconds."""
     from ray import serve
 
     from vllm_mtpc.ray_serve.deployments import build
@@ -30,7 +30,7 @@ def client():
     port = free_port()
     with cluster(cpus=3):
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        options = ServeOptions(model="m", replicas=2, attempts=2, request_timeout_s=8, health_period_s=1)
+        options = ServeOptions(model="m", replicas=2, attempts=2, request_timeout_s=15, health_period_s=1)
         serve.run(build(options, FAKE), route_prefix="/")
         yield Client(port, timeout_s=60)
         serve.shutdown()
@@ -43,7 +43,7 @@ def ask(client: Client, prompt: str, **more) -> tuple[int, dict]:
 
 def processes(client: Client) -> set[int]:
     """Servers that answer, once there are two of them."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: ask(client, "who", max_tokens=20), range(8)))
@@ -98,11 +98,11 @@ def test_streams_come_as_they_are_made(client):
 
 
 def test_killed_engine_loses_no_request(client):
-    """20 requests of 2 s are under way when one of the two servers is killed: all are answered, by the other one or
+    """20 requests of 4 s are under way when one of the two servers is killed: all are answered, by the other one or
     the one that comes for it; and the app has two engines again."""
     victim, other = processes(client)
     with ThreadPoolExecutor(20) as pool:
-        asked = [pool.submit(ask, client, f"prompt {number}", max_tokens=200) for number in range(20)]
+        asked = [pool.submit(ask, client, f"prompt {number}", max_tokens=400) for number in range(20)]
         time.sleep(1.0)
         os.kill(victim, signal.SIGKILL)
         answers = [future.result() for future in asked]
@@ -131,4 +131,4 @@ def test_nothing_hangs(client):
     began = time.monotonic()
     status, body = ask(client, "hang")
     assert (status, "request_timeout_s" in body["error"]["message"]) == (504, True)
-    assert 7 < time.monotonic() - began < 20
+    assert 14 < time.monotonic() - began < 45

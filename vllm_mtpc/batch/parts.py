@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ class Output:
         """Ids that are answered already. Raises BatchError where the folder holds the answers of another job."""
         wanted = {**job, "input_sha256": input_.sha256 if input_.unnamed else None}
         try:
+            self._system.invalidate_cache()  # of what lies in the folder, from an earlier look
             self._system.makedirs(self._place, exist_ok=True)
             before = self._read(JOB)
             if before is None:
@@ -82,25 +84,30 @@ class Output:
 
     def _write(self, name: str, text: str) -> None:
         """Object stores show an object when all of it is there; a file is moved to its name when it is whole."""
-        import os
-
         from fsspec.implementations.local import LocalFileSystem
 
         place = f"{self._place}/{name}"
-        if not isinstance(self._system, LocalFileSystem):
-            self._system.pipe_file(place, text.encode())
-            return
-        unfinished = f"{self._place}/.{name}.{uuid.uuid4().hex[:8]}"
         try:
-            with open(unfinished, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, place)
+            if isinstance(self._system, LocalFileSystem):
+                _move_into(place, f"{self._place}/.{name}.{uuid.uuid4().hex[:8]}", text)
+            else:
+                self._system.pipe_file(place, text.encode())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
             raise BatchError(f"--output {self.path}: {error}; what was written is whole: type it again") from None
+
+
+def _move_into(place: str, unfinished: str, text: str) -> None:
+    """A local file that is there whole or not at all."""
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, place)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
 
 
 def cut(lines: Iterable[Line], answered: set[str], size: int) -> list[Part]:

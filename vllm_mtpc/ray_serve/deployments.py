@@ -6,8 +6,9 @@
 The router holds a request until an engine has begun to answer. What an engine takes with it when it dies (its process,
 its replica, its node) is given to another one; an answer that is not streamed is handed on only when it is whole, so
 it can always be asked again. A stream that has begun cannot: it ends with an error event. A request that outlives
-`attempts` engines is answered 502, one without an answer in time 504. The router sits on the head node, without which
-there is no cluster either.
+`attempts` engines is answered 502, one without an answer in time 504. Only engines that had the request are counted,
+each once: Serve sends requests to a replica whose server has just died, and prefers it, for it has none. The router
+sits on the head node, without which there is no cluster either.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ import logging
 import os
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
+from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
+from ray.serve.config import AutoscalingConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from vllm_mtpc.errors import one_line
 from vllm_mtpc.ray_serve.options import ServeOptions
-from vllm_mtpc.serving.child import PROGRAM, EngineDied, EngineServer
+from vllm_mtpc.serving.child import PROGRAM, EngineDied, EngineGone, EngineServer
+from vllm_mtpc.serving.options import EngineOptionsError
 
 logger = logging.getLogger("ray.serve")
 DIED = (EngineDied, RayActorError, ObjectLostError, WorkerCrashedError)
@@ -37,7 +43,7 @@ HEAD_NODE = {"node:__internal_head__": 0.001}
 # Headers that belong to one connection, not to what is asked or answered.
 OF_CONNECTION = {"host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "date"}
 OF_SERVE = {"x-request-id"}  # its proxy answers with the request's own, or one of its own making
-ATTEMPTS = "x-vllm-mtpc-attempts"  # of an answer: engines that the request was given to
+ATTEMPTS = "x-vllm-mtpc-attempts"  # of an answer: engines that have had the request
 PAUSE_S = 0.2  # before a request is given to another engine
 
 
@@ -73,18 +79,22 @@ class Engine:
         await self.server.check()
 
     async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
-        async with self.server.ask(asked.method, asked.path, asked.body, asked.headers) as answer:
-            is_stream = answer.content_type == "text/event-stream"
-            left_out = OF_CONNECTION | OF_SERVE
-            headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
-            if not is_stream:
-                body = await answer.read()
-                yield Head(answer.status, headers, False)
-                yield body
-                return
-            yield Head(answer.status, headers, True)
-            async for part in answer.content.iter_any():
-                yield part
+        try:
+            async with self.server.ask(asked.method, asked.path, asked.body, asked.headers) as answer:
+                is_stream = answer.content_type == "text/event-stream"
+                left_out = OF_CONNECTION | OF_SERVE
+                headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
+                if not is_stream:
+                    body = await answer.read()
+                    yield Head(answer.status, headers, False)
+                    yield body
+                    return
+                yield Head(answer.status, headers, True)
+                async for part in answer.content.iter_any():
+                    yield part
+        except EngineDied as error:
+            error.actor_id = ray.get_runtime_context().get_actor_id()  # as in Ray's own errors, see _engine
+            raise
 
     async def _end_with_server(self) -> None:
         """A replica without a server must get no requests: it ends at once, not at Serve's next look."""
@@ -112,15 +122,17 @@ class Router:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_CONNECTION}
         asked = Asked(request.method, path, headers, await request.body())
         deadline = time.monotonic() + self._timeout_s
-        for attempt in range(self._attempts):
-            if attempt:
-                await asyncio.sleep(PAUSE_S)
+        died: set[str] = set()  # engines that had the request
+        while len(died) < self._attempts:
             parts = self._engines.remote(asked)
             try:
                 head = await _next(parts, deadline)
                 first = await _next(parts, deadline)
             except DIED as error:
-                logger.warning("%s %s: attempt %d: %s", asked.method, asked.path, attempt + 1, _short(error))
+                if not isinstance(error, EngineGone):
+                    died.add(_engine(error))
+                logger.warning("%s %s: asked again after %s", asked.method, asked.path, _short(error))
+                await asyncio.sleep(PAUSE_S)
                 continue
             except asyncio.TimeoutError:
                 parts.cancel()
@@ -128,7 +140,7 @@ class Router:
             except asyncio.CancelledError:  # the client has gone
                 parts.cancel()
                 raise
-            headers = {**head.headers, ATTEMPTS: str(attempt + 1)}
+            headers = {**head.headers, ATTEMPTS: str(len(died) + 1)}
             if not head.is_stream:
                 return Response(first or b"", head.status, headers)
             return StreamingResponse(self._stream(parts, first), head.status, headers)
@@ -151,16 +163,6 @@ class Router:
 def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Application:
     """The app. `program` is what an engine's server is started with, for tests."""
     gpus = options.num_gpus(ray.is_initialized() and bool(ray.cluster_resources().get("GPU")))
-    scale: dict[str, Any] = {"num_replicas": options.replicas}
-    if options.max_replicas is not None:
-        scale = {
-            "autoscaling_config": {
-                "initial_replicas": max(options.replicas, options.min_replicas),
-                "min_replicas": options.min_replicas,
-                "max_replicas": options.max_replicas,
-                "target_ongoing_requests": options.target_ongoing_requests,
-            }
-        }
     engines = serve.deployment(
         Engine,
         name="Engine",
@@ -169,7 +171,7 @@ def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Appl
         health_check_period_s=options.health_period_s,
         health_check_timeout_s=60,
         graceful_shutdown_timeout_s=min(60.0, options.request_timeout_s),
-        **scale,
+        **_scale(options),
     ).bind(options.command, options.env, options.start_timeout_s, list(program))
     router = serve.deployment(
         Router,
@@ -180,6 +182,21 @@ def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Appl
     return router.bind(engines, options.attempts, options.request_timeout_s)
 
 
+def _scale(options: ServeOptions) -> dict[str, Any]:
+    """How many replicas. Raises EngineOptionsError where Serve does not take `autoscaling`; it ignores unknown keys."""
+    scale = options.scale()
+    if "autoscaling_config" in scale:
+        try:
+            known = AutoscalingConfig.model_validate(scale["autoscaling_config"]).model_fields_set
+        except ValidationError as error:
+            raise EngineOptionsError(f"autoscaling: {one_line(error, AutoscalingConfig)}") from None
+        unknown = ", ".join(sorted(set(options.autoscaling) - known))
+        if unknown:
+            allowed = ", ".join(sorted(AutoscalingConfig.model_fields))
+            raise EngineOptionsError(f"autoscaling: unknown key {unknown}; allowed: {allowed}")
+    return scale
+
+
 async def _next(parts: Any, deadline: float) -> Any:
     """The next part of an answer; None after the last."""
     try:
@@ -188,7 +205,13 @@ async def _next(parts: Any, deadline: float) -> Any:
         return None
 
 
+def _engine(error: BaseException) -> str:
+    """Which engine died: its actor. One of its own where an error does not say, so that no request goes on for ever."""
+    return getattr(error, "actor_id", None) or uuid.uuid4().hex
+
+
 def _short(error: BaseException) -> str:
+    error = getattr(error, "cause", None) or error  # without what Ray writes around it
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from vllm_mtpc.serving.options import EngineOptions, EngineOptionsError, validated
+from vllm_mtpc.serving.options import EngineOptions, EngineOptionsError, parse_mapping, validated
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
 EXAMPLE = "serve run vllm_mtpc.ray_serve:app model=TARGET"
@@ -18,9 +18,17 @@ class ServeOptions(EngineOptions):
     min_replicas: int = Field(1, ge=0, description="fewest engines when nothing is asked (autoscaling)")
     max_replicas: int | None = Field(None, ge=1, description="most engines; naming it turns autoscaling on")
     target_ongoing_requests: int = Field(16, ge=1, description="requests at an engine that autoscaling aims at")
+    autoscaling: dict[str, Any] = Field(
+        {}, description="other keys of Serve's autoscaling_config, JSON: upscale_delay_s"
+    )
     max_ongoing_requests: int = Field(256, ge=1, description="most requests at an engine; others wait in Serve")
     request_timeout_s: float = Field(600, gt=0, description="longest wait for an answer, or the next part of a stream")
     health_period_s: float = Field(5, gt=0, description="time between two looks at an engine")
+
+    @field_validator("autoscaling", mode="before")
+    @classmethod
+    def _autoscaling(cls, value: Any) -> Any:
+        return parse_mapping(value)
 
     @model_validator(mode="after")
     def _limits(self) -> ServeOptions:
@@ -29,7 +37,21 @@ class ServeOptions(EngineOptions):
                 f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas} or "
                 f"replicas={self.replicas}; raise it"
             )
+        if self.autoscaling and self.max_replicas is None:
+            raise ValueError("autoscaling is given, but it is off; name max_replicas, or leave it out")
         return self
+
+    def scale(self) -> dict[str, Any]:
+        """How many replicas, as Serve's deployments take it."""
+        if self.max_replicas is None:
+            return {"num_replicas": self.replicas}
+        named = {
+            "initial_replicas": max(self.replicas, self.min_replicas),
+            "min_replicas": self.min_replicas,
+            "max_replicas": self.max_replicas,
+            "target_ongoing_requests": self.target_ongoing_requests,
+        }
+        return {"autoscaling_config": {**self.autoscaling, **named}}
 
 
 def parse(arguments: dict[str, Any]) -> ServeOptions:

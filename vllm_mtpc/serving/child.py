@@ -32,6 +32,10 @@ class EngineDied(RuntimeError):
     """The server is gone, or says that its engine is. What it had not answered can be asked elsewhere."""
 
 
+class EngineGone(EngineDied):
+    """The server was gone when it was asked: the request has not reached it."""
+
+
 class EngineServer:
     """One `vllm serve ARGUMENTS`.
 
@@ -116,9 +120,10 @@ class EngineServer:
     async def ask(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request; leaving early ends it. Raises EngineDied where the server does not answer to the end.
+        """One request; leaving early ends it.
 
-        An answer of a server whose engine has died counts as none: vLLM says 500 to what was being computed.
+        Raises EngineDied where the server does not answer to the end, EngineGone where it takes nothing any more. An
+        answer of a server whose engine has died counts as none: vLLM says 500 to what was being computed.
         """
         import aiohttp
 
@@ -127,6 +132,8 @@ class EngineServer:
                 if response.status >= 500:
                     await self.check()
                 yield response
+        except aiohttp.ClientConnectorError as error:
+            raise EngineGone(f"vllm serve has ended: {error}\n{self._last_lines()}") from None
         except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
             raise EngineDied(f"vllm serve did not answer: {error!r}\n{self._last_lines()}") from None
 

@@ -1,0 +1,110 @@
+"""How often the app gives a request to another engine. Its engines are lists of fates here, without Ray's processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
+
+from ray.exceptions import RayActorError
+from starlette.requests import Request
+
+from vllm_mtpc.ray_serve import deployments
+from vllm_mtpc.ray_serve.deployments import ATTEMPTS, Head, Router
+from vllm_mtpc.serving.child import EngineDied, EngineGone
+
+ANSWER = (Head(200, {}, False), b"hello")
+
+
+class Engines:
+    """In the place of Serve's handle: hands out one fate after the other, the last one for ever."""
+
+    def __init__(self, *fates):
+        self.fates, self.asked = list(fates), 0
+
+    def options(self, **_):
+        return self
+
+    def remote(self, _):
+        self.asked += 1
+        return Parts(self.fates.pop(0) if len(self.fates) > 1 else self.fates[0])
+
+
+class Parts:
+    """One answer, or the exception in its place."""
+
+    def __init__(self, fate):
+        self._left = [fate] if isinstance(fate, BaseException) else list(fate)
+
+    async def __anext__(self):
+        if not self._left:
+            raise StopAsyncIteration
+        part = self._left.pop(0)
+        if isinstance(part, BaseException):
+            raise part
+        return part
+
+    def cancel(self):
+        pass
+
+
+def died(engine: str) -> EngineDied:
+    error = EngineDied("it was computing")
+    error.actor_id = engine
+    return error
+
+
+def gone(engine: str) -> EngineGone:
+    error = EngineGone("nobody listens")
+    error.actor_id = engine
+    return error
+
+
+def ask(engines: Engines, attempts: int, timeout_s: float = 60.0):
+    """The router's response to a request."""
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    return asyncio.run(Router(engines, attempts, timeout_s)(Request(scope, receive)))
+
+
+@pytest.fixture(autouse=True)
+def short_pause(monkeypatch):
+    monkeypatch.setattr(deployments, "PAUSE_S", 0.01)
+
+
+def test_engines_that_never_had_the_request_are_not_counted():
+    """A replica lives on a moment without its server, and Serve sends it more requests than others: it has none."""
+    engines = Engines(*[gone("a")] * 10, ANSWER)
+    response = ask(engines, attempts=1)
+    assert (response.status_code, response.body, response.headers[ATTEMPTS]) == (200, b"hello", "1")
+    assert engines.asked == 11
+
+
+def test_one_engine_is_counted_once():
+    """Its server dies with the request, then the replica does with the request that was given to it again."""
+    engines = Engines(died("a"), RayActorError("a"), ANSWER)
+    response = ask(engines, attempts=2)
+    assert (response.status_code, response.headers[ATTEMPTS]) == (200, "2")
+
+
+def test_request_that_kills_engines_is_given_up():
+    engines = Engines(died("a"), gone("a"), RayActorError("b"), died("c"), ANSWER)
+    response = ask(engines, attempts=3)
+    assert response.status_code == 502
+    assert "died with it: 3 in a row" in json.loads(response.body)["error"]["message"]
+    assert engines.asked == 4
+
+
+def test_error_that_names_no_engine_is_counted():
+    assert ask(Engines(EngineDied("?")), attempts=3).status_code == 502
+
+
+def test_without_any_engine_the_time_ends_it():
+    response = ask(Engines(gone("a")), attempts=1, timeout_s=0.3)
+    assert response.status_code == 504
