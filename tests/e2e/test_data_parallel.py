@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Call, Engine, run
-from tests.e2e.test_faults import WORDS
+from tests.e2e.engine import INTERPRETER, Call, Engine, run
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
 
 PROMPTS = [list(text) for text in (b"import os\n", b"def read(path):\n    ", b"class Node:\n", b"for i in range(")] * 2
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 ENGINES = ("0", "1")
+V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
+CASES = {"v1": ("v1", "mtpc", "btree"), "v2": ("v2", "mtpc", "btree"), "ptp": ("v2", "ptp", "o-ptp")}
 
 
 def accepted(text: str) -> dict[str, float]:
@@ -24,18 +26,27 @@ def accepted(text: str) -> dict[str, float]:
     return {engine: float(value) for engine, value in found}
 
 
+def words(method: str, head: str) -> list[str]:
+    """Of `vllm serve` with two engines."""
+    speculative = json.dumps({"method": method, "model": str(demo.path(head))})
+    size = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(1 << 26)]
+    two = ["--data-parallel-size", "2", "--api-server-count", "1"]
+    return [str(demo.path("target")), *size, "--max-num-seqs", "4", "--speculative-config", speculative, *two]
+
+
 @pytest.mark.slow
-def test_two_engines(tmp_path: Path) -> None:
-    words = [*WORDS, "--data-parallel-size", "2", "--api-server-count", "1"]
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with serve.server(words, tmp_path / "log", 1200, environment) as client:
+@pytest.mark.parametrize("case", CASES)
+def test_two_engines(case: str, tmp_path: Path) -> None:
+    runner, method, head = CASES[case]
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **(V2 if runner == "v2" else {})}
+    with serve.server(words(method, head), tmp_path / "log", 1200, environment) as client:
         model = client.model()
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             bodies = [{"model": model, "prompt": prompt, **GREEDY} for prompt in PROMPTS]
             said = [answer.tokens for answer in pool.map(client.complete, bodies)]
         counted = accepted(client.get("/metrics", timeout_s=30)[1])
     engine = Engine(str(demo.path("target")), [Call(PROMPTS, [GREEDY] * len(PROMPTS))], {"max_model_len": 256})
-    plain = run({"plain": engine}, "v1")["plain"]
+    plain = run({"plain": engine}, runner)["plain"]
     assert not isinstance(plain, str), plain
     assert [[tokens] for tokens in said] == plain[0].tokens
     assert counted.keys() == set(ENGINES) and min(counted.values()) > 0
