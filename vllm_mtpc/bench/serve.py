@@ -104,7 +104,7 @@ class Client:
 
 @contextlib.contextmanager
 def server(
-    arguments: Sequence[str], log: Path, timeout_s: float = 240.0, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str], log: Path, timeout_s: float = 600.0, environment: Mapping[str, str] | None = None
 ) -> Iterator[Client]:
     """Runs ``vllm serve ARGUMENTS`` on a free port, waits until it is healthy, and ends all of it on leaving.
 
