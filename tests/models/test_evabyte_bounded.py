@@ -51,12 +51,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         "early": Engine(target, [again], given | one_by_one, "freed_early"),
         "kept": Engine(target, [long], given | one_by_one | all_tokens, "poisoned"),
     }
-    return SimpleNamespace(reference=reference, prompts=prompts, replies=run(engines, "v1"))
+    replies = run(engines, "v1")
+    return SimpleNamespace(reference=reference, prompts=prompts, crowded=engines["crowded"], replies=replies)
 
 
 def test_text(served: SimpleNamespace) -> None:
     """Prompts in chunks, drafts across windows, preemption and a cached prefix, in blocks that start as NaN."""
-    first, second = served.replies["crowded"]
+    check_crowded(served, served.replies["crowded"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_text_on_v2(served: SimpleNamespace, async_scheduling: bool) -> None:
+    replies = run({"crowded": served.crowded}, "v2", async_scheduling)["crowded"]
+    assert isinstance(replies, list), replies
+    check_crowded(served, replies)
+
+
+def check_crowded(served: SimpleNamespace, replies: list[Reply]) -> None:
+    first, second = replies
     check_greedy(served.reference, served.prompts, [first], COUNT)
     check_greedy(served.reference, served.prompts[-1:], [second], COUNT)
     assert min(drafts(first)) > 0
