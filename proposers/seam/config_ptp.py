@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,8 @@ from vllm_mtpc.proposers.seam.schedule import Schedule, merged
 
 if TYPE_CHECKING:
     from vllm_mtpc.proposers.v2.ptp.plan import Plan
+
+logger = logging.getLogger("vllm.mtpc")
 
 USER_KEYS = (
     "method",
@@ -128,7 +131,7 @@ def check_engine(vllm_config: Any) -> None:
             "allowed: Model Runner V2 (a GPU, or a CPU with Triton); drop VLLM_USE_V2_MODEL_RUNNER=0, or use an MtPC "
             "head"
         )
-    parallel = vllm_config.parallel_config
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {
         "enable_lora": vllm_config.lora_config is not None,
         "kv_transfer_config": vllm_config.kv_transfer_config is not None,
@@ -136,6 +139,9 @@ def check_engine(vllm_config: Any) -> None:
         "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "enable_dbo": getattr(parallel, "enable_dbo", False),
         "watermark_config": getattr(vllm_config, "watermark_config", None) is not None,
+        # engines step together there, and the student's pass is no part of that
+        "data_parallel_size on a mixture of experts": parallel.data_parallel_size > 1 and model.is_moe,
+        "max_model_len 'auto'": model.original_max_model_len == -1,  # fitted to blocks of which some are set aside
     }
     for option, is_set in refused.items():
         if is_set:
@@ -146,5 +152,26 @@ def check_engine(vllm_config: Any) -> None:
 
         # the target's pass is the student's, whose rows no captured graph has
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        keep_the_order(vllm_config.attention_config)
     if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
         cache.block_size = CPU_BLOCK_SIZE
+
+
+def keep_the_order(attention_config: Any) -> None:
+    """Choose an attention backend that does not sort a batch by length, where vLLM's own choice is one that does.
+
+    Groups of auxiliary rows stand behind all of a batch's own rows. FlashInfer sorts, and vLLM prefers it on GPUs of
+    compute capability 10 (platforms/cuda.py); it is refused where the user named it.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    named = attention_config.backend
+    if named is AttentionBackendEnum.FLASHINFER:
+        raise ServeConfigError(
+            "attention backend FLASHINFER with draft_pass 'merged': it sorts a batch by length, which groups of rows "
+            'do not survive; type --attention-backend FLASH_ATTN, or "draft_pass": "two-pass"'
+        )
+    if named is None and current_platform.is_cuda() and current_platform.is_device_capability_family(100):
+        logger.warning("method 'ptp': attention backend FLASH_ATTN, because FlashInfer sorts a batch by length")
+        attention_config.backend = AttentionBackendEnum.FLASH_ATTN

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_mtpc.proposers.seam.patch import Patch
+from vllm_mtpc import METHODS
+from vllm_mtpc.proposers.seam.patch import Patch, refuse_problems
 
 RESERVED = "vllm_mtpc_reserved_blocks"  # attribute of a KVCacheConfig, from the one patch to the other
 
@@ -54,8 +55,10 @@ class SchedulerInit(Patch):
     def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             original(self, vllm_config, *args, **kwargs)
-            spec = vllm_config.speculative_config
-            if getattr(spec, "method", None) != "mtpc" or not self.use_v2_model_runner:
+            method = getattr(vllm_config.speculative_config, "method", None)
+            if method in METHODS:
+                refuse_problems()
+            if method != "mtpc" or not self.use_v2_model_runner:
                 return  # V1's proposer gives such requests their drafts one by one, PTP's text does not depend on them
             if self.dynamic_sd_lookup is not None:
                 self.dynamic_sd_lookup = SeededLookup(self.dynamic_sd_lookup, self)
@@ -63,8 +66,27 @@ class SchedulerInit(Patch):
         return __init__
 
 
+class Schedule(Patch):
+    module = "vllm.v1.core.sched.scheduler"
+    attribute = "Scheduler.schedule"
+    reason = "where all is drafted for one request with a seed, verify for the others what their batch size allows"
+    parameters = ("self",)
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self.dynamic_sd_lookup, SeededLookup):
+                self.dynamic_sd_lookup.cut(self.running)
+            return original(self, *args, **kwargs)
+
+        return schedule
+
+
 class SeededLookup(list):
-    """The scheduler's table, drafts by batch size, that answers with all drafts while a request with a seed runs."""
+    """The scheduler's table, drafts by batch size, that answers with all drafts while a request with a seed runs.
+
+    V2 drafts one number for a whole batch, so what others get too many is cut before they are verified.
+    """
 
     def __init__(self, table: list[int], scheduler: Any) -> None:
         super().__init__(table)
@@ -73,6 +95,15 @@ class SeededLookup(list):
     def __getitem__(self, batch: Any) -> Any:
         scheduler = self.scheduler
         return scheduler.num_spec_tokens if any(map(is_seeded, scheduler.running)) else super().__getitem__(batch)
+
+    def cut(self, running: list[Any]) -> None:
+        """Leaves each request without a seed the first drafts, as many as the table has for this batch."""
+        if not any(map(is_seeded, running)):
+            return
+        most = super().__getitem__(len(running))
+        for request in running:
+            if len(request.spec_token_ids) > most and not is_seeded(request):
+                request.spec_token_ids = request.spec_token_ids[:most]
 
 
 def is_seeded(request: Any) -> bool:
@@ -107,6 +138,7 @@ PATCHES: tuple[type[Patch], ...] = (
     GetKvCacheConfigs,
     GenerateSchedulerKvCacheConfig,
     SchedulerInit,
+    Schedule,
     UpdateDraftTokenIds,
 )
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from vllm_mtpc import METHODS
 from vllm_mtpc.proposers.seam import auto, watch
-from vllm_mtpc.proposers.seam.patch import Patch, applied, problems
+from vllm_mtpc.proposers.seam.patch import Patch, applied, refuse_problems
 
 logger = logging.getLogger("vllm.mtpc")
 
@@ -42,9 +42,12 @@ def _create(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs
     """Our config from what the user gave; the merging of flags stays vLLM's."""
     from vllm.engine import arg_utils
 
+    from vllm_mtpc.proposers.seam import versions
     from vllm_mtpc.proposers.seam.config import create
 
-    _report_vllm()
+    refuse_problems()
+    if warning := versions.untested_warning():
+        logger.warning(warning)
     theirs = arg_utils.SpeculativeConfig
     arg_utils.SpeculativeConfig = create
     try:
@@ -159,19 +162,6 @@ PATCHES: tuple[type[Patch], ...] = (
     AsyncMethods,
     EnvironmentVariables,
 )
-
-
-def _report_vllm() -> None:
-    from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.seam import versions
-
-    if problems:
-        raise ServeConfigError(
-            f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(problems)}; "
-            f"tested with vLLM {', '.join(versions.TESTED)}: install one of these"
-        )
-    if warning := versions.untested_warning():
-        logger.warning(warning)
 
 
 def check_adaptive(spec: Any, engine_args: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 logger = logging.getLogger("vllm.mtpc")
 
 applied: dict[str, type[Patch]] = {}  # "module:attribute" -> the patch in force
-problems: list[str] = []  # why a patch could not be applied; reported when a head is asked for
+problems: list[str] = []  # why a patch could not be applied; see refuse_problems
 
 
 class PatchError(RuntimeError):
@@ -76,6 +76,22 @@ def _patch_module(patch: type[Patch]) -> None:
         functools.update_wrapper(replacement, function)
     setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
     logger.debug("vllm_mtpc replaced %s: %s", patch.key(), patch.reason)
+
+
+def refuse_problems() -> None:
+    """Raises ServeConfigError where a patch could not be applied; every process that serves a head asks.
+
+    Modules are imported in different processes, so each finds problems of its own.
+    """
+    if not problems:
+        return
+    from vllm_mtpc.errors import ServeConfigError
+    from vllm_mtpc.proposers.seam import versions
+
+    raise ServeConfigError(
+        f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(problems)}; "
+        f"tested with vLLM {', '.join(versions.TESTED)}: install one of these"
+    )
 
 
 def _give_up(patch: type[Patch], why: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_mtpc.proposers.seam import lora, watch
-from vllm_mtpc.proposers.seam.patch import Patch
+from vllm_mtpc.proposers.seam.patch import Patch, refuse_problems
 
 
 def _is_ours(speculative_config: Any) -> bool:
@@ -52,6 +52,7 @@ class InitSpeculator(Patch):
                 return original(vllm_config, device, *args, **kwargs)
             from vllm_mtpc.proposers.watch import watch_speculator
 
+            refuse_problems()
             speculator = speculator_class(vllm_config.speculative_config)(vllm_config, device)
             watch_speculator(speculator)
             return speculator
@@ -88,6 +89,7 @@ class V1RunnerInit(Patch):
             if not _is_ours(spec):
                 original(self, vllm_config, *args, **kwargs)
                 return
+            refuse_problems()
             ours = spec.method, spec.model
             # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
             object.__setattr__(spec, "method", "custom_class")
@@ -149,6 +151,20 @@ class V1ProposeDraftTokenIds(Patch):
         return propose_draft_token_ids
 
 
+class V1InputFitsInDrafter(Patch):
+    module = "vllm.v1.worker.gpu_model_runner"
+    attribute = "GPUModelRunner._input_fits_in_drafter"
+    reason = "draft up to the last token: a head has no length, and vLLM would give the whole batch zeros as drafts"
+    parameters = ("self", "common_attn_metadata")
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+            return _is_ours(self.speculative_config) or original(self, common_attn_metadata)
+
+        return _input_fits_in_drafter
+
+
 class ExpandBatchToTokens(Patch):
     module = "vllm.v1.sample.rejection_sampler"
     attribute = "expand_batch_to_tokens"
@@ -184,6 +200,7 @@ PATCHES: tuple[type[Patch], ...] = (
     V2RunnerInit,
     V1RunnerInit,
     V1ProposeDraftTokenIds,
+    V1InputFitsInDrafter,
     ExpandBatchToTokens,
     V1Sample,
     *lora.PATCHES,

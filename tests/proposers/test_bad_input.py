@@ -44,7 +44,7 @@ def engine_config(model: Path, speculative_config: dict[str, Any] | None, **argu
     from vllm.engine.arg_utils import EngineArgs
 
     small = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26}
-    return EngineArgs(str(model), speculative_config=speculative_config, **small, **arguments).create_engine_config()
+    return EngineArgs(str(model), speculative_config=speculative_config, **small | arguments).create_engine_config()
 
 
 def refusal(place: Path, **given: Any) -> str:

@@ -123,3 +123,41 @@ def test_too_small_a_cache_is_refused(place: Path) -> None:
     with pytest.raises(MtpcError, match="max_aux_rows") as caught:
         reserved_blocks(config, few)
     assert "\n" not in str(caught.value)
+
+
+def test_data_parallel_experts_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config.model import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "is_moe", property(lambda self: True))
+    message = refusal(place, {"data_parallel_size": 2})
+    assert "data_parallel_size on a mixture of experts" in message
+
+
+def test_a_fitted_length_is_refused(place: Path) -> None:
+    assert "max_model_len 'auto'" in refusal(place, {"max_model_len": -1})
+
+
+def test_backends_that_sort_a_batch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused where it was named; where vLLM would choose one, another one is."""
+    from types import SimpleNamespace
+
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_mtpc.proposers.seam.config_ptp import keep_the_order
+
+    with pytest.raises(MtpcError, match=r"FLASHINFER .* type --attention-backend FLASH_ATTN"):
+        keep_the_order(SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER))
+    chosen = SimpleNamespace(backend=None)
+    keep_the_order(chosen)
+    assert chosen.backend is None  # a CPU
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    for capability, backend in ((90, None), (100, AttentionBackendEnum.FLASH_ATTN)):
+        monkeypatch.setattr(
+            type(current_platform), "is_device_capability_family", lambda self, asked, own=capability: asked == own
+        )
+        keep_the_order(chosen)
+        assert chosen.backend is backend
+    named = SimpleNamespace(backend=AttentionBackendEnum.TRITON_ATTN)
+    keep_the_order(named)
+    assert named.backend is AttentionBackendEnum.TRITON_ATTN

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.proposers.v2.ptp.plan import Bucket, Plan, merged_plan, two_pass_plan
 from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
-from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_layout, static_layout
+from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_layout, static_layout, survival_of
 
 CPU = torch.device("cpu")
 TARGET = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"]}
@@ -100,7 +100,7 @@ def test_static_layout_names_rows_and_groups() -> None:
 def test_dynamic_layout_follows_the_confidence(variant: str) -> None:
     bucket = Bucket(2, (3, 2, 1, 1))
     sure, unsure = torch.full((1, 3), 0.99), torch.full((1, 3), 0.05)
-    layout = dynamic_layout(bucket, torch.cat([sure, unsure]), head(variant), CPU)
+    layout = dynamic_layout(bucket, torch.cat([sure, unsure]), survival_of(head(variant), CPU), head(variant))
     assert layout.sizes.sum(1).tolist() == [bucket.rows] * 2
     assert layout.sizes[0, 3] > layout.sizes[0, 0]  # all drafts will be accepted
     assert layout.sizes[1, 0] > layout.sizes[1, 3]  # none will

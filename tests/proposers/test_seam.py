@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_mtpc import demo, plugin
+from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.seam import engine_core, frontend, patch, versions, worker
 
 PATCHES = (*frontend.PATCHES, *engine_core.PATCHES, *worker.PATCHES)
@@ -81,7 +83,24 @@ def test_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_moved_attributes_are_reported_when_a_head_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    monkeypatch.setattr(frontend, "problems", ["vllm.somewhere:thing (this vLLM has no such attribute)"])
+    monkeypatch.setattr(patch, "problems", ["vllm.somewhere:thing (this vLLM has no such attribute)"])
     args = EngineArgs(model=str(demo.path("target")), speculative_config={"method": "mtpc", "model": "x"})
     with pytest.raises(ValueError, match=r"has moved what vllm_mtpc hooks: vllm\.somewhere:thing"):
         args.create_speculative_config(None, None)
+
+
+@pytest.mark.parametrize("process", ["worker, V1", "worker, V2", "engine core"])
+def test_moved_attributes_are_reported_in_every_process(process: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most modules of vLLM are first imported where they run: what is missing there is refused there."""
+    from vllm.v1.worker import gpu_model_runner
+
+    monkeypatch.setattr(patch, "problems", ["vllm.somewhere:thing (it no longer takes x)"])
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="mtpc"))
+    monkeypatch.setattr(worker, "_is_ours", lambda config: True)
+    with pytest.raises(ServeConfigError, match=r"has moved what vllm_mtpc hooks: vllm\.somewhere:thing"):
+        if process == "worker, V1":
+            gpu_model_runner.GPUModelRunner.__init__(SimpleNamespace(), config, "cpu")
+        elif process == "worker, V2":
+            worker.InitSpeculator.replace(lambda *_: None)(config, "cpu")
+        else:
+            engine_core.SchedulerInit.replace(lambda *_: None)(SimpleNamespace(), config)

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.v2.ptp.plan import Bucket
-from vllm_mtpc.proposers.v2.ptp.sizes import Layout, dynamic_layout, static_layout
+from vllm_mtpc.proposers.v2.ptp.sizes import Layout, dynamic_layout, static_layout, survival_of
 from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
 
 
@@ -51,6 +51,7 @@ class MergedSpeculator(PtpSpeculator):
         self.sequence_ends = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.starts = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
         self.layouts: dict[Bucket, Layout] = {}
+        self.survival = survival_of(self.head, device)
         self.confidence = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=device)  # by request slot
         self.step: InputBatch | None = None
         self.drafted: Drafted | None = None
@@ -117,7 +118,7 @@ class MergedSpeculator(PtpSpeculator):
         num_reqs = step.num_reqs
         if self.plan.dynamic:
             slots = step.idx_mapping[:num_reqs]
-            return dynamic_layout(bucket, self.confidence[slots], self.head, self.device)
+            return dynamic_layout(bucket, self.confidence[slots], self.survival, self.head)
         if bucket not in self.layouts:
             self.layouts[bucket] = static_layout(bucket, self.device)
         return self.layouts[bucket].of(num_reqs)

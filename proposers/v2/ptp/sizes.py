@@ -63,10 +63,18 @@ def static_layout(bucket: Bucket, device: torch.device) -> Layout:
     return Layout(bucket.rows, longest, accepted, on_device, group, offset, index_of.to(device), sizes)
 
 
-def dynamic_layout(bucket: Bucket, confidence: Tensor, head: PtpConfig, device: torch.device) -> Layout:
-    """As many rows, given to the groups of each request by how sure its drafts were: confidence [R, K]."""
+def survival_of(head: PtpConfig, device: torch.device) -> Tensor:
+    """Chance that at least d drafts are accepted, for d = 0, 1, ...; from what the head was measured to do."""
     law = torch.tensor(accepted_of(head), device=device)
-    survival = law.flip(0).cumsum(0).flip(0)
+    return law.flip(0).cumsum(0).flip(0)
+
+
+def dynamic_layout(bucket: Bucket, confidence: Tensor, survival: Tensor, head: PtpConfig) -> Layout:
+    """As many rows, given to the groups of each request by how sure its drafts were: confidence [R, K].
+
+    survival: of `survival_of`, made once: a list copied to the device in a step would wait for it.
+    """
+    device = confidence.device
     sizes = dynamic_sizes(confidence, survival, bucket.rows, variant=head.variant, window=head.window)  # [R, K + 1]
     ends = sizes.cumsum(1)
     row = torch.arange(bucket.rows, device=device).expand(len(sizes), -1).contiguous()

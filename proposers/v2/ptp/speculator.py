@@ -217,9 +217,9 @@ class PtpSpeculator(DraftModelSpeculator):
         return hidden.view(num_reqs, width, -1)
 
     def _fill_memory(self) -> None:
-        """What the largest draft allocates besides buffers, while vLLM measures how much is left for the KV cache."""
-        rows = self.plan.max_rows
-        self.writes.source, self.gate.rows = None, self.row_index[:rows]
+        """What the largest pass allocates besides buffers, while vLLM measures how much is left for the KV cache."""
+        rows = self.embeds.shape[0]  # of drafts, and those of the target where they share a pass
+        self.writes.source, self.gate.rows = None, self.row_index[: self.plan.max_rows]
         with set_forward_context(None, self.vllm_config, num_tokens=rows, slot_mapping={}, skip_compiled=True):
             hidden = self.model(input_ids=None, positions=self.row_positions[:rows], inputs_embeds=self.embeds[:rows])
         drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
