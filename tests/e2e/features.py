@@ -69,6 +69,7 @@ SAME_EVERYWHERE = exact(MATRIX_TEST)
 GREEDY = "e2e/test_greedy.py::test_greedy_equals_plain"
 HAPPENED = "e2e/test_greedy.py::test_every_scenario_happened"
 RANKS = "e2e/test_parallel.py::test_ranks_are_held_to_the_same_drafts"
+SEEDED = "e2e/test_greedy.py::test_seeded_request_does_not_depend_on_its_batch"
 NO_GPU = untested("needs a GPU")
 
 # rows of test_matrix.ROWS, tested in one batch on every runner
@@ -104,8 +105,8 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell]] = {
         exact("e2e/test_variants.py::test_every_mode_of_logprobs"),
     ),
     "seed: the same text in any batch": (
-        exact("e2e/test_greedy.py::test_seeded_request_does_not_depend_on_its_batch"),
-        exact("e2e/test_greedy.py::test_seeded_request_does_not_depend_on_its_batch"),
+        exact(SEEDED, why="of one that no token budget cuts and that is not preempted"),
+        exact(SEEDED, "e2e/test_limits.py::test_a_seed_leaves_the_schedule_to_others", why="as on V1"),
         exact(PTP_TEXT),
     ),
     "n > 1": (SAME_EVERYWHERE,) * 3,
@@ -175,7 +176,11 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell]] = {
         exact("e2e/test_features.py::test_stop_string_does_not_leak"),
         exact("e2e/test_ptp_features.py::test_output_under_a_grammar_is_valid"),
     ),
-    "max_model_len reached": (exact(GREEDY), exact(GREEDY), exact(PTP_TEXT)),
+    "max_model_len reached": (
+        exact(GREEDY, "e2e/test_limits.py::test_drafts_up_to_the_last_token"),
+        exact(GREEDY),
+        exact(PTP_TEXT),
+    ),
     "8-bit target (int8, compressed-tensors)": (
         exact("e2e/test_variants.py::test_quantised_target"),
         exact("e2e/test_ptp_features.py::test_greedy_text_of_a_quantised_target"),
