@@ -40,7 +40,9 @@ write --data "$out/valid.jsonl" --out "$out/heldout.jsonl" --crops 4 --limit 128
 for circuit in ff btree; do
     components=4
     [ "$circuit" = ff ] && components=1
-    [ -f "$out/$circuit/model.safetensors" ] || "$python" -m vllm_mtpc train --target "$out/target" \
+    [ -f "$out/$circuit/model.safetensors" ] && continue
+    rm -rf "$out/$circuit/state"  # of a run that was cut off: this one begins anew
+    "$python" -m vllm_mtpc train --target "$out/target" \
         --data "$out/responses.jsonl" --validation-data "$out/heldout.jsonl" --out "$out/$circuit" \
         --head shared --circuit "$circuit" --components "$components" --window 6 --expander-rank 64 \
         --windows-per-step 192 --seq-len 128 --max-steps "$head_steps" --learning-rate 0.003 \

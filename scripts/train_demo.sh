@@ -4,7 +4,8 @@
 #   scripts/train_demo.sh [--only target|heads] [--quick] [--out FOLDER]
 #
 # About an hour and a half on two CPU cores; the result depends on the seeds and the fixed step counts, not on the time taken.
-# --quick: a few steps and texts, to try the pipeline. The heads' training text stays in build/demo.
+# --quick: a few steps and texts, to try the pipeline; into build/demo-quick where --out names no folder. The heads'
+# training text stays in build/demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3
@@ -12,15 +13,26 @@ python=python3
 # Threads that wait without spinning leave the processor to whatever else the machine does.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 
-only="" out=vllm_mtpc/demo/assets quick=""
+only="" out="" quick=""
 while [ $# -gt 0 ]; do
     case "$1" in
-        --only) only="$2"; shift 2 ;;
+        --only)
+            case "${2-}" in
+                target | heads) only="$2"; shift 2 ;;
+                *) echo "train_demo.sh: --only ${2:-without a name}; allowed: --only target, --only heads" >&2; exit 1 ;;
+            esac ;;
         --quick) quick=yes; shift ;;
-        --out) out="$2"; shift 2 ;;
+        --out)
+            [ -n "${2-}" ] || { echo "train_demo.sh: --out needs a folder; type --out FOLDER" >&2; exit 1; }
+            out="$2"; shift 2 ;;
         *) echo "train_demo.sh: $1 is not known; allowed: --only target|heads, --quick, --out FOLDER" >&2; exit 1 ;;
     esac
 done
+# A try-out never replaces what is packaged
+if [ -z "$out" ]; then
+    out=vllm_mtpc/demo/assets
+    [ -z "$quick" ] || out=build/demo-quick
+fi
 target_steps=() head_steps=() sampled=3072 greedy=512 new_tokens=128
 if [ -n "$quick" ]; then
     target_steps=(--steps 20 --long-steps 2)
@@ -51,6 +63,7 @@ write --data "$data/valid.jsonl" --out "$data/heldout.jsonl" --crops 16 --limit 
 for circuit in ff cp hmm btree; do
     components=8
     [ "$circuit" = ff ] && components=1
+    rm -rf "$out/$circuit/state"  # of a run that was cut off: this one begins anew
     "$python" -m vllm_mtpc train --config scripts/train_demo.yaml --target "$out/target" \
         --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
         --circuit "$circuit" --components "$components" --out "$out/$circuit" ${head_steps[@]+"${head_steps[@]}"}
@@ -63,6 +76,7 @@ for variant in o-ptp c-ptp; do
     first=1400
     [ "$variant" = c-ptp ] && first=1200
     ptp() {
+        rm -rf "$2/state"
         "$python" -m vllm_mtpc train --config scripts/train_demo_ptp.yaml --target "$out/target" \
             --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
             --variant "$variant" "$@" ${head_steps[@]+"${head_steps[@]}"}

@@ -7,13 +7,12 @@ Only the module of the command that was typed is imported, so `vllm-mtpc --help`
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 from importlib import import_module
 from typing import NamedTuple
 
 from vllm_mtpc import __version__
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.guard import guard
 
 PROG = "vllm-mtpc"
 
@@ -40,31 +39,12 @@ COMMANDS = {
     "token-heads": Command("make a head of the prediction heads a target has", "vllm_mtpc.checkpoint.token_heads"),
 }
 
-# Errors of a disk that a user can mend, and how; any other OSError is a fault of ours and keeps its traceback.
-_RIGHTS, _ROOM = "get the right to read or write it, or name another place,", "free space"
-DISK = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS) | dict.fromkeys(
-    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _ROOM
-)
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; bad input is one line on stderr and exit code 1."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parser(argv).parse_args(argv)
-    try:
-        return args.run(args)
-    except MtpcError as error:
-        return _fail(str(error))
-    except OSError as error:
-        if error.errno not in DISK:
-            raise
-        return _fail(f"{error.filename or 'a file'}: {error.strerror}; {DISK[error.errno]} and type the same again")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("vllm_mtpc"):
-            raise
-        return _fail(f"{error.name} is not installed; type: pip install 'vllm_mtpc[cpu]' (or [cuda], or [train])")
-    except KeyboardInterrupt:
-        return 130
+    return guard(PROG, lambda: args.run(args))
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
@@ -79,8 +59,3 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser
-
-
-def _fail(message: str) -> int:
-    print(f"{PROG}: error: {message}", file=sys.stderr)
-    return 1

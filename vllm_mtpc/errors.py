@@ -26,6 +26,11 @@ class ServeConfigError(MtpcError):
     """`speculative_config` asks for something that cannot be served exactly."""
 
 
+def install(extra: str) -> str:
+    """What to type for an extra of this package, which is installed from its checkout and is on no index."""
+    return f"pip install '.[{extra}]' in the checkout of vllm_mtpc"
+
+
 def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> str:
     """The first problem of a pydantic error in one line, unknown keys answered with the allowed ones.
 

@@ -47,6 +47,20 @@ def test_line_that_is_no_request_is_kept_with_its_fault(tmp_path, text, fault):
     assert record(bad, None, None, bad.fault)["error"]["message"] == bad.fault
 
 
+def test_a_stream_among_the_defaults_is_refused_too(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "stream": false}\n')
+    bad, good = read(str(tmp_path / "in.jsonl"), {"stream": True}).lines
+    assert "a batch has no streams" in bad.fault
+    assert not good.fault
+
+
+def test_zero_is_an_id(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "custom_id": 0, "id": 5}\n{"prompt": "b", "id": 7}\n')
+    found = read(str(tmp_path / "in.jsonl"), {})
+    assert [line.id for line in found.lines] == ["0", "7"]
+    assert found.unnamed == 0
+
+
 def test_folders_globs_and_gzip(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:

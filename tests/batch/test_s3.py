@@ -12,8 +12,8 @@ from tests.ray.clusters import FAKE
 from vllm_mtpc.batch import worker
 from vllm_mtpc.cli import main
 
-pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'vllm_mtpc[s3]'")
-moto_server = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'vllm_mtpc[test]'")
+pytest.importorskip("s3fs", reason="s3fs is not installed: pip install '.[s3]'")
+moto_server = pytest.importorskip("moto.server", reason="moto is not installed: pip install '.[test]'")
 PROMPTS = {f"n{number}": f"prompt {number}" for number in range(10)}
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from tests.e2e.models import make_target
 from vllm_mtpc.bench import sweep
-from vllm_mtpc.errors import MtpcError
 
 FILE = """
 title: Two circuits
@@ -38,5 +37,13 @@ def test_runs_are_trained_once_and_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vllm_mtpc.train.run.train", lambda options: pytest.fail("trained twice"))
     assert sweep.main(words) == 0
     file.write_text("title: x\ncommon: {}\n")
-    with pytest.raises(MtpcError, match="expected are common, runs, title"):
-        sweep.main(words)
+    assert sweep.main(words) == 1
+    assert "expected are common, runs, title" in capsys.readouterr().err
+    assert sweep.main([str(tmp_path / "none.yaml"), *words[1:]]) == 1
+    assert "none.yaml: cannot be read as YAML" in capsys.readouterr().err
+    file.write_text("title: x\ncommon: {}\nruns: [a]\n")
+    assert sweep.main(words) == 1
+    assert "runs is ['a']; expected are keys with values" in capsys.readouterr().err
+    file.write_text("title: x\ncommon: {}\nruns: {}\n")
+    assert sweep.main([*words, "--set", "foo"]) == 1
+    assert "--set foo: KEY=VALUE is wanted" in capsys.readouterr().err

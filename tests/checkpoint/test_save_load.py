@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.checkpoint import load_head, save, save_head
 from vllm_mtpc.errors import MtpcError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -62,30 +63,51 @@ def test_a_folder_holds_config_weights_card_and_provenance_with_versions(folder)
     assert "python" in record["versions"]
 
 
+FILES = ["model.safetensors", "README.md", "provenance.json", "config.json"]
+
+
+@pytest.mark.parametrize("failing", FILES)
+@pytest.mark.parametrize("step", ["write", "fsync"])
+def test_a_full_disk_at_any_file_leaves_the_head_before(folder, new_head, monkeypatch, failing, step):
+    """Of other shapes: new weights under the old config would not load."""
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    written = save.write_unfinished
+
+    def full(path, data):
+        if path.name == failing and step == "write":
+            path.with_name(path.name + ".partial").write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if path.name == failing:
+            monkeypatch.setattr(os, "fsync", no_space)
+        written(path, data)
+
+    def no_space(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(save, "write_unfinished", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_head(folder, *new_head("hmm", seed=1), {}, "new card")
+    monkeypatch.undo()
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    load_head(folder)
+
+
 @pytest.mark.parametrize("circuit", ["btree", "hmm"], ids=["same-shapes", "other-shapes"])
-@pytest.mark.parametrize("failing", ["model.safetensors", "README.md", "provenance.json", "config.json"])
-@pytest.mark.parametrize("step", ["replace", "fsync"])
-def test_a_save_that_fails_half_way_leaves_a_head_that_loads_or_is_refused(
-    folder, new_head, monkeypatch, circuit, failing, step
+@pytest.mark.parametrize("failing", FILES)
+def test_a_save_cut_between_renames_leaves_a_head_that_loads_or_is_refused(
+    folder, new_head, monkeypatch, circuit, failing
 ):
     old_config, old = load_head(folder)
     config, head = new_head(circuit, seed=1)
-    replace, stage = os.replace, []
+    replace = os.replace
 
     def failing_replace(source, target):
         if os.fspath(target).endswith(failing):
-            raise OSError("disk full")
-        stage.append(target)
+            raise OSError("cut")
         replace(source, target)
 
-    def failing_fsync(number):
-        if len(stage) == ["model.safetensors", "README.md", "provenance.json", "config.json"].index(failing):
-            raise OSError("disk full")
-
     monkeypatch.setattr(os, "replace", failing_replace)
-    if step == "fsync":
-        monkeypatch.setattr(os, "fsync", failing_fsync)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="cut"):
         save_head(folder, config, head, {}, "new card")
     monkeypatch.undo()
     assert not list(folder.glob("*.partial"))

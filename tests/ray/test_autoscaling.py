@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from tests.ray.clusters import FAKE, cluster
 from tests.ray.test_serve_app import ask

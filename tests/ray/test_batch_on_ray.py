@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from tests.ray.clusters import FAKE, cluster
 from vllm_mtpc.batch import worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from tests.e2e.engine import Call, Engine, run
 from tests.e2e.models import make_head, make_target

@@ -38,6 +38,8 @@ def test_folders_get_their_full_names(tmp_path, monkeypatch):
         ({"model": TARGET, "replicas": 3, "max_replicas": 2}, "max_replicas=2 is below"),
         ({"model": TARGET, "autoscaling": {"upscale_delay_s": 1}}, "it is off; name max_replicas"),
         ({"model": TARGET, "autoscaling": "fast"}, "key 'autoscaling' = 'fast': not JSON"),
+        ({"model": TARGET, "engine": "foo"}, "engine='foo': not JSON"),
+        ({"model": TARGET, "engine": "[1]"}, "engine='[1]': not a mapping"),
         ({"model": TARGET, "port": 80}, "port=80 is not an engine's here: remove it; type: serve start --http-port"),
         ({"model": TARGET, "uds": "x"}, "uds='x' is not an engine's here: remove it"),
         ({"model": TARGET, "bogus": 1}, "vllm serve: unrecognized arguments: --bogus 1"),

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from ray.exceptions import RayActorError
 from starlette.requests import Request

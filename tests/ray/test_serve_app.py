@@ -13,7 +13,7 @@ from contextlib import closing
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from tests.ray.clusters import FAKE, cluster
 from vllm_mtpc.bench.serve import Client, free_port

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.train.harness import losses
 from vllm_mtpc.checkpoint import load_head, save
 from vllm_mtpc.cli import main
 from vllm_mtpc.demo.byte_target import build_tokenizer
-from vllm_mtpc.train import run
+from vllm_mtpc.train import command, run
 
 WORDS = "the cat sat on the mat and the dog sat on the cat while the rat ran from the mat to the hat. "
 
@@ -86,16 +87,19 @@ def test_a_full_disk_leaves_the_head_before(place, capsys, monkeypatch):
     assert main(["train", *flags(place, "full")]) == 0
     before = {path.name: path.read_bytes() for path in (place / "full").iterdir() if path.suffix != ".jsonl"
               and path.is_file()}  # fmt: skip
-    replace_file = save.replace_file
+    write, space = save.write_unfinished, ["model.safetensors"]
 
     def full(path, data):
-        if path.name == "model.safetensors":
+        if path.name not in space:
             raise OSError(errno.ENOSPC, "No space left on device")
-        replace_file(path, data)
+        write(path, data)
 
-    monkeypatch.setattr(save, "replace_file", full)
+    monkeypatch.setattr(save, "write_unfinished", full)
+    shutil.rmtree(place / "full" / "state")
     assert main(["train", *flags(place, "full", seed=1)]) == 1
-    assert "no space left; the head and the trainer's state written before are intact" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no space left; a head or trainer's state written before is intact" in error
+    assert error.rstrip().endswith("type the same command with --resume")
     assert {name: (place / "full" / name).read_bytes() for name in before} == before
     monkeypatch.undo()
     assert main(["train", *flags(place, "full", seed=1, resume=True)]) == 0  # nothing is trained again
@@ -106,7 +110,7 @@ def test_a_place_that_may_not_be_written_is_one_line(place, capsys, monkeypatch)
     def denied(path, data):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(save, "replace_file", denied)
+    monkeypatch.setattr(save, "write_unfinished", denied)
     assert main(["train", *flags(place, "denied", dry_run=True)]) == 1
     said = capsys.readouterr().err.splitlines()[-1]  # behind a bar of progress
     assert said.startswith("vllm-mtpc: error: ") and "Permission denied; get the right to read or write it" in said
@@ -129,6 +133,42 @@ def test_dry_run_writes_a_servable_head(place, capsys):
     assert "untrained head written" in capsys.readouterr().out
 
 
+def test_a_dry_run_does_not_replace_what_was_learnt(place, capsys):
+    assert main(["train", *flags(place, "learnt", evaluation_sequences=0)]) == 0
+    before = {path.name: path.read_bytes() for path in (place / "learnt").iterdir() if path.is_file()}
+    assert main(["train", *flags(place, "learnt", dry_run=True)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "holds a head of 4 steps, which --dry-run would replace with an untrained one; type another --out" in error
+    (place / "learnt" / "provenance.json").unlink()  # a head of which nothing is known
+    assert main(["train", *flags(place, "learnt", dry_run=True)]) == 1
+    assert "holds a head, which --dry-run" in capsys.readouterr().err
+    for name, data in before.items():
+        assert name == "provenance.json" or (place / "learnt" / name).read_bytes() == data
+
+
+def test_a_run_does_not_replace_another_run_s_state(place, capsys, monkeypatch):
+    out = place / "started"
+    assert main(["train", *flags(place, "started", evaluation_sequences=0)]) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written first"))
+    for changes in ({}, {"seed": 1}, {"regenerate": 4}):
+        assert main(["train", *flags(place, "started", **changes)]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert "holds the state of another run (state/trainer.pt); type --resume to go on with it, or another" in error
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_is_resumed_without_its_metrics(place, capsys):
+    assert main(["train", *flags(place, "finished", evaluation_sequences=0)]) == 0
+    weights = (place / "finished" / "model.safetensors").read_bytes()
+    for name in ("metrics.jsonl", "model.safetensors"):
+        (place / "finished" / name).unlink()
+    assert main(["train", *flags(place, "finished", evaluation_sequences=0, resume=True)]) == 0
+    assert (place / "finished" / "model.safetensors").read_bytes() == weights
+    record = json.loads((place / "finished" / "provenance.json").read_text())["run"]
+    assert record["steps"] == 4 and record["peak_memory_bytes"] > 0
+
+
 def spread(place: Path, out: str, *more: str) -> Path:
     """The same command under torchrun, in two processes."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vllm_mtpc"]
@@ -136,9 +176,9 @@ def spread(place: Path, out: str, *more: str) -> Path:
     return place / out
 
 
-def execute(command: list[str]) -> None:
+def execute(words: list[str]) -> None:
     environment = dict(os.environ, OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -167,10 +207,9 @@ def load_file_of_start(place: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_ray_equals_one_process(place):
     """Two Ray workers; slow because a Ray cluster has to start."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm_mtpc[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     assert main(["train", *flags(place, "alone", dtype="float32")]) == 0
-    command = [sys.executable, "-m", "vllm_mtpc", "train", *flags(place, "ray", dtype="float32", ray_workers=2)]
-    execute(command)
+    execute([sys.executable, "-m", "vllm_mtpc", "train", *flags(place, "ray", dtype="float32", ray_workers=2)])
     assert losses(place / "ray") == pytest.approx(losses(place / "alone"), abs=1e-5)
 
 
@@ -202,7 +241,7 @@ def test_tensorboard_gets_the_metrics(place):
     ("changes", "message"),
     [
         ({"track": "wandb"}, "track 'wandb' is not installed; type: pip install wandb"),
-        ({"ray_workers": 2}, "pip install 'vllm_mtpc[ray]'"),
+        ({"ray_workers": 2}, "pip install '.[ray]'"),
     ],
 )
 def test_what_is_not_installed_is_named(place, capsys, monkeypatch, changes, message):
@@ -215,7 +254,7 @@ def test_what_is_not_installed_is_named(place, capsys, monkeypatch, changes, mes
     ("changes", "message"),
     [
         ({"seq_len": 1024}, "reads at most 512 tokens"),
-        ({"target": "no/such-model"}, "not a causal language model"),
+        ({"target": "no/such-model"}, "causal language model"),
         ({"init_from": "nowhere"}, "no head at nowhere"),
         ({"target_dtype": "float8"}, "allowed are auto, float32"),
         ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),

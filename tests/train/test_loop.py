@@ -129,7 +129,11 @@ def test_a_full_disk_keeps_the_state_before(tiny_target, tmp_path, monkeypatch):
         trainer.save()
     assert (tmp_path / "state" / state.FILE).read_bytes() == kept
     assert [path.name for path in (tmp_path / "state").iterdir()] == [state.FILE]
+    (tmp_path / "state" / state.FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"no space left.*none was saved before: free space and run the same"):
+        trainer.save()
     monkeypatch.undo()
+    (tmp_path / "state" / state.FILE).write_bytes(kept)
     run(options_for(tiny_target, tmp_path, max_steps=7, resume=True), tiny_target)
 
 
@@ -139,6 +143,67 @@ def test_a_diverged_run_stops(tiny_target, tmp_path):
         trainer.drafter.head.leaf_weight.fill_(float("nan"))
     with pytest.raises(CheckpointError, match="the loss is nan at step 1: lower learning_rate"):
         trainer.run()
+
+
+@pytest.mark.parametrize("what", ["weights", "moments"])
+def test_a_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, monkeypatch, what):
+    """NaN in the update of step 4: the loss of that step, from the weights before, is still finite."""
+    trainer = make_trainer(options_for(tiny_target, tmp_path, save_every=2, log_every=2), tiny_target)
+    update = trainer._update
+
+    def planted(*args, **kwargs):
+        found = update(*args, **kwargs)
+        if trainer.step == 3:
+            moments = trainer.optimizer.state[trainer.drafter.head.leaf_weight]
+            with torch.no_grad():
+                held = trainer.drafter.head.leaf_weight if what == "weights" else moments["exp_avg"]
+                held.view(-1)[-1] = float("nan")
+        return found
+
+    monkeypatch.setattr(trainer, "_update", planted)
+    with pytest.raises(CheckpointError, match=r"NaN or infinite at step 4: .*; the state of step 2 is intact"):
+        trainer.run()
+    kept = state.read_state(tmp_path / "state")
+    assert kept["step"] == 2
+    assert all(value.isfinite().all() for value in kept["weights"].values())
+
+
+def test_a_diverged_loss_is_seen_where_it_is_saved(tiny_target, tmp_path, monkeypatch):
+    """Saved at step 3, logged at step 10: nothing of the loss's step is kept."""
+    trainer = make_trainer(options_for(tiny_target, tmp_path, save_every=3, log_every=10), tiny_target)
+    update = trainer._update
+    monkeypatch.setattr(trainer, "_update", lambda *args, **more: (update(*args, **more)[0] * float("nan"), None))
+    with pytest.raises(CheckpointError, match=r"the loss is nan at step 3: .*; no state was saved before"):
+        trainer.run()
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_device_is_waited_for_only_to_log_or_save(tiny_target, tmp_path, monkeypatch):
+    options = options_for(tiny_target, tmp_path, save_every=3, log_every=6)
+    trainer, steps = make_trainer(options, tiny_target), []
+    finite = trainer._finite_loss
+    monkeypatch.setattr(trainer, "_finite_loss", lambda share: steps.append(trainer.step) or finite(share))
+    trainer.run()
+    assert steps == [3, 6, 9, 12]
+    assert [line["step"] for line in read_metrics(tmp_path / METRICS_FILE)] == [6, 12]
+
+
+def test_paths_may_be_written_otherwise(tiny_target, tmp_path, monkeypatch):
+    """The same text, named from another folder or in full, as on Ray; other text is another run's."""
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path / "here")
+    first = {"data": ["*.txt"], "validation_data": ["a.txt"], "max_steps": 2, "save_every": 1}
+    run(options_for(tiny_target, tmp_path / "out", **first), tiny_target)
+    for data, validation in (("../here/*.txt", "./a.txt"), (str(tmp_path / "here" / "*.txt"), "a.txt")):
+        again = first | {"data": [data], "validation_data": [validation], "resume": True}
+        assert run(options_for(tiny_target, tmp_path / "out", **again), tiny_target).step == 2
+    monkeypatch.chdir(tmp_path)
+    whole = {"data": ["here/*.txt"], "validation_data": ["here/a.txt"], "resume": True, "max_steps": 3}
+    assert run(options_for(tiny_target, tmp_path / "out", **whole), tiny_target).step == 3  # written with these names
+    with pytest.raises(CheckpointError, match=r"run with data=\['here/\*.txt'\], not \['there/\*.txt'\]"):
+        run(options_for(tiny_target, tmp_path / "out", **whole | {"data": ["there/*.txt"]}), tiny_target)
 
 
 def test_rate_rises_and_falls(tiny_target, tmp_path):

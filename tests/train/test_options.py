@@ -68,6 +68,45 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lora_rank": 8}, "lora_rank is of draft layers: remove lora_rank, or set lora_layers to 1, 2 or 4"),
+        ({"lora_alpha": 8}, "lora_alpha is of draft layers"),
+        ({"init": "random", "init_from": "head"}, "init='random' beside init_from, .*: remove one"),
+        (
+            {"validation_data": ["v"], "validation_share": 0.1},
+            "validation_share beside validation_data, .*: remove one",
+        ),
+        ({"regenerate_tokens": 64}, "regenerate_tokens without regenerate: remove regenerate_tokens, or set"),
+        ({"regenerate_greedy_share": 0.5}, "regenerate_greedy_share without regenerate"),
+        ({"head": "ptp", "regenerate_crops": 2}, "regenerate_crops without regenerate"),
+        ({"data": ["a.txt", "b/*.jsonl"], "split": "test"}, "split='test' is of names of the datasets library"),
+    ],
+)
+def test_an_option_without_effect_is_refused(values, message):
+    with pytest.raises(TrainOptionsError, match=message) as caught:
+        parse(REQUIRED | values)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lora_rank": 8, "lora_layers": 1},
+        {"head": "ptp", "lora_rank": 8, "lora_alpha": 4},
+        {"init": "random"},
+        {"init": "lm-head", "init_from": "head"},  # the default, as it reaches a Ray worker
+        {"regenerate": 4, "regenerate_tokens": 64},
+        {"data": ["a.txt", "name:config"], "split": "test"},
+        {"data": ["."], "split": "test"},  # a folder may be of parquet files
+    ],
+)
+def test_an_option_with_effect_is_taken(values):
+    options = parse(REQUIRED | values)
+    assert parse(options.model_dump(mode="json")) == options
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(TrainOptionsError, match="cannot be read"):
         typed("--config", str(tmp_path / "none.yaml"))

@@ -21,6 +21,7 @@ from vllm_mtpc.batch import lines, parts
 from vllm_mtpc.batch.lines import BatchError
 from vllm_mtpc.batch.worker import Setup, Worker
 from vllm_mtpc.bench.acceptance import Acceptance
+from vllm_mtpc.errors import install
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.serving.child import EngineDied
 from vllm_mtpc.serving.options import EngineOptions, parse_mapping, validated
@@ -147,7 +148,7 @@ def _on_ray(options: BatchOptions, open_parts: list[parts.Part]) -> Iterator[dic
     from importlib.util import find_spec
 
     if find_spec("ray") is None:
-        raise BatchError("Ray is not installed; type: pip install 'vllm_mtpc[ray]', or leave --ray and --replicas out")
+        raise BatchError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
     from vllm_mtpc.batch.on_ray import results
 
     return results(options, open_parts)

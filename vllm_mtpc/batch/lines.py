@@ -76,7 +76,8 @@ def parse(text: str, number: int, defaults: dict[str, Any]) -> tuple[Line, bool]
         return Line(name, fault=f"not JSON: {error}"), False
     if not isinstance(given, dict):
         return Line(name, fault=f"a JSON object is wanted, this is a {type(given).__name__}"), False
-    id_ = given.pop("custom_id", None) or given.pop("id", None)
+    custom_id, id_ = given.pop("custom_id", None), given.pop("id", None)
+    id_ = id_ if custom_id is None else custom_id
     is_named = id_ is not None
     name = str(id_) if is_named else name
     if "url" in given or "body" in given:
@@ -90,9 +91,10 @@ def parse(text: str, number: int, defaults: dict[str, Any]) -> tuple[Line, bool]
         if key is None:
             return Line(name, fault="no 'prompt', 'messages' or 'url' in it"), is_named
         url, body = SHORT_FORMS[key], given
+    body = {**defaults, **body}
     if body.get("stream"):
         return Line(name, fault="stream: a batch has no streams; remove it"), is_named
-    return Line(name, url, {**defaults, **body}), is_named
+    return Line(name, url, body), is_named
 
 
 def _texts(path: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.output import check_file, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.curves is None) == (args.measure is None):
         raise AdviseError("either --curves FILE (measured before) or --measure FILE (measure now) is needed; type one")
     heads = [candidate(name, args.temperature) for name in args.heads]
+    check_file(args.measure, "--measure")
     curves = Curves.read(args.curves) if args.curves else Curves(_measure(args, heads, batches), str(args.measure))
     found = {head.name: choices(head, curves, batches) for head in heads}
     Console().print(_table(heads, found, batches))
@@ -210,8 +212,7 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
         "target": Path(target).name,
         **provenance.collect(),
     }
-    args.measure.parent.mkdir(parents=True, exist_ok=True)
-    args.measure.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(args.measure, values)
     return values
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.bench.timing import Time
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.output import check_file, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -84,15 +85,17 @@ def shape(text: str) -> Shape:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
+    check_file(args.json)
     import torch
     from tqdm import tqdm
 
     from vllm_mtpc.bench import report, timing
+    from vllm_mtpc.target import choose_device
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    device, dtype = torch.device(name), served_dtype(args.dtype, name)
+    device = choose_device(args.device)
+    name, dtype = str(device), served_dtype(args.dtype, device.type)
     bandwidth = timing.bytes_per_second(device)
     rows: list[dict[str, Any]] = []
     total = (len(args.head) + len(args.shape) * len(args.circuits)) * len(args.batch) * len(args.temperature)
@@ -283,5 +286,4 @@ def write(file: Path, how: dict[str, Any], rows: Sequence[dict[str, Any]]) -> No
     from vllm_mtpc.bench import provenance
 
     result = {"kind": KIND, **provenance.collect(), "definitions": list(DEFINITIONS), "how": how, "rows": list(rows)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(file, result)

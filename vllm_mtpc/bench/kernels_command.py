@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.bench.kernel_cases import OPERATIONS, Case, Operation
+from vllm_mtpc.output import check_file, write_json
 
 KIND = "bench kernels"
 ROOT = Path(__file__).parents[2]
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mtpc.bench import report, timing
 
+    check_file(args.json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bandwidth = timing.bytes_per_second(device)
     verdicts: dict[str, Verdict] = {}
@@ -159,5 +160,4 @@ def write(
         "operations": {name: {"state": verdict.state, "reason": verdict.reason} for name, verdict in verdicts.items()},
         "rows": list(rows),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(file, result)

@@ -47,11 +47,12 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
 
     Conversations and Spec-Bench's first turns go through the target's chat template where it has one; text is cut into
     pieces of ``length`` tokens, spread evenly. Prompts of more than ``longest`` tokens are left out. Where there are
-    more than ``count``, those taken are spread evenly. Raises PromptError where nothing is left.
+    more than ``count``, those taken are spread evenly. Raises PromptError where nothing is left,
+    TargetError where there is no tokenizer.
     """
-    from transformers import AutoTokenizer
+    from vllm_mtpc.target.names import target_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = target_tokenizer(target)
     if data:
         found = list(_of_files(data, tokenizer, count, length))
     else:

@@ -17,6 +17,7 @@ from typing import Any
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, DecodingError, Missing, heads, peers, plain
 from vllm_mtpc.bench.passes import Prompt, Setting
 from vllm_mtpc.bench.process import EngineFailed
+from vllm_mtpc.output import check_file, check_folder, write_json
 
 KIND = "bench serve"
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # this process waits; the cores belong to the engines
     on_gpu = torch.cuda.is_available()
     complete(args, on_gpu)
+    check_file(args.json)
+    check_folder(args.logs, "--logs")
     decodings, missing = wanted(args, on_gpu)
     settings = {group: cells(args, group) for group in dict.fromkeys(one.group for one in decodings)}
     most = max(cell.prompts for found in settings.values() for cell in found)
@@ -78,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
     not_run = [asdict(one) for one in [*missing, *comparison.missing]]
     result = {**_facts(args, len(texts)), "rows": found, "not_run": not_run}
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, result)
     print_result(result)
     return 1 if args.dtype == "float32" and report.differing(found) else 0
 

@@ -33,6 +33,8 @@ from vllm_mtpc import demo
 from vllm_mtpc.bench import offline, prompts, provenance, serve
 from vllm_mtpc.bench.passes import Setting
 from vllm_mtpc.bench.process import EngineFailed
+from vllm_mtpc.guard import guard
+from vllm_mtpc.output import check_file, write_json
 from vllm_mtpc.top import Look
 
 LONGEST = 64  # tokens of an answer
@@ -237,6 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_file(args.json)
     asked = prompts.load([], args.target, PROMPTS, 200, 200)
     tally = Tally()
     speculative = {"method": "mtpc", "model": args.head}
@@ -272,15 +275,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"FAULT {fault}")
     print(json.dumps({key: value for key, value in report.items() if key not in ("memory_mib", "faults", "server")}))
     if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, report)
     return int(bool(faults))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    args = parser.parse_args(argv)
     try:
-        return run(parser.parse_args(argv))
+        return guard("bench.soak", lambda: run(args))
     except EngineFailed as error:
         print(error, file=sys.stderr)
         return 2

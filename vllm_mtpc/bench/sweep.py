@@ -16,6 +16,8 @@ from typing import Any
 
 from vllm_mtpc.bench import provenance
 from vllm_mtpc.bench.acceptance import DEFINITIONS
+from vllm_mtpc.guard import guard
+from vllm_mtpc.output import check_file, write_json
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError, parse, read_yaml
 from vllm_mtpc.train.state import identity
 
@@ -34,15 +36,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains what is missing and prints the table."""
+    """The exit code; bad input is one line."""
     args = parser().parse_args(arguments)
-    plan = read_yaml(args.file)
-    if set(plan) != KEYS:
-        raise TrainOptionsError(f"{args.file}: has the keys {', '.join(plan)}; expected are {', '.join(sorted(KEYS))}")
+    return guard("bench.sweep", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains what is missing and prints the table."""
+    plan = read_plan(args.file)
+    wanted = list(plans(plan, changes(args.set), args.runs))  # all are checked before one is trained
+    check_file(args.json)
     from vllm_mtpc.train.run import train
 
     rows = []
-    for options in plans(plan, dict(word.split("=", 1) for word in args.set), args.runs):
+    for options in wanted:
         record = done(options)
         if record is None:
             print(f"--- {options.out.name}", flush=True)
@@ -52,15 +59,38 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(plan["title"], rows))
     if args.json:
         values = {"title": plan["title"], "definitions": DEFINITIONS.splitlines(), **provenance.collect(), "rows": rows}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, values)
     return 0
+
+
+def read_plan(file: Path) -> dict[str, Any]:
+    """A plan of its three keys. Raises TrainOptionsError for anything else."""
+    plan = read_yaml(file)
+    if set(plan) != KEYS:
+        given = ", ".join(map(str, plan)) or "none"
+        raise TrainOptionsError(f"{file}: its keys are {given}; expected are {', '.join(sorted(KEYS))}")
+    for key in ("common", "runs"):
+        if not isinstance(plan[key], dict):
+            raise TrainOptionsError(f"{file}: {key} is {plan[key]!r}; expected are keys with values")
+    for name, changed in plan["runs"].items():
+        if changed is not None and not isinstance(changed, dict):
+            raise TrainOptionsError(f"{file}: run {name} is {changed!r}; expected are options with values, or nothing")
+    return plan
+
+
+def changes(words: list[str]) -> dict[str, str]:
+    """Options of --set. Raises TrainOptionsError for a word that is not KEY=VALUE."""
+    pairs = [word.partition("=") for word in words]
+    for key, separator, value in pairs:
+        if not key or not separator:
+            raise TrainOptionsError(f"--set {key}{separator}{value}: KEY=VALUE is wanted; type: --set max_steps=100")
+    return {key: value for key, _, value in pairs}
 
 
 def plans(plan: dict[str, Any], more: dict[str, str], folder: Path) -> Iterator[TrainOptions]:
     """The options of every run."""
     for name, changes in plan["runs"].items():
-        values = {**plan["common"], **(changes or {}), **more, "out": folder / name}
+        values = {**plan["common"], **(changes or {}), **more, "out": folder / str(name)}
         yield parse(values, f"run {name}")
 
 

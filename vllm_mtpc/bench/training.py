@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.guard import guard
+from vllm_mtpc.output import check_file, write_json
 
 TOLERANCE = 1e-4  # relative; sums of a thousand float32 terms in another order differ by about 1e-6
 RESULT_MARK = "result: "
@@ -92,20 +94,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--child", metavar="SHAPE", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    try:
-        if args.child:
-            print(RESULT_MARK + json.dumps(measure(Shape(**json.loads(args.child)), args.device)))
-            return 0
-        shapes = chosen(QUICK if args.quick else SHAPES, args.shape)
-        rows = [row for shape in shapes for row in measure_ways(shape, args.device)]
-    except MtpcError as error:
-        print(f"bench.training: error: {error}", file=sys.stderr)
-        return 1
+    return guard("bench.training", lambda: measure_shapes(args))
+
+
+def measure_shapes(args: argparse.Namespace) -> int:
+    if args.child:
+        print(RESULT_MARK + json.dumps(measure(Shape(**json.loads(args.child)), args.device)))
+        return 0
+    check_file(args.json)
+    shapes = chosen(QUICK if args.quick else SHAPES, args.shape)
+    rows = [row for shape in shapes for row in measure_ways(shape, args.device)]
     from vllm_mtpc.bench.provenance import collect  # torch: not before, a child's peak starts at its parent's size
 
     result = {**collect(), "definitions": list(DEFINITIONS), "rows": rows}
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, result)
     _print(result)
     return 0
 

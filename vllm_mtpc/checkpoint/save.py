@@ -1,4 +1,4 @@
-"""Writing a head: weights first, config last, each file replaced in one step."""
+"""Writing a head: all files complete beside the old ones first, then renamed together, the config last."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save_head(
     """Write a head folder. `provenance` says how the head came about; package versions are added.
 
     `draft_layers` are those the head was trained with (config.lora_layers of them); their adapters travel with it, in
-    float32. A folder that already holds a head keeps its old files until each new one is complete. Raises
+    float32. A folder that already holds a head keeps its old files until all new ones are complete. Raises
     CheckpointError, before anything is written, for weights that load_head would refuse.
     """
     folder = Path(folder)
@@ -87,25 +87,45 @@ def closing_files(config: HeadConfig | PtpConfig, provenance: dict[str, Any], ca
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a head's files in their order, then remove the weights of a head that was here before."""
+    """Write a head's files, then remove the weights of a head that was here before.
+
+    Every file is complete on the disk under an unfinished name before the first is renamed, so that a full disk leaves
+    the head before; the renames follow each other in the order of `files`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        replace_file(folder / name, data)
+    places = [folder / name for name in files]
+    try:
+        for place, data in zip(places, files.values(), strict=True):
+            write_unfinished(place, data)
+        for place in places:
+            os.replace(unfinished(place), place)
+    finally:
+        for place in places:
+            unfinished(place).unlink(missing_ok=True)
     for name in {WEIGHTS_FILE, U_EMBED_FILE, *ADAPTER_FILES} - files.keys():
         (folder / name).unlink(missing_ok=True)
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write `data` beside `path`, then move it there: a reader sees the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        write_unfinished(path, data)
+        os.replace(unfinished(path), path)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished(path).unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Where a file is written before it takes its name."""
+    return path.with_name(path.name + ".partial")
+
+
+def write_unfinished(path: Path, data: bytes) -> None:
+    """Write and sync `data` under the unfinished name of `path`."""
+    with open(unfinished(path), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def package_versions() -> dict[str, str]:

@@ -28,11 +28,12 @@ def add_head(parser: argparse.ArgumentParser) -> None:
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises ArgumentsError unless every one of these is 1 or more."""
+    """Raises ArgumentsError unless every one of these that is given is 1 or more."""
     for name in names:
-        if getattr(args, name) < 1:
+        value = getattr(args, name)
+        if value is not None and value < 1:
             flag = "--" + name.replace("_", "-")
-            raise ArgumentsError(f"{flag} {getattr(args, name)}: allowed are 1 and above; give it a positive number")
+            raise ArgumentsError(f"{flag} {value}: allowed are 1 and above; give it a positive number")
 
 
 def sampling_defaults(args: argparse.Namespace, config: HeadConfig | PtpConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -79,9 +78,13 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.eval.arguments import ArgumentsError, check_positive, sampling_defaults
     from vllm_mtpc.eval.loading import check_length, drafts_of, load, place, prompts, refuse_draft_layers
     from vllm_mtpc.eval.sampling import Sampling
+    from vllm_mtpc.output import check_file, write_json
+    from vllm_mtpc.target import choose_device
     from vllm_mtpc.train.data.sources import load_documents
 
     check_positive(args, "sequences", "prompt_tokens", "new_tokens", "batch")
+    check_file(args.json)
+    choose_device(args.device)
     config = place(args.head)[1]
     is_ptp = isinstance(config, PtpConfig)
     sampling_defaults(args, config)
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     _print(loaded, results, drafts)
     if args.json:
-        args.json.write_text(json.dumps(_report(loaded, results, drafts, args), indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, _report(loaded, results, drafts, args))
     return 0
 
 

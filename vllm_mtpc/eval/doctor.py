@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import MtpcError, install
 from vllm_mtpc.eval.arguments import ArgumentsError, add_head, check_positive
+from vllm_mtpc.output import check_file, write_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.eval.causes import Cause
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     diagnosis = diagnose(args)
     _print(diagnosis)
     if args.json:
-        args.json.write_text(json.dumps(_report(args, diagnosis), indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, _report(args, diagnosis))
     return 0 if diagnosis.healthy else 1
 
 
@@ -80,10 +81,10 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     Raises DoctorError where vLLM is missing or fails, and what loading the head or its target raises.
     """
     check_positive(args, "prompts", "prompt_tokens", "max_tokens")
+    check_file(args.json)
+    check_file(args.log, "--log")
     if importlib.util.find_spec("vllm") is None:
-        raise DoctorError(
-            "vllm is not installed, and doctor serves with it; type: pip install 'vllm_mtpc[cpu]' (or [cuda])"
-        )
+        raise DoctorError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
     from vllm_mtpc.eval import causes
     from vllm_mtpc.eval.compare import compare
     from vllm_mtpc.eval.loading import drafts_of, load, place, target_of
@@ -144,17 +145,11 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     vLLM V1 drafts for no request of a batch in which one is within two steps of the longest length it serves; texts
     that come that near are refused, so that this is not taken for a fault of the head.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
     from vllm_mtpc.eval.loading import prompts
-    from vllm_mtpc.target import TargetError
+    from vllm_mtpc.target.names import target_config, target_tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        config = AutoConfig.from_pretrained(target).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise TargetError(f"target {target}: no tokenizer or config to be had ({reason}); correct --target") from None
+    config = target_config(target).get_text_config()
+    tokenizer = target_tokenizer(target)
     if args.data:
         from vllm_mtpc.train.data.sources import load_documents
 
@@ -175,9 +170,9 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
 
 
 def _on_device(device: str) -> dict[str, Any]:
-    import torch
+    from vllm_mtpc.target import choose_device
 
-    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    on_cpu = choose_device(device).type == "cpu"
     return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES} if on_cpu else {}
 
 

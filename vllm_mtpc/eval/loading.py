@@ -13,7 +13,7 @@ from vllm_mtpc.checkpoint import find_head, load_head, read_config, resolve_head
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts
 from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.target import Target, load_target
+from vllm_mtpc.target import Target, choose_device, load_target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,9 +81,8 @@ def load(
 ) -> Loaded | LoadedPtp:
     """A head with its target. Raises EvaluationError where they do not fit, and what loading either raises."""
     folder, config = place(name)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     target_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = load_target(target_of(folder, config, target), target_dtype, device, attention="torch")
+    model = load_target(target_of(folder, config, target), target_dtype, choose_device(device), attention="torch")
     return join(folder, model, head_dtype)
 
 

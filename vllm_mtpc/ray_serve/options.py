@@ -60,6 +60,18 @@ def parse(arguments: dict[str, Any]) -> ServeOptions:
     for key, instead in OURS.items():
         if key in given:
             raise EngineOptionsError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
-    engine = {**given.pop("engine", {}), **{key: given[key] for key in given if key not in ServeOptions.model_fields}}
+    engine = _engine(given.pop("engine", {}))
+    engine |= {key: given[key] for key in given if key not in ServeOptions.model_fields}
     own = {key: value for key, value in given.items() if key not in engine}
     return validated(ServeOptions, {**own, "engine": engine}, EXAMPLE)
+
+
+def _engine(value: Any) -> dict[str, Any]:
+    """Flags of `vllm serve` that were given as one mapping, which may be JSON. Raises EngineOptionsError."""
+    try:
+        mapping = parse_mapping(value)
+    except ValueError as error:
+        raise EngineOptionsError(f"engine={value!r}: {error}") from None
+    if not isinstance(mapping, dict):
+        raise EngineOptionsError(f"engine={value!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
+    return dict(mapping)

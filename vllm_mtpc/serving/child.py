@@ -58,11 +58,6 @@ class EngineServer:
         self._process: subprocess.Popen[str] | None = None
         self._session: aiohttp.ClientSession | None = None
 
-    @property
-    def process_id(self) -> int | None:
-        """Of the watcher above the server."""
-        return self._process.pid if self._process else None
-
     async def start(self, timeout_s: float = 1800.0) -> None:
         """Starts it and waits until it is healthy. Raises EngineDied with its last lines."""
         import aiohttp

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import MtpcError, install
 
 if TYPE_CHECKING:
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
@@ -174,7 +174,7 @@ def _packed(
 def _obstacle(device: torch.device) -> str | None:
     """Why xformers cannot run on a device, and what to type; None if it can."""
     if importlib.util.find_spec("xformers") is None:
-        return "it is not installed; type: pip install 'vllm_mtpc[train-cuda]', or --attention torch"
+        return f"it is not installed; type: {install('train-cuda')}, or --attention torch"
     if device.type != "cuda":
         return f"the device is {device}, and it runs on CUDA only; type --attention torch"
     capability = torch.cuda.get_device_capability(device)

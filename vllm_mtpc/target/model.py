@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.target.names import NO_REMOTE_CODE, UNREADABLE, TargetError, reason, target_config, tokenizer_if_any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-class TargetError(MtpcError):
-    """The target cannot be read, or is not a causal language model."""
 
 
 @dataclass
@@ -83,31 +79,26 @@ def load_target(
     name: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", attention: str = "auto"
 ) -> Target:
     """The target named by a folder or hub name. Raises TargetError in one line."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from vllm_mtpc.target.attention import choose_attention
 
     name = str(name)
     backend = choose_attention(attention, torch.device(device))
+    # transformers' PyTorch attention leaves out the soft cap of attention logits (Gemma 2); its own does not
+    capped = getattr(target_config(name).get_text_config(), "attn_logit_softcapping", None) is not None
+    implementation = "eager" if capped else backend.implementation
     try:
-        config = AutoConfig.from_pretrained(name)
-        # transformers' PyTorch attention leaves out the soft cap of attention logits (Gemma 2); its own does not
-        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        implementation = "eager" if capped else backend.implementation
         model, found = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=implementation, output_loading_info=True
+            name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # transformers raises all of these on bad input
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    except (*UNREADABLE, RuntimeError) as error:
         raise TargetError(
-            f"target {name}: not a causal language model that transformers can load ({reason}); "
+            f"target {name}: not a causal language model that transformers can load ({reason(error)}); "
             "name the folder or hub repository of one"
         ) from None
     _check(name, model, found["missing_keys"])
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError):  # token ids can be trained on without one
-        tokenizer = None
+    tokenizer = tokenizer_if_any(name)
     model = model.to(device).eval().requires_grad_(False)
     return Target(
         name, model, tokenizer, model.base_model, model.get_output_embeddings(), "torch" if capped else backend.name

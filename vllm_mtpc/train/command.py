@@ -7,12 +7,14 @@ vllm_mtpc train ...`, and on the nodes of a Ray cluster with `--ray-workers N`.
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, is_head
 from vllm_mtpc.flags import add_flags, typed
-from vllm_mtpc.train.options import TrainOptions, TrainOptionsError, parse, read_yaml
+from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, TrainOptionsError, parse, read_yaml
 
 if TYPE_CHECKING:
     import argparse
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = read_options(args)
+    check_out(options)
     if options.regenerate and not options.dry_run:
         options = with_responses(options)
     from vllm_mtpc.train.run import on_ray, train
@@ -35,11 +38,42 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
+        resume = " with --resume" if has_state(options) and not options.dry_run else ""
         raise TrainOptionsError(
-            f"{options.out}: no space left; the head and the trainer's state written before are intact: free space and "
-            "type the same command with --resume"
+            f"{options.out}: no space left; a head or trainer's state written before is intact: free space and type "
+            f"the same command{resume}"
         ) from None
     return 0
+
+
+def has_state(options: TrainOptions) -> bool:
+    """Whether a run into the out folder has saved its state."""
+    return (options.out / STATE_FOLDER / STATE_FILE).is_file()
+
+
+def check_out(options: TrainOptions) -> None:
+    """Raises TrainOptionsError where the run would replace, before it has anything better, what another one learnt."""
+    out = options.out
+    if options.dry_run and (what := learnt_head(out)):
+        raise TrainOptionsError(
+            f"out={out} holds {what}, which --dry-run would replace with an untrained one; type another --out"
+        )
+    if not options.dry_run and not options.resume and has_state(options):
+        raise TrainOptionsError(
+            f"out={out} holds the state of another run ({STATE_FOLDER}/{STATE_FILE}); type --resume to go on with it, "
+            f"or another --out, or delete {out / STATE_FOLDER} to start anew"
+        )
+
+
+def learnt_head(folder: Path) -> str | None:
+    """What to call the head in a folder; None for no head, or one that its record says was never trained."""
+    if not is_head(folder):
+        return None
+    try:
+        steps = json.loads((folder / PROVENANCE_FILE).read_text(encoding="utf-8"))["run"]["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return "a head"  # converted, or saved by other code
+    return f"a head of {steps:,} steps" if steps else None
 
 
 def read_options(args: argparse.Namespace) -> TrainOptions:

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from vllm_mtpc.train import state
 from vllm_mtpc.train.memory import peak_memory_bytes
-from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
 from vllm_mtpc.train.windows import Windows, WindowSource
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-STATE_FOLDER = "state"
 METRICS_FILE = "metrics.jsonl"
 BETAS = (0.9, 0.95)  # as the authors' code has them; their paper names Adam alone
 
@@ -56,6 +56,7 @@ class Trainer:
         self.drafter, self.optimizer = accelerator.prepare(drafter, optimizer)
         self.folder = options.out / STATE_FOLDER
         self.step = 0
+        self.saved: int | None = None  # the step of the state on disk that this run wrote or started from
         self.tokens_per_second = 0.0
 
     @property
@@ -66,6 +67,7 @@ class Trainer:
         """All steps. An interruption leaves the last saved state and every line of metrics up to it."""
         if self.options.resume:
             self.step = state.load_state(self.folder, self.drafter, self.optimizer.optimizer, self.options)
+            self.saved = self.step
         self._start_metrics()
         started, seen = time.monotonic(), 0
         bar = tqdm(total=self.steps, initial=self.step, desc=self.options.kind, unit="step", disable=not self.is_main)
@@ -74,24 +76,29 @@ class Trainer:
             batch = next(batches)
             rate = learning_rate(self.options, self.step, self.steps)
             logs = (self.step + 1) % self.options.log_every == 0 or self.step + 1 == self.steps
-            loss, watched = self._update(batch, rate, watch=logs)
+            saves = (self.step + 1) % self.options.save_every == 0 or self.step + 1 == self.steps
+            share, watched = self._update(batch, rate, watch=logs)
             self.step += 1
             seen += int(batch.counts.sum())
+            if logs or saves:  # at no other step is the device waited for
+                loss = self._finite_loss(share)
             if logs:
                 self.tokens_per_second = seen / (time.monotonic() - started)
                 line = self._log(loss, watched, rate)
                 shown = {"loss": f"{line['loss']:.4f}", "tokens/step": f"{line['tokens_per_step']:.2f}"}
                 bar.set_postfix(shown, refresh=False)
             bar.update()
-            if self.step % self.options.save_every == 0 or self.step == self.steps:
+            if saves:
                 self.save()
         bar.close()
 
     def save(self) -> None:
-        """The trainer's state after the steps so far."""
+        """The trainer's state after the steps so far. Raises CheckpointError for weights that are not finite."""
+        self._check_weights()
         state.save_state(
             self.folder, self.drafter, self.optimizer.optimizer, self.step, self.options, is_main=self.is_main
         )
+        self.saved = self.step
 
     def weights(self) -> dict[str, Tensor]:
         """The head's weights on the host, put together from all processes."""
@@ -115,22 +122,46 @@ class Trainer:
         self.optimizer.zero_grad()
         return total, watched
 
-    def _log(self, loss: Tensor, watched: Tensor, rate: float) -> dict[str, Any]:
+    def _finite_loss(self, share: Tensor) -> float:
+        """The loss of a step, of all processes; raises CheckpointError, in each of them, if it is not finite."""
+        loss = self.accelerator.reduce(share, "sum").item()
+        if not math.isfinite(loss):
+            raise self._diverged(f"the loss is {loss}")
+        return loss
+
+    def _check_weights(self) -> None:
+        """Raises CheckpointError, in every process, unless weights and moments are finite: a loss tells of those
+        before its step alone."""
+        held = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        held += [value for moments in self.optimizer.state.values() for value in moments.values()]
+        shards = [value.to_local() if isinstance(value, DTensor) else value for value in held]
+        unfit = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
+        for shard in shards:
+            unfit += (~shard.detach().isfinite().all()).to(unfit.device)
+        if self.accelerator.reduce(unfit, "sum").item():
+            raise self._diverged("weights or their moments are NaN or infinite")
+
+    def _diverged(self, what: str) -> state.CheckpointError:
+        """The error of a run that cannot go on."""
+        again = "lower learning_rate, or use precision float32, and train again"
+        if self.saved is None:
+            return state.CheckpointError(f"{what} at step {self.step}: {again}; no state was saved before")
+        return state.CheckpointError(
+            f"{what} at step {self.step}: {again} into another out folder; the state of step {self.saved} is intact "
+            f"({self.folder})"
+        )
+
+    def _log(self, loss: float, watched: Tensor, rate: float) -> dict[str, Any]:
         """One line of metrics.jsonl, and of the trackers; the same numbers whatever the number of processes."""
-        loss, watched = self.accelerator.reduce(loss, "sum"), self.accelerator.reduce(watched, "sum")
+        watched = self.accelerator.reduce(watched, "sum")
         line = {
             "step": self.step,
-            "loss": loss.item(),
+            "loss": loss,
             "tokens_per_step": (watched[0] / watched[1]).item(),
             "learning_rate": rate,
             "tokens_per_second": round(self.tokens_per_second, 1),
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
         }
-        if not math.isfinite(line["loss"]):
-            raise state.CheckpointError(
-                f"the loss is {line['loss']} at step {self.step}: lower learning_rate, or use precision float32; "
-                f"the state saved before is intact ({self.folder})"
-            )
         if self.is_main:
             with open(self.options.out / METRICS_FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

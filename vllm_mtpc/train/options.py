@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_mtpc.errors import MtpcError, one_line
+from vllm_mtpc.train.data.names import is_path
 
 # Options of one kind of head alone, and the defaults a PTP head has of its own.
 CIRCUIT_OPTIONS = (
@@ -19,7 +20,11 @@ PTP_OPTIONS = (
     "variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "late_only", "law_trust", "ptp_loss",
     "proposals", "u_beta", "temperature", "top_k", "top_p",
 )  # fmt: skip
+REGENERATE_OPTIONS = (
+    "regenerate_prompt_tokens", "regenerate_crops", "regenerate_tokens", "regenerate_greedy_share", "regenerate_memory",
+)  # fmt: skip
 PTP_DEFAULTS = {"windows_per_step": 512, "learning_rate": 1e-3}
+STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
 PTP_LOSSES = {"o-ptp": ("ce", "bce", "kl"), "c-ptp": ("kl", "reverse-kl", "inverse")}
 
 
@@ -152,6 +157,7 @@ class TrainOptions(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> TrainOptions:
         self._check_kind()
+        self._check_used()
         if self.is_ptp:
             self._check_ptp()
             return self
@@ -168,13 +174,32 @@ class TrainOptions(BaseModel):
 
     def _check_kind(self) -> None:
         """Raises ValueError for an option of the other kind of head."""
-        foreign = CIRCUIT_OPTIONS if self.is_ptp else PTP_OPTIONS
-        fields = type(self).model_fields
-        given = [name for name in foreign if name in self.model_fields_set and _set(self, name, fields[name].default)]
-        if given:
-            name = given[0]
+        if name := self._given(*(CIRCUIT_OPTIONS if self.is_ptp else PTP_OPTIONS)):
             kind, wanted = ("circuits", "another head") if self.is_ptp else ("PTP heads", "head ptp")
             raise ValueError(f"{name} is an option of {kind}: remove {name}, or set {wanted}")
+
+    def _check_used(self) -> None:
+        """Raises ValueError for an option that another one leaves without effect."""
+        if not self.is_ptp and not self.lora_layers and (name := self._given("lora_rank", "lora_alpha")):
+            raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
+        if self.init_from and self._given("init"):
+            raise ValueError(f"init={self.init!r} beside init_from, whose weights the head starts with: remove one")
+        if self.validation_data and self._given("validation_share"):
+            raise ValueError("validation_share beside validation_data, which is all that is held out: remove one")
+        if not self.regenerate and (name := self._given(*REGENERATE_OPTIONS)):
+            raise ValueError(f"{name} without regenerate: remove {name}, or set regenerate to a number of responses")
+        names = [*self.data, *self.validation_data]
+        if self._given("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
+            raise ValueError(
+                f"split={self.split!r} is of names of the datasets library, and data are files: remove split, or name "
+                "the files of that split"
+            )
+
+    def _given(self, *names: str) -> str | None:
+        """The first of the options that was given another value than its default."""
+        fields = type(self).model_fields
+        changed = (n for n in names if n in self.model_fields_set and getattr(self, n) != fields[n].default)
+        return next(changed, None)
 
     def _check_ptp(self) -> None:
         from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
@@ -223,10 +248,6 @@ class TrainOptions(BaseModel):
     def needs_law(self) -> bool:
         """Whether the loss reads the target's law over the vocabulary, not just the text."""
         return self.beta > 0 or self.acceptance > 0
-
-
-def _set(options: TrainOptions, name: str, default: Any) -> bool:
-    return getattr(options, name) != default
 
 
 def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, find_head, resolve_head, resolve_verifier
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.output import check_folder
 from vllm_mtpc.train.plots import Point, plot_acceptance, plot_frontier
 
 if TYPE_CHECKING:
@@ -79,11 +80,14 @@ def run(args: argparse.Namespace) -> int:
     target = args.target or one_target(heads)
     import torch
 
+    from vllm_mtpc.target import choose_device
+
+    device = str(choose_device(args.device))
+    check_folder(args.out)
     if args.threads:
         torch.set_num_threads(args.threads)
     labels = labels_of(heads)
     files = plot_acceptance({label: head.figures for label, head in zip(labels, heads, strict=True)}, args.out)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     rows = measure(dict(zip(labels, heads, strict=True)), target, device, getattr(torch, args.dtype), args.repeats)
     files += plot_frontier([Point(**{key: row[key] for key in Point._fields}) for row in rows], args.out)
     how = {"device": device, "dtype": args.dtype, "threads": torch.get_num_threads(), "repeats": args.repeats}
@@ -99,6 +103,7 @@ def draw_results(files: Sequence[Path], out: Path | None) -> int:
     from vllm_mtpc.bench.serve_command import KIND
     from vllm_mtpc.train.plots_served import plot_served
 
+    check_folder(out)
     for file in files:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))

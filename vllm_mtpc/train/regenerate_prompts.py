@@ -45,12 +45,9 @@ class Request:
 
 def load_tokenizer(target: str) -> PreTrainedTokenizerBase | None:
     """The target's tokenizer, or None: token ids can be continued without one."""
-    from transformers import AutoTokenizer
+    from vllm_mtpc.target.names import tokenizer_if_any
 
-    try:
-        return AutoTokenizer.from_pretrained(target)
-    except (OSError, ValueError, KeyError):
-        return None
+    return tokenizer_if_any(target)
 
 
 def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> list[Request]:

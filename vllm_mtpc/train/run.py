@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 import time
@@ -13,12 +14,15 @@ import torch
 
 from vllm_mtpc.bench.provenance import public
 from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.errors import MtpcError, install
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.train import prepare
 from vllm_mtpc.train.card import head_card, program, record
+from vllm_mtpc.train.data.names import resolved
 from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
+from vllm_mtpc.train.memory import peak_memory_bytes
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
 from vllm_mtpc.train.ptp.run import PtpJob
 
@@ -73,8 +77,11 @@ def train(options: TrainOptions, command: str | None = None) -> Path:
             "tokens": data.report.tokens,
             "documents": data.report.documents,
             "data_sha256": prepare.fingerprint(data.rows),
-            "tokens_per_second": metrics[-1]["tokens_per_second"],
-            "peak_memory_bytes": max(line["peak_memory_bytes"] for line in metrics),
+            # a finished run that is resumed logs nothing, and its metrics may be gone
+            "tokens_per_second": metrics[-1]["tokens_per_second"] if metrics else trainer.tokens_per_second,
+            "peak_memory_bytes": max(
+                (line["peak_memory_bytes"] for line in metrics), default=peak_memory_bytes(accelerator.device)
+            ),
             "processes": accelerator.num_processes,
             **({"command": command} if command else {}),
         }
@@ -174,10 +181,14 @@ def _quiet(*args: Any, **kwargs: Any) -> None:
 
 
 def on_ray(options: TrainOptions) -> Path:
-    """The same run on Ray Train, `ray_workers` of them. Paths must be seen by every node."""
+    """The same run on Ray Train, `ray_workers` of them. Paths must be seen by every node.
+
+    Raises what a worker raised if a user can mend it, else an MtpcError in one line: Ray has logged the rest.
+    """
     if find_spec("ray") is None:
-        raise TrainOptionsError("ray_workers: Ray is not installed; type: pip install 'vllm_mtpc[ray]'")
-    from ray.train import RunConfig, ScalingConfig
+        raise TrainOptionsError(f"ray_workers: Ray is not installed; type: {install('ray')}")
+    import ray
+    from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
     values = absolute(options).model_dump(mode="json") | {"ray_workers": 0}
@@ -189,8 +200,25 @@ def on_ray(options: TrainOptions) -> Path:
         scaling_config=ScalingConfig(num_workers=options.ray_workers, use_gpu=has_gpu),
         run_config=RunConfig(name="vllm_mtpc", storage_path=str(Path(values["out"]) / "ray")),
     )
-    trainer.fit()
+    is_ours = not ray.is_initialized()
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        if is_ours:
+            ray.shutdown()  # prints what Ray still has to say: the error's line comes last
+        raise cause(error) from None
     return options.out
+
+
+def cause(error: Exception) -> Exception:
+    """Why a run on Ray failed: the error of a worker whose user can mend it, rather than those of its peers."""
+    failures = getattr(error, "worker_failures", None) or {0: getattr(error, "controller_failure", error)}
+    found = [getattr(failure, "_base_exc", failure) for _, failure in sorted(failures.items())]
+    for one in found:
+        if isinstance(one, MtpcError) or getattr(one, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            return one
+    reason = next(reversed(str(found[0]).strip().splitlines()), "no reason given")
+    return MtpcError(f"training on Ray failed ({type(found[0]).__name__}: {reason}); Ray's log above says where")
 
 
 def _ray_worker(values: dict[str, Any]) -> None:
@@ -201,16 +229,12 @@ def _ray_worker(values: dict[str, Any]) -> None:
 
 def absolute(options: TrainOptions) -> TrainOptions:
     """The options with paths that do not depend on the folder a worker starts in."""
-
-    def full(name: str) -> str:
-        return str(Path(name).resolve()) if Path(name).exists() else name
-
     return options.model_copy(
         update={
-            "target": full(options.target),
-            "data": [full(name) for name in options.data],
-            "validation_data": [full(name) for name in options.validation_data],
-            "init_from": full(options.init_from) if options.init_from else None,
+            "target": resolved(options.target),
+            "data": [resolved(name) for name in options.data],
+            "validation_data": [resolved(name) for name in options.validation_data],
+            "init_from": resolved(options.init_from) if options.init_from else None,
             "out": options.out.resolve(),
             "cache": options.cache.resolve() if options.cache else None,
         }

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.train.data.names import resolved
+from vllm_mtpc.train.options import STATE_FILE as FILE
 from vllm_mtpc.train.options import TrainOptions
 
-FILE = "trainer.pt"
 # What may change between a run and its continuation: how long, how fast, where; not what is learnt.
 FREE = {
     "out", "max_steps", "epochs", "resume", "save_every", "log_every", "track", "device", "parallel", "ray_workers",
@@ -26,6 +27,7 @@ FREE = {
     "evaluation_prompt_tokens",
     "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run",
 }  # fmt: skip
+NAMES = ("target", "data", "validation_data", "init_from")  # may be paths: the same ones, however they are written
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
@@ -34,18 +36,28 @@ def identity(options: TrainOptions) -> dict[str, Any]:
     return {key: value for key, value in options.model_dump(mode="json").items() if key not in FREE}
 
 
+def paths(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of an identity's values that may be paths, in full."""
+    full = {}
+    for key in NAMES:
+        value = values.get(key)
+        full[key] = [resolved(name) for name in value] if isinstance(value, list) else value and resolved(value)
+    return full
+
+
 def save_state(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, options: TrainOptions, is_main: bool
 ) -> None:
     """Write the state after `step` steps. Every process calls it; `is_main` writes.
 
-    Raises CheckpointError when the disk is full; the state written before stays as it was.
+    Raises CheckpointError when the disk is full; the state written before, if any, stays as it was.
     """
     weights, moments = get_state_dict(model, optimizer, options=FULL)
     if not is_main:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"step": step, "options": identity(options), "weights": weights, "moments": moments}
+    learnt = identity(options)
+    values = {"step": step, "options": learnt, "paths": paths(learnt), "weights": weights, "moments": moments}
     partial = folder / f"{FILE}.partial"
     try:
         with open(partial, "wb") as file:
@@ -57,9 +69,13 @@ def save_state(
         if isinstance(error, RuntimeError) and "write" not in str(error).lower():
             raise
         is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, None)
+        before = (
+            "the state saved before is intact: free space and run the same command with --resume"
+            if (folder / FILE).is_file()
+            else "none was saved before: free space and run the same command again"
+        )
         raise CheckpointError(
-            f"{folder}: the trainer's state cannot be written ({'no space left' if is_full else error}); the state "
-            "saved before is intact: free space and run the same command with --resume"
+            f"{folder}: the trainer's state cannot be written ({'no space left' if is_full else error}); {before}"
         ) from None
     finally:
         partial.unlink(missing_ok=True)
@@ -69,7 +85,12 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     """Restore a state and return its step. Raises CheckpointError for none, a damaged one, or another run's."""
     values = read_state(folder)
     ours, theirs = identity(options), values["options"]
-    changed = sorted(key for key in ours if ours[key] != theirs.get(key))
+    ours_in_full, theirs_in_full = paths(ours), values["paths"]
+    changed = sorted(
+        key
+        for key in ours
+        if ours[key] != theirs.get(key) and not (key in NAMES and ours_in_full[key] == theirs_in_full[key])
+    )
     if changed:
         key = changed[0]
         raise CheckpointError(
@@ -89,7 +110,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} holds no trainer state ({FILE}); run without --resume to start one")
     try:
         values = torch.load(file, map_location="cpu", weights_only=True)
-        return {key: values[key] for key in ("step", "options", "weights", "moments")}
+        values.setdefault("paths", paths(values["options"]))  # states had none at first: paths from this folder
+        return {key: values[key] for key in ("step", "options", "paths", "weights", "moments")}
     except Exception as error:  # torch.load raises many kinds on a damaged file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(f"{file} is damaged ({reason}); delete it and train again without --resume") from None

@@ -38,13 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_mtpc.eval.arguments import check_positive
+    from vllm_mtpc.target import choose_device
     from vllm_mtpc.train import prepare
     from vllm_mtpc.train.data.cache import write_cache
     from vllm_mtpc.train.data.cache_files import DTYPES
 
+    check_positive(args, "rows_per_shard", "batch_rows")
     shared = {name: value for name, value in typed(args, TrainOptions).items() if name in SHARED}
     options = parse({**shared, "out": args.out}, "cache")
-    target = prepare.read_target(options, prepare.pick_device(options.device))
+    target = prepare.read_target(options, choose_device(options.device))
     data = prepare.read_data(options, target)
     if data.report.warning:
         print(f"warning: {data.report.warning}", file=sys.stderr)

@@ -18,12 +18,11 @@ from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.train.data.bins import read_bin, split_at_eos
 from vllm_mtpc.train.data.chat import encode_chat
 from vllm_mtpc.train.data.documents import DataError, Documents
+from vllm_mtpc.train.data.names import DATASET_SUFFIXES, FOLDER_SUFFIXES, is_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FOLDER_SUFFIXES = frozenset({".txt", ".md", ".py", ".jsonl"})
-DATASET_SUFFIXES = frozenset({".parquet", ".arrow", ".csv"})  # a folder of these is for the datasets library
 FORMS = '{"text": ...}, {"messages": [...]} or {"prompt_ids": [...], "response_ids": [...]}'
 BATCH = 64  # records tokenised at a time; fast tokenizers use all cores on them
 Record = dict[str, Any]
@@ -82,7 +81,7 @@ def read_records(data: Iterable[str], split: str) -> Iterator[_Source]:
                 raise DataError(f"data {name}: no file matches")
             for match in found:
                 yield from _file(match)
-        elif path.suffix in FOLDER_SUFFIXES | DATASET_SUFFIXES | {".bin", ".json"} or name.startswith(("/", ".", "~")):
+        elif is_path(name):
             raise DataError(f"data {name}: no such file or folder; name one that exists")
         else:
             yield from _dataset(name, split)

@@ -1,0 +1,81 @@
+"""`vllm-mtpc train --ray-workers` without a cluster: what reaches a worker, and how it comes back when it fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.train.harness import losses
+from tests.train.test_command import fixture_place, flags
+from vllm_mtpc.cli import main
+from vllm_mtpc.errors import CheckpointError, MtpcError
+from vllm_mtpc.train.run import cause
+
+__all__ = ["fixture_place"]
+ray_train = pytest.importorskip("ray.train", reason="Ray is not installed: pip install '.[ray]'")
+
+
+@pytest.fixture
+def worker_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the place of Ray's trainer, one worker in this process that starts in another folder, as Ray's do."""
+    import ray.train.torch
+    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+
+    class Trainer:
+        def __init__(self, worker, train_loop_config, **config) -> None:
+            self.worker, self.values = worker, train_loop_config
+
+        def fit(self) -> None:
+            here = Path.cwd()
+            os.chdir(tmp_path)
+            try:
+                self.worker(self.values)
+            except Exception as error:
+                wrapped = UserExceptionWithTraceback(error, "Traceback ...\n" * 100)
+                raise ray_train.WorkerGroupError("a hundred lines", {0: wrapped}) from None
+            finally:
+                os.chdir(here)
+
+    monkeypatch.setattr(ray.train.torch, "TorchTrainer", Trainer)
+
+
+def relative(place: Path, out: str, **changes: object) -> list[str]:
+    """Flags with every path relative to `place`, and the data a glob."""
+    words = [word.removeprefix(f"{place}/") for word in flags(place, out, evaluation_sequences=0, **changes)]
+    return ["train", *words, "--data", "te*.jsonl"]
+
+
+@pytest.mark.usefixtures("worker_elsewhere")
+def test_relative_paths_and_states_go_both_ways(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    assert main(relative(place, "whole", max_steps=4, schedule="constant")) == 0
+    case = {"schedule": "constant", "save_every": 1}
+    assert main(relative(place, "parts", max_steps=1, ray_workers=1, **case)) == 0
+    assert main(relative(place, "parts", max_steps=2, resume=True, **case)) == 0
+    assert main(relative(place, "parts", max_steps=4, resume=True, ray_workers=1, **case)) == 0
+    assert losses(place / "parts")[1:] != losses(place / "parts")[:-1]
+    assert len(losses(place / "parts")) == len(losses(place / "whole")) == 4
+
+
+@pytest.mark.usefixtures("worker_elsewhere")
+def test_a_worker_s_error_is_one_line(place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    assert main(relative(place, "failed", ray_workers=1, seq_len=1024)) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("vllm-mtpc: error: seq_len=1024, but the target reads at most 512 tokens")
+    shutil.rmtree(place / "failed", ignore_errors=True)
+
+
+def test_the_worker_s_error_that_can_be_mended_is_raised() -> None:
+    mend, full = CheckpointError("mend it"), OSError(errno.ENOSPC, "No space left on device")
+    lost = RuntimeError("several lines\nconnection closed by peer")
+    assert cause(ray_train.WorkerGroupError("long", {0: lost, 1: mend})) is mend
+    assert cause(ray_train.WorkerGroupError("long", {0: full, 1: lost})) is full
+    for error in (ray_train.WorkerGroupError("long", {1: lost}), ray_train.ControllerError(lost)):
+        found = cause(error)
+        assert isinstance(found, MtpcError)
+        assert "training on Ray failed (RuntimeError: connection closed by peer)" in str(found)

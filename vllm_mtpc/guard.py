@@ -1,0 +1,41 @@
+"""Errors at an entry point: bad input is one line on stderr and exit code 1, a fault of ours keeps its traceback."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable
+
+from vllm_mtpc.errors import MtpcError, install
+
+# Errors of a file system that a user can mend, and how; any other OSError is a fault of ours and keeps its traceback.
+_RIGHTS, _ROOM = "get the right to read or write it, or name another place,", "free space"
+DISK = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS) | dict.fromkeys(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _ROOM
+)
+# As above, where the error names what was not found: paths are typed by users.
+NAMES = dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "correct that path")
+
+
+def guard(program: str, call: Callable[[], int]) -> int:
+    """The exit code of `call`, or 1 after one line that says what is wrong."""
+    try:
+        return call()
+    except MtpcError as error:
+        return _fail(program, str(error))
+    except OSError as error:
+        remedy = (DISK | NAMES if error.filename else DISK).get(error.errno)
+        if remedy is None:
+            raise
+        return _fail(program, f"{error.filename or 'a file'}: {error.strerror}; {remedy} and type the same again")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("vllm_mtpc"):
+            raise
+        return _fail(program, f"{error.name} is not installed; type: {install('cpu')} (or .[cuda], or .[train])")
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(program: str, message: str) -> int:
+    print(f"{program}: error: {message}", file=sys.stderr)
+    return 1
