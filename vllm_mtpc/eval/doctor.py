@@ -142,8 +142,8 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
 def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[list[int]], int]:
     """Token ids of the prompts, and the most tokens the target can read.
 
-    vLLM V1 drafts for no request of a batch in which one is within two steps of the longest length it serves; texts
-    that come that near are refused, so that this is not taken for a fault of the head.
+    vLLM cuts drafts short that would reach past the longest length it serves; texts that come within two steps of it
+    are refused, so that this is not taken for a fault of the head.
     """
     from vllm_mtpc.eval.loading import prompts
     from vllm_mtpc.target.names import target_config, target_tokenizer
