@@ -33,7 +33,7 @@ EXTRAS = {
     # The trainer uses it where it is installed and PyTorch's own attention otherwise.
     "train-cuda": [*TRAIN, "xformers; sys_platform == 'linux'"],
     "ray": ["ray[default,serve,data,train]>=2.60"],
-    "s3": ["s3fs"],  # `vllm-mtpc batch` from and to s3://
+    "s3": ["s3fs>=2025.3"],  # `vllm-mtpc batch` from and to s3://
     "test": [
         "pytest>=8",
         "pytest-xdist>=3.6",
@@ -42,6 +42,7 @@ EXTRAS = {
         "ruff>=0.14",
         "jsonschema>=4.23",
         "tensorboard>=2.16",
+        "aiobotocore>=2.19",  # s3fs's; named so that pip lets moto follow it in the choice of botocore
         "moto[s3]>=5",  # an S3 server for tests; its own extra "server" brings far more than S3 needs
         "flask>=3",
         "flask-cors>=5",

@@ -259,7 +259,7 @@ def test_choice() -> None:
 
 def test_xformers_by_name_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(AttentionError, match=r"not installed; type: pip install 'vllm_mtpc\[train-cuda\]'"):
+    with pytest.raises(AttentionError, match=r"not installed; type: pip install '\.\[train-cuda\]'"):
         choose_attention("xformers", "cuda")
 
 
