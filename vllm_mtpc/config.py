@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.errors import HeadConfigError, one_line
 
 FORMAT_VERSION = 1
@@ -62,7 +63,7 @@ class HeadConfig(_Strict):
     speculators_config: SpeculatorsConfig = Field(description="Verifier and number of drafts.")
     transformer_layer_config: dict[str, Any] = Field(description="Sizes of the target, from its own config.")
     format_version: int = Field(description="Version of this format.")
-    circuit: str = Field(description="Structure over the window: ff, cp, hmm or btree.")
+    circuit: str = Field(description=f"Structure over the window: one of {', '.join(CIRCUITS)}.")
     window: int = Field(ge=2, description="n, tokens the circuit spans, the verifier's token included.")
     num_components: int = Field(ge=1, description="r, latent states.")
     head: str = Field(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.kernels.filter import naive
-from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
+from vllm_mtpc.kernels.filter.program import Instruction, Op, Program, check_program
 
-__all__ = ["Instruction", "Op", "Program", "filter_weights"]
+__all__ = ["Instruction", "Op", "Program", "check_program", "filter_weights"]
 
 MAX_COMPONENTS = 64  # of the kernel: it holds an r x r sum in registers, and 128 x 128 would spill
 

@@ -28,9 +28,7 @@ from vllm_mtpc.kernels.filter.machine import (
     normalise,
     push,
 )
-from vllm_mtpc.kernels.filter.program import Op, Program
-
-_CHANGE = {Op.PUSH: 1, Op.RISE: -1}  # of the number of vectors on the stack
+from vllm_mtpc.kernels.filter.program import CHANGE, Program
 
 
 @triton.jit
@@ -276,7 +274,7 @@ def _backward(
             r,
             inner_logits.shape[1],
             tape.shape[1],
-            sum(_CHANGE.get(op, 0) for instructions in program[:m] for op, _ in instructions),
+            sum(CHANGE.get(op, 0) for instructions in program[:m] for op, _ in instructions),
             R=triton.next_power_of_2(r),
             DEPTH=slots,
             num_warps=_num_warps(r),

@@ -34,14 +34,28 @@ class Instruction(NamedTuple):
 
 
 Program = Sequence[Sequence[Instruction]]
+CHANGE = {Op.PUSH: 1, Op.RISE: -1}  # of the number of vectors on the stack
+
+
+def check_program(program: Program, n: int, num_inner: int) -> None:
+    """Raise ValueError, one line, unless the machine can run `program` over n tokens with `num_inner` inner sums."""
+    if len(program or ()) != n + 1 or program[n]:
+        raise ValueError(f"program must be {n + 1} lists of instructions, the last one empty")
+    depth = 0
+    for k, instructions in enumerate(program):
+        for op, index in instructions:
+            if op in (Op.FALL, Op.RISE) and not 0 <= index < num_inner:
+                raise ValueError(f"program[{k}]: {Op(op).name} {index}, of {num_inner} inner sums counted from 0")
+            if op in (Op.RISE, Op.JOIN) and depth == 0:
+                raise ValueError(f"program[{k}]: {Op(op).name} pops from an empty stack; PUSH comes first")
+            depth += CHANGE.get(op, 0)
 
 
 def stack_depth(program: Program) -> int:
     """The most vectors on the stack at any time."""
-    change = {Op.PUSH: 1, Op.RISE: -1}
     depth = most = 0
     for instructions in program:
         for op, _ in instructions:
-            depth += change.get(op, 0)
+            depth += CHANGE.get(op, 0)
             most = max(most, depth)
     return most

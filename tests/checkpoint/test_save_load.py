@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_mtpc.checkpoint import load_head, save, save_head
+from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.errors import MtpcError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-CIRCUITS = ("ff", "cp", "hmm", "btree")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

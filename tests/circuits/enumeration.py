@@ -1,7 +1,7 @@
 """Brute force over every latent assignment and every token, in float64.
 
-Written from the definitions of the four circuits, and sharing no code with them: each circuit is a list
-of latents (parent, row of `inner` that holds p(latent | parent)) and the latent that emits each token.
+Of a circuit it reads the tree of latents that its class declares (`Circuit.latents`), neither its program nor its joint
+value. `written` has those trees by hand, from the definitions of the circuits.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from scipy.special import log_softmax, logsumexp
 
-from vllm_mtpc.circuits import Circuit, CircuitParams, get_circuit
+import vllm_mtpc.circuits
+from vllm_mtpc.circuits import Circuit, CircuitParams, Latents, circuit_class, get_circuit
 
-CIRCUITS = ("ff", "cp", "hmm", "btree")
+CIRCUITS = tuple(vllm_mtpc.circuits.CIRCUITS)
 
 # Trees written out by hand: a region of length L gives its left part round-half-to-even(L / 2) tokens.
 TREES = {
@@ -46,29 +47,16 @@ INNER_REGIONS[16] = [
     *TREES[16],
 ]
 
-Latents = list[tuple[int, int]]  # (parent latent, row of `inner`); the first one is the root
 
-
-def structure(name: str, n: int) -> tuple[Latents, list[int]]:
-    """Latents, parents first, and for each token the latent that emits it."""
+def written(name: str, n: int) -> Latents:
+    """The latents of the packaged circuits, written down once more."""
     if name in ("ff", "cp"):
-        return [(-1, -1)], [0] * n
+        return Latents([], [0] * n)
     if name == "hmm":
-        return [(k - 1, k - 1) for k in range(n)], list(range(n))
-    latents: Latents = []
-    owner = [-1] * n
-
-    def visit(region: tuple, parent: int) -> None:
-        mine = len(latents)
-        latents.append((parent, INNER_REGIONS[n].index(region) if parent >= 0 else -1))
-        for child in region:
-            if isinstance(child, int):
-                owner[child] = mine
-            else:
-                visit(child, mine)
-
-    visit(TREES[n], -1)
-    return latents, owner
+        return Latents(list(range(n - 1)), list(range(n)))
+    regions = [TREES[n], *INNER_REGIONS[n]]  # the latent of a region is its place here
+    above = {child: latent for latent, region in enumerate(regions) for child in region}
+    return Latents([above[region] for region in regions[1:]], [above[k] for k in range(n)])
 
 
 class Enumerated:
@@ -77,13 +65,13 @@ class Enumerated:
     def __init__(self, name: str, params: CircuitParams, b: int = 0) -> None:
         self.leaf, self.root, self.inner = (part[b].double().numpy() for part in params)
         self.n, r, self.vocab = self.leaf.shape
-        latents, owner = structure(name, self.n)
-        self.num_inner = len(latents) - 1
-        states = np.array(list(product(range(r), repeat=len(latents))))  # [A, latents]
+        parents, reads = make(name, self.n, r).latents
+        self.num_inner = len(parents)
+        states = np.array(list(product(range(r), repeat=1 + len(parents))))  # [A, latents]
         self.prior = self.root[states[:, 0]]  # [A], log p(assignment)
-        for mine, (parent, row) in enumerate(latents[1:], start=1):
-            self.prior = self.prior + self.inner[row][states[:, parent], states[:, mine]]
-        self.emit = [self.leaf[k][states[:, owner[k]]] for k in range(self.n)]  # [A, V] each
+        for f, parent in enumerate(parents):
+            self.prior = self.prior + self.inner[f][states[:, parent], states[:, f + 1]]
+        self.emit = [self.leaf[k][states[:, reads[k]]] for k in range(self.n)]  # [A, V] each
 
     def latent_terms(self, tokens: tuple[int, ...]) -> np.ndarray:
         """log p(assignment, tokens) of every assignment, [A]; -1 leaves the token out."""
@@ -139,4 +127,4 @@ def repeated(params: CircuitParams, b: int, count: int) -> CircuitParams:
 
 
 def make(name: str, n: int, r: int) -> Circuit:
-    return get_circuit(name, n, 1 if name == "ff" else r)
+    return get_circuit(name, n, min(r, circuit_class(name).max_components))

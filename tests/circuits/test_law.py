@@ -9,19 +9,21 @@ from scipy.special import log_softmax, logsumexp
 
 from tests.circuits.enumeration import (
     CIRCUITS,
+    TREES,
     Enumerated,
     all_tokens,
     make,
     prefix_marginals,
     random_params,
     repeated,
+    written,
 )
-from vllm_mtpc.circuits import Circuit, CircuitParams
+from vllm_mtpc.circuits import Circuit, CircuitParams, circuit_class
 
 torch.set_num_threads(1)
 
 SIZES = [(2, 3, 4), (3, 2, 4), (3, 1, 3), (4, 3, 3), (5, 3, 3), (5, 2, 2), (6, 3, 2), (6, 2, 3)]  # n, r, V
-CASES = [(name, *size) for name in CIRCUITS for size in SIZES if name != "ff" or size[1] > 1]
+CASES = [(name, *size) for name in CIRCUITS for size in SIZES if size[1] > 1 or circuit_class(name).max_components > 1]
 # float32 keeps about 7 digits; log probabilities here stay above -40 and sum at most ~30 rounded terms.
 TOLERANCE = 2e-5
 
@@ -38,9 +40,12 @@ def close(got: torch.Tensor, expected: np.ndarray | list) -> None:
     np.testing.assert_allclose(got.numpy(), np.asarray(expected), rtol=0, atol=TOLERANCE)
 
 
-def test_number_of_sum_units_is_that_of_the_structure(case):
-    name, circuit, params = case
-    assert circuit.num_inner == Enumerated(name, params).num_inner
+@pytest.mark.parametrize("n", TREES)
+@pytest.mark.parametrize("name", ["ff", "cp", "hmm", "btree"])
+def test_latents_are_those_of_the_definition_in_the_order_of_the_checkpoint(name, n):
+    circuit, wanted = make(name, n, 2), written(name, n)
+    assert (list(circuit.latents.parents), list(circuit.latents.reads)) == wanted
+    assert circuit.num_inner == len(wanted.parents)
 
 
 def test_joint_equals_the_sum_over_all_latents_and_sums_to_one(case):

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.circuits.enumeration import all_tokens, repeated
+from tests.circuits.enumeration import CIRCUITS, all_tokens, repeated
 from tests.heads.test_heads import LM_HEAD, OPTIONS, D, V, hidden_states
+from vllm_mtpc.circuits import circuit_class
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import HEADS, build_head
@@ -16,6 +17,7 @@ from vllm_mtpc.heads.base import INIT_STD, Head
 from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head, init_from_lm_head
 
 torch.set_num_threads(1)
+MIXTURES = [name for name in CIRCUITS if circuit_class(name).max_components > 1]
 SMALL = 3  # vocabulary small enough to enumerate
 SMALL_LM_HEAD = torch.randn(SMALL, D, generator=torch.Generator().manual_seed(3))
 
@@ -86,9 +88,9 @@ def test_an_lm_head_of_another_size_is_refused(name, shape):
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("circuit", ["ff", "cp", "hmm", "btree"])
+@pytest.mark.parametrize("circuit", CIRCUITS)
 def test_the_same_circuit_is_copied(name, circuit):
-    r = 1 if circuit == "ff" else 3
+    r = min(3, circuit_class(circuit).max_components)
     source, head = build(circuit, r, name, std=0.3), build(circuit, r, name)
     init_from_head(head, source)
     expected = source.state_dict()
@@ -115,7 +117,7 @@ def test_a_cp_becomes_an_hmm_or_a_btree_of_nearly_the_same_law(name, circuit, n,
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("circuit", ["cp", "hmm", "btree"])
+@pytest.mark.parametrize("circuit", MIXTURES)
 def test_an_ff_becomes_a_mixture_of_its_copies(name, circuit):
     source, head = build("ff", 1, name, vocab=SMALL, std=0.3), build(circuit, 4, name, vocab=SMALL)
     init_from_head(head, source, seed=0)
@@ -129,7 +131,7 @@ def test_an_ff_becomes_a_mixture_of_its_copies(name, circuit):
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("circuit", ["cp", "hmm", "btree"])
+@pytest.mark.parametrize("circuit", MIXTURES)
 def test_more_components_repeat_the_law_exactly_but_for_the_noise(name, circuit, monkeypatch):
     source, head = build(circuit, 2, name, vocab=SMALL, std=0.3), build(circuit, 6, name, vocab=SMALL)
     init_from_head(head, source)

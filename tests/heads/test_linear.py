@@ -38,7 +38,7 @@ def hidden_states(batch: int = B, seed: int = 1) -> torch.Tensor:
 def test_parameters_and_outputs_have_the_shapes_of_the_circuit(name, n, r):
     head = build(name, n, r)
     r = 1 if name == "ff" else r
-    inner = {"ff": 0, "cp": 0, "hmm": n - 1, "btree": len(INNER_REGIONS[n])}[name]
+    inner = head.circuit.num_inner
     expected = {"leaf_weight": (n, r, V, D)}
     if name != "ff":
         expected["root_weight"] = (r, D)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mtpc.circuits import base
+from vllm_mtpc.circuits import CIRCUITS, base, circuit_class
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.eval import conditionals
 from vllm_mtpc.heads import build_head
@@ -28,7 +28,6 @@ from vllm_mtpc.train.options import TrainOptions
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
-TRAINED = ("ff", "cp", "hmm", "btree")
 
 
 class Case(NamedTuple):
@@ -60,7 +59,7 @@ def run(cases: dict[str, Case]) -> dict:
 
 def training_gradients(name: str, filter_weights: Filter | None = None, device: str = "cpu") -> list[Tensor]:
     """Loss and gradients of a tiny head in training, chunk by chunk; `filter_weights`: in place of the operation."""
-    r, sizes = 1 if name == "ff" else 2, {"model_type": "llama", "vocab_size": 5, "hidden_size": 8}
+    r, sizes = min(2, circuit_class(name).max_components), {"model_type": "llama", "vocab_size": 5, "hidden_size": 8}
     asked = {"target": "t", "data": ["d"], "out": "o", "circuit": name, "window": 5, "components": r}
     options = TrainOptions(**asked, beta=0.5, acceptance=0.3, chunk_windows=2)
     config = HeadConfig.create(circuit=name, window=5, num_components=r, target=sizes, verifier="../target")
@@ -92,7 +91,7 @@ def _launch(cases: dict[str, Case], device: str) -> dict:
         first = next(iter(cases.values()))
         results["again"] = _outcome(kernel.filter_weights, first, device)
         results["alone"] = _outcome(kernel.filter_weights, Case(first[0], *(part[1:2] for part in first[1:])), device)
-        results["trained"] = {name: training_gradients(name, kernel.filter_weights, device) for name in TRAINED}
+        results["trained"] = {name: training_gradients(name, kernel.filter_weights, device) for name in CIRCUITS}
         return results
     finally:
         torch.use_deterministic_algorithms(was_deterministic)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.circuits import recipe
 from tests.kernels import draft_runner
 from tests.kernels.draft_runner import Case, Drafts
 from vllm_mtpc.circuits import get_circuit
@@ -96,6 +97,12 @@ def padded() -> Case:
     return replace(base, slots=torch.tensor([-1, 4, -1]))
 
 
+def of_recipe() -> Case:
+    """The circuit of CONTRIBUTING.md."""
+    with recipe.registered():
+        return case(recipe.NAME, 8, 7, 63, 2, 5)
+
+
 BLOCKS = case("btree", 8, 32, 700, 2, 3)  # two blocks of 512 tokens, or six of 128
 CASES: dict[str, Case] = {
     "btree 16": case("btree", 16, 8, 63, 1, 15),
@@ -120,6 +127,7 @@ CASES: dict[str, Case] = {
     "flat": with_leaf(case("btree", 8, 8, 63, 3, 3), torch.zeros(3, 3, 8, 63)),
     "strided": strided(),
     "strided, blocks": replace(strided(), one_launch=False),
+    "recipe": of_recipe(),
     "padded": padded(),
     "padded, blocks": replace(padded(), one_launch=False),
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.bench.timing import Time
+from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.output import check_file, write_json
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 KIND = "bench draft"
 BATCHES = [1, 2, 4, 8, 16, 32, 64]
-CIRCUITS = ("ff", "cp", "hmm", "btree")
 DEFINITIONS = (
     "params ms: the head's products for one draft of K tokens per request; tokens ms: K tokens from the circuit; "
     "draft ms: both in one go. Medians, with quartiles for the draft.",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--head", nargs="+", default=[], metavar="HEAD", help="MtPC heads: folders or hub names")
     add("--shape", nargs="+", type=shape, default=[], metavar="D=..,V=..,n=..,r=..", help="sizes of random heads")
-    add("--circuits", nargs="+", choices=CIRCUITS, default=CIRCUITS, help="of --shape (default: all)")
+    add("--circuits", nargs="+", choices=CIRCUITS, default=list(CIRCUITS), help="of --shape (default: all)")
     add("--num-drafts", type=int, metavar="K", help="default: as the head says, n - 1 for shapes")
     add("--batch", nargs="+", type=int, default=BATCHES, metavar="B", help="default: 1 2 4 8 16 32 64")
     add("--temperature", nargs="+", type=float, default=[1.0, 0.0], metavar="T", help="default: 1 0")
@@ -154,7 +154,7 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
     for sizes in args.shape:
         for circuit in args.circuits:
             target = {"vocab_size": sizes.V, "hidden_size": sizes.D}
-            r = 1 if circuit == "ff" else sizes.r
+            r = min(sizes.r, circuit_class(circuit).max_components)
             config = HeadConfig.create(circuit=circuit, window=sizes.n, num_components=r, target=target, verifier="-")
             torch.manual_seed(0)
             with torch.device(device):

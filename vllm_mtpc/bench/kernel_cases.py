@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_mtpc.circuits import CIRCUITS
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 Call = Callable[[], Any]
 BYTES, SUBWORDS = 320, 32000  # vocabularies
-CIRCUITS = ("ff", "cp", "hmm", "btree")
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ def couple(device: torch.device) -> Iterator[Case]:
 def filter_(device: torch.device) -> Iterator[Case]:
     import torch
 
-    from vllm_mtpc.circuits import get_circuit
+    from vllm_mtpc.circuits import circuit_class, get_circuit
     from vllm_mtpc.kernels.filter import naive
 
     for name, batch in ((name, batch) for name in CIRCUITS for batch in (64, 2048)):
-        n, r = 16, 1 if name == "ff" else 32
+        n, r = 16, min(32, circuit_class(name).max_components)
         circuit = get_circuit(name, n, r)
         evidence = torch.randn(batch, n, r, device=device) - 5
         sums = torch.randn(batch, r, device=device), torch.randn(batch, circuit.num_inner, r, r, device=device)
@@ -126,10 +127,10 @@ def draft(device: torch.device) -> Iterator[Case]:
 def _draft(device: torch.device, name: str, vocab_size: int, batch: int) -> Case:
     import torch
 
-    from vllm_mtpc.circuits import CircuitParams, get_circuit
+    from vllm_mtpc.circuits import CircuitParams, circuit_class, get_circuit
     from vllm_mtpc.kernels.draft import naive
 
-    n, r = 8, 1 if name == "ff" else 8
+    n, r = 8, min(8, circuit_class(name).max_components)
     circuit, drafts = get_circuit(name, n, r), n - 1
     first = torch.zeros(batch, dtype=torch.int64, device=device)
     leaf = torch.randn(batch, n, r, vocab_size, device=device)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import MtpcError
 
 BYTES = 320  # vocabulary of EvaByte; more than that asks for a head that shares the target's own lm_head
@@ -122,7 +123,7 @@ def write_head(folder: Path, target: Any, args: argparse.Namespace) -> None:
     config = HeadConfig.create(
         circuit=args.circuit,
         window=args.window,
-        num_components=1 if args.circuit == "ff" else args.components,
+        num_components=min(args.components, circuit_class(args.circuit).max_components),
         target=target,
         verifier="../SYNTHETIC-target",
         head=kind,
@@ -158,9 +159,9 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shape", required=True, metavar="SHAPE", help=f"{', '.join(SHAPES)}, or LAYERSxWIDTH")
     add("--out", type=Path, required=True, metavar="DIR", help="where both folders are written")
-    add("--circuit", default="btree", help="ff, cp, hmm or btree (default: btree)")
+    add("--circuit", default="btree", help=f"one of {', '.join(CIRCUITS)} (default: btree)")
     add("--window", type=int, default=8, metavar="N", help="tokens of the head's window (default: 8)")
-    add("--components", type=int, default=8, metavar="R", help="components (default: 8; ff has 1)")
+    add("--components", type=int, default=8, metavar="R", help="components (default: 8, or the most a circuit has)")
     add("--head", help="kind of head (default: linear, shared above 320 tokens)")
     add(
         "--acceptance", type=float, nargs="+", default=[0.7], metavar="P", help="chance of each further draft, or all K"

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState
-from vllm_mtpc.circuits.btree import BTree
-from vllm_mtpc.circuits.cp import CP
-from vllm_mtpc.circuits.ff import FullyFactorised
-from vllm_mtpc.circuits.hmm import HMM
+from typing import TYPE_CHECKING, Any
+
 from vllm_mtpc.errors import HeadConfigError
 
-__all__ = ["CIRCUITS", "Circuit", "CircuitParams", "FilterState", "get_circuit"]
+if TYPE_CHECKING:
+    from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState, Latents
 
-CIRCUITS: dict[str, type[Circuit]] = {cls.name: cls for cls in (FullyFactorised, CP, HMM, BTree)}
+__all__ = ["CIRCUITS", "Circuit", "CircuitParams", "FilterState", "Latents", "circuit_class", "get_circuit"]
+
+CIRCUITS = {  # where each is, not the class: help texts name them without torch
+    "ff": "vllm_mtpc.circuits.ff:FullyFactorised",
+    "cp": "vllm_mtpc.circuits.cp:CP",
+    "hmm": "vllm_mtpc.circuits.hmm:HMM",
+    "btree": "vllm_mtpc.circuits.btree:BTree",
+}
+
+
+def circuit_class(name: str) -> type[Circuit]:
+    """The class of the circuit called `name`; raises HeadConfigError for an unknown name."""
+    from pkgutil import resolve_name
+
+    if name not in CIRCUITS:
+        raise HeadConfigError(f"unknown circuit {name!r}; allowed: {', '.join(CIRCUITS)}; set circuit to one of them")
+    return resolve_name(CIRCUITS[name])
 
 
 def get_circuit(name: str, window: int, num_components: int) -> Circuit:
     """The circuit called `name`; raises HeadConfigError for an unknown name or impossible sizes."""
-    if name not in CIRCUITS:
-        raise HeadConfigError(f"unknown circuit {name!r}; allowed: {', '.join(CIRCUITS)}; set circuit to one of them")
-    return CIRCUITS[name](window, num_components)
+    return circuit_class(name)(window, num_components)
+
+
+def __getattr__(name: str) -> Any:
+    """What `base` has for everyone, imported when it is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm_mtpc.circuits import base
+
+    return getattr(base, name)

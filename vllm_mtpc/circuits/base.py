@@ -5,24 +5,22 @@ states. With leaf[k, z, v] = log p(x_k = v | z, h) every circuit is a filter ove
 
     q(x_k = v | x_<k, h) = sum_z exp(pi_k[z] + leaf[k, z, v])
 
-A circuit supplies the instructions that move its weights from token to token (`vllm_mtpc.kernels.filter.program`; run
-here in PyTorch, by the kernels on a GPU) and the joint value as one upward pass. Conditionals, joint log-probability,
-sampling, greedy and max-product decoding are written once, here. All arithmetic is float32 log space with the maximum
-subtracted.
+A circuit says how its latents hang together (`latents`) and which instructions move its weights from token to token
+(`program`; run here in PyTorch, by the kernels on a GPU). Conditionals, joint log-probability, sampling, greedy and
+max-product decoding are written once, here. All arithmetic is float32 log space with the maximum subtracted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import cached_property
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.kernels.filter import Program, filter_weights, naive
+from vllm_mtpc.kernels.filter import Program, check_program, filter_weights, naive
 
 # Far beyond what can be trained or served; a damaged config must not ask for a tree of 10**12 regions.
 MAX_WINDOW = 256
@@ -49,37 +47,72 @@ class FilterState(NamedTuple):
     stack: tuple[Tensor, ...] = ()  # [B, r] each; used by circuits that walk a tree
 
 
+class Latents(NamedTuple):
+    """The tree of latents. Latent 0 has the root's weights; latent f + 1 is drawn by inner sum f."""
+
+    parents: Sequence[int]  # [F], the latent above each of latents 1 to F: sum f goes from parents[f] to f + 1
+    reads: Sequence[int]  # [n], the latent that token k is drawn by
+
+
 class Circuit(ABC):
-    """A structure over `window` tokens with `num_components` latent states; holds no parameters."""
+    """A structure over `window` tokens with `num_components` latent states; holds no parameters.
+
+    A subclass has a `name`, `latents` and `program`. Without a name, TypeError where the class is defined; without the
+    others, or where they do not fit the window, TypeError or ValueError where it is constructed.
+    """
 
     name: ClassVar[str]
+    max_components: ClassVar[int] = MAX_COMPONENTS  # 1: there is nothing to choose, and the root has no parameters
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if not isinstance(getattr(cls, "name", None), str):
+            raise TypeError(f"circuit {cls.__name__} has no name; write name = ... into the class, as in CIRCUITS")
 
     def __init__(self, window: int, num_components: int) -> None:
         if not 2 <= window <= MAX_WINDOW:
             raise HeadConfigError(f"window={window}: a circuit spans 2 to {MAX_WINDOW} tokens; set window to that")
-        if not 1 <= num_components <= MAX_COMPONENTS:
-            raise HeadConfigError(f"num_components={num_components}: allowed are 1 to {MAX_COMPONENTS}")
+        if not 1 <= num_components <= self.max_components:
+            allowed = f"are 1 to {self.max_components}" if self.max_components > 1 else "is exactly 1; use 'cp'"
+            raise HeadConfigError(f"circuit {self.name!r} with num_components={num_components}: allowed {allowed}")
         self.window = window
         self.num_components = num_components
+        try:
+            self._upward = _leaves_first(self.latents, window)
+            check_program(self.program, window, self.num_inner)
+        except ValueError as error:
+            raise ValueError(f"circuit {type(self).__name__}, window={window}: {error}") from None
 
     @property
     @abstractmethod
-    def num_inner(self) -> int:
-        """F, the number of r x r sum units below the root."""
+    def latents(self) -> Latents:
+        """How the latents hang together. Sums are numbered as in the checkpoint."""
 
     @property
-    def has_root(self) -> bool:
-        """Whether the weights of the first latent are a parameter."""
-        return True
-
-    @cached_property
     @abstractmethod
     def program(self) -> Program:
         """How the weights get from the root to token 0, then from every token to the next: n + 1 lists."""
 
-    @abstractmethod
+    @property
+    def num_inner(self) -> int:
+        """F, the number of r x r sum units below the root."""
+        return len(self.latents.parents)
+
+    @property
+    def has_root(self) -> bool:
+        """Whether the weights of the first latent are a parameter."""
+        return self.max_components > 1
+
     def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
         """Root value [B] of the upward pass over evidence[B, n, r]; `reduce` combines latent states."""
+        parents, reads = self.latents
+        values = [torch.zeros_like(evidence[:, 0])] * (self.num_inner + 1)  # of what is below each latent
+        for k, latent in enumerate(reads):
+            values[latent] = values[latent] + evidence[:, k]
+        for f in self._upward:
+            message = reduce(params.inner[:, f] + values[f + 1].unsqueeze(1), -1)
+            values[parents[f]] = values[parents[f]] + message
+        return reduce(params.root + values[0], -1)
 
     def start(self, params: CircuitParams) -> FilterState:
         """State at position 0."""
@@ -165,6 +198,27 @@ def evidence_of(leaf: Tensor, tokens: Tensor) -> Tensor:
     """leaf[B, m, r, V] at tokens[B, m] -> [B, m, r]; a token of -1 gives 0, which marginalises the position."""
     index = tokens.clamp(min=0)[:, :, None, None].expand(-1, -1, leaf.shape[2], 1)
     return leaf.gather(3, index)[..., 0].masked_fill((tokens < 0).unsqueeze(-1), 0.0)
+
+
+def _leaves_first(latents: Latents, window: int) -> list[int]:
+    """The sums, those below another one before it. Raises ValueError for what is no tree of latents over the window."""
+    if not isinstance(latents, Latents):
+        raise ValueError("latents must be Latents(parents, reads)")
+    parents, reads = latents
+    known = range(len(parents) + 1)
+    if len(reads) != window or any(latent not in known for latent in (*parents, *reads)):
+        raise ValueError(
+            f"reads of latents must be {window} numbers from 0 to {len(parents)}, parents such numbers too"
+        )
+    depths = []
+    for latent in known[1:]:
+        depth = 0
+        while latent and depth <= len(parents):
+            latent, depth = parents[latent - 1], depth + 1
+        if latent:
+            raise ValueError("parents of latents go in a circle; each must lead up to latent 0")
+        depths.append(depth)
+    return sorted(range(len(parents)), key=depths.__getitem__, reverse=True)
 
 
 def _max(values: Tensor, dim: int) -> Tensor:

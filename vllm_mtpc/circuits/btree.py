@@ -13,9 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
-
-from vllm_mtpc.circuits.base import Circuit, CircuitParams, Reduce
+from vllm_mtpc.circuits.base import Circuit, Latents
 from vllm_mtpc.kernels.filter import Instruction, Op, Program
 
 
@@ -56,18 +54,28 @@ def inner_regions(root: Region) -> list[Region]:
 class BTree(Circuit):
     name = "btree"
 
-    def __init__(self, window: int, num_components: int) -> None:
-        super().__init__(window, num_components)
-        self.tree = build_tree(0, window)
-        inner = inner_regions(self.tree)
-        for index, region in enumerate(inner):
+    @cached_property
+    def tree(self) -> Region:
+        tree = build_tree(0, self.window)
+        for index, region in enumerate(inner_regions(tree)):
             region.index = index
-        self._num_inner = len(inner)
-        self._paths = [self._path_to(k) for k in range(window)]
+        return tree
 
-    @property
-    def num_inner(self) -> int:
-        return self._num_inner
+    @cached_property
+    def latents(self) -> Latents:
+        regions = inner_regions(self.tree)
+        parents, reads = [0] * len(regions), [0] * self.window
+        for region in (self.tree, *regions):
+            for child in (region.left, region.right):
+                if child.left is None:
+                    reads[child.lo] = region.index + 1
+                else:
+                    parents[child.index] = region.index + 1
+        return Latents(parents, reads)
+
+    @cached_property
+    def program(self) -> Program:
+        return [self._descend(self.tree), *(self._close(k) for k in range(self.window - 1)), []]
 
     def _path_to(self, k: int) -> list[tuple[Region, bool]]:
         """Open regions above token k, root first, each with whether k lies in its right child."""
@@ -78,13 +86,9 @@ class BTree(Circuit):
             region = region.right if is_right else region.left
         return path
 
-    @cached_property
-    def program(self) -> Program:
-        return [self._descend(self.tree), *(self._close(k) for k in range(self.window - 1)), []]
-
     def _close(self, k: int) -> list[Instruction]:
         """Regions that end at token k send their messages up; then down to token k + 1."""
-        path = list(self._paths[k])
+        path = self._path_to(k)
         found = []
         while path[-1][1]:
             found.append(Instruction(Op.RISE, path.pop()[0].index))
@@ -100,17 +104,3 @@ class BTree(Circuit):
             found.append(Instruction(Op.PUSH))
             region = region.left
         return found
-
-    def joint(self, params: CircuitParams, evidence: Tensor, reduce: Reduce) -> Tensor:
-        def message(region: Region) -> Tensor:
-            if region.left is None:
-                return evidence[:, region.lo]
-            return self._send(params, region, message(region.left) + message(region.right), reduce)
-
-        both = message(self.tree.left) + message(self.tree.right)
-        return reduce(params.root + both, -1)
-
-    @staticmethod
-    def _send(params: CircuitParams, region: Region, value: Tensor, reduce: Reduce) -> Tensor:
-        """Message [B, r] of a region to the latent above it, from the value [B, r] under its own latent."""
-        return reduce(params.inner[:, region.index] + value.unsqueeze(1), -1)

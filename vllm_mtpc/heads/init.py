@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD, Head, stay_bias
 
-# Probability that an inner sum keeps its latent after a CP has become an HMM or a BTree. With F sums the latent never
-# changes with probability s**F: nowhere is log q more than -F log s (0.001 F nats) below the CP's, and the total
-# variation is at most 1 - s**F. A start at 0.95 (STAY_PROBABILITY) would give up what the CP has learnt.
+# Probability that an inner sum keeps its latent after a CP has become a circuit with inner sums. With F of them the
+# latent never changes with probability s**F: nowhere is log q more than -F log s (0.001 F nats) below the CP's, and the
+# total variation is at most 1 - s**F. A start at 0.95 (STAY_PROBABILITY) would give up what the CP has learnt.
 INHERITED_STAY = 0.999
-GROWTH = {"ff": ("cp", "hmm", "btree"), "cp": ("hmm", "btree")}  # circuits that contain the first one
 
 
 @torch.no_grad()
@@ -45,9 +45,9 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
 def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     """Start `head` at the law of a trained `source` head of the same kind, window and target.
 
-    The same circuit is copied. An ff or cp source becomes any circuit that contains it: leaves and root are copied,
-    inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components than the
-    source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Raises
+    The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
+    are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components
+    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Raises
     HeadConfigError for anything else.
     """
     _check_source(head, source)
@@ -80,8 +80,9 @@ def _check_source(head: Head, source: Head) -> None:
             f"window, vocab_size, hidden_size = {sizes[0]} cannot start from a head of {sizes[1]}; allowed: the same "
             "three; train without a source head, or set them to the source's"
         )
-    if ours.name != theirs.name and ours.name not in GROWTH.get(theirs.name, ()):
-        allowed = ", ".join((theirs.name, *GROWTH.get(theirs.name, ())))
+    if ours.name != theirs.name and (theirs.num_inner or not ours.has_root):
+        more = [] if theirs.num_inner else [name for name in CIRCUITS if circuit_class(name).max_components > 1]
+        allowed = ", ".join(dict.fromkeys((theirs.name, *more)))
         raise HeadConfigError(
             f"circuit {ours.name!r} cannot start from a {theirs.name!r} head; allowed from it: {allowed}; set circuit "
             "to one of them"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.errors import MtpcError, one_line
 from vllm_mtpc.train.data.names import is_path
 
@@ -48,15 +49,17 @@ class TrainOptions(BaseModel):
     validation_share: float = Field(0.02, gt=0, lt=0.5, description="share of documents held out")
 
     # the head
-    circuit: str = Field("btree", description="ff, cp, hmm or btree")
+    circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
-    components: int | None = Field(None, ge=1, description="r, latent states (default: 32; 1 for ff)")
+    components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
     head: str = Field("linear", description="linear, shared (large vocabularies), mlp or transformer; or ptp")
     expander_rank: int | None = Field(None, ge=1, description="width of the shared head's expanders")
     expander_layers: int | None = Field(None, ge=1, description="blocks of the mlp and transformer heads")
     expander_heads: int | None = Field(None, ge=1, description="attention heads of the transformer head")
     init: Literal["lm-head", "random"] = Field("lm-head", description="start of a new head")
-    init_from: str | None = Field(None, description="head folder to start from: the same kind, or a cp for hmm, btree")
+    init_from: str | None = Field(
+        None, description="head folder to start from: the same kind; its circuit, or one that has no inner sums"
+    )
     lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
     lora_rank: int = Field(16, ge=1, description="rank of the adapters")
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
@@ -242,7 +245,9 @@ class TrainOptions(BaseModel):
     @property
     def num_components(self) -> int:
         """r, with its default."""
-        return self.components if self.components is not None else (1 if self.circuit == "ff" else 32)
+        from vllm_mtpc.circuits import circuit_class
+
+        return self.components or min(32, circuit_class(self.circuit).max_components)
 
     @property
     def needs_law(self) -> bool:

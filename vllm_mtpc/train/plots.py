@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_mtpc.circuits import CIRCUITS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -42,18 +44,18 @@ class Look(NamedTuple):
     dashes: Any
 
 
-CIRCUIT_LOOKS = {
-    "ff": Look("#E69F00", "^", ":"),
-    "cp": Look("#009E73", "s", "-."),
-    "hmm": Look("#CC79A7", "D", "--"),
-    "btree": Look("#0072B2", "o", "-"),
-}
-MORE_LOOKS = (
+LOOKS = (
+    Look("#E69F00", "^", ":"),
+    Look("#009E73", "s", "-."),
+    Look("#CC79A7", "D", "--"),
+    Look("#0072B2", "o", "-"),
     Look("#D55E00", "v", (0, (5, 1))),
     Look("#56B4E9", "P", (0, (3, 1, 1, 1))),
     Look("#000000", "X", (0, (1, 1))),
     Look("#8C6D31", "*", (0, (7, 2))),
 )
+CIRCUIT_LOOKS = dict(zip(CIRCUITS, itertools.cycle(LOOKS), strict=False))
+LOSS_COLOUR = "#0072B2"
 
 
 def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
@@ -69,7 +71,7 @@ def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     with _figure(1, 2, (7.2, 2.7)) as (figure, axes):
         for axis, (key, label) in zip(axes, panels.items(), strict=True):
             values = [line[key] for line in metrics]
-            colour = CIRCUIT_LOOKS["btree"].colour
+            colour = LOSS_COLOUR
             if len(values) < SMOOTHED_FROM:
                 axis.plot(steps, values, color=colour, linewidth=1.4, marker=".", markersize=3)
             else:
@@ -195,7 +197,7 @@ def _throughput_lines(axis: Axes, points: Sequence[Point]) -> None:
 
 def _frontier_points(axis: Axes, points: Sequence[Point]) -> None:
     for circuit in dict.fromkeys(point.circuit for point in points):
-        look = Look("#000000", "*", "-") if circuit is None else CIRCUIT_LOOKS.get(circuit, MORE_LOOKS[0])
+        look = Look("#000000", "*", "-") if circuit is None else CIRCUIT_LOOKS[circuit]
         own = sorted((point for point in points if point.circuit == circuit), key=lambda point: point.milliseconds)
         milliseconds, tokens = [point.milliseconds for point in own], [point.tokens_per_step for point in own]
         axis.errorbar(
@@ -241,7 +243,7 @@ def looks_of(names: Sequence[str]) -> dict[str, Look]:
         own = CIRCUIT_LOOKS.get(name.split(" ")[0])
         if own is not None and own not in looks.values():
             looks[name] = own
-    others = itertools.cycle([look for look in (*CIRCUIT_LOOKS.values(), *MORE_LOOKS) if look not in looks.values()])
+    others = itertools.cycle([look for look in LOOKS if look not in looks.values()])
     return {name: looks.get(name) or next(others) for name in names}
 
 

@@ -1,0 +1,45 @@
+"""A circuit that lacks something says what, in one line, where it is defined or constructed."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_mtpc.circuits import Circuit, Latents
+from vllm_mtpc.kernels.filter import Instruction, Op
+
+FOLD = [Instruction(Op.FOLD)]
+CHAIN = Latents([0], [0, 0, 1])
+
+
+def build(**parts):
+    """A circuit over three tokens with these parts."""
+    return type("Mine", (Circuit,), {"name": "mine", **parts})(3, 2)
+
+
+def test_a_whole_one_is_constructed():
+    assert build(latents=CHAIN, program=[[], FOLD, [*FOLD, Instruction(Op.FALL, 0)], []]).num_inner == 1
+
+
+@pytest.mark.parametrize(
+    "parts, words",
+    [
+        ({"name": None}, "circuit Mine has no name"),
+        ({}, "latents.*program"),
+        ({"latents": CHAIN}, "program"),
+        ({"num_inner": 0, "advance": None, "joint": None}, "latents.*program"),
+        ({"latents": None, "program": []}, "Mine, window=3: latents must be Latents"),
+        ({"latents": CHAIN, "program": None}, "Mine, window=3: program must be 4 lists"),
+        ({"latents": CHAIN, "program": [[]] * 3}, "program must be 4 lists"),
+        ({"latents": CHAIN, "program": [[], FOLD, FOLD, FOLD]}, "the last one empty"),
+        ({"latents": CHAIN, "program": [[], FOLD, [Instruction(Op.FALL, 1)], []]}, r"program\[2\]: FALL 1, of 1 inner"),
+        ({"latents": CHAIN, "program": [[], FOLD, [Instruction(Op.FALL)], []]}, "FALL -1"),
+        ({"latents": CHAIN, "program": [[], [Instruction(Op.JOIN)], FOLD, []]}, r"program\[1\]: JOIN pops"),
+        ({"latents": Latents([0], [0, 1]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
+        ({"latents": Latents([0], [0, 1, 2]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
+        ({"latents": Latents([2, 1], [0, 1, 2]), "program": [[]] * 4}, "parents of latents go in a circle"),
+    ],
+)
+def test_what_is_missing_or_does_not_fit_is_said(parts, words):
+    with pytest.raises((TypeError, ValueError), match=words) as caught:
+        build(**parts)
+    assert "\n" not in str(caught.value)

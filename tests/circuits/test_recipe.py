@@ -1,0 +1,84 @@
+"""CONTRIBUTING.md's own circuit: registered as it says there, it is a law, drafts, and is known everywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.circuits import recipe, test_decoding, test_law
+from tests.circuits.enumeration import Enumerated, conditionals, make, random_params
+from tests.heads import test_init
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.kernels.draft import naive
+
+torch.set_num_threads(1)
+NAME = recipe.NAME
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    with recipe.registered():
+        yield
+
+
+@pytest.mark.parametrize("n, r, vocab", [(2, 3, 4), (3, 2, 4), (5, 3, 3), (6, 2, 3)])
+def test_it_is_the_law_of_the_latents_it_declares(n, r, vocab):
+    circuit = make(NAME, n, r)
+    case = NAME, circuit, random_params(circuit, vocab, batch=2, seed=n)
+    test_law.test_joint_equals_the_sum_over_all_latents_and_sums_to_one(case)
+    test_law.test_every_conditional_equals_enumeration(case)
+    test_law.test_conditionals_along_a_sequence_equal_enumeration_and_add_up_to_the_joint(case)
+    test_decoding.test_mpe_reaches_the_largest_value_over_latents_and_tokens(NAME, n, r, vocab)
+
+
+def test_a_head_with_it_drafts_from_that_law():
+    """As a model runner drafts: the verifier's token first; `tests/kernels/test_draft.py` has the kernel's drafts."""
+    target = {"model_type": "llama", "vocab_size": 4, "hidden_size": 8}
+    config = HeadConfig.create(circuit=NAME, window=5, num_components=3, target=target, verifier="../target")
+    torch.manual_seed(0)
+    head = build_head(config).requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_()
+    hidden, first, seen = torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 0, 1]), []
+
+    def draw(log_q: torch.Tensor, k: int) -> torch.Tensor:
+        seen.append(log_q)
+        return torch.multinomial(log_q.exp(), 1)[:, 0]
+
+    drafts = naive.draft(head.circuit.program, *head.draft_params(hidden, first, 4), draw)
+    params = head(hidden)
+    for b, row in enumerate(torch.cat([first[:, None], drafts], dim=1).tolist()):
+        table = Enumerated(NAME, params, b).table()
+        for k in range(4):  # float32 against float64, as in test_law
+            wanted = conditionals(table, tuple(row[: k + 1]))
+            np.testing.assert_allclose(seen[k][b].numpy(), wanted, rtol=0, atol=test_law.TOLERANCE)
+
+
+def test_a_trained_cp_grows_into_it():
+    test_init.test_a_cp_becomes_an_hmm_or_a_btree_of_nearly_the_same_law("linear", NAME, 4, 1)
+    test_init.test_an_ff_becomes_a_mixture_of_its_copies("linear", NAME)
+
+
+EVERYWHERE = f"""
+import vllm_mtpc.circuits as circuits
+circuits.CIRCUITS.update({{{recipe.LINE.strip()}}})
+from vllm_mtpc.bench import draft_command, kernel_cases, synthetic
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.train import options, plots
+assert all(part.CIRCUITS is circuits.CIRCUITS for part in (draft_command, kernel_cases, synthetic))
+assert plots.CIRCUIT_LOOKS["{NAME}"] not in [plots.CIRCUIT_LOOKS[name] for name in ("ff", "cp", "hmm", "btree")]
+for shown in (HeadConfig, options.TrainOptions):
+    assert "{NAME}" in shown.model_fields["circuit"].description
+"""
+
+
+def test_bench_cases_plots_and_help_texts_know_it():
+    """In a process of its own, where the line is in the registry from the start."""
+    child = subprocess.run([sys.executable, "-c", EVERYWHERE], capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr[-2000:]
