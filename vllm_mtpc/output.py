@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm_mtpc.bench import provenance
 from vllm_mtpc.errors import MtpcError
 
 
@@ -15,9 +16,14 @@ class OutputError(MtpcError):
 
 
 def check_file(file: Path | None, flag: str = "--json") -> None:
-    """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises OutputError."""
+    """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises OutputError.
+
+    Results in `benchmarks/results/` name the commit that was measured: none are written there from a changed checkout.
+    """
     if file is None:
         return
+    if file.resolve().parent == provenance.RESULTS and (provenance.commit() or "").endswith(provenance.CHANGED):
+        raise OutputError(f"{flag} {file}: the checkout differs from its commit; commit first, or name another folder")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():

