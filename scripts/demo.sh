@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the demo: vLLM with heads beside plain vLLM, over HTTP and offline.
+# Sets everything up and runs the demo: a server with a head, and batch jobs beside plain vLLM.
 #
-#   scripts/demo.sh [--quick] [--json FILE]     --help lists the rest
+#   scripts/demo.sh [--logs DIR]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,10 +32,15 @@ class Resident:
 
     def __init__(self, process: subprocess.Popen[bytes], results: TextIO, log: Path) -> None:
         self._process, self._results, self._log = process, results, log
-        self.about: dict[str, Any] = self._answer()
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What the engine says when it is ready, which is waited for."""
+        return self._answer()
 
     def measure(self, setting: Setting) -> Measured:
         """One pass. Raises EngineFailed, with the end of the log, where the engine has ended."""
+        _ = self.about  # comes before any pass
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(asdict(setting)).encode() + b"\n")
             self._process.stdin.flush()
@@ -48,13 +54,23 @@ class Resident:
 
 
 @contextlib.contextmanager
-def resident(
+def launched(
     engine: dict[str, Any], prompts: Sequence[Prompt], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Resident]:
-    """``engine`` holds the keyword arguments of ``vllm.LLM``. Raises EngineFailed where it does not start."""
+    """An engine that is starting; several start at once. ``engine`` holds the keyword arguments of ``vllm.LLM``."""
     job = json.dumps({"engine": engine, "prompts": list(prompts)})
     with engine_child("vllm_mtpc.bench.offline", job, log, environment, subprocess.PIPE) as (process, results):
         yield Resident(process, results, log)
+
+
+@contextlib.contextmanager
+def resident(
+    engine: dict[str, Any], prompts: Sequence[Prompt], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Resident]:
+    """One that is ready. Raises EngineFailed where it does not start."""
+    with launched(engine, prompts, log, environment) as waiting:
+        _ = waiting.about
+        yield waiting
 
 
 def run(
