@@ -52,9 +52,9 @@ class Lines(rounds.Progress):
         super().say(text)
 
     def _beat(self) -> None:
-        while True:
+        while self.now:
             time.sleep(1.0)
-            if time.monotonic() - self.last > SILENCE_S:
+            if self.now and time.monotonic() - self.last > SILENCE_S:
                 self.say(f"... {self.now}")
 
 
@@ -103,7 +103,7 @@ def show(comparison: rounds.Comparison, served: Measured, alone: Sequence[rounds
     plain = next(one.measured for one in comparison.passes if one.decoding.is_plain and one.cell == CELLS[2])
     for one in alone:
         where = f"{one.decoding.name}, {one.cell.name} ({one.decoding.group})"
-        print(f"{where}: {one.measured.tokens_per_step:.2f} tokens/step; interpreted speeds say nothing")
+        print(f"{where}: {one.measured.tokens_per_step:.2f} tokens/step (its interpreted speed says nothing)")
     wordy = max(range(len(served.texts)), key=lambda index: len(served.texts[index].split()))
     print("\nThe server's answer with most words, after its prompt:\n")
     print(prompts.held_out(wordy + 1)[wordy] + "|" + served.texts[wordy])
@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except EngineFailed as error:
             print(error, file=sys.stderr)
             return 2
+    lines.now = ""
     lines.bar.close()
     is_same = show(comparison, served, alone)
     print(f"{time.monotonic() - lines.started:.0f} s in all")

@@ -72,6 +72,7 @@ def test_silence_is_broken(script, monkeypatch, capsys):
     while "... engines are starting" not in (said := capsys.readouterr().err) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "... engines are starting" in said
+    lines.now = ""
     lines.bar.close()
 
 

@@ -132,7 +132,6 @@ def interleaved(
     with contextlib.ExitStack() as stack:
         engines: dict[Decoding, Engine] = {}
         for decoding in decodings:
-            into.progress.say(f"starting {decoding.name} ({decoding.group})")
             try:
                 engines[decoding] = stack.enter_context(start(decoding))
             except EngineFailed as error:
@@ -171,7 +170,6 @@ def bracketed(
     """``decodings`` begin with plain, which runs once more at the end."""
     found: list[Pass] = []
     for place, decoding in enumerate([*decodings, decodings[0]]):
-        into.progress.say(f"starting {decoding.name} ({decoding.group})")
         base = rounds if place == len(decodings) else 0  # plain's second passes are further rounds of its own
         try:
             with start(decoding) as engine:

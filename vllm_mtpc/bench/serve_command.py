@@ -165,6 +165,7 @@ def measure(
     comparison = rounds.Comparison(rounds.Progress(total, deadline))
 
     def start(decoding: Decoding) -> contextlib.AbstractContextManager[engines.Engine]:
+        comparison.progress.say(f"starting {decoding.name} ({decoding.group})")
         return engines.start(decoding, engine, texts, logs, args.runner == "http")
 
     way = rounds.bracketed if args.order == "bracketed" else rounds.interleaved
