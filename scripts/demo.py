@@ -132,8 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except EngineFailed as error:
             print(error, file=sys.stderr)
             return 2
-    lines.now = ""
-    lines.bar.close()
+        finally:
+            lines.now = ""
+            lines.bar.close()
     is_same = show(comparison, served, alone)
     print(f"{time.monotonic() - lines.started:.0f} s in all")
     return 2 if comparison.missing else 0 if is_same else 1
