@@ -36,6 +36,7 @@ def script(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serve, "measure", measured)
     monkeypatch.setattr(prompts, "held_out", lambda count: ["prompt"] * count)
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)  # this process keeps its own handlers
     return module
 
 
