@@ -26,7 +26,17 @@ from packaging.utils import canonicalize_name
 
 from vllm_mtpc import demo
 
-BUILT_FROM = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "vllm_mtpc", "proposers", "kernels")
+BUILT_FROM = (
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "vllm_mtpc",
+    "proposers",
+    "kernels",
+)
 ISSUE_EXTRAS = {"cpu", "cuda", "train", "ray", "test"}
 MAX_ASSET_BYTES = 24 << 20
 
@@ -64,7 +74,7 @@ def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> No
         f"{place}/{file.relative_to(sources / folder).as_posix()}"
         for folder, place in places.items()
         for file in (sources / folder).rglob("*")
-        if file.is_file() and (file.suffix == ".py" or "assets" in file.parts or folder == "kernels")
+        if file.is_file() and (file.suffix in (".py", ".typed") or "assets" in file.parts or folder == "kernels")
     }
     assert "vllm_mtpc/proposers/__init__.py" in held
     assert "vllm_mtpc/kernels/__init__.py" in held
@@ -92,6 +102,11 @@ def test_wheel_metadata(wheel: Path, sources: Path) -> None:
 
     metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
     text = (sources / "vllm_mtpc/__init__.py").read_text(encoding="utf-8")
+    assert (metadata["Author"], metadata["License-Expression"]) == ("The vllm_mtpc contributors", "Apache-2.0")
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert "Apache License" in archive.read(f"{folder}/licenses/LICENSE").decode()
+    newest = re.search(r"^## (\S+)", (sources / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest[1] == metadata["Version"]
     assert metadata["Version"] == re.search(r'__version__ = "(.+)"', text)[1]
     assert set(metadata.get_all("Provides-Extra")) >= ISSUE_EXTRAS
     plain = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
