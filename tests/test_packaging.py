@@ -298,6 +298,26 @@ def test_this_environment_has_the_plugin_and_the_command() -> None:
     }
 
 
+KEPT = """
+import importlib.util, pathlib, sys, vllm
+files = [m.__spec__.cached for m in list(sys.modules.values()) if getattr(getattr(m, "__spec__", None), "cached", None)]
+files.append(importlib.util.cache_from_source(importlib.util.find_spec("vllm.entrypoints.llm").origin))
+print(sys.dont_write_bytecode, len(files), [file for file in files if not pathlib.Path(file).is_file()])
+"""
+
+
+def test_scripts_keep_bytecode_whatever_the_shell_says(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that they start compiles nothing anew. v2_on_cpu.sh stands for all: it runs what it is given."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
+    said = run(root / "scripts/v2_on_cpu.sh", sys.executable, "-c", KEPT).splitlines()[-1]
+    assert re.fullmatch(r"False \d{4} \[\]", said), said
+    for script in (root / "scripts").glob("*.sh"):
+        assert "\nunset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX" in script.read_text(encoding="utf-8"), script
+
+
 @pytest.mark.parametrize("script", [".ci/run", "scripts/setup.sh", "scripts/test.sh", "scripts/demo.sh"])
 def test_scripts_are_executable_and_parse(root: Path, script: str) -> None:
     assert os.access(root / script, os.X_OK)
