@@ -15,9 +15,12 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 BESIDE = {"vllm_mtpc.proposers": "proposers", "vllm_mtpc.kernels": "kernels"}
 
+# What is imported is named, also where it comes with vLLM or transformers; tests/test_packaging.py compares.
+MODEL = ["torch>=2.9", "transformers>=5.0", "tokenizers>=0.22"]
+SERVE = [*MODEL, "psutil>=6", "xgrammar>=0.1.30"]
 TRAIN = [
-    "torch>=2.9",
-    "transformers>=5.0",
+    *MODEL,
+    "jinja2>=3.1",
     "accelerate>=1.10",
     "peft>=0.18",
     "datasets>=4.0",
@@ -32,7 +35,7 @@ EXTRAS = {
     # Apart from "train": a requirement marker cannot see whether there is a GPU, and xformers pins a CUDA torch.
     # The trainer uses it where it is installed and PyTorch's own attention otherwise.
     "train-cuda": [*TRAIN, "xformers; sys_platform == 'linux'"],
-    "ray": ["ray[default,serve,data,train]>=2.60"],
+    "ray": ["ray[default,serve,data,train]>=2.60", "starlette>=1.0"],
     "s3": ["s3fs>=2025.3"],  # `vllm-mtpc batch` from and to s3://
     "test": [
         "pytest>=8",
@@ -42,12 +45,17 @@ EXTRAS = {
         "ruff>=0.14",
         "jsonschema>=4.23",
         "tensorboard>=2.16",
+        "openai>=2",
+        "msgspec>=0.19",
+        "compressed-tensors>=0.12",
         "aiobotocore>=2.19",  # s3fs's; named so that pip lets moto follow it in the choice of botocore
         "moto[s3]>=5",  # an S3 server for tests; its own extra "server" brings far more than S3 needs
         "flask>=3",
         "flask-cors>=5",
     ],
 }
+for build in ("cpu", "cuda"):
+    EXTRAS[build] += SERVE
 
 
 def version() -> str:
@@ -78,15 +86,31 @@ setup(
     description="Speculative decoding for vLLM: probabilistic-circuit heads and parallel token prediction",
     long_description=readme(),
     long_description_content_type="text/markdown",
+    author="The vllm_mtpc contributors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: {version}" for version in ("3", "3.10", "3.11", "3.12", "3.13")),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=packages(),
     package_dir={"vllm_mtpc": "vllm_mtpc", **BESIDE},
-    package_data={"vllm_mtpc.demo": ["assets/**"], "vllm_mtpc.kernels": ["**/*.md"]},
+    package_data={"vllm_mtpc": ["py.typed"], "vllm_mtpc.demo": ["assets/**"], "vllm_mtpc.kernels": ["**/*.md"]},
     include_package_data=False,
     zip_safe=False,
     install_requires=[
+        "aiohttp>=3.10",
+        "fsspec>=2024.6",
+        "huggingface-hub>=0.34",
         "numpy>=1.26",
         "packaging>=23",
+        "prometheus-client>=0.18",
         "pydantic>=2.12",
         "rich>=13.8",
         "safetensors>=0.6.2",

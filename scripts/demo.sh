@@ -4,6 +4,7 @@
 #   scripts/demo.sh [--logs DIR]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
 
 scripts/setup.sh
 exec .venv/bin/python scripts/demo.py "$@"

@@ -3,4 +3,5 @@
 # .venv/bin/python scripts/ray_demo.py --help
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
 exec .venv/bin/python scripts/ray_demo.py "$@"

@@ -8,6 +8,7 @@
 # training text stays in build/demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 # Threads that wait without spinning leave the processor to whatever else the machine does.

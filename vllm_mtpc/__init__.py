@@ -10,6 +10,11 @@ from pathlib import Path
 __version__ = "0.1.0"
 __all__ = ["METHODS", "__version__", "has_heads"]
 
+# In a checkout these folders lie beside the package, where setup.py takes them from. A checkout is imported without an
+# install whenever it comes first on sys.path: by `python -m` in it, whatever else is installed.
+if not (Path(__file__).parent / "proposers").is_dir():
+    __path__.append(str(Path(__file__).parents[1]))
+
 METHODS = ("mtpc", "ptp")  # names in vLLM's speculative_config
 
 

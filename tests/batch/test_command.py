@@ -76,6 +76,12 @@ def test_bad_lines_and_lines_that_kill_are_recorded(job, tmp_path, capsys):
     assert "4 lines answered, 2 of them with an error" in capsys.readouterr().out
 
 
+def test_api_key_of_other_servers_is_not_the_jobs(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    assert main(job(["a"])) == 0
+    assert not found(tmp_path / "out")["n0"]["response"]["body"]["api_key"]
+
+
 def test_engine_that_does_not_start_is_one_line(job, capsys):
     words = job(["a"])
     words[words.index("m")] = "broken"

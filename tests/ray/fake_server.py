@@ -30,7 +30,7 @@ async def complete(request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "no such thing", "type": "BadRequestError"}}, status=400)
     seconds = body.get("max_tokens", 1) / 100
     answer = {"process": os.getpid(), "choices": [{"text": prompt[::-1]}], "usage": {"completion_tokens": len(prompt)}}
-    answer["token"] = request.headers.get("Authorization")
+    answer |= {"token": request.headers.get("Authorization"), "api_key": os.environ.get("VLLM_API_KEY")}
     if not body.get("stream"):
         await asyncio.sleep(seconds)
         return web.json_response(answer, headers={"X-Request-Id": request.headers.get("X-Request-Id", "none")})

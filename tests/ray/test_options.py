@@ -41,6 +41,11 @@ def test_folders_get_their_full_names(tmp_path, monkeypatch):
         ({"model": TARGET, "engine": "foo"}, "engine='foo': not JSON"),
         ({"model": TARGET, "engine": "[1]"}, "engine='[1]': not a mapping"),
         ({"model": TARGET, "port": 80}, "port=80 is not an engine's here: remove it; type: serve start --http-port"),
+        (
+            {"model": TARGET, "api-key": "sesame"},
+            "type: VLLM_API_KEY=... serve run vllm_mtpc.ray_serve:app model=TARGET",
+        ),
+        ({"model": TARGET, "engine": {"api_key": "sesame"}}, "type: VLLM_API_KEY=... serve run"),
         ({"model": TARGET, "uds": "x"}, "uds='x' is not an engine's here: remove it"),
         ({"model": TARGET, "bogus": 1}, "vllm serve: unrecognized arguments: --bogus 1"),
         ({"model": TARGET, "dtype": "float9"}, "argument --dtype: invalid choice: 'float9'"),
@@ -51,6 +56,7 @@ def test_refusals_are_one_line(given, message):
         parse(given)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert "sesame" not in str(refused.value)
 
 
 def test_gpus_follow_the_parallel_sizes():

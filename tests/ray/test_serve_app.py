@@ -9,7 +9,8 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,8 @@ def client():
     from vllm_mtpc.ray_serve.deployments import build
 
     port = free_port()
-    with cluster(cpus=3):
+    with cluster(cpus=3), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "sesame")  # after the nodes: it is not in their environment
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         options = ServeOptions(model="m", replicas=2, attempts=2, request_timeout_s=15, health_period_s=1)
         serve.run(build(options, FAKE), route_prefix="/")
@@ -70,6 +72,15 @@ def test_headers_travel_both_ways(client):
         response = connection.getresponse()
         assert json.loads(response.read())["token"] == "Bearer me"
         assert response.getheader("X-Request-Id") == "seven"
+
+
+def test_api_key_reaches_engines_by_their_environment(client):
+    """And stands in the command line of no process of the machine."""
+    processes(client)
+    assert ask(client, "abc")[1]["api_key"] == "sesame"
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # a process that has just ended
+            assert b"sesame" not in place.read_bytes()
 
 
 def stream(client: Client, prompt: str, on_first=lambda event: None) -> tuple[list[dict], list[float]]:

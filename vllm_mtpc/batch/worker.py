@@ -21,6 +21,7 @@ from vllm_mtpc.batch.lines import Line
 from vllm_mtpc.batch.parts import record
 from vllm_mtpc.bench.acceptance import Acceptance
 from vllm_mtpc.serving.child import PROGRAM, EngineDied, EngineServer
+from vllm_mtpc.serving.options import API_KEY
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Worker:
     async def _start(self) -> None:
         """Sets `_server` once it can be asked."""
         setup = self._setup
-        server = EngineServer(setup.command, setup.environment, setup.program)
+        # It has no port; a key of other servers in our environment would have it refuse what we ask
+        server = EngineServer(setup.command, {API_KEY: "", **setup.environment}, setup.program)
         try:
             await server.start(setup.start_timeout_s)
         except EngineDied:

@@ -172,7 +172,7 @@ def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Appl
         health_check_timeout_s=60,
         graceful_shutdown_timeout_s=min(60.0, options.request_timeout_s),
         **_scale(options),
-    ).bind(options.command, options.env, options.start_timeout_s, list(program))
+    ).bind(options.command, options.environment, options.start_timeout_s, list(program))
     router = serve.deployment(
         Router,
         name="Router",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_mtpc.serving.options import EngineOptions, EngineOptionsError, parse_mapping, validated
+from vllm_mtpc.serving.options import API_KEY, EngineOptions, EngineOptionsError, parse_mapping, validated
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
 EXAMPLE = "serve run vllm_mtpc.ray_serve:app model=TARGET"
@@ -40,6 +41,12 @@ class ServeOptions(EngineOptions):
         if self.autoscaling and self.max_replicas is None:
             raise ValueError("autoscaling is given, but it is off; name max_replicas, or leave it out")
         return self
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What is added to the environment of an engine, on whichever node: the API key of this process too."""
+        own = {API_KEY: os.environ[API_KEY]} if os.environ.get(API_KEY) else {}
+        return {**own, **self.env}
 
     def scale(self) -> dict[str, Any]:
         """How many replicas, as Serve's deployments take it."""

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from vllm_mtpc.errors import MtpcError, one_line
 
+API_KEY = "VLLM_API_KEY"  # vLLM's own variable
+
 
 class EngineOptionsError(MtpcError):
     """What was asked of engines is not valid."""
@@ -70,6 +72,10 @@ def validated(model: type[Options], given: dict[str, Any], example: str) -> Opti
     if drafts and "model" in drafts:
         drafts = {**drafts, "model": _full(drafts["model"])}
     options = options.model_copy(update={"model": _full(options.model), "speculative_config": drafts})
+    if "api_key" in {key.replace("-", "_") for key in options.engine}:
+        raise EngineOptionsError(
+            f"api_key: every user of a machine sees its command lines; type: {API_KEY}=... {example}"
+        )
     check_flags(options.command)
     return options
 
