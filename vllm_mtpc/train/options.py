@@ -134,7 +134,7 @@ class TrainOptions(BaseModel):
     ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
 
     # what is written
-    save_every: int = Field(500, ge=1, description="steps between trainer states; the last one is kept")
+    save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     track: Literal["none", "tensorboard", "wandb"] = Field("none", description="also log there")
