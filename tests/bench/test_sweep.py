@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.models import make_target
 from vllm_mtpc.bench import sweep
+from vllm_mtpc.train.loop import Trainer
 
 FILE = """
 title: Two circuits
@@ -79,3 +80,20 @@ def test_runs_are_trained_once_and_told(tmp_path, capsys, monkeypatch):
     file.write_text("title: x\ncommon: {}\nruns: {}\n")
     assert sweep.main([*words, "--set", "foo"]) == 1
     assert "--set foo: KEY=VALUE is wanted" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    file = plan(tmp_path, PTP)
+    words = [str(file), "--runs", str(tmp_path / "runs"), "--set", "save_minutes=0", "max_steps=3"]
+    save, steps = Trainer.save, []
+
+    def interrupted(trainer):
+        save(trainer)
+        steps.append(trainer.step)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "save", interrupted)
+    assert sweep.main(words) == 130
+    assert sweep.main(words) == 0
+    assert steps == [1, 2, 3, 1, 2, 3]  # the first run goes on after its step 2

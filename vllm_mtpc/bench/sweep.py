@@ -18,8 +18,16 @@ from vllm_mtpc.bench import provenance
 from vllm_mtpc.bench.acceptance import DEFINITIONS
 from vllm_mtpc.guard import guard
 from vllm_mtpc.output import check_file, write_json
-from vllm_mtpc.train.options import CIRCUIT_OPTIONS, TrainOptions, TrainOptionsError, parse, read_yaml
-from vllm_mtpc.train.state import identity
+from vllm_mtpc.train.options import (
+    CIRCUIT_OPTIONS,
+    STATE_FILE,
+    STATE_FOLDER,
+    TrainOptions,
+    TrainOptionsError,
+    parse,
+    read_yaml,
+)
+from vllm_mtpc.train.state import changed_option, identity, read_state
 
 KEYS = {"title", "common", "runs"}
 BITS = ("target", "joint")
@@ -45,16 +53,17 @@ def main(arguments: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Trains what is missing and prints the table."""
     plan = read_plan(args.file)
-    wanted = list(plans(plan, changes(args.set), args.runs))  # all are checked before one is trained
     check_file(args.json)
+    from vllm_mtpc.train.prepare import settled
     from vllm_mtpc.train.run import train
 
+    wanted = [settled(options) for options in plans(plan, changes(args.set), args.runs)]  # all, before one is trained
     rows = []
     for options in wanted:
         record = done(options)
         if record is None:
             print(f"--- {options.out.name}", flush=True)
-            train(options)
+            train(options.model_copy(update={"resume": is_begun(options)}), again="the same again")
             record = done(options)
         rows.append(row(options.out.name, record))
     print(table(plan["title"], rows))
@@ -111,6 +120,13 @@ def done(options: TrainOptions) -> dict[str, Any] | None:
     compared = learnt.keys() - NAMES - set(of_other_kind)
     same = all(record["settings"].get(key) == learnt[key] for key in compared)
     return record if same and record.get("figures") else None
+
+
+def is_begun(options: TrainOptions) -> bool:
+    """Whether a run with these options was interrupted: its state is there, and no head."""
+    folder = options.out / STATE_FOLDER
+    has_state = (folder / STATE_FILE).is_file() and not (options.out / "provenance.json").exists()
+    return has_state and changed_option(read_state(folder), options) is None
 
 
 def row(name: str, record: dict[str, Any]) -> dict[str, Any]:

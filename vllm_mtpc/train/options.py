@@ -114,7 +114,9 @@ class TrainOptions(BaseModel):
     seed: int = Field(0, ge=0, description="the run repeats with it")
 
     # the data path
-    seq_len: int = Field(1024, ge=4, description="tokens of a packed row (at most what the target reads)")
+    seq_len: int | None = Field(
+        None, ge=4, description="tokens of a packed row (default: 1,024, or what the target reads where that is less)"
+    )
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it is not there")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")

@@ -20,6 +20,7 @@ from vllm_mtpc.heads import build_head
 from vllm_mtpc.train import prepare
 from vllm_mtpc.train.card import head_card, program, record
 from vllm_mtpc.train.data.names import resolved
+from vllm_mtpc.train.data.sources import size_of
 from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
@@ -47,6 +48,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     before stays valid.
     """
     prepare.check_before_work(options)
+    options = prepare.settled(options)
     accelerator = make_accelerator(options)
     say = print if accelerator.is_main_process else _quiet
     target = prepare.read_target(options, accelerator.device)
@@ -58,6 +60,10 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
             say(f"untrained head written: {options.out}")
         return options.out
     started = time.monotonic()
+    most, size = prepare.most_bytes(options), size_of(options.data)
+    if most and most < size:
+        say(f"data: about {most / 1e6:,.0f} of {size / 1e6:,.0f} MB are read, spread over all of it: what "
+            f"{options.max_steps:,} steps need")  # fmt: skip
     data = prepare.read_data(options, target)
     say(f"data: {data.report.tokens:,} tokens of {data.report.documents:,} documents in {data.report.rows:,} rows, "
         f"{data.report.padding:.1%} padding, {data.report.dropped:,} documents too short")  # fmt: skip
