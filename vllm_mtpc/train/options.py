@@ -167,7 +167,7 @@ class TrainOptions(BaseModel):
         from vllm_mtpc.heads import check_head_name
 
         get_circuit(self.circuit, self.window, self.num_components)
-        check_head_name(self.head)
+        check_head_name(self.head, "ptp")
         if self.beta == 0 and (self.kl, self.kl_form) != ("forward", "full"):
             raise ValueError("kl and kl_form say which KL, but beta is 0: give it a share, e.g. beta: 0.5")
         if self.lora_layers and self.cache:
@@ -178,7 +178,8 @@ class TrainOptions(BaseModel):
         """Raises ValueError for an option of the other kind of head."""
         if name := self._given(*(CIRCUIT_OPTIONS if self.is_ptp else PTP_OPTIONS)):
             kind, wanted = ("circuits", "another head") if self.is_ptp else ("PTP heads", "head ptp")
-            raise ValueError(f"{name} is an option of {kind}: remove {name}, or set {wanted}")
+            loss = "; a circuit's loss is what beta and acceptance say" if name == "ptp_loss" else ""
+            raise ValueError(f"{name} is an option of {kind}: remove {name}, or set {wanted}{loss}")
 
     def _check_used(self) -> None:
         """Raises ValueError for an option that another one leaves without effect."""
@@ -240,6 +241,14 @@ class TrainOptions(BaseModel):
     def loss_name(self) -> str:
         """The loss of a PTP head, with its default."""
         return self.ptp_loss or PTP_LOSSES[self.variant][0]
+
+    @property
+    def loss_unit(self) -> str:
+        """What the loss counts, for the axis of a plot."""
+        form = {"tv": "total variation", "length": "-accepted / (n - 1)", "log": "nats"}[self.acceptance_form]
+        if self.is_ptp or not self.acceptance or form == "nats":
+            return "nats per token"
+        return form if self.acceptance == 1 else f"{100 * self.acceptance:g} % {form}, the rest nats"
 
     @property
     def num_components(self) -> int:

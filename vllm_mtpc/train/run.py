@@ -179,7 +179,7 @@ class CircuitJob:
         if samples:
             _, saved = load_head(self.options.out)
             figures = figures_of(saved, self.target, samples, self.layers)
-        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out)
+        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out, self.options.loss_unit)
         if figures:
             plot_acceptance({self.config.circuit: figures}, self.options.out)
         self.write(figures, run)

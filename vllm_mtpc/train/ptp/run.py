@@ -81,7 +81,7 @@ class PtpJob:
         self.student.load_state_dict(weights, strict=not self.options.late_only)  # what was not trained is not there
         self.write({}, run)  # first of all: nothing that follows can lose it
         figures = measured(self.options, self.target, prompts) if prompts else {}
-        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out)
+        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out, self.options.loss_unit)
         if figures:
             plot_acceptance({self.config.variant: figures}, self.options.out)
             self.config = self.config.model_copy(update={"accepted": figures["t1"]["histogram"]})
