@@ -210,6 +210,7 @@ def check_runner(vllm_config: Any) -> None:
     """Refuse what a head cannot be served with on this runner; keep V1's scheduling synchronous."""
     from vllm_mtpc.errors import ServeConfigError
     from vllm_mtpc.heads import needs_lm_head
+    from vllm_mtpc.proposers.seam.runner import how_to_v2
 
     if vllm_config.speculative_config.method == "ptp":
         from vllm_mtpc.proposers.seam.config_ptp import check_engine
@@ -221,10 +222,10 @@ def check_runner(vllm_config: Any) -> None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not (is_v2 and scheduler.async_scheduling):
         runner = "Model Runner V2 with synchronous scheduling" if is_v2 else "Model Runner V1"
+        remedy = "drop --no-async-scheduling" if is_v2 else how_to_v2()
         raise ServeConfigError(
             f"pipeline_parallel_size={stages} with drafts on {runner}: vLLM crashes there; allowed: Model Runner V2 "
-            "with asynchronous scheduling; drop --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or use tensor "
-            "parallelism"
+            f"with asynchronous scheduling; {remedy}, or use tensor parallelism"
         )
     head = spec.head
     if head.lora_layers:

@@ -159,6 +159,16 @@ def verifier_name(target: str, out: Path) -> str:
     return os.path.relpath(target, out) if os.path.isdir(target) else target
 
 
+def serve_line(out: Path, needs_v2: bool) -> str:
+    """What to type for a head. Without a GPU vLLM's Model Runner V2 runs in Triton's interpreter, by a script."""
+    if not needs_v2 or torch.cuda.is_available():
+        return f"serve it: vllm serve {out}"
+    return (
+        f"serve it: scripts/v2_on_cpu.sh vllm serve {out} (in the checkout of vllm_mtpc: it needs vLLM's Model Runner "
+        f"V2, which has no other way without a GPU; with one: vllm serve {out})"
+    )
+
+
 def check_before_work(options: TrainOptions) -> None:
     """What can be refused before anything is loaded."""
     if options.init_from:

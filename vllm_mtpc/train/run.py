@@ -190,7 +190,7 @@ class CircuitJob:
                 f"expected tokens/step at T={temperature}: {values['tokens_per_step']:.3f} "
                 f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
             )
-        print(f"serve it: vllm serve {self.options.out}")
+        print(prepare.serve_line(self.options.out, needs_v2=bool(self.options.lora_layers)))
 
 
 def _quiet(*args: Any, **kwargs: Any) -> None:

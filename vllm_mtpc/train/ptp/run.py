@@ -89,7 +89,7 @@ class PtpJob:
         print(f"head written: {self.options.out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
         for line in figure_lines(self.options, figures):
             print(line)
-        print(f"serve it: vllm serve {self.options.out}")
+        print(prepare.serve_line(self.options.out, needs_v2=True))
 
 
 def ptp_config(options: TrainOptions, target: Target) -> PtpConfig:
