@@ -60,6 +60,32 @@ def test_a_wrong_command_line_is_a_usage_error(capsys, argv):
     assert "usage: vllm-mtpc" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["trian"], "train"),
+        (["bench", "serv"], "serve"),
+        (["train", "--loss", "ce"], "--ptp-loss"),
+        (["train", "--gama=3"], "--gamma"),
+        (["train", "--kl", "forwrad"], "forward"),
+        (["inspect", "head", "--jsno"], "--json"),
+        (["bench", "serve", "--haeds", "x"], "--heads"),
+        (["eval", "head", "--data", "d", "--temprature", "1"], "--temperature"),
+    ],
+)
+def test_what_is_misspelled_is_answered_with_what_was_meant(capsys, argv, meant):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_what_is_like_nothing_is_not_guessed_at(capsys):
+    with pytest.raises(SystemExit):
+        main(["inspect", "head", "--zzz"])
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --zzz\n")
+
+
 def test_inspect_of_a_good_head_succeeds(folder, capsys):
     assert main(["inspect", str(folder)]) == 0
     out, err = capsys.readouterr()

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from vllm_mtpc import __version__
-from vllm_mtpc.guard import guard
+from vllm_mtpc.guard import Parser, guard
 
 PROG = "vllm-mtpc"
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROG, description="Probabilistic-circuit draft heads for vLLM.")
+    parser = Parser(prog=PROG, description="Probabilistic-circuit draft heads for vLLM.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     typed = next((word for word in argv if not word.startswith("-")), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
@@ -31,6 +33,12 @@ def install(extra: str) -> str:
     return f"pip install '.[{extra}]' in the checkout of vllm_mtpc"
 
 
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """What an error says at its end of a misspelled word: the allowed one it is like; nothing where there is none."""
+    found = difflib.get_close_matches(word, list(allowed), 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> str:
     """The first problem of a pydantic error in one line, unknown keys answered with the allowed ones.
 
@@ -40,7 +48,8 @@ def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> st
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         keys = allowed if isinstance(allowed, list) else _keys_beside(problem["loc"], allowed)
-        return f"unknown key {key!r}; allowed keys: {', '.join(sorted(keys))}; remove it or correct its name"
+        hint = did_you_mean(str(problem["loc"][-1]), keys)
+        return f"unknown key {key!r}; allowed keys: {', '.join(sorted(keys))}; remove it or correct its name{hint}"
     if problem["type"] == "missing":
         return f"key {key!r} is missing; every key is explicit in this format: add it"
     message = problem["msg"].removeprefix("Value error, ")

@@ -19,7 +19,7 @@ from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.config_ptp import PtpConfig
-from vllm_mtpc.errors import ServeConfigError, one_line
+from vllm_mtpc.errors import ServeConfigError, did_you_mean, one_line
 from vllm_mtpc.heads import needs_lm_head
 from vllm_mtpc.proposers.seam import config_layers, schedule
 
@@ -154,7 +154,7 @@ def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
     if unknown:
         raise ServeConfigError(
             f"speculative_config: {unknown[0]!r} is not an option of method {given['method']!r}; allowed: "
-            f"{', '.join(user_keys)}; remove it"
+            f"{', '.join(user_keys)}; remove it{did_you_mean(unknown[0], user_keys)}"
         )
 
 

@@ -9,6 +9,7 @@ from vllm.config.model import ModelConfig
 
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.proposers.seam.runner import how_to_v2
 
 # vLLM's class has `model.layers` and `model.norm`, a layer takes (positions, states, residual), and the states that
 # enter a layer can be asked for. A test compares the drafts of each with those of a model with merged adapters.
@@ -44,8 +45,7 @@ def check_engine(vllm_config: Any) -> None:
     if not vllm_config.use_v2_model_runner:
         raise ServeConfigError(
             f"a head with lora_layers={count} on Model Runner V1, which keeps no KV cache for draft layers: allowed: "
-            "Model Runner V2 (a GPU, or a CPU with Triton); drop VLLM_USE_V2_MODEL_RUNNER=0, or use a head trained "
-            "with lora_layers 0"
+            f"Model Runner V2; {how_to_v2()}, or use a head trained with lora_layers 0"
         )
     if parallel.pipeline_parallel_size > 1:
         raise ServeConfigError(

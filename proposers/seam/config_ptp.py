@@ -15,6 +15,7 @@ from vllm_mtpc.checkpoint.ptp import check_ptp
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.seam.config import MtpcSpeculativeConfig
+from vllm_mtpc.proposers.seam.runner import how_to_v2
 from vllm_mtpc.proposers.seam.schedule import Schedule, merged
 
 if TYPE_CHECKING:
@@ -128,8 +129,7 @@ def check_engine(vllm_config: Any) -> None:
     if not vllm_config.use_v2_model_runner:
         raise ServeConfigError(
             "method 'ptp' on Model Runner V1: it drafts from token lists on the host, PTP from the target's own rows; "
-            "allowed: Model Runner V2 (a GPU, or a CPU with Triton); drop VLLM_USE_V2_MODEL_RUNNER=0, or use an MtPC "
-            "head"
+            f"allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head"
         )
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vllm_mtpc import METHODS
 from vllm_mtpc.proposers.seam import auto, watch
@@ -29,6 +29,7 @@ class CreateSpeculativeConfig(Patch):
                 made = _create(self, original, *args, **kwargs)
                 logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
                 return made
+            refuse_misspelt(method)
             target = args[0] if args else kwargs.get("target_model_config")
             shipped = auto.head_for(self, target)
             if shipped is None:
@@ -36,6 +37,18 @@ class CreateSpeculativeConfig(Patch):
             return auto.engage(self, shipped, lambda: _create(self, original, *args, **kwargs))
 
         return create_speculative_config
+
+
+def refuse_misspelt(method: str | None) -> None:
+    """Refuse a method that vLLM does not know and that is nearly one of ours."""
+    from vllm.config.speculative import SpeculativeMethod
+
+    from vllm_mtpc.errors import ServeConfigError, did_you_mean
+
+    if method in (None, *get_args(SpeculativeMethod)):
+        return
+    if hint := did_you_mean(str(method), METHODS):
+        raise ServeConfigError(f"speculative_config: vLLM knows no method {method!r}{hint}")
 
 
 def _create(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -197,6 +210,7 @@ def check_runner(vllm_config: Any) -> None:
     """Refuse what a head cannot be served with on this runner; keep V1's scheduling synchronous."""
     from vllm_mtpc.errors import ServeConfigError
     from vllm_mtpc.heads import needs_lm_head
+    from vllm_mtpc.proposers.seam.runner import how_to_v2
 
     if vllm_config.speculative_config.method == "ptp":
         from vllm_mtpc.proposers.seam.config_ptp import check_engine
@@ -208,10 +222,10 @@ def check_runner(vllm_config: Any) -> None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not (is_v2 and scheduler.async_scheduling):
         runner = "Model Runner V2 with synchronous scheduling" if is_v2 else "Model Runner V1"
+        remedy = "drop --no-async-scheduling" if is_v2 else how_to_v2()
         raise ServeConfigError(
             f"pipeline_parallel_size={stages} with drafts on {runner}: vLLM crashes there; allowed: Model Runner V2 "
-            "with asynchronous scheduling; drop --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or use tensor "
-            "parallelism"
+            f"with asynchronous scheduling; {remedy}, or use tensor parallelism"
         )
     head = spec.head
     if head.lora_layers:

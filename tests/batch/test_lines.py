@@ -77,6 +77,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path):
         ("twice.jsonl", "id '1' is on lines 1 and 2"),
         ("empty.jsonl", "no line in it"),
         ("absent.jsonl", "cannot be read"),
+        ("nope*.jsonl", r"nope\*.jsonl: no file matches"),
     ):
         with pytest.raises(BatchError, match=message) as refused:
             read(str(tmp_path / name), {})

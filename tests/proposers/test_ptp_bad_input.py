@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.models import make_ptp_head, make_target
 from tests.proposers.test_bad_input import engine_config
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.proposers.seam.runner import how_to_v2
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,22 @@ def test_v1_is_refused_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     message = refusal(place)
     assert "Model Runner V1" in message and "allowed: Model Runner V2" in message and "MtPC" in message
+    assert "type scripts/v2_on_cpu.sh vllm serve" in message and "drop" not in message
+
+
+def test_what_to_type_for_v2_is_what_helps_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable is to be dropped only where it is set, and not on a CPU, where that would not do."""
+    for is_cpu, variable, said in (
+        (True, None, "scripts/v2_on_cpu.sh vllm serve"),
+        (True, "0", "scripts/v2_on_cpu.sh vllm serve"),
+        (False, "0", "drop VLLM_USE_V2_MODEL_RUNNER=0"),
+        (False, None, "vLLM's log says"),
+    ):
+        monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu))
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        if variable:
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+        assert said in how_to_v2() and ("drop" in how_to_v2()) == (not is_cpu and variable == "0")
 
 
 def test_pipeline_parallel_is_refused(place: Path) -> None:

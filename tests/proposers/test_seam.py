@@ -11,7 +11,7 @@ import pytest
 
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.seam import engine_core, frontend, patch, versions, worker
+from vllm_mtpc.proposers.seam import config, engine_core, frontend, patch, versions, worker
 
 PATCHES = (*frontend.PATCHES, *engine_core.PATCHES, *worker.PATCHES)
 
@@ -70,6 +70,25 @@ def test_spec_method_flag_knows_our_methods() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     assert parser.parse_args(["--spec-method", "mtpc"]).spec_method == "mtpc"
     assert parser.parse_args(["--spec-method", "ngram"]).spec_method == "ngram"
+
+
+@pytest.mark.parametrize(("method", "hint"), [("mtcp", "did you mean mtpc"), ("tpp", "did you mean ptp")])
+def test_a_misspelled_method_is_answered_with_ours(method: str, hint: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model=str(demo.path("target")), speculative_config={"method": method, "model": "x"})
+    with pytest.raises(ServeConfigError, match=f"vLLM knows no method '{method}'; {hint}"):
+        args.create_speculative_config(None, None)
+
+
+def test_methods_of_vllm_are_not_taken_for_ours() -> None:
+    for method in ("mtp", "ngram", "nothing like it", None):
+        frontend.refuse_misspelt(method)
+
+
+def test_a_misspelled_option_is_answered_with_what_was_meant() -> None:
+    with pytest.raises(ServeConfigError, match="remove it; did you mean min_survival"):
+        config._check_request({"method": "mtpc", "min_survial": 0}, config.USER_KEYS)
 
 
 def test_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:

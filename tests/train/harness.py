@@ -45,7 +45,7 @@ def options_for(target: Target, out: Path, **changes) -> TrainOptions:
         "windows_per_step": 64,
         "seq_len": 40,
         "log_every": 1,
-        "save_every": 6,
+        "save_minutes": 60,
         "learning_rate": 1e-2,
         "block_rows": 5,
         "beta": 0.0,
@@ -61,6 +61,12 @@ def make_trainer(options: TrainOptions, target: Target, documents: Documents | N
     head, layers = prepare.initial_head(options, config, target), prepare.draft_layers(options, target)
     windows = prepare.window_source(options, target, prepare.hidden_source(options, target, rows))
     return Trainer(options, Accelerator(cpu=True), Drafter(head, target, options, layers), windows, options.max_steps)
+
+
+def save_every(trainer: Trainer, steps: int) -> Trainer:
+    """The trainer, which saves its state after every so many steps in place of minutes."""
+    trainer.stopping.due = lambda: trainer.step % steps == 0
+    return trainer
 
 
 def losses(out: Path) -> list[float]:

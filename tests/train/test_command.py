@@ -20,9 +20,12 @@ from tests.train.harness import losses
 from vllm_mtpc.checkpoint import load_head, save
 from vllm_mtpc.cli import main
 from vllm_mtpc.demo.byte_target import build_tokenizer
-from vllm_mtpc.train import command, run
+from vllm_mtpc.target import load_target
+from vllm_mtpc.train import command, prepare, progress, run
+from vllm_mtpc.train.options import parse
 
 WORDS = "the cat sat on the mat and the dog sat on the cat while the rat ran from the mat to the hat. "
+FEW = {"out": "none", "window": 4, "seq_len": 64, "windows_per_step": 16}
 
 
 @pytest.fixture(scope="module", name="place")
@@ -253,7 +256,7 @@ def test_what_is_not_installed_is_named(place, capsys, monkeypatch, changes, mes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seq_len": 1024}, "reads at most 512 tokens"),
+        ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),
         ({"target": "no/such-model"}, "causal language model"),
         ({"init_from": "nowhere"}, "no head at nowhere"),
         ({"target_dtype": "float8"}, "allowed are auto, float32"),
@@ -267,6 +270,59 @@ def test_what_cannot_be_is_refused_in_one_line(place, capsys, changes, message):
     assert error.startswith("vllm-mtpc: error: ")
     assert message in error
     assert not (place / "refused").exists()  # before anything was trained
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "{place}/none.jsonl"}, "none.jsonl: no such file or folder; name one that exists"),
+        ({"data": "{place}/none*.jsonl"}, "none*.jsonl: no file matches"),
+        ({"validation_data": "{place}/none.txt"}, "none.txt: no such file"),
+        ({"out": "{place}/text.jsonl/head"}, "text.jsonl is a file; name another folder"),
+        ({"out": "{place}/shut/head"}, "shut; name another folder"),
+        ({"cache": "{place}/shut/cache"}, "shut; name another folder"),
+    ],
+)
+def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
+    """Nothing of the target is loaded, and no responses are written, for a place that is not there."""
+    monkeypatch.setattr(prepare, "load_target", lambda *given: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written"))
+    (place / "shut").mkdir(exist_ok=True)
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("shut") and may(path, mode))
+    given = {"out": "refused"} | {key: value.format(place=place) for key, value in changes.items()}
+    for more in ({}, {"regenerate": 4}):
+        assert main(["train", *flags(place, **given, **more)]) == 1
+        assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (place / "refused").exists() and not list((place / "shut").iterdir())
+
+
+def test_a_row_is_what_the_target_reads(place):
+    words = flags(place, "rows", evaluation_sequences=0, max_steps=1)
+    at = words.index("--seq-len")
+    assert main(["train", *words[:at], *words[at + 2 :]]) == 0
+    assert json.loads((place / "rows" / "provenance.json").read_text())["settings"]["seq_len"] == 512
+
+
+def test_a_short_run_reads_what_its_steps_need(place, capsys, monkeypatch):
+    """Two steps of 16 windows, 16 bytes each, are 512 of the text's 2,000 bytes; many steps read all of it."""
+    monkeypatch.setattr(prepare, "LEAST_BYTES", 0)
+    named = {"target": str(place / "target"), "data": [str(place / "text.jsonl")]}
+    target, read = load_target(named["target"]), {}
+    for steps in (2, 10000):
+        read[steps] = prepare.read_data(parse(FEW | named | {"max_steps": steps}), target).report.documents
+    assert 2 < read[2] < read[10000] / 2 and read[10000] > 20
+    assert main(["train", *flags(place, "short", max_steps=2, windows_per_step=16, evaluation_sequences=0)]) == 0
+    assert "MB are read, spread over all of it: what 2 steps need" in capsys.readouterr().out
+
+
+def test_progress_goes_to_a_log_as_lines(place, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    assert main(["train", *flags(place, "logged", evaluation_sequences=0)]) == 0
+    said = capsys.readouterr().err.partition("tokenising")[2]  # what stands before is of transformers
+    assert said and "\r" not in said
+    for step in range(1, 5):
+        assert any(line.startswith(f"btree: {step}/4 step, ") and "loss=" in line for line in said.splitlines())
 
 
 def test_a_target_without_lm_head_is_refused(place, capsys):

@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from tests.train.harness import losses, make_trainer, options_for, random_documents, tiny_target
+from tests.train.harness import losses, make_trainer, options_for, random_documents, save_every, tiny_target
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.train import state
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, learning_rate, read_metrics
@@ -49,6 +49,7 @@ def test_it_learns_and_repeats(tiny_target, tmp_path, case):
 def test_a_killed_run_goes_on_bit_for_bit(tiny_target, tmp_path, case, monkeypatch):
     whole = run(options_for(tiny_target, tmp_path / "whole", **CASES[case]), tiny_target)
     killed = make_trainer(options_for(tiny_target, tmp_path / "killed", **CASES[case]), tiny_target)
+    save_every(killed, 6)
     update = killed._update
 
     def until_the_ninth(*args, **kwargs):
@@ -148,7 +149,7 @@ def test_a_diverged_run_stops(tiny_target, tmp_path):
 @pytest.mark.parametrize("what", ["weights", "moments"])
 def test_a_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, monkeypatch, what):
     """NaN in the update of step 4: the loss of that step, from the weights before, is still finite."""
-    trainer = make_trainer(options_for(tiny_target, tmp_path, save_every=2, log_every=2), tiny_target)
+    trainer = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=2), tiny_target), 2)
     update = trainer._update
 
     def planted(*args, **kwargs):
@@ -170,7 +171,7 @@ def test_a_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, mon
 
 def test_a_diverged_loss_is_seen_where_it_is_saved(tiny_target, tmp_path, monkeypatch):
     """Saved at step 3, logged at step 10: nothing of the loss's step is kept."""
-    trainer = make_trainer(options_for(tiny_target, tmp_path, save_every=3, log_every=10), tiny_target)
+    trainer = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=10), tiny_target), 3)
     update = trainer._update
     monkeypatch.setattr(trainer, "_update", lambda *args, **more: (update(*args, **more)[0] * float("nan"), None))
     with pytest.raises(CheckpointError, match=r"the loss is nan at step 3: .*; no state was saved before"):
@@ -179,8 +180,7 @@ def test_a_diverged_loss_is_seen_where_it_is_saved(tiny_target, tmp_path, monkey
 
 
 def test_the_device_is_waited_for_only_to_log_or_save(tiny_target, tmp_path, monkeypatch):
-    options = options_for(tiny_target, tmp_path, save_every=3, log_every=6)
-    trainer, steps = make_trainer(options, tiny_target), []
+    trainer, steps = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=6), tiny_target), 3), []
     finite = trainer._finite_loss
     monkeypatch.setattr(trainer, "_finite_loss", lambda share: steps.append(trainer.step) or finite(share))
     trainer.run()
@@ -194,7 +194,7 @@ def test_paths_may_be_written_otherwise(tiny_target, tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_text("text")
     monkeypatch.chdir(tmp_path / "here")
-    first = {"data": ["*.txt"], "validation_data": ["a.txt"], "max_steps": 2, "save_every": 1}
+    first = {"data": ["*.txt"], "validation_data": ["a.txt"], "max_steps": 2}
     run(options_for(tiny_target, tmp_path / "out", **first), tiny_target)
     for data, validation in (("../here/*.txt", "./a.txt"), (str(tmp_path / "here" / "*.txt"), "a.txt")):
         again = first | {"data": [data], "validation_data": [validation], "resume": True}

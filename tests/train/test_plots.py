@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import matplotlib.colors
 import pytest
+from matplotlib.text import Text
 
 from vllm_mtpc import demo
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.train import plot_command, plots
+from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.plots import Point, looks_of, plot_acceptance, plot_frontier, plot_loss, running_mean
 
 FIGURES = {
@@ -41,7 +44,7 @@ def metrics(lines: int) -> list[dict]:
 
 @pytest.mark.parametrize("lines", [3, 100])
 def test_loss_is_drawn_over_steps(tmp_path: Path, drawn: list, lines: int) -> None:
-    files = plot_loss(metrics(lines), tmp_path)
+    files = plot_loss(metrics(lines), tmp_path, "nats per token")
     assert {file.name for file in files} == {"loss.png", "loss.svg"} and all(file.stat().st_size for file in files)
     loss, tokens = drawn[0].axes
     assert loss.lines[0].get_xdata()[-1] == 10 * lines and loss.lines[0].get_ydata()[-1] == 3.0 / lines
@@ -50,7 +53,7 @@ def test_loss_is_drawn_over_steps(tmp_path: Path, drawn: list, lines: int) -> No
 
 
 def test_nothing_to_draw_writes_nothing(tmp_path: Path) -> None:
-    assert plot_loss([], tmp_path) == plot_acceptance({}, tmp_path) == plot_frontier([], tmp_path) == []
+    assert plot_loss([], tmp_path, "nats") == plot_acceptance({}, tmp_path) == plot_frontier([], tmp_path) == []
     assert not list(tmp_path.iterdir())
 
 
@@ -95,9 +98,44 @@ def test_labels_of_close_points_do_not_cover_each_other(tmp_path: Path, drawn: l
     assert len(boxes) == 2 and not boxes[0].overlaps(boxes[1])
 
 
+def test_labels_of_many_heads_cover_neither_each_other_nor_a_point(tmp_path: Path, drawn: list) -> None:
+    """Twelve heads whose points all but coincide: each label is whole, inside its panel and readable."""
+    heads = [(f"{name} n={n}", name) for name in ("ff", "cp", "hmm", "btree") for n in (4, 8, 16)]
+    close = [Point(label, name, "t1", 5 + 0.02 * k, 2 + 0.03 * (k % 5)) for k, (label, name) in enumerate(heads)]
+    plot_frontier([POINTS[0], *close], tmp_path)
+    axis = drawn[0].axes[0]
+    drawn[0].draw_without_rendering()  # what was saved has another resolution
+    renderer = drawn[0].canvas.get_renderer()
+    labels = [text for text in axis.texts if " n=" in text.get_text()]
+    boxes = [Text.get_window_extent(text, renderer) for text in labels]  # without the line to the point
+    assert len(boxes) == 12
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
+    for box in boxes:
+        assert axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1 and axis.bbox.y0 <= box.y0 and box.y1 <= axis.bbox.y1
+        assert not any(box.contains(*axis.transData.transform((p.milliseconds, p.tokens_per_step))) for p in close)
+
+
+@pytest.mark.parametrize(
+    ("values", "unit"),
+    [
+        ({}, "90 % total variation, the rest nats"),  # the default
+        ({"acceptance": 1}, "total variation"),
+        ({"acceptance": 0}, "nats per token"),
+        ({"acceptance_form": "log"}, "nats per token"),
+        ({"acceptance": 1, "acceptance_form": "length"}, "-accepted / (n - 1)"),
+        ({"head": "ptp"}, "nats per token"),
+    ],
+)
+def test_the_axis_says_what_the_loss_counts(tmp_path: Path, drawn: list, values: dict, unit: str) -> None:
+    options = parse({"target": "t", "data": ["d"], "out": tmp_path, **values})
+    plot_loss(metrics(3), tmp_path, options.loss_unit)
+    assert drawn[0].axes[0].get_ylabel() == f"loss ({unit})"
+
+
 def test_files_are_the_same_every_time(tmp_path: Path) -> None:
     for folder in ("one", "other"):
-        plot_loss(metrics(50), tmp_path / folder)
+        plot_loss(metrics(50), tmp_path / folder, "nats")
         plot_acceptance({"cp": FIGURES}, tmp_path / folder)
         plot_frontier(POINTS, tmp_path / folder)
     for file in (tmp_path / "one").iterdir():

@@ -53,7 +53,7 @@ def relative(place: Path, out: str, **changes: object) -> list[str]:
 def test_relative_paths_and_states_go_both_ways(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     assert main(relative(place, "whole", max_steps=4, schedule="constant")) == 0
-    case = {"schedule": "constant", "save_every": 1}
+    case = {"schedule": "constant", "save_minutes": 0}
     assert main(relative(place, "parts", max_steps=1, ray_workers=1, **case)) == 0
     assert main(relative(place, "parts", max_steps=2, resume=True, **case)) == 0
     assert main(relative(place, "parts", max_steps=4, resume=True, ray_workers=1, **case)) == 0

@@ -106,9 +106,13 @@ def _texts(path: str) -> Iterator[str]:
             files = sorted(name for name in system.find(place) if name.endswith((".jsonl", ".jsonl.gz")))
         else:
             files = sorted(system.glob(place)) if "*" in place else [place]
+        if not files:
+            raise BatchError(f"{path}: no file matches; name a file of lines, a glob or a folder with .jsonl files")
         for name in files:
             with system.open(name, "rt", encoding="utf-8", compression="infer") as file:
                 yield from file
+    except BatchError:
+        raise
     except ImportError as error:
         raise BatchError(f"{path}: {error}") from None  # fsspec says what to install
     except (OSError, UnicodeDecodeError, ValueError) as error:

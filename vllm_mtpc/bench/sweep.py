@@ -18,10 +18,19 @@ from vllm_mtpc.bench import provenance
 from vllm_mtpc.bench.acceptance import DEFINITIONS
 from vllm_mtpc.guard import guard
 from vllm_mtpc.output import check_file, write_json
-from vllm_mtpc.train.options import TrainOptions, TrainOptionsError, parse, read_yaml
-from vllm_mtpc.train.state import identity
+from vllm_mtpc.train.options import (
+    CIRCUIT_OPTIONS,
+    STATE_FILE,
+    STATE_FOLDER,
+    TrainOptions,
+    TrainOptionsError,
+    parse,
+    read_yaml,
+)
+from vllm_mtpc.train.state import changed_option, identity, read_state
 
 KEYS = {"title", "common", "runs"}
+BITS = ("target", "joint")
 NAMES = {"target", "data", "validation_data", "init_from"}  # provenance holds them without their folders
 
 
@@ -44,16 +53,17 @@ def main(arguments: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Trains what is missing and prints the table."""
     plan = read_plan(args.file)
-    wanted = list(plans(plan, changes(args.set), args.runs))  # all are checked before one is trained
     check_file(args.json)
+    from vllm_mtpc.train.prepare import settled
     from vllm_mtpc.train.run import train
 
+    wanted = [settled(options) for options in plans(plan, changes(args.set), args.runs)]  # all, before one is trained
     rows = []
     for options in wanted:
         record = done(options)
         if record is None:
             print(f"--- {options.out.name}", flush=True)
-            train(options)
+            train(options.model_copy(update={"resume": is_begun(options)}), again="the same again")
             record = done(options)
         rows.append(row(options.out.name, record))
     print(table(plan["title"], rows))
@@ -91,7 +101,12 @@ def plans(plan: dict[str, Any], more: dict[str, str], folder: Path) -> Iterator[
     """The options of every run."""
     for name, changes in plan["runs"].items():
         values = {**plan["common"], **(changes or {}), **more, "out": folder / str(name)}
-        yield parse(values, f"run {name}")
+        options = parse(values, f"run {name}")
+        if not options.evaluation_sequences:
+            raise TrainOptionsError(
+                f"run {name}: evaluation_sequences 0 leaves nothing to tabulate; set it to 1 or more"
+            )
+        yield options
 
 
 def done(options: TrainOptions) -> dict[str, Any] | None:
@@ -101,26 +116,32 @@ def done(options: TrainOptions) -> dict[str, Any] | None:
         return None
     record = json.loads(file.read_text(encoding="utf-8"))
     learnt = {**identity(options), "max_steps": options.max_steps}
-    same = all(record["settings"].get(key) == value for key, value in learnt.items() if key not in NAMES)
+    of_other_kind = CIRCUIT_OPTIONS if options.is_ptp else ()  # the record of a PTP head is without them
+    compared = learnt.keys() - NAMES - set(of_other_kind)
+    same = all(record["settings"].get(key) == learnt[key] for key in compared)
     return record if same and record.get("figures") else None
 
 
+def is_begun(options: TrainOptions) -> bool:
+    """Whether a run with these options was interrupted: its state is there, and no head."""
+    folder = options.out / STATE_FOLDER
+    has_state = (folder / STATE_FILE).is_file() and not (options.out / "provenance.json").exists()
+    return has_state and changed_option(read_state(folder), options) is None
+
+
 def row(name: str, record: dict[str, Any]) -> dict[str, Any]:
-    """What is told about a run."""
-    t1, t0 = record["figures"]["t1"], record["figures"]["t0"]
-    bytes_per_token = t1.get("bytes_per_token") or 1.0
+    """What is told about a run; PTP heads have no joint whose bits could be counted."""
+    head, t1, t0 = record["head"], record["figures"]["t1"], record["figures"]["t0"]
+    keys = ("variant", "lora_rank") if "variant" in head else ("circuit", "num_components")
+    bits = {key: t1[f"{key}_bits"] / (t1.get("bytes_per_token") or 1.0) for key in BITS if f"{key}_bits" in t1}
     return {
         "name": name,
-        "circuit": record["head"]["circuit"],
-        "components": record["head"]["num_components"],
+        **{key.removeprefix("num_"): head[key] for key in keys},
         "steps": record["settings"]["max_steps"],
         "tokens_per_step": {"t1": t1["tokens_per_step"], "t0": t0["tokens_per_step"]},
         "standard_error": {"t1": t1["standard_error"], "t0": t0["standard_error"]},
         "per_position": {"t1": t1["per_position"], "t0": t0["per_position"]},
-        "bits_per_byte": {
-            "target": t1["target_bits"] / bytes_per_token,
-            "joint": t1["joint_bits"] / bytes_per_token,
-        },
+        **({"bits_per_byte": bits} if bits else {}),
         "command": record["command"],
     }
 
@@ -130,15 +151,18 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
     lines = [
         title,
         "",
-        "| run | circuit | r | tokens/step T=1 | tokens/step T=0 | bits per byte, joint |",
+        "| run | head | r | tokens/step T=1 | tokens/step T=0 | bits per byte, joint |",
         "|---|---|---|---|---|---|",
     ]
     for one in rows:
         figures = [f"{one['tokens_per_step'][t]:.3f} ± {one['standard_error'][t]:.3f}" for t in ("t1", "t0")]
-        bits = f"{one['bits_per_byte']['joint']:.3f}"
-        lines.append("| " + " | ".join([one["name"], one["circuit"], str(one["components"]), *figures, bits]) + " |")
-    target = rows[0]["bits_per_byte"]["target"] if rows else float("nan")
-    return "\n".join([*lines, "", f"Bits per byte of the target on the same text: {target:.3f}."])
+        bits = f"{one['bits_per_byte']['joint']:.3f}" if "bits_per_byte" in one else ""
+        kind = [one.get("circuit") or one["variant"], str(one.get("components") or one["lora_rank"])]
+        lines.append("| " + " | ".join([one["name"], *kind, *figures, bits]) + " |")
+    targets = [one["bits_per_byte"]["target"] for one in rows if "bits_per_byte" in one]
+    if targets:
+        lines += ["", f"Bits per byte of the target on the same text: {targets[0]:.3f}."]
+    return "\n".join([*lines, "", "r: components of a circuit, LoRA rank of a PTP head."])
 
 
 if __name__ == "__main__":

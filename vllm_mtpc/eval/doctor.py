@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_NUM_SEQS = 16
 CPU_CACHE_BYTES = 256 << 20
+PROMPT_BYTES = 1 << 16  # of data for each prompt, where there is more
 
 
 class DoctorError(MtpcError):
@@ -153,7 +154,7 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     if args.data:
         from vllm_mtpc.train.data.sources import load_documents
 
-        documents = load_documents(args.data, tokenizer, seed=args.seed)
+        documents = load_documents(args.data, tokenizer, seed=args.seed, most_bytes=PROMPT_BYTES * args.prompts)
         found = [prompt.tolist() for prompt in prompts(documents, args.prompts, args.prompt_tokens, args.seed)]
     else:
         from vllm_mtpc.bench.prompts import held_out

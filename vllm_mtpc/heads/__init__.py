@@ -36,10 +36,11 @@ def needs_lm_head(name: str) -> bool:
     return _HEADS[name].needs_lm_head
 
 
-def check_head_name(name: str) -> None:
-    """Raise HeadConfigError unless `name` is a known head."""
+def check_head_name(name: str, *others: str) -> None:
+    """Raise HeadConfigError unless `name` is a known head; `others` are allowed where the caller looks."""
     if name not in _HEADS:
-        raise HeadConfigError(f"unknown head {name!r}; allowed: {', '.join(_HEADS)}; set head to one of them")
+        allowed = ", ".join((*_HEADS, *others))
+        raise HeadConfigError(f"unknown head {name!r}; allowed: {allowed}; set head to one of them")
 
 
 def check_head(name: str, hidden_size: int, options: Mapping[str, int | None]) -> None:

@@ -28,10 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     check_out(options)
-    if options.regenerate and not options.dry_run:
-        options = with_responses(options)
+    from vllm_mtpc.train.prepare import check_before_work
     from vllm_mtpc.train.run import on_ray, train
 
+    check_before_work(options)
+    if options.regenerate and not options.dry_run:
+        options = with_responses(options)
     start = on_ray if options.ray_workers else train
     try:
         start(options)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.loading import check_length, prompts
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate, with_draft_layers
+from vllm_mtpc.train.progress import Bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def held_out_samples(options: TrainOptions, target: Target, texts: list[Tensor])
     samples: dict[str, Samples] = {}
     if not texts:
         return samples
-    with tqdm(total=len(texts) * len(TEMPERATURES), desc="held-out continuations", unit="text") as bar:
+    with Bar(total=len(texts) * len(TEMPERATURES), desc="held-out continuations", unit="text") as bar:
         for name, temperature in TEMPERATURES.items():
             samples[name] = generate(
                 target,

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 from vllm_mtpc.train import state
 from vllm_mtpc.train.memory import peak_memory_bytes
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
+from vllm_mtpc.train.progress import Bar
+from vllm_mtpc.train.stopping import Stopping
 from vllm_mtpc.train.windows import Windows, WindowSource
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Trainer:
         self.folder = options.out / STATE_FOLDER
         self.step = 0
         self.saved: int | None = None  # the step of the state on disk that this run wrote or started from
+        self.stopping = Stopping(options.save_minutes, accelerator.num_processes)
         self.tokens_per_second = 0.0
 
     @property
@@ -64,21 +66,29 @@ class Trainer:
         return self.accelerator.is_main_process
 
     def run(self) -> None:
-        """All steps. An interruption leaves the last saved state and every line of metrics up to it."""
+        """All steps, or those up to a signal (`stopping.signal`), the state saved either way.
+
+        What ends it in another way leaves the last saved state and every line of metrics up to it.
+        """
         if self.options.resume:
             self.step = state.load_state(self.folder, self.drafter, self.optimizer.optimizer, self.options)
             self.saved = self.step
         self._start_metrics()
+        shown = {"desc": self.options.kind, "unit": "step", "disable": not self.is_main}
+        with self.stopping, Bar(total=self.steps, initial=self.step, **shown) as bar:
+            self._steps(bar)
+
+    def _steps(self, bar: Bar) -> None:
         started, seen = time.monotonic(), 0
-        bar = tqdm(total=self.steps, initial=self.step, desc=self.options.kind, unit="step", disable=not self.is_main)
         batches = self.source.batches(self.step)
-        while self.step < self.steps:
+        while self.step < self.steps and not self.stopping.signal:
             batch = next(batches)
             rate = learning_rate(self.options, self.step, self.steps)
-            logs = (self.step + 1) % self.options.log_every == 0 or self.step + 1 == self.steps
-            saves = (self.step + 1) % self.options.save_every == 0 or self.step + 1 == self.steps
+            is_last = self.step + 1 == self.steps
+            logs = (self.step + 1) % self.options.log_every == 0 or is_last
             share, watched = self._update(batch, rate, watch=logs)
             self.step += 1
+            saves = self.stopping.due() or is_last
             seen += int(batch.counts.sum())
             if logs or saves:  # at no other step is the device waited for
                 loss = self._finite_loss(share)
@@ -90,7 +100,6 @@ class Trainer:
             bar.update()
             if saves:
                 self.save()
-        bar.close()
 
     def save(self) -> None:
         """The trainer's state after the steps so far. Raises CheckpointError for weights that are not finite."""
@@ -99,6 +108,7 @@ class Trainer:
             self.folder, self.drafter, self.optimizer.optimizer, self.step, self.options, is_main=self.is_main
         )
         self.saved = self.step
+        self.stopping.saved()
 
     def weights(self) -> dict[str, Tensor]:
         """The head's weights on the host, put together from all processes."""

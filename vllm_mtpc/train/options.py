@@ -117,7 +117,9 @@ class TrainOptions(BaseModel):
     seed: int = Field(0, ge=0, description="the run repeats with it")
 
     # the data path
-    seq_len: int = Field(1024, ge=4, description="tokens of a packed row (at most what the target reads)")
+    seq_len: int | None = Field(
+        None, ge=4, description="tokens of a packed row (default: 1,024, or what the target reads where that is less)"
+    )
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it is not there")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
@@ -137,7 +139,7 @@ class TrainOptions(BaseModel):
     ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
 
     # what is written
-    save_every: int = Field(500, ge=1, description="steps between trainer states; the last one is kept")
+    save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     track: Literal["none", "tensorboard", "wandb"] = Field("none", description="also log there")
@@ -168,7 +170,7 @@ class TrainOptions(BaseModel):
         from vllm_mtpc.heads import check_head_name
 
         get_circuit(self.circuit, self.window, self.num_components)
-        check_head_name(self.head)
+        check_head_name(self.head, "ptp")
         if self.beta == 0 and (self.kl, self.kl_form) != ("forward", "full"):
             raise ValueError("kl and kl_form say which KL, but beta is 0: give it a share, e.g. beta: 0.5")
         if self.lora_layers and self.cache:
@@ -179,7 +181,8 @@ class TrainOptions(BaseModel):
         """Raises ValueError for an option of the other kind of head."""
         if name := self._given(*(CIRCUIT_OPTIONS if self.is_ptp else PTP_OPTIONS)):
             kind, wanted = ("circuits", "another head") if self.is_ptp else ("PTP heads", "head ptp")
-            raise ValueError(f"{name} is an option of {kind}: remove {name}, or set {wanted}")
+            loss = "; a circuit's loss is what beta and acceptance say" if name == "ptp_loss" else ""
+            raise ValueError(f"{name} is an option of {kind}: remove {name}, or set {wanted}{loss}")
 
     def _check_used(self) -> None:
         """Raises ValueError for an option that another one leaves without effect."""
@@ -241,6 +244,14 @@ class TrainOptions(BaseModel):
     def loss_name(self) -> str:
         """The loss of a PTP head, with its default."""
         return self.ptp_loss or PTP_LOSSES[self.variant][0]
+
+    @property
+    def loss_unit(self) -> str:
+        """What the loss counts, for the axis of a plot."""
+        form = {"tv": "total variation", "length": "-accepted / (n - 1)", "log": "nats"}[self.acceptance_form]
+        if self.is_ptp or not self.acceptance or form == "nats":
+            return "nats per token"
+        return form if self.acceptance == 1 else f"{100 * self.acceptance:g} % {form}, the rest nats"
 
     @property
     def num_components(self) -> int:

@@ -35,7 +35,13 @@ STYLE = {
 }
 NO_DATES = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 SMOOTHED_FROM = 40  # lines of metrics
-LABEL_PLACES = [(6, 5), (6, -12), (-6, 5), (-6, -12), (0, 9), (0, -17), (9, -3), (-9, -3)]  # points from a marker
+BESIDE = 12  # points from a marker that a label needs no line for
+LABEL_LINE = {"arrowstyle": "-", "color": "#8c8c8c", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+LABEL_PLACES = [  # points from a marker, near ones first
+    (round(away * math.cos(angle)), round(away * math.sin(angle)))
+    for away in (7, 12, 20, 30, 42, 56, 72, 90)
+    for angle in [math.radians(degrees) for degrees in (40, -40, 140, -140, 90, -90, 15, -15, 165, -165, 65, -65)]
+]
 
 
 class Look(NamedTuple):
@@ -58,16 +64,16 @@ CIRCUIT_LOOKS = dict(zip(CIRCUITS, itertools.cycle(LOOKS), strict=False))
 LOSS_COLOUR = "#0072B2"
 
 
-def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """loss.png and loss.svg: loss (nats) and expected tokens/step at T=1 over optimiser steps, one panel each.
+def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path, unit: str) -> list[Path]:
+    """loss.png and loss.svg: the loss and expected tokens/step at T=1 over optimiser steps, one panel each.
 
-    metrics: lines of metrics.jsonl (step, loss, tokens_per_step); long runs get a running mean. Returns the files
-    written, none without a line.
+    metrics: lines of metrics.jsonl (step, loss, tokens_per_step); long runs get a running mean. unit: of the loss.
+    Returns the files written, none without a line.
     """
     if not metrics:
         return []
     steps = [line["step"] for line in metrics]
-    panels = {"loss": "loss (nats per token)", "tokens_per_step": "tokens/step, T=1 (training data)"}
+    panels = {"loss": f"loss ({unit})", "tokens_per_step": "tokens/step, T=1 (training data)"}
     with _figure(1, 2, (7.2, 2.7)) as (figure, axes):
         for axis, (key, label) in zip(axes, panels.items(), strict=True):
             values = [line[key] for line in metrics]
@@ -214,26 +220,41 @@ def _frontier_points(axis: Axes, points: Sequence[Point]) -> None:
 
 
 def _place_labels(axis: Axes, points: Sequence[Point]) -> None:
-    """Writes each label beside its point, at the first place where it covers neither a label nor another point."""
+    """Writes each label at the nearest place to its point that covers no label and no other point, joined by a line
+    where that is not beside it."""
     from matplotlib.transforms import Bbox
 
     renderer = axis.figure.canvas.get_renderer()
+    scale = axis.figure.dpi / 72
     centres = [axis.transData.transform((point.milliseconds, point.tokens_per_step)) for point in points]
-    reach = 4 * axis.figure.dpi / 72  # half a marker
+    reach = 4 * scale  # half a marker
     taken = [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in centres]
     taken += [text.get_window_extent(renderer) for text in axis.texts]
-    for point in points:
-        at, label = (point.milliseconds, point.tokens_per_step), None
-        for place in LABEL_PLACES:
-            if label is not None:
-                label.remove()
-            side = "left" if place[0] > 0 else "right" if place[0] < 0 else "center"
-            label = axis.annotate(point.label, at, xytext=place, textcoords="offset points", fontsize=8, ha=side)
-            box = label.get_window_extent(renderer)
-            is_inside = axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1
-            if is_inside and not any(box.overlaps(other) for other in taken):
+    for point, (x, y) in zip(points, centres, strict=True):
+        at = (point.milliseconds, point.tokens_per_step)
+        label = axis.annotate(point.label, at, xytext=(0, 0), textcoords="offset points", fontsize=8)
+        size = label.get_window_extent(renderer).size
+        label.remove()
+        best = None
+        for right, up in LABEL_PLACES:  # of the label's nearest corner, or of the middle of an edge
+            left = x + right * scale - size[0] * (right < 0) - size[0] / 2 * (right == 0)
+            box = Bbox.from_bounds(left, y + up * scale - size[1] * (up < 0), *size)
+            hidden = sum(_overlap(box, other) for other in taken) + size.prod() - _overlap(box, axis.bbox)
+            if best is None or hidden < best[0] - 1e-6:
+                best = hidden, math.hypot(right, up), box
+            if best[0] <= 1e-6:
                 break
+        _, away, box = best
+        place = ((box.x0 - x) / scale, (box.y0 - y) / scale)
+        line = LABEL_LINE if away > BESIDE else None
+        axis.annotate(point.label, at, xytext=place, textcoords="offset points", fontsize=8, arrowprops=line)
         taken.append(box)
+
+
+def _overlap(one: Any, other: Any) -> float:
+    """Area that two boxes share."""
+    wide, high = min(one.x1, other.x1) - max(one.x0, other.x0), min(one.y1, other.y1) - max(one.y0, other.y0)
+    return max(0.0, wide) * max(0.0, high)
 
 
 def looks_of(names: Sequence[str]) -> dict[str, Look]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +15,11 @@ from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 from vllm_mtpc.target import load_target
+from vllm_mtpc.target.names import target_config
 from vllm_mtpc.train.data.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.data.cache_files import DTYPES, INDEX_FILE, data_fingerprint, read_index
 from vllm_mtpc.train.data.rows import PackingReport, Rows, pack, split_validation
-from vllm_mtpc.train.data.sources import load_documents
+from vllm_mtpc.train.data.sources import load_documents, size_of
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
 from vllm_mtpc.train.windows import WindowSource, default_block_rows
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
     from vllm_mtpc.target import Target
     from vllm_mtpc.train.data.documents import Documents
+
+SEQ_LEN = 1024  # tokens of a row where none are named
+WINDOW_BYTES = 16  # of data for each window of a run: a window starts at a token, and few tokens have more bytes
+LEAST_BYTES = 16 << 20  # read in any case, so that what is held out is varied
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,6 @@ def read_target(options: TrainOptions, device: torch.device) -> Target:
     if not isinstance(dtype, (str, torch.dtype)):
         raise TrainOptionsError(f"target_dtype {options.target_dtype!r}: allowed are auto, float32, bfloat16, float16")
     target = load_target(options.target, dtype, device, options.attention)
-    longest = getattr(target.config, "max_position_embeddings", None)
-    if longest and options.seq_len > longest:
-        raise TrainOptionsError(
-            f"seq_len={options.seq_len}, but the target reads at most {longest} tokens; set seq_len to that or less"
-        )
     check_packing(target.backbone, target.attention, device)
     return target
 
@@ -62,18 +63,33 @@ def read_target(options: TrainOptions, device: torch.device) -> Target:
 def read_data(options: TrainOptions, target: Target) -> Data:
     """Documents of the data, packed. Raises DataError where there is nothing to train on."""
 
-    def load(data: list[str]) -> Documents:
+    def load(data: list[str], most_bytes: int | None) -> Documents:
         return load_documents(
-            data, target.tokenizer, split=options.split, seed=options.seed, vocab_size=target.vocab_size
+            data,
+            target.tokenizer,
+            split=options.split,
+            seed=options.seed,
+            most_bytes=most_bytes,
+            vocab_size=target.vocab_size,
         )
 
-    documents = load(options.data)
+    documents = load(options.data, most_bytes(options))
     if options.validation_data:
-        held_out = load(options.validation_data)
+        held_out = load(options.validation_data, LEAST_BYTES)
     else:
         documents, held_out = split_validation(documents, options.validation_share, options.seed)
     rows, report = pack(documents, options.seq_len, options.window, options.seed)
     return Data(rows, report, held_out)
+
+
+def most_bytes(options: TrainOptions) -> int | None:
+    """How much of the data is read where there is more: what the steps need; None: all.
+
+    A folder of states is of all data, whatever the run that made it needed.
+    """
+    if options.max_steps is None or options.cache:
+        return None
+    return max(LEAST_BYTES, WINDOW_BYTES * options.max_steps * options.windows_per_step)
 
 
 def hidden_source(options: TrainOptions, target: Target, rows: Rows) -> HiddenSource:
@@ -143,6 +159,16 @@ def verifier_name(target: str, out: Path) -> str:
     return os.path.relpath(target, out) if os.path.isdir(target) else target
 
 
+def serve_line(out: Path, needs_v2: bool) -> str:
+    """What to type for a head. Without a GPU vLLM's Model Runner V2 runs in Triton's interpreter, by a script."""
+    if not needs_v2 or torch.cuda.is_available():
+        return f"serve it: vllm serve {out}"
+    return (
+        f"serve it: scripts/v2_on_cpu.sh vllm serve {out} (in the checkout of vllm_mtpc: it needs vLLM's Model Runner "
+        f"V2, which has no other way without a GPU; with one: vllm serve {out})"
+    )
+
+
 def check_before_work(options: TrainOptions) -> None:
     """What can be refused before anything is loaded."""
     if options.init_from:
@@ -154,6 +180,32 @@ def check_before_work(options: TrainOptions) -> None:
 
         if not is_head(options.out):
             raise TrainOptionsError(f"out={options.out} holds another model's config.json; name another folder")
+    _check_place("out", options.out)
+    if options.cache:
+        _check_place("cache", options.cache)
+    size_of([*options.data, *options.validation_data])
+
+
+def _check_place(key: str, folder: Path) -> None:
+    """Raises TrainOptionsError where a folder cannot be made or written to; makes nothing."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise TrainOptionsError(f"{key}={folder}: {there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise TrainOptionsError(f"{key}={folder}: no right to write to {there}; name another folder")
+
+
+def settled(options: TrainOptions) -> TrainOptions:
+    """The options with a seq_len that the target reads, by its config alone. Raises TargetError, TrainOptionsError."""
+    longest = getattr(target_config(options.target).get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    if options.seq_len is None:
+        return options.model_copy(update={"seq_len": min(SEQ_LEN, longest)})
+    if options.seq_len > longest:
+        raise TrainOptionsError(
+            f"seq_len={options.seq_len}, but the target reads at most {longest} tokens; set seq_len to that or less, "
+            "or leave it out"
+        )
+    return options
 
 
 def fingerprint(rows: Rows) -> str:

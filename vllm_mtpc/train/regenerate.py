@@ -116,13 +116,13 @@ def regenerate(options: RegenerateOptions) -> Path:
 
 def _write(options: RegenerateOptions, left: list[Request], total: int, tokenizer: Any, output: Any) -> int:
     """Writes the responses to `left` as they come; returns how many were skipped."""
-    from tqdm import tqdm
+    from vllm_mtpc.train.progress import Bar
 
     by_id = {request.id: request for request in left}
     skipped = written = 0
     started = time.monotonic()
     with (
-        tqdm(total=total, initial=total - len(left), desc="responses", unit="response") as bar,
+        Bar(total=total, initial=total - len(left), desc="responses", unit="response") as bar,
         closing(_engine(options, left, tokenizer is not None)) as waves,
     ):
         bar.set_postfix_str("vLLM is starting")

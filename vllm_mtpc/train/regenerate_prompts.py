@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from vllm_mtpc.train.data.sources import FORMS, exact_ids, load_documents, read_records
+from vllm_mtpc.train.progress import Bar
 from vllm_mtpc.train.regenerate import RegenerateError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
     if options.limit is not None and options.limit < len(records):
         records = [records[index] for index in _some(len(records), options.limit, options.seed)]
     cutter = _Cutter(options, tokenizer)
-    for source in tqdm(records, desc="prompts", unit=" records", mininterval=1):
+    for source in Bar(records, desc="prompts", unit=" records", mininterval=1):
         record = source.record
         if "prompt_ids" in record:
             if ids := exact_ids(record, "prompt_ids"):

@@ -8,6 +8,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from signal import SIGINT, Signals
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,12 @@ from vllm_mtpc.heads import build_head
 from vllm_mtpc.train import prepare
 from vllm_mtpc.train.card import head_card, program, record
 from vllm_mtpc.train.data.names import resolved
+from vllm_mtpc.train.data.sources import size_of
 from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.memory import peak_memory_bytes
-from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, TrainOptionsError
 from vllm_mtpc.train.ptp.run import PtpJob
 
 if TYPE_CHECKING:
@@ -35,13 +37,18 @@ if TYPE_CHECKING:
     from vllm_mtpc.train.windows import WindowSource
 
 
-def train(options: TrainOptions, command: str | None = None) -> Path:
+AGAIN = "the same command with --resume"
+
+
+def train(options: TrainOptions, command: str | None = None, again: str = AGAIN) -> Path:
     """Trains a head and writes its folder; the same call in every process of the run. Returns the folder.
 
-    `command` is what was typed, where another process started this one. Raises an MtpcError for anything a user can
-    mend; what was written before stays valid.
+    `command` is what was typed, where another process started this one; `again` what to type after an interruption.
+    Raises an MtpcError for anything a user can mend, and SystemExit where a signal ended the steps; what was written
+    before stays valid.
     """
     prepare.check_before_work(options)
+    options = prepare.settled(options)
     accelerator = make_accelerator(options)
     say = print if accelerator.is_main_process else _quiet
     target = prepare.read_target(options, accelerator.device)
@@ -53,6 +60,10 @@ def train(options: TrainOptions, command: str | None = None) -> Path:
             say(f"untrained head written: {options.out}")
         return options.out
     started = time.monotonic()
+    most, size = prepare.most_bytes(options), size_of(options.data)
+    if most and most < size:
+        say(f"data: about {most / 1e6:,.0f} of {size / 1e6:,.0f} MB are read, spread over all of it: what "
+            f"{options.max_steps:,} steps need")  # fmt: skip
     data = prepare.read_data(options, target)
     say(f"data: {data.report.tokens:,} tokens of {data.report.documents:,} documents in {data.report.rows:,} rows, "
         f"{data.report.padding:.1%} padding, {data.report.dropped:,} documents too short")  # fmt: skip
@@ -67,6 +78,12 @@ def train(options: TrainOptions, command: str | None = None) -> Path:
     )
     trainer = Trainer(options, accelerator, job.drafter(), windows, steps)
     trainer.run()
+    if trainer.stopping.signal:
+        say(f"{Signals(trainer.stopping.signal).name}: ended after step {trainer.step:,} of {steps:,}, its state is in "
+            f"{trainer.folder}; to go on, type {again}", file=sys.stderr)  # fmt: skip
+        accelerator.wait_for_everyone()  # a starter that sees one process end would end the others at once
+        accelerator.end_training()
+        raise SystemExit(128 + trainer.stopping.signal)
     trained = trainer.weights()
     accelerator.end_training()  # the other processes need not wait for what follows
     if accelerator.is_main_process:
@@ -162,7 +179,7 @@ class CircuitJob:
         if samples:
             _, saved = load_head(self.options.out)
             figures = figures_of(saved, self.target, samples, self.layers)
-        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out)
+        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out, self.options.loss_unit)
         if figures:
             plot_acceptance({self.config.circuit: figures}, self.options.out)
         self.write(figures, run)
@@ -173,7 +190,7 @@ class CircuitJob:
                 f"expected tokens/step at T={temperature}: {values['tokens_per_step']:.3f} "
                 f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
             )
-        print(f"serve it: vllm serve {self.options.out}")
+        print(prepare.serve_line(self.options.out, needs_v2=bool(self.options.lora_layers)))
 
 
 def _quiet(*args: Any, **kwargs: Any) -> None:
@@ -207,6 +224,10 @@ def on_ray(options: TrainOptions) -> Path:
         if is_ours:
             ray.shutdown()  # prints what Ray still has to say: the error's line comes last
         raise cause(error) from None
+    except (KeyboardInterrupt, SystemExit):  # Ray ends its workers on SIGINT, and this process with exit code 0
+        state = options.out / STATE_FOLDER
+        print(f"SIGINT: ended; a state saved before is in {state}; to go on, type {AGAIN}", file=sys.stderr)
+        raise SystemExit(128 + SIGINT) from None
     return options.out
 
 

@@ -22,7 +22,7 @@ from vllm_mtpc.train.options import TrainOptions
 
 # What may change between a run and its continuation: how long, how fast, where; not what is learnt.
 FREE = {
-    "out", "max_steps", "epochs", "resume", "save_every", "log_every", "track", "device", "parallel", "ray_workers",
+    "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "track", "device", "parallel", "ray_workers",
     "chunk_windows", "checkpoint_circuit", "cache", "grad_accumulation", "evaluation_sequences", "evaluation_tokens",
     "evaluation_prompt_tokens",
     "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run",
@@ -84,23 +84,28 @@ def save_state(
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions) -> int:
     """Restore a state and return its step. Raises CheckpointError for none, a damaged one, or another run's."""
     values = read_state(folder)
-    ours, theirs = identity(options), values["options"]
-    ours_in_full, theirs_in_full = paths(ours), values["paths"]
-    changed = sorted(
-        key
-        for key in ours
-        if ours[key] != theirs.get(key) and not (key in NAMES and ours_in_full[key] == theirs_in_full[key])
-    )
-    if changed:
-        key = changed[0]
+    if key := changed_option(values, options):
+        theirs, ours = values["options"].get(key), identity(options)[key]
         raise CheckpointError(
-            f"{folder / FILE} is of a run with {key}={theirs.get(key)!r}, not {ours[key]!r}; resume with the options "
-            "it was started with, or name another out folder"
+            f"{folder / FILE} is of a run with {key}={theirs!r}, not {ours!r}; resume with the options it was started "
+            "with, or name another out folder"
         )
     set_state_dict(
         model, optimizer, model_state_dict=values["weights"], optim_state_dict=values["moments"], options=FULL
     )
     return values["step"]
+
+
+def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
+    """The first option of a state's run that these options have otherwise, of those that decide what is learnt."""
+    ours, theirs = identity(options), values["options"]
+    ours_in_full, theirs_in_full = paths(ours), values["paths"]
+    changed = (
+        key
+        for key in ours
+        if ours[key] != theirs.get(key) and not (key in NAMES and ours_in_full[key] == theirs_in_full[key])
+    )
+    return min(changed, default=None)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import datasets
 import numpy as np
 import pytest
 
+from vllm_mtpc import demo
 from vllm_mtpc.demo.byte_target import build_tokenizer
+from vllm_mtpc.eval import doctor
+from vllm_mtpc.train.data import sources
 from vllm_mtpc.train.data.bins import HEADER_BYTES, MAGIC
 from vllm_mtpc.train.data.documents import DataError, Documents
 from vllm_mtpc.train.data.sources import load_documents
@@ -136,6 +140,66 @@ def test_max_length_keeps_the_beginning(tmp_path: Path, tokenizer) -> None:  # t
     path = lines(tmp_path / "d.jsonl", {"text": "abcdef"}, {"text": "g"})
     documents = load_documents([path], tokenizer, max_length=3)
     assert documents.tokens.tolist() == [*b"abc", ord("g"), EOS]
+
+
+# --- no more than is needed
+
+
+def test_a_part_of_records_is_spread_over_all_files(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    """A tenth of 400 lines in two files, 300 and 100: 30 and 10 of them, from everywhere, one more at most."""
+    names = []
+    for name, numbers in (("a", range(1000, 1300)), ("b", range(1300, 1400))):
+        names.append(lines(tmp_path / f"{name}.jsonl", *({"text": str(number)} for number in numbers)))
+    size = sum(Path(name).stat().st_size for name in names)
+    found = [int(text) for text in texts(load_documents(names, tokenizer, most_bytes=size // 10))]
+    assert 40 <= len(found) <= 41 and 30 <= sum(number < 1300 for number in found) <= 31
+    assert max(np.diff([1000, *found, 1400])) <= 11
+    assert len(load_documents(names, tokenizer, most_bytes=size)) == 400
+
+
+def test_a_part_of_long_texts_is_a_piece_of_each(tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sources, "PIECE_BYTES", 10)
+    (tmp_path / "a.txt").write_text("é" * 500)  # two bytes each: a piece may be cut within one
+    (tmp_path / "b.txt").write_text("x" * 1000)
+    assert [len(text.encode()) for text in texts(load_documents([str(tmp_path)], tokenizer, most_bytes=202))] in (
+        [100, 101],
+        [98, 101],
+    )
+    for number in range(100):
+        (tmp_path / f"short-{number}.txt").write_text("y" * 9)
+    found = texts(load_documents([str(tmp_path / "short-*")], tokenizer, most_bytes=90))
+    assert found == ["y" * 9] * 10
+
+
+def test_a_part_of_other_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = bin_file(tmp_path / "a.bin", list(range(100)), header=False)
+    assert load_documents([path], None, most_bytes=20).tokens.tolist() == list(range(10))
+    rows = datasets.Dataset.from_dict({"prompt_ids": [[0]] * 100, "response_ids": [[n] for n in range(100)]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: rows)
+    found = load_documents(["name"], None, most_bytes=rows.data.nbytes // 10)
+    assert found.tokens[1::2].tolist() == list(range(0, 100, 10))
+
+
+def test_doctor_reads_what_its_prompts_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PROMPT_BYTES", 100)
+    found, load = [], sources.load_documents
+    monkeypatch.setattr(
+        sources, "load_documents", lambda *given, **more: found.append(load(*given, **more)) or found[0]
+    )
+    path = lines(tmp_path / "d.jsonl", *({"text": f"{number:03} words of a text"} for number in range(100)))
+    args = argparse.Namespace(data=[path], prompts=4, prompt_tokens=8, max_tokens=8, seed=0)
+    prompts, _ = doctor._prompts(args, str(demo.path("target")), 3)
+    assert [len(prompt) for prompt in prompts] == [8] * 4
+    assert len(found[0]) == 13  # 400 bytes of lines of 33
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none*.txt", "empty.txt", "hollow"])
+def test_what_is_not_there_is_known_without_reading(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "hollow").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"{name.replace('*', '.')}.*(no such file|no file matches|is empty|no \*)"):
+        sources.size_of([str(tmp_path / name)])
 
 
 # --- the datasets library

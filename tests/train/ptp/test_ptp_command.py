@@ -15,7 +15,7 @@ from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.target import load_target
-from vllm_mtpc.train import command
+from vllm_mtpc.train import command, prepare
 from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.ptp.run import figure_lines
 
@@ -39,6 +39,9 @@ def test_a_run_writes_a_head_with_its_figures(place: Path, capsys: pytest.Captur
     assert (config.variant, config.window, config.lora_rank, config.informed) == ("o-ptp", 4, 3, True)
     assert (config.trained_temperature, config.trained_top_k, config.trained_top_p) == (0.9, 40, 1.0)
     assert config.speculators_config.verifier.name_or_path == "../target"
+    assert (
+        printed.splitlines()[-1].startswith("serve it: scripts/v2_on_cpu.sh vllm serve ") or torch.cuda.is_available()
+    )
     record = json.loads((out / "provenance.json").read_text())
     figures = record["figures"]
     assert config.accepted == pytest.approx(figures["t1"]["histogram"]) and len(config.accepted) == 4
@@ -56,6 +59,19 @@ def test_a_run_writes_a_head_with_its_figures(place: Path, capsys: pytest.Captur
     state = torch.load(out / "state" / "trainer.pt", weights_only=True)["weights"]
     written = load_file(out / "u_embed.safetensors")["outer.weight"]
     assert torch.equal(written, state["head.embedding.outer.weight"].half())
+
+
+def test_what_to_type_is_what_serves_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "v2_on_cpu.sh"
+    for has_gpu, needs_v2, typed in (
+        (False, True, f"scripts/{script.name} vllm serve head"),
+        (True, True, "vllm serve head"),
+        (False, False, "vllm serve head"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        line = prepare.serve_line(Path("head"), needs_v2)
+        assert line.startswith(f"serve it: {typed}") and ("Model Runner V2" in line) == (typed != "vllm serve head")
+    assert script.is_file()
 
 
 def test_a_dry_run_writes_what_can_be_loaded(place: Path) -> None:

@@ -47,7 +47,7 @@ CASES = {
 def options_for(target: Target, out: Path, **changes: object) -> TrainOptions:
     values = {
         "target": target.name, "data": ["none"], "out": out, "head": "ptp", "window": 4, "lora_rank": 4,
-        "max_steps": 8, "windows_per_step": 32, "seq_len": 40, "log_every": 1, "save_every": 4,
+        "max_steps": 8, "windows_per_step": 32, "seq_len": 40, "log_every": 1, "save_minutes": 60,
         "learning_rate": 1e-2, "block_rows": 5,
     }  # fmt: skip
     return parse(values | changes)

@@ -99,11 +99,11 @@ class Computed:
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """States [B, S, D] of rows[row_indices[B]] on the target's device; hidden[b, t] predicts token t + 1."""
-        from tqdm import tqdm
+        from vllm_mtpc.train.progress import Bar
 
         parts = [part for part in row_indices.cpu().split(self.batch_rows) if len(part)]
         quick = len(parts) < SLOW_BATCHES
-        batches = [self._batch(part) for part in tqdm(parts, "hidden states", leave=False, unit="batch", disable=quick)]
+        batches = [self._batch(part) for part in Bar(parts, "hidden states", leave=False, unit="batch", disable=quick)]
         empty = torch.empty(0, self.seq_len, self.hidden_size, dtype=self.dtype, device=self.target.device)
         return torch.cat(batches) if batches else empty
 
@@ -168,7 +168,7 @@ def write_cache(
     process. Raises CacheError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and
     a file system without room; finished shards stay as they are.
     """
-    from tqdm import tqdm
+    from vllm_mtpc.train.progress import Bar
 
     folder = Path(folder)
     source = Computed(target, rows, batch_rows, dtype, layer)
@@ -176,7 +176,7 @@ def write_cache(
     missing = [shard for shard in range(index.num_shards) if not check_shard(folder, index, shard)]
     left = sum(len(index.rows_of(shard)) for shard in missing)
     check_room(folder, left * index.row_bytes)
-    with tqdm(total=index.num_rows, initial=index.num_rows - left, desc="hidden states", unit="row") as bar:
+    with Bar(total=index.num_rows, initial=index.num_rows - left, desc="hidden states", unit="row") as bar:
         for shard in missing:
             _write_shard(folder, index, shard, source, bar)
     return open_cache(folder, target)

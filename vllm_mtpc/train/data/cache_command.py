@@ -47,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
     check_positive(args, "rows_per_shard", "batch_rows")
     shared = {name: value for name, value in typed(args, TrainOptions).items() if name in SHARED}
     options = parse({**shared, "out": args.out}, "cache")
-    target = prepare.read_target(options, choose_device(options.device))
+    device = choose_device(options.device)
+    prepare.check_before_work(options)
+    options = prepare.settled(options)
+    target = prepare.read_target(options, device)
     data = prepare.read_data(options, target)
     if data.report.warning:
         print(f"warning: {data.report.warning}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,18 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.train.data.bins import read_bin, split_at_eos
 from vllm_mtpc.train.data.chat import encode_chat
 from vllm_mtpc.train.data.documents import DataError, Documents
 from vllm_mtpc.train.data.names import DATASET_SUFFIXES, FOLDER_SUFFIXES, is_path
+from vllm_mtpc.train.progress import Bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMS = '{"text": ...}, {"messages": [...]} or {"prompt_ids": [...], "response_ids": [...]}'
+PIECE_BYTES = 1 << 16  # the least that is taken of a text
 BATCH = 64  # records tokenised at a time; fast tokenizers use all cores on them
 Record = dict[str, Any]
 Encoded = tuple[np.ndarray, np.ndarray]  # token ids int32, trained bool
@@ -37,6 +39,7 @@ def load_documents(
     max_length: int | None = None,
     seed: int = 0,
     limit: int | None = None,
+    most_bytes: int | None = None,
     vocab_size: int | None = None,
 ) -> Documents:
     """Documents of all `data`, tokenised, in the order given.
@@ -45,12 +48,13 @@ def load_documents(
     .jsonl file, a .bin file, or NAME or NAME:CONFIG of the `datasets` library. split: of a datasets name.
     tokenizer: the target's; None is enough for prompt_ids and .bin files. max_length: documents are cut to their first
     so many tokens. limit: at most so many documents of jsonl, text and datasets records, chosen by the seed.
+    most_bytes: of more than that, about so much is read, spread over all of it (`Share`).
     vocab_size: the target's; ids must be below it (default: the tokenizer's).
 
     Raises DataError, naming file and line, for what cannot be read, and if nothing can be trained on.
     """
     encoder = _Encoder(tokenizer, max_length, vocab_size or (len(tokenizer) if tokenizer is not None else None))
-    records = read_records(data, split)
+    records = read_records(data, split, most_bytes)
     if limit is not None:
         records = _sample(records, limit, seed)
     documents = Documents.join(_progress(encoder.encode_all(records)))
@@ -67,58 +71,97 @@ class _Source:
     record: Record
 
 
-def read_records(data: Iterable[str], split: str) -> Iterator[_Source]:
-    """Every record of the data with where it is from, in order; raises DataError for what cannot be read."""
-    for name in data:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            yield from _folder(path, split)
-        elif path.is_file():
-            yield from _file(path)
-        elif glob.has_magic(name):
-            found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
-            if not found:
-                raise DataError(f"data {name}: no file matches")
-            for match in found:
-                yield from _file(match)
-        elif is_path(name):
-            raise DataError(f"data {name}: no such file or folder; name one that exists")
-        else:
-            yield from _dataset(name, split)
+def files_of(name: str) -> list[Path] | None:
+    """The files that a name of data stands for, in order; None for one of the `datasets` library.
 
-
-def _folder(folder: Path, split: str) -> Iterator[_Source]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    if any(path.suffix in DATASET_SUFFIXES for path in files):
-        yield from _dataset(str(folder), split)
-        return
-    found = [path for path in files if path.suffix in FOLDER_SUFFIXES and path.stat().st_size]
-    if not found:
-        raise DataError(
-            f"data {folder}: no {', '.join(f'*{s}' for s in sorted(FOLDER_SUFFIXES))} file with content in it"
-        )
-    for path in found:
-        yield from _file(path)
-
-
-def _file(path: Path) -> Iterator[_Source]:
-    if not path.stat().st_size:
-        raise DataError(f"{path}: the file is empty")
-    if path.suffix == ".bin":
-        yield _Source(str(path), {"bin": path})
-    elif path.suffix == ".jsonl":
-        yield from _jsonl(path)
+    Reads nothing. Raises DataError where there is no file, or nothing in it.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        if any(file.suffix in DATASET_SUFFIXES for file in files):
+            return None
+        found = [file for file in files if file.suffix in FOLDER_SUFFIXES and file.stat().st_size]
+        if not found:
+            suffixes = ", ".join(f"*{suffix}" for suffix in sorted(FOLDER_SUFFIXES))
+            raise DataError(f"data {path}: no {suffixes} file with content in it")
+        return found
+    if path.is_file():
+        found = [path]
+    elif glob.has_magic(name):
+        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
+        if not found:
+            raise DataError(f"data {name}: no file matches")
+    elif is_path(name):
+        raise DataError(f"data {name}: no such file or folder; name one that exists")
     else:
-        text = _decode(path.read_bytes(), str(path))
+        return None
+    for file in found:
+        if not file.stat().st_size:
+            raise DataError(f"{file}: the file is empty")
+    return found
+
+
+def size_of(data: Iterable[str]) -> int:
+    """Bytes of the files of the data. Raises DataError as `files_of`."""
+    return sum(file.stat().st_size for name in data for file in files_of(name) or ())
+
+
+class Share:
+    """Part of the data, spread evenly over it: a record is taken while less than the part has been taken before it."""
+
+    def __init__(self, size: int, most: int | None) -> None:
+        self.part = 1.0 if most is None else min(1.0, most / max(1, size))
+        self._passed = self._taken = 0.0
+
+    def takes(self, size: int, length: int | None = None) -> bool:
+        """Whether `length` bytes (None: all) of the next record, which has `size`, are taken; of the first one yes."""
+        taken = self._taken <= self.part * self._passed
+        self._passed += size
+        self._taken += taken * (size if length is None else length)
+        return taken
+
+    def piece(self, size: int) -> slice | None:
+        """What is taken of a text: all of a short one, or a piece from the middle; None: nothing."""
+        length = min(size, max(PIECE_BYTES, math.ceil(self.part * size)))
+        start = (size - length) // 2
+        return slice(start, start + length) if self.takes(size, length) else None
+
+
+def read_records(data: Iterable[str], split: str, most_bytes: int | None = None) -> Iterator[_Source]:
+    """Every record of the data with where it is from, in order; raises DataError for what cannot be read.
+
+    most_bytes: as of `load_documents`.
+    """
+    names = [(name, files_of(name)) for name in data]
+    share = Share(size_of(name for name, files in names if files), most_bytes)
+    for name, files in names:
+        if files is None:
+            yield from _dataset(str(Path(name).expanduser()) if is_path(name) else name, split, most_bytes)
+        for file in files or ():
+            yield from _file(file, share)
+
+
+def _file(path: Path, share: Share) -> Iterator[_Source]:
+    size = path.stat().st_size
+    if path.suffix == ".bin":
+        yield _Source(str(path), {"bin": path, "part": share.part})
+    elif path.suffix == ".jsonl":
+        yield from _jsonl(path, share)
+    elif piece := share.piece(size):
+        with path.open("rb") as file:
+            file.seek(piece.start)
+            raw = file.read(piece.stop - piece.start)
+        text = _decode(raw, str(path)) if len(raw) == size else raw.decode("utf-8", "ignore")  # cut within a letter
         if "\0" in text:
             raise DataError(f"{path}: not a text file (it holds zero bytes); token files must be named .bin")
         yield _Source(str(path), {"text": text})
 
 
-def _jsonl(path: Path) -> Iterator[_Source]:
+def _jsonl(path: Path, share: Share) -> Iterator[_Source]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            if not line.strip() or not share.takes(len(line)):
                 continue
             origin = f"{path}:{number}"
             try:
@@ -137,7 +180,7 @@ def _decode(raw: bytes, origin: str) -> str:
         raise DataError(f"{origin}: not UTF-8 (byte {error.start} is 0x{raw[error.start]:02x}); convert it") from None
 
 
-def _dataset(name: str, split: str) -> Iterator[_Source]:
+def _dataset(name: str, split: str, most_bytes: int | None) -> Iterator[_Source]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -155,8 +198,10 @@ def _dataset(name: str, split: str) -> Iterator[_Source]:
     )
     if wanted is None:
         raise DataError(f"data {name}: columns {', '.join(columns)}; a column text or messages is needed")
-    for number, row in enumerate(rows.select_columns(sorted(wanted))):
-        yield _Source(f"{name}:{number}", row)
+    rows = rows.select_columns(sorted(wanted))
+    step = 1 if most_bytes is None else max(1, rows.data.nbytes // max(1, most_bytes))
+    for number, row in enumerate(rows if step == 1 else rows.select(range(0, len(rows), step))):
+        yield _Source(f"{name}:{number * step}", row)
 
 
 def _sample(records: Iterator[_Source], limit: int, seed: int) -> Iterator[_Source]:
@@ -173,7 +218,7 @@ def _sample(records: Iterator[_Source], limit: int, seed: int) -> Iterator[_Sour
 def _progress(documents: Iterator[Encoded]) -> Iterator[Encoded]:
     """The same documents, with a bar of documents and tokens."""
     tokens = 0
-    with tqdm(desc="tokenising", unit=" documents", mininterval=1) as bar:
+    with Bar(desc="tokenising", unit=" documents", mininterval=1) as bar:
         for number, (ids, trained) in enumerate(documents):
             tokens += len(ids)
             if number % BATCH == 0:
@@ -222,7 +267,9 @@ class _Encoder:
     def _encode_other(self, record: Record) -> list[tuple[Any, Any]]:
         if "bin" in record:
             eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
-            return [(part, np.ones(len(part), bool)) for part in split_at_eos(read_bin(record["bin"]), eos)]
+            tokens = read_bin(record["bin"])
+            tokens = tokens[: math.ceil(record["part"] * len(tokens))]
+            return [(part, np.ones(len(part), bool)) for part in split_at_eos(tokens, eos)]
         if "prompt_ids" in record and "response_ids" in record:
             prompt, response = (exact_ids(record, key) for key in ("prompt_ids", "response_ids"))
             return [(prompt + response, [False] * len(prompt) + [True] * len(response))]

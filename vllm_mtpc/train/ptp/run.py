@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.ptp import load_ptp, save_ptp
@@ -18,6 +17,7 @@ from vllm_mtpc.train import prepare
 from vllm_mtpc.train.figures import SEEDS
 from vllm_mtpc.train.loop import METRICS_FILE, read_metrics
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
+from vllm_mtpc.train.progress import Bar
 from vllm_mtpc.train.ptp.card import ptp_card, ptp_record
 from vllm_mtpc.train.ptp.drafter import PtpDrafter
 from vllm_mtpc.train.ptp.source import PrefixSource, default_block_rows, drawing
@@ -81,7 +81,7 @@ class PtpJob:
         self.student.load_state_dict(weights, strict=not self.options.late_only)  # what was not trained is not there
         self.write({}, run)  # first of all: nothing that follows can lose it
         figures = measured(self.options, self.target, prompts) if prompts else {}
-        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out)
+        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out, self.options.loss_unit)
         if figures:
             plot_acceptance({self.config.variant: figures}, self.options.out)
             self.config = self.config.model_copy(update={"accepted": figures["t1"]["histogram"]})
@@ -89,7 +89,7 @@ class PtpJob:
         print(f"head written: {self.options.out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
         for line in figure_lines(self.options, figures):
             print(line)
-        print(f"serve it: vllm serve {self.options.out}")
+        print(prepare.serve_line(self.options.out, needs_v2=True))
 
 
 def ptp_config(options: TrainOptions, target: Target) -> PtpConfig:
@@ -147,7 +147,7 @@ def samplings(options: TrainOptions) -> dict[str, Sampling]:
 def held_out(options: TrainOptions, target: Target, prompts: list[Tensor]) -> dict[str, Samples]:
     """Continuations of prompts by the target."""
     samples, ways = {}, samplings(options)
-    with tqdm(total=len(prompts) * len(ways), desc="held-out continuations", unit="text") as bar:
+    with Bar(total=len(prompts) * len(ways), desc="held-out continuations", unit="text") as bar:
         for name, sampling in ways.items():
             samples[name] = generate(
                 target,

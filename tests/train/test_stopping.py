@@ -1,0 +1,123 @@
+"""A run that is told to end, or killed: it saves first where it can, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.train.harness import losses, make_trainer, options_for, tiny_target
+from tests.train.test_command import fixture_place, flags
+from vllm_mtpc.cli import main
+from vllm_mtpc.train import state, stopping
+from vllm_mtpc.train.stopping import Stopping
+
+__all__ = ["fixture_place", "tiny_target"]
+STEPS = 120  # of some milliseconds each: a child is caught in the midst of them
+DEADLINE = 120
+
+
+def words(place: Path, out: str, **changes: object) -> list[str]:
+    return ["train", *flags(place, out, max_steps=STEPS, evaluation_sequences=0, dtype="float32", **changes)]
+
+
+def kill_at(place: Path, out: str, step: int, number: int, **changes: object) -> tuple[int, str]:
+    """Exit code and errors of a child that gets a signal once it has logged a step."""
+    line = [sys.executable, "-m", "vllm_mtpc", *words(place, out, **changes)]
+    environment = dict(os.environ, OMP_NUM_THREADS=str(torch.get_num_threads()))
+    child = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    until = time.monotonic() + DEADLINE
+    while (logged := losses(place / out)) is None or len(logged) < step:
+        assert child.poll() is None and time.monotonic() < until, child.stderr.read()[-3000:]
+        time.sleep(0.002)
+    child.send_signal(number)
+    return child.wait(DEADLINE), child.stderr.read()
+
+
+def test_a_run_killed_at_random_steps_goes_on_bit_for_bit(place: Path) -> None:
+    """SIGKILL, which leaves the last saved state, then SIGTERM, which saves one; both in children."""
+    assert main(words(place, "whole")) == 0
+    steps = random.Random(15)
+    first, second = steps.randint(5, STEPS // 3), steps.randint(STEPS // 3, STEPS // 2)
+    code, _ = kill_at(place, "parts", first, signal.SIGKILL, save_minutes=0)
+    assert code == -signal.SIGKILL
+    killed = state.read_state(place / "parts" / "state")["step"]
+    assert first - 1 <= killed < STEPS
+    code, said = kill_at(place, "parts", second, signal.SIGTERM, resume=True)
+    stopped = state.read_state(place / "parts" / "state")["step"]
+    assert code == 128 + signal.SIGTERM and second <= stopped < STEPS
+    last = said.strip().splitlines()[-1]
+    assert last.startswith(f"SIGTERM: ended after step {stopped} of {STEPS}, its state is in")
+    assert last.endswith("to go on, type the same command with --resume")
+    assert len(losses(place / "parts")) == stopped
+    assert main(words(place, "parts", resume=True)) == 0
+    assert losses(place / "parts") == losses(place / "whole")
+    whole, parts = (load_file(place / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_signal_ends_a_run_after_the_step_at_hand(tiny_target, tmp_path: Path, monkeypatch) -> None:
+    trainer = make_trainer(options_for(tiny_target, tmp_path), tiny_target)
+    update = trainer._update
+
+    def told(*args, **kwargs):
+        found = update(*args, **kwargs)
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(trainer, "_update", told)
+    trainer.run()
+    assert trainer.stopping.signal == signal.SIGINT and trainer.step == 5 and len(losses(tmp_path)) == 5
+    assert state.read_state(tmp_path / "state")["step"] == 5
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_another_signal_ends_at_once(monkeypatch) -> None:
+    ended = []
+    monkeypatch.setattr(os, "kill", lambda process, number: ended.append(number))
+    with Stopping(10, 1) as told:
+        told._tell(signal.SIGTERM, None)
+        told._tell(signal.SIGTERM, None)  # the same one: torchrun's agent passes on what its group was sent
+        assert not ended and told.due() and told.signal == signal.SIGTERM
+        monkeypatch.setattr(stopping, "SAME_SECONDS", -1.0)
+        told._tell(signal.SIGTERM, None)
+        assert ended == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_states_are_saved_by_minutes(tiny_target, tmp_path: Path, monkeypatch) -> None:
+    """A step takes a minute by this clock: at three minutes a state, after every third step, and the last one."""
+    trainer = make_trainer(options_for(tiny_target, tmp_path, save_minutes=3, max_steps=7), tiny_target)
+    trainer.stopping._saved_at, saved, save = 0.0, [], trainer.save
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: 60.0 * trainer.step)
+    monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step) or save())
+    trainer.run()
+    assert saved == [3, 6, 7]
+
+
+RANK = """
+import sys, signal, torch.distributed as dist
+from vllm_mtpc.train.stopping import Stopping
+store, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+stop = Stopping(10, 2)
+print(stop.due(), stop.signal)
+if rank == 1:
+    stop._tell(signal.SIGTERM, None)
+print(stop.due(), int(stop.signal))
+"""
+
+
+def test_all_processes_end_for_a_signal_that_one_got(tmp_path: Path) -> None:
+    start = [sys.executable, "-c", RANK, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*start, rank], stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
+    for rank in ranks:
+        assert rank.communicate(timeout=DEADLINE)[0].split() == ["False", "0", "True", str(int(signal.SIGTERM))]
