@@ -6,13 +6,14 @@ computes with is a `Value` (`values.py`): a numpy array or scalar with a type. T
 `memory.py`, launches are `launch.py`.
 
 Results equal those of Triton's interpreter bit for bit: each operation makes the numpy call that Triton's makes, types
-are promoted by Triton's own rules, instances run one after the other in the same order, and what Triton's gets wrong (it
+are promoted by Triton's own rules, instances run one after the other in the same order. What Triton's gets wrong (it
 computes with the bits of bfloat16 numbers, cuts where a GPU rounds) is wrong here too. `check.py` compares both, launch
 by launch; tests/interpreter does so with every kernel that runs here.
 
 A kernel falls back to Triton's interpreter where its source, or that of a device function it calls, uses what
-`language.py` does not have (sorting, custom reductions, tensor descriptors, chained comparisons, inline assembly), which
-is seen before it runs; or where a launch raises before it has written anything. One that raises later ends in Triton's
+`language.py` does not have (sorting, custom reductions, tensor descriptors, chained comparisons; transposition, after
+which numpy adds in the order of Triton's intermediate copies), which is seen before it runs; or where a launch raises
+before it has written anything. One that raises later ends in Triton's
 `InterpreterError`: what was written is not taken back.
 
 MTPC_INTERPRETER chooses: unset or `numpy` this one, `triton` Triton's own, `check` both (see `check.py`).

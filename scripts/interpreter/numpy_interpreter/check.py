@@ -3,7 +3,7 @@
 A launch runs here first, each store noted with what lay there before; that is put back and Triton's interpreter runs,
 its stores noted too. The two lists must be equal: the same addresses in the same order, the same bits. What Triton's
 wrote stays. MTPC_INTERPRETER_REPORT names a folder for what was found (a JSON file of each process, by kernel);
-MTPC_INTERPRETER_LAUNCHES: of a kernel with one set of constants, only so many launches are compared.
+MTPC_INTERPRETER_LAUNCHES: of a kernel with one set of constants and dtypes, only so many launches are compared.
 """
 
 from __future__ import annotations
@@ -96,12 +96,17 @@ def _entry(original: Any) -> dict[str, Any]:
     return REPORT.setdefault(name, {"launches": 0, "compared": 0, "fell_back": None, "differs": []})
 
 
+def _trait(argument: Any, is_constant: bool) -> str:
+    """What launches of one kernel differ in."""
+    return str(argument) if is_constant else str(getattr(argument, "dtype", type(argument)))
+
+
 def _is_due(kernel: InterpretedFunction, original: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     if not _LIMIT:
         return True
     signature = launch._signature(original)
     given = signature.bind(args, kwargs)
-    key = (original, *(str(given[name]) for name in signature.names if name in signature.constants))
+    key = (original, *(_trait(given[name], name in signature.constants) for name in signature.names))
     _seen[key] += 1
     return _seen[key] <= _LIMIT
 
@@ -116,21 +121,24 @@ def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwar
     if original in launch.fallen_back or not _is_due(kernel, original, args, kwargs):
         return launch.run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
     ours, tritons = _Journal(), _Journal()
+    reason = None
     try:
         memory.journal = ours
         launch.interpret(kernel, args, grid, kwargs)
     except Exception as error:
-        launch.fallen_back[original] = entry["fell_back"] = repr(error)
+        reason = repr(error)
     ours.undo()
     try:
         memory.journal = tritons
         launch.tritons_run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
     finally:
         memory.journal = None
-    if entry["fell_back"] is None:
-        entry["compared"] += 1
-        if difference := _difference(ours, tritons):
-            entry["differs"].append(difference)
+    if reason:
+        launch.fallen_back[original] = entry["fell_back"] = reason
+        return
+    entry["compared"] += 1
+    if difference := _difference(ours, tritons):
+        entry["differs"].append(difference)
 
 
 def install() -> None:

@@ -86,7 +86,7 @@ class _Assignments(ast.NodeTransformer):
 
 
 class Function:
-    """One kernel or device function. call: the rewritten one. read: the globals it was made with, (scope, name, value)."""
+    """A kernel or device function. call: the rewritten one; read: its globals when it was made, (scope, name, value)."""
 
     def __init__(self, function: types.FunctionType) -> None:
         if function.__closure__:
@@ -115,9 +115,10 @@ class Function:
         self.call = made[function.__name__]
 
     def _converted(self, value: Any) -> Any:
-        if isinstance(value, InterpretedFunction):
+        made = converted(value)
+        if isinstance(value, InterpretedFunction) and python_function(value) in _FUNCTIONS:
             self.called.append(function_of(value))
-        return converted(value)
+        return made
 
     def is_current(self) -> bool:
         """Whether what it reads of its modules is what it was when this was made."""
@@ -148,6 +149,9 @@ def converted(value: Any) -> Any:
     if isinstance(value, tl.constexpr):
         return value.value
     if isinstance(value, InterpretedFunction):
+        original = python_function(value)
+        if original.__module__.startswith("triton.language") and original.__name__ in language.NAMES:
+            return language.NAMES[original.__name__]
         return function_of(value).call
     if isinstance(value, ConstexprFunction):
         return value.fn

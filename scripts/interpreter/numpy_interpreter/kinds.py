@@ -35,7 +35,7 @@ class Kind:
         self.is_int, self.is_float = not element and triton.is_int(), not element and triton.is_floating()
         self.is_signed = self.is_int and triton.is_int_signed()
         self.is_plain = triton is not tl.int1  # numpy's arithmetic on bool is not Triton's
-        self.accepts: tuple[type, ...] = (bool, int, float) if self.is_float else (bool, int) if self.is_plain else (bool,)
+        self.accepts: tuple[type, ...] = (bool, int, float)[: 3 if self.is_float else 2 if self.is_plain else 1]
         self.constants: dict[Any, Data] = {}
 
     def constant(self, number: float) -> Data:
@@ -57,9 +57,9 @@ class Kind:
         return np.array([number], dtype=self.dtype)[0]
 
 
-_NAMES = "int1 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split()
-_FLOAT8 = "float8e5 float8e5b16 float8e4nv float8e4b8".split()
-KINDS: dict[str, Kind] = {(dtype := getattr(tl, name)).name: Kind(dtype) for name in _NAMES + _FLOAT8}
+_INTEGERS = (tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
+_FLOATS = (tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5, tl.float8e5b16, tl.float8e4nv, tl.float8e4b8)
+KINDS: dict[str, Kind] = {dtype.name: Kind(dtype) for dtype in _INTEGERS + _FLOATS}
 BOOL, INT8, INT32, INT64 = KINDS["int1"], KINDS["int8"], KINDS["int32"], KINDS["int64"]
 UINT32, UINT64, FLOAT32, FLOAT64 = KINDS["uint32"], KINDS["uint64"], KINDS["fp32"], KINDS["fp64"]
 _SMALLEST, _LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127

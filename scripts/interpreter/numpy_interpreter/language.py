@@ -15,7 +15,6 @@ from triton.runtime import interpreter as triton_interpreter
 
 from numpy_interpreter import memory
 from numpy_interpreter.kinds import (
-    BOOL,
     FLOAT32,
     FLOAT64,
     INT32,
@@ -26,7 +25,7 @@ from numpy_interpreter.kinds import (
     cast,
     kind_of,
 )
-from numpy_interpreter.values import Number, Value, as_value, divide, operands, select
+from numpy_interpreter.values import Number, Value, as_value, operands, select
 
 instance, grid = (0, 0, 0), (1, 1, 1)  # set by launch.py
 
@@ -87,16 +86,16 @@ def _broadcast_to(input: Value | Number, *shape: Any) -> Value:
     return Value(np.broadcast_to(input.data, _shape(shape)), input.kind)
 
 
-def _trans(input: Value, *dims: Any) -> Value:
-    order = _shape(dims) if dims else (*range(input.data.ndim - 2), input.data.ndim - 1, input.data.ndim - 2)
-    return Value(np.transpose(input.data, order), input.kind)
-
-
 def _join(a: Value | Number, b: Value | Number) -> Value:
     a, b = as_value(a), as_value(b)
     if a.kind is not b.kind:
         raise Unsupported("tl.join of two types")
     return Value(np.stack(np.broadcast_arrays(a.data, b.data), axis=-1), a.kind)
+
+
+def _interleave(a: Value, b: Value) -> Value:
+    joined = _join(a, b)
+    return _reshape(joined, (*joined.shape[:-2], 2 * joined.shape[-2])) if len(joined.shape) > 1 else joined
 
 
 def _extreme(of_float: Callable, of_nan: Callable, of_int: Callable) -> Callable[..., Value]:
@@ -274,6 +273,7 @@ NAMES: dict[str, Any] = {
     "floor": _of_float(np.floor),
     "fma": _fma,
     "full": _full,
+    "interleave": _interleave,
     "join": _join,
     "load": memory.load,
     "log": _of_float(np.log),
@@ -301,7 +301,6 @@ NAMES: dict[str, Any] = {
     "sub": lambda x, y, sanitize_overflow=True: as_value(x) - y,
     "sum": _sum,
     "to_tensor": as_value,
-    "trans": _trans,
     "umulhi": _umulhi,
     "where": select,
     "zeros": _zeros,

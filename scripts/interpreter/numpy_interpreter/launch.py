@@ -94,11 +94,14 @@ def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwar
     if warmup:
         return
     original = python_function(kernel)
+    reason = None
     if original not in fallen_back:
         try:
             return interpret(kernel, args, grid, kwargs)
         except Exception as error:
             if memory.has_written:
                 raise InterpreterError(repr(error)) from error
-            fallen_back[original] = repr(error)
+            reason = repr(error)
     tritons_run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+    if reason:  # and Triton's own did not raise
+        fallen_back[original] = reason

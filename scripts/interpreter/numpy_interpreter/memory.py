@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from triton.runtime import interpreter as triton_interpreter
 
-from numpy_interpreter.kinds import BASE, BOOL, INT8, Data, Kind, Unsupported, cast, kind_of, to_address
+from numpy_interpreter.kinds import BASE, BOOL, INT8, Data, Kind, Unsupported, cast, to_address
 from numpy_interpreter.values import Number, Value, as_value
 
 has_written = False  # since it was set to False: launch.py
@@ -136,31 +136,32 @@ def store(
         journal.after()
 
 
-_OPERATIONS = triton_interpreter._interpreter.RMW_OP
+_RMW = triton_interpreter._interpreter.RMW_OP
+_OF_FLOATS = {"ADD": "FADD", "XCHG": "XCHG"}
 _ORDER = triton_interpreter._interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE
 
 
 def _atomic(name: str) -> Any:
     def atomic(
-        pointer: Value, val: Value | Number, mask: Value | bool | None = None, sem: str | None = None, scope: None = None
+        pointer: Value, val: Value | Number, mask: Value | bool | None = None, sem: None = None, scope: None = None
     ) -> Value:
         """Changes what lies at pointers, one after the other; returns what lay there."""
         global has_written
-        access = _access(pointer.kind)
-        kind = access.kind
-        if kind.is_float and name not in ("ADD", "XCHG") or kind.dtype.itemsize < 4:
+        kind = _access(pointer.kind).kind
+        if kind.dtype.itemsize < 4 or (kind.is_float and name not in _OF_FLOATS):
             raise Unsupported(f"atomic {name} of {kind.triton}")
-        unsigned = "U" if name in ("MAX", "MIN") and not kind.is_signed else "F" if kind.is_float and name == "ADD" else ""
+        operation = _OF_FLOATS[name] if kind.is_float else name
+        if name in ("MAX", "MIN") and not kind.is_signed:
+            operation = "U" + name
         index = pointer.data
         shape = index.shape or (1,)
         addresses = np.broadcast_to(to_address(index, pointer.kind), shape).astype(np.uint64)
-        data = np.ascontiguousarray(np.broadcast_to(_stored(val, access), shape))
+        data = np.ascontiguousarray(np.broadcast_to(_stored(val, _access(pointer.kind)), shape))
         is_set = np.ascontiguousarray(np.broadcast_to(True if mask is None else _as_mask(mask), shape))
         has_written = True
         if journal is not None:
-            journal.before(addresses[is_set].astype(np.int64), kind.dtype.itemsize)
-        operation = getattr(_OPERATIONS, unsigned + name)
-        before = triton_interpreter._interpreter.atomic_rmw(operation, addresses, data, is_set, _ORDER)
+            journal.before(addresses[is_set], kind.dtype.itemsize)
+        before = triton_interpreter._interpreter.atomic_rmw(getattr(_RMW, operation), addresses, data, is_set, _ORDER)
         if journal is not None:
             journal.after()
         return Value(before if index.ndim else before[0], kind)
@@ -174,6 +175,3 @@ ATOMICS = {f"atomic_{name.lower()}": _atomic(name) for name in ("ADD", "AND", "O
 def pointer_to(tensor: Any, kind: Kind) -> Value:
     """To the first element of a tensor."""
     return Value(np.int64((tensor.data_ptr() - BASE) // kind.element.dtype.itemsize), kind)
-
-
-__all__ = ["ATOMICS", "cells", "kind_of", "load", "pointer_to", "store"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from numpy_interpreter.kinds import BOOL, FLOAT32, INT32, Data, Kind, Unsupported, cast, common_kind, kind_of, number_kind
+from numpy_interpreter.kinds import BOOL, FLOAT32, Data, Kind, Unsupported, cast, common_kind, kind_of, number_kind
 
 Number = bool | int | float
 
@@ -37,10 +37,6 @@ class Value:
     @property
     def dtype(self) -> Any:
         return self.kind.triton
-
-    @property
-    def T(self) -> Value:  # noqa: N802
-        return Value(np.transpose(self.data), self.kind)
 
     def to(self, dtype: Any, fp_downcast_rounding: None = None, bitcast: bool = False) -> Value:
         if fp_downcast_rounding is not None:
@@ -200,8 +196,3 @@ def select(condition: Value | Number, a: Value | Number, b: Value | Number) -> V
     if chosen.ndim + x.ndim + y.ndim == 0:
         return Value(x if chosen else y, kind)
     return Value(np.where(chosen, x, y), kind)
-
-
-def index_kind() -> Kind:
-    """Of indices, program ids, ranges."""
-    return INT32

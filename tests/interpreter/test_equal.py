@@ -1,0 +1,146 @@
+"""The fast interpreter writes what Triton's own writes, bit for bit, with every kernel that runs on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import run
+from tests.interpreter import own_kernels, workload
+
+ROOT = Path(__file__).parents[2]
+Report = dict[str, dict[str, Any]]  # what numpy_interpreter.check found, by kernel
+
+OURS = {
+    f"vllm_mtpc.kernels.{name}"
+    for name in (
+        "couple.kernel._accept_rows",
+        "draft.blocked.choose",
+        "draft.blocked.draft_blocks",
+        "draft.blocked.leaf_blocks",
+        "draft.blocked.start_rows",
+        "draft.rows.draft_rows",
+        "filter.kernel._filter",
+        "filter.kernel._filter_backward",
+        "leaf.kernel._join_terms",
+        "leaf.kernel._logit_tiles",
+        "leaf.kernel._term_blocks",
+        "pick.kernel._pick_rows",
+        "pick.kernel._sum_blocks",
+        "uniform.kernel._uniform_rows",
+    )
+}
+VLLMS = {
+    f"vllm.v1.worker.gpu.{name}"
+    for name in (
+        "block_table._compute_slot_mappings_kernel",
+        "block_table._gather_block_tables_kernel",
+        "buffer_utils._apply_write_kernel",
+        "input_batch._combine_sampled_and_draft_tokens_kernel",
+        "input_batch._expand_idx_mapping_kernel",
+        "input_batch._get_num_sampled_and_rejected_kernel",
+        "input_batch._post_update_kernel",
+        "input_batch._prepare_pos_seq_lens_kernel",
+        "input_batch._prepare_prefill_inputs_kernel",
+        "sample.bad_words._bad_words_kernel",
+        "sample.gumbel._gumbel_sample_kernel",
+        "sample.gumbel._temperature_kernel",
+        "sample.logit_bias._bias_kernel",
+        "sample.logprob._ranks_kernel",
+        "sample.logprob._topk_log_softmax_kernel",
+        "sample.penalties._bincount_kernel",
+        "sample.penalties._penalties_kernel",
+        "sample.prompt_logprob._prompt_logprobs_token_ids_kernel",
+        "spec_decode.rejection_sampler._flatten_sampled_kernel",
+        "spec_decode.rejection_sampler._gather_draft_sampled_kernel",
+        "spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel",
+        "spec_decode.rejection_sampler_utils._insert_resampled_kernel",
+        "spec_decode.rejection_sampler_utils._rejection_kernel",
+        "spec_decode.rejection_sampler_utils._resample_kernel",
+        "structured_outputs._apply_grammar_bitmask_kernel",
+    )
+} | {"vllm_mtpc.kernels.draft.rows.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
+
+FALLS_BACK = {f"tests.interpreter.odd_kernels.{name}" for name in ("compares_chained", "sorts", "transposes")}
+
+
+def checking(folder: Path, launches: int = 0) -> dict[str, str]:
+    """Environment of a process that runs both interpreters; launches: 0 compares all."""
+    return {
+        "TRITON_INTERPRET": "1",
+        "MTPC_INTERPRETER": "check",
+        "MTPC_INTERPRETER_REPORT": str(folder),
+        "MTPC_INTERPRETER_LAUNCHES": str(launches),
+    }
+
+
+def found(folder: Path) -> Report:
+    (report,) = (json.loads(path.read_text()) for path in folder.iterdir())
+    return report
+
+
+def own(folder: Path, *arguments: str, launches: int = 0) -> Report:
+    path = f"{ROOT / 'scripts/interpreter'}:{ROOT}"
+    command = [sys.executable, "-m", "tests.interpreter.own_kernels", *arguments]
+    env = {**os.environ, **checking(folder, launches), "PYTHONPATH": path}
+    child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
+    return found(folder)
+
+
+def served(folder: Path, engines: dict[str, Any], launches: int = 0) -> Report:
+    for name, replies in run(engines, "v2", **checking(folder, launches)).items():
+        assert not isinstance(replies, str), (name, replies)
+    return found(folder)
+
+
+def assert_equal(report: Report, expected: set[str]) -> None:
+    assert not expected - report.keys(), "kernels that were not launched"
+    assert {name for name, entry in report.items() if entry["fell_back"]} == FALLS_BACK & report.keys()
+    assert not {name: entry["differs"] for name, entry in report.items() if entry["differs"]}
+    assert all(entry["compared"] for name, entry in report.items() if name not in FALLS_BACK)
+
+
+def test_our_kernels_write_the_same_bits(tmp_path: Path) -> None:
+    """Unit-test inputs of every kernel; of each set of constants and dtypes one launch."""
+    assert_equal(own(tmp_path, launches=1), OURS)
+
+
+def test_every_kernel_of_ours_is_compared() -> None:
+    """A kernel is a jit function that is launched: no other function of the package calls it."""
+    names = set()
+    for path in (ROOT / "kernels").glob("*/*.py"):
+        source = path.read_text()
+        for name in re.findall(r"^ *(?:\w+\.)?(\w+)\[\(", source, re.M):
+            names |= {f"vllm_mtpc.kernels.{p.parent.name}.{p.stem}.{name}" for p in defining(path.parent, name)}
+    assert names == OURS
+
+
+def defining(folder: Path, function: str) -> list[Path]:
+    return [path for path in folder.glob("*.py") if re.search(rf"^def {function}\(", path.read_text(), re.M)]
+
+
+def test_served_requests_write_the_same_bits(tmp_path: Path) -> None:
+    """vLLM's Model Runner V2 with a btree head; of each kernel's sets of constants and dtypes two launches."""
+    assert_equal(served(tmp_path, {"btree": workload.mixed(8)["btree"]}, launches=2), VLLMS)
+
+
+@pytest.mark.parametrize("plant", own_kernels.PLANTS)
+def test_a_fault_is_noticed(plant: str, tmp_path: Path) -> None:
+    report = own(tmp_path, plant)
+    assert any(entry["differs"] for entry in report.values()), plant
+
+
+@pytest.mark.slow
+def test_every_launch_writes_the_same_bits(tmp_path: Path) -> None:
+    for name, expected in (("own", OURS), ("served", VLLMS)):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert_equal(own(folder) if name == "own" else served(folder, workload.everything()), expected)
