@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import run
 from tests.interpreter import own_kernels, workload
 
 ROOT = Path(__file__).parents[2]
@@ -71,34 +70,22 @@ VLLMS = {
 FALLS_BACK = {f"tests.interpreter.odd_kernels.{name}" for name in ("compares_chained", "sorts", "transposes")}
 
 
-def checking(folder: Path, launches: int = 0) -> dict[str, str]:
-    """Environment of a process that runs both interpreters; launches: 0 compares all."""
-    return {
+def compared(folder: Path, module: str, *arguments: str, launches: int = 0) -> Report:
+    """What a module of this folder, run as a script, writes on both interpreters; launches: 0 compares all."""
+    env = {
+        **os.environ,
         "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "PYTHONPATH": f"{ROOT / 'scripts/interpreter'}:{ROOT}",
         "MTPC_INTERPRETER": "check",
         "MTPC_INTERPRETER_REPORT": str(folder),
         "MTPC_INTERPRETER_LAUNCHES": str(launches),
     }
-
-
-def found(folder: Path) -> Report:
+    command = [sys.executable, "-m", f"tests.interpreter.{module}", *arguments]
+    child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
     (report,) = (json.loads(path.read_text()) for path in folder.iterdir())
     return report
-
-
-def own(folder: Path, *arguments: str, launches: int = 0) -> Report:
-    path = f"{ROOT / 'scripts/interpreter'}:{ROOT}"
-    command = [sys.executable, "-m", "tests.interpreter.own_kernels", *arguments]
-    env = {**os.environ, **checking(folder, launches), "PYTHONPATH": path}
-    child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
-    return found(folder)
-
-
-def served(folder: Path, engines: dict[str, Any], launches: int = 0) -> Report:
-    for name, replies in run(engines, "v2", **checking(folder, launches)).items():
-        assert not isinstance(replies, str), (name, replies)
-    return found(folder)
 
 
 def assert_equal(report: Report, expected: set[str]) -> None:
@@ -110,7 +97,7 @@ def assert_equal(report: Report, expected: set[str]) -> None:
 
 def test_our_kernels_write_the_same_bits(tmp_path: Path) -> None:
     """Unit-test inputs of every kernel; of each set of constants and dtypes one launch."""
-    assert_equal(own(tmp_path, launches=1), OURS)
+    assert_equal(compared(tmp_path, "own_kernels", launches=1), OURS)
 
 
 def test_every_kernel_of_ours_is_compared() -> None:
@@ -128,19 +115,21 @@ def defining(folder: Path, function: str) -> list[Path]:
 
 
 def test_served_requests_write_the_same_bits(tmp_path: Path) -> None:
-    """vLLM's Model Runner V2 with a btree head; of each kernel's sets of constants and dtypes two launches."""
-    assert_equal(served(tmp_path, {"btree": workload.mixed(8)["btree"]}, launches=2), VLLMS)
+    """vLLM's Model Runner V2 with a btree head; of each set of constants and dtypes one launch."""
+    assert_equal(compared(tmp_path, "workload", "8", "btree", launches=1), VLLMS)
 
 
 @pytest.mark.parametrize("plant", own_kernels.PLANTS)
 def test_a_fault_is_noticed(plant: str, tmp_path: Path) -> None:
-    report = own(tmp_path, plant)
+    report = compared(tmp_path, "own_kernels", plant)
     assert any(entry["differs"] for entry in report.values()), plant
 
 
 @pytest.mark.slow
-def test_every_launch_writes_the_same_bits(tmp_path: Path) -> None:
-    for name, expected in (("own", OURS), ("served", VLLMS)):
-        folder = tmp_path / name
-        folder.mkdir()
-        assert_equal(own(folder) if name == "own" else served(folder, workload.everything()), expected)
+def test_every_launch_of_ours_writes_the_same_bits(tmp_path: Path) -> None:
+    assert_equal(compared(tmp_path, "own_kernels"), OURS)
+
+
+@pytest.mark.slow
+def test_every_launch_of_served_requests_writes_the_same_bits(tmp_path: Path) -> None:
+    assert_equal(compared(tmp_path, "workload", "24", *workload.ENGINES), VLLMS)

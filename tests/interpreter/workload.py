@@ -1,17 +1,21 @@
-"""Engines and requests that launch the kernels of Model Runner V2: with a btree head, with PTP, and without drafts."""
+"""Requests that launch the kernels of Model Runner V2: `python -m tests.interpreter.workload MAX_TOKENS ENGINE ...`.
+
+Prints the tokens of each engine as JSON and the CPU-seconds of what was asked of them. With MTPC_INTERPRETER=check each
+launch is compared (see scripts/interpreter).
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from typing import Any
-
-from tests.e2e.engine import Call, Engine
-from vllm_mtpc import demo
 
 CODE = list(b"import os\n\n\ndef walk(path):\n    ")
 PROMPTS = [CODE, CODE[:9], list(b"class Reader:\n"), list(b"x = ")]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
-SAMPLING: list[dict[str, Any]] = [
+SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 4, "logprobs": 2},
@@ -20,44 +24,65 @@ SAMPLING: list[dict[str, Any]] = [
 RESTRICTED: list[dict[str, Any]] = [
     {"temperature": 0.0, "bad_words": ["import os"], "prompt_logprobs": 1},
     {"temperature": 1.0, "allowed_token_ids": list(range(97, 123)), "seed": 6},
-    {"temperature": 0.7, "min_tokens": 6, "stop_token_ids": [10], "logprobs": 0},
-    {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}, "seed": 7, "max_tokens": 24},
+    {"temperature": 0.7, "min_tokens": 6, "stop_token_ids": [10], "logprobs": 0, "seed": 10},
+    {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}, "seed": 7},
 ]
 UNDRAFTED: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.1, "seed": 8},
     {"temperature": 1.0, "logit_bias": {"65": 3.0, "66": -5.0}, "seed": 9},
-    {"temperature": 0.9, "top_p": 0.5},
+    {"temperature": 0.9, "top_p": 0.5, "seed": 11},
     {"temperature": 0.0, "logprobs": 5},
 ]
+BLOCK = {"rejection_sample_method": "block", "num_speculative_tokens_per_batch_size": "off"}
+PTP = {"method": "ptp", "num_speculative_tokens": 3}
+
+# engine: its speculative_config (the model is a packaged head), what it is asked
+ENGINES: dict[str, tuple[dict[str, Any] | None, tuple[list[dict[str, Any]], ...]]] = {
+    "plain": (None, (SAMPLED, RESTRICTED, UNDRAFTED)),
+    "btree": ({"method": "mtpc", "model": "btree"}, (SAMPLED, RESTRICTED)),
+    "block": ({"method": "mtpc", "model": "btree", **BLOCK}, (SAMPLED,)),
+    "hmm": ({"method": "mtpc", "model": "hmm"}, (SAMPLED,)),
+    "o-ptp": ({**PTP, "model": "o-ptp", "max_aux_rows": 24}, (SAMPLED,)),
+    "c-ptp": ({**PTP, "model": "c-ptp", "draft_pass": "two-pass"}, (SAMPLED,)),
+}
 
 
-def _calls(max_tokens: int, *samplings: list[dict[str, Any]]) -> list[Call]:
-    return [Call(PROMPTS, [{"max_tokens": max_tokens, **one} for one in sampling]) for sampling in samplings]
+def answers(name: str, max_tokens: int) -> tuple[list[list[int]], float]:
+    """Tokens of each request, and the CPU-seconds it took without the engine's start."""
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from vllm_mtpc import demo
+
+    config, asked = ENGINES[name]
+    llm = LLM(
+        str(demo.path("target")),
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26,
+        max_num_seqs=8,
+        max_model_len=128,
+        seed=0,
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+        speculative_config=config and {**config, "model": str(demo.path(config["model"]))},
+    )
+    prompts, params = [], []
+    for prompt, options in [pair for part in asked for pair in zip(PROMPTS, part, strict=True)]:
+        options = {"max_tokens": max_tokens, **options}
+        if "structured_outputs" in options:
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+        prompts.append({"prompt_token_ids": prompt})
+        params.append(SamplingParams(**options))
+    start = time.process_time()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], time.process_time() - start
 
 
-def _engine(calls: list[Call], head: str | None = None, method: str = "mtpc", **speculative: Any) -> Engine:
-    config = {"method": method, "model": str(demo.path(head)), **speculative} if head else None
-    grammar = {"backend": "xgrammar", "disable_any_whitespace": True}
-    arguments = {"speculative_config": config, "max_model_len": 128, "structured_outputs_config": grammar}
-    return Engine(str(demo.path("target")), calls, arguments)
+def main(max_tokens: str, *names: str) -> None:
+    said = {name: answers(name, int(max_tokens)) for name in names}
+    seconds = {name: round(spent, 2) for name, (_, spent) in said.items()}
+    print(json.dumps({"tokens": {name: tokens for name, (tokens, _) in said.items()}, "seconds": seconds}))
 
 
-def mixed(max_tokens: int = 12) -> dict[str, Engine]:
-    """A btree head and a PTP one, sampling of all kinds."""
-    return {
-        "btree": _engine(_calls(max_tokens, SAMPLING, RESTRICTED), "btree"),
-        "o-ptp": _engine(_calls(max_tokens, SAMPLING), "o-ptp", "ptp", num_speculative_tokens=3, max_aux_rows=24),
-    }
-
-
-def everything(max_tokens: int = 24) -> dict[str, Engine]:
-    """`mixed` at length, and what else has kernels of its own."""
-    block = {"rejection_sample_method": "block", "num_speculative_tokens_per_batch_size": "off"}
-    two_passes = {"num_speculative_tokens": 3, "draft_pass": "two-pass"}
-    return {
-        **mixed(max_tokens),
-        "plain": _engine(_calls(max_tokens, SAMPLING, RESTRICTED, UNDRAFTED)),
-        "block": _engine(_calls(max_tokens, SAMPLING), "btree", **block),
-        "hmm": _engine(_calls(max_tokens, SAMPLING), "hmm"),
-        "c-ptp": _engine(_calls(max_tokens, SAMPLING), "c-ptp", "ptp", **two_passes),
-    }
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -86,7 +86,7 @@ class _Assignments(ast.NodeTransformer):
 
 
 class Function:
-    """A kernel or device function. call: the rewritten one; read: its globals when it was made, (scope, name, value)."""
+    """A kernel or device function. call: rewritten; read: its globals when it was made, (scope, name, value)."""
 
     def __init__(self, function: types.FunctionType) -> None:
         if function.__closure__:
