@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.interpreter import own_kernels, workload
+from tests.interpreter import workload
 
 ROOT = Path(__file__).parents[2]
-Report = dict[str, dict[str, Any]]  # what numpy_interpreter.check found, by kernel
+Report = dict[str, dict[str, Any]]  # numpy_interpreter.check.REPORT
 
 OURS = {
     f"vllm_mtpc.kernels.{name}"
@@ -70,22 +70,25 @@ VLLMS = {
 FALLS_BACK = {f"tests.interpreter.odd_kernels.{name}" for name in ("compares_chained", "sorts", "transposes")}
 
 
-def compared(folder: Path, module: str, *arguments: str, launches: int = 0) -> Report:
-    """What a module of this folder, run as a script, writes on both interpreters; launches: 0 compares all."""
+def launched(mode: str, module: str, *arguments: str) -> dict[str, Any]:
+    """What a module of this folder, run as a script, finds comparing both interpreters."""
     env = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "PYTHONPATH": f"{ROOT / 'scripts/interpreter'}:{ROOT}",
-        "MTPC_INTERPRETER": "check",
-        "MTPC_INTERPRETER_REPORT": str(folder),
-        "MTPC_INTERPRETER_LAUNCHES": str(launches),
+        "MTPC_INTERPRETER": mode,
     }
     command = [sys.executable, "-m", f"tests.interpreter.{module}", *arguments]
     child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
-    (report,) = (json.loads(path.read_text()) for path in folder.iterdir())
-    return report
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def own() -> dict[str, Any]:
+    """Few unit-test inputs of every kernel; of each set of constants and dtypes one launch."""
+    return launched("check-once", "own_kernels")
 
 
 def assert_equal(report: Report, expected: set[str]) -> None:
@@ -95,9 +98,8 @@ def assert_equal(report: Report, expected: set[str]) -> None:
     assert all(entry["compared"] for name, entry in report.items() if name not in FALLS_BACK)
 
 
-def test_our_kernels_write_the_same_bits(tmp_path: Path) -> None:
-    """Unit-test inputs of every kernel; of each set of constants and dtypes one launch."""
-    assert_equal(compared(tmp_path, "own_kernels", launches=1), OURS)
+def test_our_kernels_write_the_same_bits(own: dict[str, Any]) -> None:
+    assert_equal(own["report"], OURS)
 
 
 def test_every_kernel_of_ours_is_compared() -> None:
@@ -114,22 +116,21 @@ def defining(folder: Path, function: str) -> list[Path]:
     return [path for path in folder.glob("*.py") if re.search(rf"^def {function}\(", path.read_text(), re.M)]
 
 
-def test_served_requests_write_the_same_bits(tmp_path: Path) -> None:
+def test_served_requests_write_the_same_bits() -> None:
     """vLLM's Model Runner V2 with a btree head; of each set of constants and dtypes one launch."""
-    assert_equal(compared(tmp_path, "workload", "8", "btree", launches=1), VLLMS)
+    assert_equal(launched("check-once", "workload", "8", "btree")["report"], VLLMS)
 
 
-@pytest.mark.parametrize("plant", own_kernels.PLANTS)
-def test_a_fault_is_noticed(plant: str, tmp_path: Path) -> None:
-    report = compared(tmp_path, "own_kernels", plant)
-    assert any(entry["differs"] for entry in report.values()), plant
-
-
-@pytest.mark.slow
-def test_every_launch_of_ours_writes_the_same_bits(tmp_path: Path) -> None:
-    assert_equal(compared(tmp_path, "own_kernels"), OURS)
+def test_a_fault_is_noticed(own: dict[str, Any]) -> None:
+    for plant, report in own["planted"].items():
+        assert any(entry["differs"] for entry in report.values()), plant
 
 
 @pytest.mark.slow
-def test_every_launch_of_served_requests_writes_the_same_bits(tmp_path: Path) -> None:
-    assert_equal(compared(tmp_path, "workload", "24", *workload.ENGINES), VLLMS)
+def test_every_launch_of_ours_writes_the_same_bits() -> None:
+    assert_equal(launched("check", "own_kernels", "all")["report"], OURS)
+
+
+@pytest.mark.slow
+def test_every_launch_of_served_requests_writes_the_same_bits() -> None:
+    assert_equal(launched("check", "workload", "24", *workload.ENGINES)["report"], VLLMS)

@@ -1,12 +1,13 @@
 """Requests that launch the kernels of Model Runner V2: `python -m tests.interpreter.workload MAX_TOKENS ENGINE ...`.
 
-Prints the tokens of each engine as JSON and the CPU-seconds of what was asked of them. With MTPC_INTERPRETER=check each
-launch is compared (see scripts/interpreter).
+Prints JSON: the tokens of each engine, the CPU-seconds of what was asked of them and, with MTPC_INTERPRETER=check or
+check-once, what comparing launches found (see scripts/interpreter).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -80,8 +81,13 @@ def answers(name: str, max_tokens: int) -> tuple[list[list[int]], float]:
 
 def main(max_tokens: str, *names: str) -> None:
     said = {name: answers(name, int(max_tokens)) for name in names}
-    seconds = {name: round(spent, 2) for name, (_, spent) in said.items()}
-    print(json.dumps({"tokens": {name: tokens for name, (tokens, _) in said.items()}, "seconds": seconds}))
+    result: dict[str, Any] = {"tokens": {name: tokens for name, (tokens, _) in said.items()}}
+    result["seconds"] = {name: round(spent, 2) for name, (_, spent) in said.items()}
+    if os.environ.get("MTPC_INTERPRETER", "").startswith("check"):
+        from numpy_interpreter.check import REPORT
+
+        result["report"] = REPORT
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

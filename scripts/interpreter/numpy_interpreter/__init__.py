@@ -16,7 +16,8 @@ which numpy adds in the order of Triton's intermediate copies), which is seen be
 before it has written anything. One that raises later ends in Triton's
 `InterpreterError`: what was written is not taken back.
 
-MTPC_INTERPRETER chooses: unset or `numpy` this one, `triton` Triton's own, `check` both (see `check.py`).
+MTPC_INTERPRETER chooses: unset or `numpy` this one, `triton` Triton's own, `check` and `check-once` both
+(see `check.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ def install() -> None:
     chosen = os.environ.get("MTPC_INTERPRETER") or "numpy"
     if chosen == "triton":
         return
-    if chosen not in ("numpy", "check"):
-        raise SystemExit(f"MTPC_INTERPRETER={chosen}: give numpy, triton or check")
+    if chosen not in ("numpy", "check", "check-once"):
+        raise SystemExit(f"MTPC_INTERPRETER={chosen}: give numpy, triton, check or check-once")
     from triton.runtime.interpreter import InterpretedFunction
 
     from numpy_interpreter import check, launch
 
-    InterpretedFunction.run = launch.run if chosen == "numpy" else check.run
-    if chosen == "check":
+    if chosen == "numpy":
+        InterpretedFunction.run = launch.run
+    else:
         check.install()

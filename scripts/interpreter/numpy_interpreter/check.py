@@ -2,17 +2,13 @@
 
 A launch runs here first, each store noted with what lay there before; that is put back and Triton's interpreter runs,
 its stores noted too. The two lists must be equal: the same addresses in the same order, the same bits. What Triton's
-wrote stays. MTPC_INTERPRETER_REPORT names a folder for what was found (a JSON file of each process, by kernel);
-MTPC_INTERPRETER_LAUNCHES: of a kernel with one set of constants and dtypes, only so many launches are compared.
+wrote stays. REPORT says what was found. MTPC_INTERPRETER=check-once compares the first launch of each kernel with one
+set of constants and dtypes; the others run here.
 """
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +18,8 @@ from numpy_interpreter import launch, memory
 from numpy_interpreter.functions import python_function
 from numpy_interpreter.kinds import BASE
 
-REPORT: dict[str, dict[str, Any]] = {}
-_LIMIT = int(os.environ.get("MTPC_INTERPRETER_LAUNCHES") or 0)
-_seen: Counter[Any] = Counter()
+REPORT: dict[str, dict[str, Any]] = {}  # by kernel: launches, compared, fell_back (why), differs (where)
+SEEN: set[tuple] = set()  # kernels with their constants and dtypes, where one launch of each is compared
 
 
 class _Journal:
@@ -63,7 +58,8 @@ def _difference(ours: _Journal, tritons: _Journal) -> str | None:
     return None
 
 
-def _note_stores_of_tritons() -> None:
+def install() -> None:
+    """Has every launch of this process compared."""
     store, atomic = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_atomic_rmw
 
     def noted(pointers: Any, value: Any, mask: Any) -> None:
@@ -87,6 +83,7 @@ def _note_stores_of_tritons() -> None:
         memory.journal.after()
         return result
 
+    InterpretedFunction.run = run
     InterpreterBuilder.create_masked_store = create_masked_store
     InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
 
@@ -101,14 +98,15 @@ def _trait(argument: Any, is_constant: bool) -> str:
     return str(argument) if is_constant else str(getattr(argument, "dtype", type(argument)))
 
 
-def _is_due(kernel: InterpretedFunction, original: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    if not _LIMIT:
+def _is_due(original: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if os.environ["MTPC_INTERPRETER"] == "check":
         return True
-    signature = launch._signature(original)
+    signature = launch.signature_of(original)
     given = signature.bind(args, kwargs)
     key = (original, *(_trait(given[name], name in signature.constants) for name in signature.names))
-    _seen[key] += 1
-    return _seen[key] <= _LIMIT
+    is_new = key not in SEEN
+    SEEN.add(key)
+    return is_new
 
 
 def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -118,7 +116,7 @@ def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwar
     original = python_function(kernel)
     entry = _entry(original)
     entry["launches"] += 1
-    if original in launch.fallen_back or not _is_due(kernel, original, args, kwargs):
+    if original in launch.fallen_back or not _is_due(original, args, kwargs):
         return launch.run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
     ours, tritons = _Journal(), _Journal()
     reason = None
@@ -139,11 +137,3 @@ def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwar
     entry["compared"] += 1
     if difference := _difference(ours, tritons):
         entry["differs"].append(difference)
-
-
-def install() -> None:
-    """What comparing needs beside `run`."""
-    _note_stores_of_tritons()
-    if folder := os.environ.get("MTPC_INTERPRETER_REPORT"):
-        path = Path(folder, f"{os.getpid()}.json")
-        atexit.register(lambda: REPORT and path.write_text(json.dumps(REPORT, indent=1)))

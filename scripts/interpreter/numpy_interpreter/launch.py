@@ -43,7 +43,8 @@ class _Signature:
 _SIGNATURES: dict[Any, _Signature] = {}
 
 
-def _signature(function: Any) -> _Signature:
+def signature_of(function: Any) -> _Signature:
+    """Of a kernel's function."""
     signature = _SIGNATURES.get(function)
     if signature is None:
         signature = _SIGNATURES[function] = _Signature(function)
@@ -74,7 +75,7 @@ def interpret(kernel: InterpretedFunction, args: tuple, grid: Any, kwargs: dict[
     if kernel.pre_run_hooks:
         raise Unsupported("hooks")
     function: Function = function_of(kernel)
-    signature = _signature(original)
+    signature = signature_of(original)
     given = signature.bind(args, kwargs)
     sizes = grid(given) if callable(grid) else grid
     sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
