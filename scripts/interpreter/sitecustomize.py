@@ -1,9 +1,10 @@
-"""Lets vLLM's Model Runner V2 run on a machine without a GPU, its Triton kernels in Triton's interpreter.
+"""Lets vLLM's Model Runner V2 run on a machine without a GPU, its Triton kernels interpreted.
 
 Python imports a `sitecustomize` found on PYTHONPATH at start; scripts/v2_on_cpu.sh and the tests put this folder there
 for the processes that run V2, together with TRITON_INTERPRET=1 and VLLM_USE_V2_MODEL_RUNNER=1. Three things
 are missing for a CPU: an active Triton driver, boolean masks (interpreted `mask & scalar` becomes
-int8), and libdevice's log1p (a stub without a GPU).
+int8), and libdevice's log1p (a stub without a GPU). Kernels run in `numpy_interpreter`, or in Triton's own interpreter
+where MTPC_INTERPRETER=triton says so.
 """
 
 import os
@@ -61,6 +62,12 @@ def _patch_the_language_once() -> None:
     interpreter._patch_lang = patch_lang
 
 
+def _numpy_interpreter() -> None:
+    import numpy_interpreter
+
+    numpy_interpreter.install()
+
+
 def _no_topk_topp_kernel() -> None:
     """vLLM's top-k/top-p kernel does not run in the interpreter; its own PyTorch version does the same."""
     from vllm_mtpc.proposers.seam.patch import when_imported
@@ -98,5 +105,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     _log1p()
     _patch_the_language_once()
     _no_topk_topp_kernel()
+    _numpy_interpreter()
 if os.environ.get("MTPC_TEST_ASYNC") == "1":
     _async_scheduling_on_cpu()

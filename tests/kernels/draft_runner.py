@@ -1,4 +1,4 @@
-"""Drafts cases by the kernel: natively on a GPU, else in Triton's interpreter in one child process.
+"""Drafts cases by the kernel: natively on a GPU, else interpreted (scripts/interpreter) in one child process.
 
 Whatever the launcher leaves uninitialised, and every output, holds NaN or the largest integers before.
 """
