@@ -1,4 +1,4 @@
-"""`vllm serve OWNER/HEAD`: what a head on the hub may name as its target."""
+"""`vllm serve HEAD`: what a head, here or on the hub, may name as its target."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.seam.frontend import OverrideWithSpeculators
 
@@ -37,3 +38,16 @@ def test_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ta
 
 def test_a_name_on_the_hub_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve(tmp_path, monkeypatch, "org/model")[0] == "org/model"
+
+
+def test_a_head_that_was_moved_says_what_to_type(tmp_path: Path) -> None:
+    """vLLM's own words would be "Invalid repository ID"."""
+    target = {"vocab_size": 5, "hidden_size": 8}
+    config = HeadConfig.create(circuit="cp", window=4, num_components=2, target=target, verifier="../qwen")
+    (tmp_path / "config.json").write_text(config.to_json())
+    override = OverrideWithSpeculators.replace(lambda model: ("../qwen", "../qwen", {"method": "mtpc", "model": model}))
+    with pytest.raises(CheckpointError) as caught:
+        override(str(tmp_path))
+    text = str(caught.value)
+    assert "names the target '../qwen'" in text and f"no folder {tmp_path.parent / 'qwen'}" in text
+    assert f'vllm serve TARGET --speculative-config \'{{"method": "mtpc", "model": "{tmp_path}"}}\'' in text
