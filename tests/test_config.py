@@ -125,6 +125,7 @@ def test_every_field_is_described():
         ("transformer_layer_config.num_hidden_layers", "eight", ["num_hidden_layers = 'eight'", "4096"]),
         ("transformer_layer_config.num_hidden_layers", 10**9, ["num_hidden_layers = 1000000000", "4096"]),
         ("transformer_layer_config.hidden_size", -1, ["hidden_size = -1", "1 to"]),
+        ("transformer_layer_config.model_type", ["llama"], ["model_type = ['llama']", "a name"]),
         ("transformer_layer_config.auto_map", {}, ["unknown 'auto_map'", "num_hidden_layers"]),
         ("x1_from", "draft", ["x1_from", "'draft'", "'verifier'"]),
         ("architectures", "MtpcHeadModel", ["architectures", "'MtpcHeadModel'", "list"]),

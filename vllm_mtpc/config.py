@@ -16,7 +16,7 @@ from vllm_mtpc.errors import HeadConfigError, one_line
 from vllm_mtpc.files import read_json
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 FORMAT_VERSION = 2
 SPECULATORS_VERSION = "0.9.0"  # of the package whose schema accepts what is written
@@ -25,7 +25,6 @@ MAX_VOCAB_SIZE = 2**22
 MAX_HIDDEN_SIZE = 2**17
 MAX_EXPANDER_LAYERS = 64
 MAX_LAYERS = 4096  # of a target
-
 MAX_SIZE = 2**31  # of any other number of a target's config
 MAX_LIST = 16  # entries of a list
 MAX_TEXT = 1024  # characters of a name or path
@@ -110,8 +109,9 @@ class AnyHeadConfig(_Strict):
             if key not in TARGET_KEYS:
                 raise ValueError(f"unknown {key!r}; allowed: {', '.join(TARGET_KEYS)}; remove it")
             most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-            if key != "model_type" and not (type(size) is int and 1 <= size <= most):
-                raise ValueError(f"{key} = {size!r}; allowed: 1 to {most}; write the target's own number")
+            if not (isinstance(size, str) if key == "model_type" else type(size) is int and 1 <= size <= most):
+                allowed = "a name" if key == "model_type" else f"1 to {most}"
+                raise ValueError(f"{key} = {size!r}; allowed: {allowed}; write the target's own")
         return value
 
     @model_validator(mode="after")
