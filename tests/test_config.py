@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_mtpc.config import HeadConfig
-from vllm_mtpc.errors import HeadConfigError, MtpcError, ServeConfigError, one_line
+from vllm_mtpc.errors import CheckpointError, HeadConfigError, MtpcError, ServeConfigError, one_line
 from vllm_mtpc.heads import OPTIONS
 
 TARGET = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "architectures": ["LlamaForCausalLM"]}
@@ -113,11 +113,20 @@ def test_every_field_is_described():
         ("vocab_size", 10**18, ["vocab_size", str(10**18), "4194304"]),
         ("hidden_size", -4, ["hidden_size", "-4", "1"]),
         ("hidden_size", 10**18, ["hidden_size", str(10**18), "131072"]),
-        ("format_version", 2, ["format_version", "2", "reads format 1"]),
+        ("format_version", 3, ["format_version", "3", "reads formats 1 and 2"]),
         ("format_version", None, ["format_version", "None", "integer"]),
         ("speculators_model_type", "eagle3", ["speculators_model_type", "'eagle3'", "'mtpc'"]),
         ("hidden_state_layer", -2, ["hidden_state_layer", "-2", "-1"]),
         ("lora_layers", 3, ["lora_layers", "3", "0, 1, 2 or 4"]),
+        ("draft_sample_method", "tree", ["draft_sample_method", "'tree'", "'probabilistic' or 'greedy'"]),
+        ("speculators_config.algorithm", "ptp", ["algorithm = 'ptp'", "'mtpc'"]),
+        ("speculators_config.verifier.name_or_path", "a\0b", ["name_or_path", "printable characters"]),
+        ("speculators_config.verifier.name_or_path", "a" * 5000, ["name_or_path", "1024"]),
+        ("transformer_layer_config.num_hidden_layers", "eight", ["num_hidden_layers = 'eight'", "4096"]),
+        ("transformer_layer_config.num_hidden_layers", 10**9, ["num_hidden_layers = 1000000000", "4096"]),
+        ("transformer_layer_config.hidden_size", -1, ["hidden_size = -1", "1 to"]),
+        ("transformer_layer_config.model_type", ["llama"], ["model_type = ['llama']", "a name"]),
+        ("transformer_layer_config.auto_map", {}, ["unknown 'auto_map'", "num_hidden_layers"]),
         ("x1_from", "draft", ["x1_from", "'draft'", "'verifier'"]),
         ("architectures", "MtpcHeadModel", ["architectures", "'MtpcHeadModel'", "list"]),
         ("trained_temperature", 0, ["trained_temperature", "0", "greater than 0"]),
@@ -130,7 +139,7 @@ def test_every_field_is_described():
         ("speculators_config.algorithm", "eagle3", ["speculators_config.algorithm", "'eagle3'", "'mtpc'"]),
         ("speculators_config.proposal_methods", [], ["speculators_config.proposal_methods", "[]", "1"]),
         ("speculators_config.verifier.name_or_path", "", ["speculators_config.verifier.name_or_path", "1"]),
-        ("speculators_config.proposal_methods.0.proposal_type", "tree", ["'tree'", "'probabilistic' or 'greedy'"]),
+        ("speculators_config.proposal_methods.0.proposal_type", "tree", ["'tree'", "'greedy'"]),
         ("speculators_config.proposal_methods.0.speculative_tokens", 0, ["speculative_tokens", "0", "1"]),
         ("speculators_config.proposal_methods.0.speculative_tokens", 5, ["speculative_tokens=5", "window=5", "4"]),
     ],
@@ -202,14 +211,14 @@ def test_a_config_is_an_object(values):
 def test_a_file_that_is_not_a_json_object_is_refused(tmp_path, content):
     file = tmp_path / "config.json"
     file.write_bytes(content)
-    with pytest.raises(HeadConfigError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         HeadConfig.read(file)
     assert len(str(caught.value).splitlines()) == 1
     assert str(file) in str(caught.value)
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(HeadConfigError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         HeadConfig.read(tmp_path / "config.json")
 
 

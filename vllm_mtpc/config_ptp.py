@@ -8,41 +8,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_mtpc.config import FORMAT_VERSION, MAX_HIDDEN_SIZE, MAX_VOCAB_SIZE, TARGET_KEYS, HeadConfig, Verifier, _Strict
+from vllm_mtpc.config import MAX_HIDDEN_SIZE, AnyHeadConfig
 from vllm_mtpc.errors import HeadConfigError
 
 VARIANTS = ("o-ptp", "c-ptp")
 MAX_WINDOW = 256
-MAX_LAYERS = 4096  # of a target, every one of which has adapters
 # What the sum of `accepted` may miss of 1: it is written in decimals.
 SUM_TOLERANCE = 1e-4
 
 
-class PtpProposalMethod(_Strict):
-    proposal_type: Literal["greedy"] = Field(description="A draft is a function of u: there is nothing to sample.")
-    speculative_tokens: int = Field(ge=1, description="Drafts per step, the verifier's own token not counted.")
-
-
-class PtpSpeculatorsConfig(_Strict):
-    algorithm: Literal["ptp"] = Field(description="Same as speculators_model_type.")
-    default_proposal_method: Literal["greedy"] = Field(description="The type used unless asked.")
-    proposal_methods: list[PtpProposalMethod] = Field(min_length=1, description="The first one is used.")
-    verifier: Verifier = Field(description="The model this head was trained for.")
-
-
-class PtpConfig(_Strict):
+class PtpConfig(AnyHeadConfig):
     """Everything that is needed to rebuild and serve a PTP head."""
 
-    architectures: list[str] = Field(description="Name of the head's class, for the speculators convention.")
     speculators_model_type: Literal["ptp"] = Field(description="The vLLM method this head is served with.")
-    speculators_config: PtpSpeculatorsConfig = Field(description="Verifier and number of drafts.")
-    transformer_layer_config: dict[str, Any] = Field(description="Sizes of the target, from its own config.")
-    format_version: int = Field(description="Version of this format.")
     variant: Literal["o-ptp", "c-ptp"] = Field(
         description="o-ptp: the argmax of the row that carries u_k is token k; c-ptp: the row that carries u_(k-1) "
         "gives the law that u_k picks token k from."
@@ -71,8 +53,6 @@ class PtpConfig(_Strict):
     )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
-    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
-    hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
     trained_temperature: float = Field(gt=0, allow_inf_nan=False, description="Temperature of the law u picks from.")
     trained_top_k: int = Field(ge=0, description="Top-k of that law; 0: off.")
     trained_top_p: float = Field(gt=0, le=1, description="Top-p of that law; 1: off.")
@@ -80,13 +60,6 @@ class PtpConfig(_Strict):
         default=None,
         description="P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1, measured; absent: not measured.",
     )
-
-    @field_validator("format_version")
-    @classmethod
-    def _known_version(cls, value: int) -> int:
-        if value != FORMAT_VERSION:
-            raise ValueError(f"this version reads format {FORMAT_VERSION}; install the vllm_mtpc that wrote the head")
-        return value
 
     @field_validator("accepted")
     @classmethod
@@ -102,9 +75,8 @@ class PtpConfig(_Strict):
     @field_validator("transformer_layer_config")
     @classmethod
     def _has_layers(cls, value: dict[str, Any]) -> dict[str, Any]:
-        layers = value.get("num_hidden_layers")
-        if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers = {layers!r}; allowed: 1 to {MAX_LAYERS}, the target's own number")
+        if "num_hidden_layers" not in value:
+            raise ValueError("num_hidden_layers is missing; write the target's own number")
         return value
 
     @model_validator(mode="after")
@@ -112,23 +84,12 @@ class PtpConfig(_Strict):
         from vllm_mtpc.heads.ptp.embedding import check_embedding
 
         check_embedding(self.u_embedding, self.u_features, self.u_hidden)
-        drafts = self.num_speculative_tokens
-        if drafts > self.window - 1:
-            raise ValueError(
-                f"speculative_tokens={drafts} with window={self.window}: the first token of a window is the "
-                f"verifier's, so at most {self.window - 1} can be drafted; lower speculative_tokens"
-            )
         if self.accepted is not None and len(self.accepted) != self.window:
             raise ValueError(
                 f"accepted has {len(self.accepted)} entries with window={self.window}: one for each of 0 to "
                 f"{self.window - 1} accepted drafts; measure the head again, or remove accepted"
             )
         return self
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        """K, drafts per step."""
-        return self.speculators_config.proposal_methods[0].speculative_tokens
 
     @property
     def uses_u(self) -> bool:
@@ -179,16 +140,7 @@ class PtpConfig(_Strict):
         options |= {key: value for key, value in given.items() if value is not None}
         return cls.parse(
             {
-                "architectures": ["PtpHeadModel"],
-                "speculators_model_type": "ptp",
-                "speculators_config": {
-                    "algorithm": "ptp",
-                    "default_proposal_method": "greedy",
-                    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-                    "verifier": {"name_or_path": verifier, "architectures": values.get("architectures") or []},
-                },
-                "transformer_layer_config": {key: values[key] for key in TARGET_KEYS if values.get(key) is not None},
-                "format_version": FORMAT_VERSION,
+                **cls.describe("ptp", "PtpHeadModel", values, verifier, drafts),
                 "variant": variant,
                 "informed": informed,
                 "window": window,
@@ -198,24 +150,12 @@ class PtpConfig(_Strict):
                 "law_trust": law_trust,
                 "lora_rank": lora_rank,
                 "lora_alpha": lora_alpha,
-                "vocab_size": values["vocab_size"],
-                "hidden_size": values["hidden_size"],
                 "trained_temperature": trained_temperature,
                 "trained_top_k": trained_top_k,
                 "trained_top_p": trained_top_p,
                 "accepted": None if accepted is None else [float(part) for part in accepted],
             }
         )
-
-    @classmethod
-    def parse(cls, values: Any, source: str = "head config") -> PtpConfig:
-        """Validate a dict; raises HeadConfigError with one line that starts with `source`."""
-        return HeadConfig.parse.__func__(cls, values, source)
-
-    @classmethod
-    def read(cls, file: Path) -> PtpConfig:
-        """Read and validate a `config.json`; raises HeadConfigError."""
-        return HeadConfig.read.__func__(cls, file)
 
     def to_json(self) -> str:
         """The text of `config.json`; what the head does not have is left out."""

@@ -9,19 +9,41 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 
+def printable(text: str, limit: int) -> str:
+    """Text from a file or a user as one line for a terminal: nothing but printable characters, at most `limit` of them.
+
+    Of a longer text the middle is left out: an error names the place first and what to type last.
+    """
+    if len(text) > limit:
+        text = f"{text[: limit - limit // 2 - 5]} ... {text[-(limit // 2) :]}"
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.splitlines()))
+    return shown if len(shown) <= limit else printable(shown, limit)  # escapes are longer than what they stand for
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says of an error, its first line; the kind of error where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 class MtpcError(ValueError):
     """Base class of every error this package raises on bad input; always one line."""
 
+    longest = 4000  # lists of what is allowed, which are ours
+
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.splitlines()))  # names and causes that come from files may hold breaks
+        super().__init__(printable(message, self.longest))
 
 
 class HeadConfigError(MtpcError):
     """A head's `config.json`, or the request to build a head, is not valid."""
 
+    longest = 480
+
 
 class CheckpointError(MtpcError):
     """A head's folder or weight file is missing, damaged or of another shape."""
+
+    longest = 480
 
 
 class ServeConfigError(MtpcError):
@@ -45,7 +67,7 @@ def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> st
     `allowed` lists them, or is the model that was validated; nested keys are then looked up in it.
     """
     problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"])
+    key = printable(".".join(str(part) for part in problem["loc"]), 100)
     if problem["type"] == "extra_forbidden":
         keys = allowed if isinstance(allowed, list) else _keys_beside(problem["loc"], allowed)
         hint = did_you_mean(str(problem["loc"][-1]), keys)
@@ -53,7 +75,8 @@ def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> st
     if problem["type"] == "missing":
         return f"key {key!r} is missing; every key is explicit in this format: add it"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"key {key!r} = {problem['input']!r}: {message}" if key else message  # without a key: about several
+    given = printable(repr(problem["input"]), 100)
+    return f"key {key!r} = {given}: {message}" if key else message  # without a key: about several
 
 
 def _keys_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from vllm_mtpc.errors import MtpcError, did_you_mean, install
+from vllm_mtpc.errors import MtpcError, did_you_mean, install, printable
 
 # Errors of a file system that a user can mend, and how; any other OSError is a fault of ours and keeps its traceback.
 _RIGHTS, _ROOM = "get the right to read or write it, or name another place,", "free space"
@@ -50,7 +50,8 @@ def guard(program: str, call: Callable[[], int]) -> int:
         remedy = (DISK | NAMES if error.filename else DISK).get(error.errno)
         if remedy is None:
             raise
-        return _fail(program, f"{error.filename or 'a file'}: {error.strerror}; {remedy} and type the same again")
+        place = printable(str(error.filename or "a file"), 300)
+        return _fail(program, f"{place}: {error.strerror}; {remedy} and type the same again")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vllm_mtpc"):
             raise

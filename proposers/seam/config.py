@@ -122,13 +122,13 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
     _check_method(folder, head, given["method"])
     _check_fit(folder, head, given, target)
     if isinstance(head, HeadConfig):
+        given.setdefault("draft_sample_method", head.draft_sample_method)
         check_tensors(folder, head)
         if head.lora_layers:
             config_layers.check_target(folder, head, target)
     else:
         config_ptp.check_target(folder, head, target, parallel)
     drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
-    given.setdefault("draft_sample_method", head.speculators_config.default_proposal_method)
     wants_default = schedule.KEY not in given
     if not wants_default:
         given[schedule.KEY] = schedule.chosen(given[schedule.KEY], drafts)

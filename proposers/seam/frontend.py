@@ -140,6 +140,8 @@ class OverrideWithSpeculators(Patch):
             model, tokenizer, speculative_config = original(*args, **kwargs)
             if ours:
                 model = tokenizer = resolve_verifier(folder, model)
+            else:
+                check_downloaded(str(folder), kwargs.get("revision"), model, speculative_config)
             return model, tokenizer, speculative_config
 
         return maybe_override_with_speculators
@@ -175,6 +177,14 @@ PATCHES: tuple[type[Patch], ...] = (
     AsyncMethods,
     EnvironmentVariables,
 )
+
+
+def check_downloaded(name: str, revision: str | None, target: str, speculative_config: dict[str, Any] | None) -> None:
+    """Refuse a head on the hub that names its target by a path: vLLM would look for it from the working folder."""
+    from vllm_mtpc.checkpoint import resolve_head, resolve_verifier
+
+    if target != name and (speculative_config or {}).get("method") in METHODS:  # vLLM took the target from a head
+        resolve_verifier(resolve_head(name, revision), target)
 
 
 def check_adaptive(spec: Any, engine_args: Any) -> None:

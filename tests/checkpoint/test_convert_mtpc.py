@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from tests.checkpoint import authors_mtpc as authors
+from tests.checkpoint.test_cards import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
@@ -194,6 +195,7 @@ def test_a_folder_gives_its_last_step_and_what_is_known_is_recorded(tmp_path):
     assert (record["trained_on"], record["fold_order"]) == ("someone/a-byte-model", [2, 1, 0])
     assert load_head(out)[0].trained_temperature == 0.7
     assert str(tmp_path) not in (out / "provenance.json").read_text() + (out / "README.md").read_text()
+    assert {"license", "pipeline_tag", "base_model"} <= front_matter_of(out).keys()
 
 
 def test_a_target_that_transformers_does_not_know(tmp_path):

@@ -35,7 +35,7 @@ def test_the_report_says_what_the_files_say(folder):
         "head": "linear",
         "vocab_size": 7,
         "hidden_size": 4,
-        "format_version": 1,
+        "format_version": 2,
         "trained_sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
     }
     assert {key: report[key] for key in expected} == expected
@@ -105,15 +105,33 @@ def test_sampling_the_head_was_trained_for_is_shown(tmp_path, new_head, show):
     assert "temperature 0.7, top-k 40, top-p 0.9" in show(tmp_path)
 
 
-def test_nested_provenance_is_shown_row_by_row(folder, show):
-    figures = {"t1": {"tokens_per_step": 2.5, "acceptance": [0.9, 0.8]}}
-    (folder / "provenance.json").write_text(json.dumps({"commit": None, "figures": figures, "date": "2025-01-01"}))
-    text = show(folder)
-    for words in ["commit", "null", "figures.t1.tokens_per_step", "2.5", "[0.9, 0.8]", "date", "2025-01-01"]:
+def test_tokens_per_step_come_first(folder, show):
+    figures = {"t1": {"tokens_per_step": 2.7, "per_position": [0.9, 0.8]}, "t0": {"per_position": [1.0, 0.875]}}
+    record = {"commit": "abc", "figures": figures, "run": {"steps": 77}, "data": {"names": ["a.txt", "b.txt"]}}
+    (folder / "provenance.json").write_text(json.dumps(record))
+    lines = show(folder).splitlines()
+    assert "tokens/step" in lines[2] and "2.70 at T=1.0, 2.88 at T=0" in lines[2].replace("T=1,", "T=1.0,")
+    assert "accepted, T=1" in lines[3] and "up to 1: 90%, up to 2: 80%" in lines[3]
+    text = "\n".join(lines)
+    for words in ["77", "a.txt, b.txt", "abc"]:
         assert words in text
+    assert "figures" not in text and "per_position" not in text  # no raw keys
+    assert inspect_head(folder)["tokens_per_step"] == {"t1": pytest.approx(2.7), "t0": 2.875}
 
 
-@pytest.mark.parametrize("content, words", [(None, "no provenance.json"), (b"{", "unreadable"), (b"[1, NaN]", "NaN")])
+def test_a_head_that_was_not_measured_says_what_to_type(folder, show):
+    assert "not measured; type: vllm-mtpc eval" in show(folder).splitlines()[2]
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "no provenance.json"),
+        (b"{", "unreadable"),
+        (b"[1]", "unreadable"),
+        (b'{"commit": NaN}', "NaN"),
+    ],
+)
 def test_missing_or_odd_provenance_does_not_hide_the_head(folder, show, content, words):
     (folder / "provenance.json").unlink()
     if content is not None:
@@ -127,7 +145,7 @@ def test_text_from_files_can_neither_style_nor_drive_the_terminal(folder, show):
     text = show(folder)
     assert "[red]x[/nope]" in text
     assert "\x1b" not in text
-    assert r"\x1b[2J \ud800 \n next" in text
+    assert r"\x1b[2J \ud800   next" in text
 
 
 def test_a_damaged_head_is_not_reported(folder):

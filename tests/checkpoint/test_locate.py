@@ -10,6 +10,7 @@ import pytest
 
 import vllm_mtpc
 from vllm_mtpc.checkpoint import find_head, resolve_head, resolve_verifier
+from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.errors import CheckpointError
 
 
@@ -128,9 +129,15 @@ def test_a_hub_name_without_the_hub_client_is_refused_in_one_line(monkeypatch):
     assert "huggingface_hub" in refusal("someone/some-head")
 
 
+def refused_verifier(folder: Path, name: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        resolve_verifier(folder, name)
+    assert len(str(caught.value)) < 500
+    return str(caught.value)
+
+
 def test_a_relative_verifier_starts_at_the_heads_folder(folder, monkeypatch):
     target = folder.parent / "target"
-    assert resolve_verifier(folder, "../target") == "../target"  # not there: the name stays
     target.mkdir()
     monkeypatch.chdir("/")
     assert resolve_verifier(folder, "../target") == str(target.resolve())
@@ -138,6 +145,43 @@ def test_a_relative_verifier_starts_at_the_heads_folder(folder, monkeypatch):
     assert resolve_verifier(folder, "org/model") == "org/model"
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
-def test_a_verifier_that_cannot_be_a_path_stays_a_name(folder, name):
-    assert resolve_verifier(folder, name) == name
+@pytest.mark.parametrize("name", ["../qwen", "/nowhere/qwen", "./qwen", "a/b/c"])
+def test_a_head_that_was_moved_away_from_its_target_says_so(folder, name):
+    text = refused_verifier(folder, name)
+    assert f"config.json names the target {name!r}" in text
+    assert f"no folder {(folder / name).resolve()}" in text
+    assert "type vllm serve TARGET --speculative-config" in text and "--target TARGET" in text
+
+
+def test_a_folder_in_a_head_does_not_pass_for_a_model_on_the_hub(folder):
+    (folder / "org" / "model").mkdir(parents=True)
+    assert "'org/model', a name on the hub, and a folder of that name is in the head" in refused_verifier(
+        folder, "org/model"
+    )
+    assert resolve_verifier(folder, "./org/model") == str((folder / "org" / "model").resolve())
+
+
+@pytest.mark.parametrize("name", ["../target", "../../../models--a--b/snapshots/1", "/tmp"])
+def test_a_head_from_the_hub_names_no_folder_outside_of_its_repository(folder, tmp_path, name):
+    place = tmp_path / "models--someone--head" / "snapshots" / "0123"
+    place.parent.mkdir(parents=True)
+    folder.rename(place)
+    (place.parent / "target").mkdir()  # there or not
+    (tmp_path / "models--a--b" / "snapshots" / "1").mkdir(parents=True)
+    text = refused_verifier(place, name)
+    assert repr(name) in text and "outside of its repository" in text and "vllm serve TARGET" in text
+
+
+def test_a_target_on_the_hub_ships_a_head_that_names_the_folder_above(folder, tmp_path):
+    place = tmp_path / "models--someone--target" / "snapshots" / "0123" / "mtpc"
+    place.parent.mkdir(parents=True)
+    folder.rename(place)
+    assert resolve_verifier(place, "..") == str(place.parent.resolve())
+
+
+@pytest.mark.parametrize("place, name", [("target", "../target"), ("head/target", "./target"), (".", "..")])
+def test_a_folder_is_named_so_that_it_is_found(folder, place, name):
+    """A folder inside of the head's has a dot in front: without one it would be a name on the hub."""
+    (folder.parent / place).mkdir(exist_ok=True)
+    assert verifier_name(str(folder.parent / place), folder) == name
+    assert resolve_verifier(folder, name) == str((folder.parent / place).resolve())

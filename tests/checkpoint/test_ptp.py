@@ -355,7 +355,7 @@ def test_adapters_of_another_head_are_refused(folder: Path, tmp_path: Path) -> N
         ({"hidden_size": 9}, ["(8,", "(9,", "hidden_size"]),
         ({"lora_rank": 3}, ["r = 2", "lora_rank=3"]),
         ({"circuit": "cp"}, ["unknown key 'circuit'", "u_embedding"]),
-        ({"format_version": 2}, ["format_version", "reads format 1"]),
+        ({"format_version": 3}, ["format_version", "reads formats 1 and 2"]),
         ({"accepted": [0.5, 0.5]}, ["accepted has 2 entries"]),
         ({"accepted": [0.5, 0.25, 0, 0]}, ["sum is 0.75"]),
     ],

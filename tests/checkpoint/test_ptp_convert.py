@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.checkpoint.test_cards import front_matter_of
 from vllm_mtpc.checkpoint import load_ptp
 from vllm_mtpc.checkpoint.convert_ptp import accepted_drafts
 from vllm_mtpc.checkpoint.inspect import inspect_head
@@ -126,6 +127,7 @@ def test_adapters_and_embedding_of_both_layouts(tmp_path, target, tensors, stude
     record = inspect_head(out)["provenance"]["converted"]
     assert (record["from"], record["layout"], record["epoch"]) == ("epoch=140.ckpt", layout, 140)
     assert str(tmp_path) not in (out / "provenance.json").read_text() + (out / "README.md").read_text()
+    assert {"license", "pipeline_tag", "base_model"} <= front_matter_of(out).keys()
 
 
 @pytest.mark.parametrize("layout", PREFIXES)

@@ -147,7 +147,7 @@ def test_a_wrong_format_version_is_refused(folder):
     edit(folder, "format_version", 7)
     text = refusal(folder)
     assert "7" in text
-    assert "format 1" in text
+    assert "formats 1 and 2" in text
 
 
 @pytest.mark.parametrize("name", ["model@900.pt", "pytorch_model.bin", "head.pth", "last.ckpt"])

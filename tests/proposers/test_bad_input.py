@@ -69,8 +69,7 @@ def test_a_good_head_is_accepted_with_its_defaults(place: Path) -> None:
 
 
 def test_a_head_may_name_greedy_drafts_as_its_default(place: Path) -> None:
-    written = json.loads((place / "head" / "config.json").read_text())["speculators_config"]
-    rewrite(place, speculators_config={**written, "default_proposal_method": "greedy"})
+    rewrite(place, draft_sample_method="greedy")
     given = {"method": "mtpc", "model": str(place / "head")}
     assert engine_config(place / "target", given).speculative_config.draft_sample_method == "greedy"
     asked = {**given, "draft_sample_method": "probabilistic"}

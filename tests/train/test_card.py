@@ -113,7 +113,11 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, monkeypatch: pyt
     assert front(head_card(make(tmp_path, {}, RUN)))["tags"] == ["mtpc", "speculative-decoding"]
     (tmp_path / "org" / "model").mkdir(parents=True)  # a folder is not on the hub, whatever its name looks like
     monkeypatch.chdir(tmp_path)
-    assert "base_model" not in front(head_card(make(tmp_path, {}, RUN)))
+    card = head_card(make(tmp_path, {}, RUN))
+    assert front(card)["base_model"] == "OWNER/NAME" and "# the target on the hub" in card  # to be filled in
+    card = head_card(make(tmp_path, {}, RUN, verifier="someone/else"))  # how it is to be named
+    assert front(card)["base_model"] == "someone/else"
+    assert front(card)["pipeline_tag"] == "text-generation" and front(card)["license"] == "unknown"
 
 
 def test_the_card_says_how_to_serve(tmp_path: Path) -> None:

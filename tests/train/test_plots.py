@@ -202,7 +202,8 @@ def test_a_head_without_figures_is_refused(tmp_path: Path, figures: dict) -> Non
 
 
 def test_heads_of_two_targets_are_refused(tmp_path: Path) -> None:
-    other = copy_of("ff", tmp_path, **FIGURES)  # its relative path leads elsewhere now
+    other = copy_of("ff", tmp_path, **FIGURES)
+    (tmp_path / "target").mkdir()  # where its relative path leads now
     with pytest.raises(plot_command.PlotError, match="different targets"):
         plot_command.run(command(str(demo.path("cp")), str(other), "--out", str(tmp_path)))
 

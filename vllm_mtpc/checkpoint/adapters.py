@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.locate import WEIGHTS_FILE
-from vllm_mtpc.checkpoint.tensors import check_names, checked, open_tensors, stored_shapes
+from vllm_mtpc.checkpoint.tensors import check_names, checked, stored_shapes
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import open_tensors, read_json
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 
 FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
@@ -96,12 +96,7 @@ def read_adapter_config(
     file: Path, layers_fit: Callable[[Any], bool], allowed_layers: str
 ) -> tuple[Any, int, float, list[str]]:
     """layers_to_transform, r, lora_alpha and target_modules of PEFT's config, each checked."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read as JSON ({error}); copy the head again") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: holds a {type(values).__name__}; a JSON object is expected; copy it again")
+    values = read_json(file)
 
     def value(key: str, fits: Any, allowed: str) -> Any:
         if not fits(given := values.get(key)):

@@ -24,15 +24,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_mtpc.checkpoint.card import front_matter
 from vllm_mtpc.checkpoint.convert_lora import stored_adapters
-from vllm_mtpc.checkpoint.convert_source import SETTINGS_FILE, target_values, verifier_name
+from vllm_mtpc.checkpoint.convert_source import SETTINGS_FILE, target_values
 from vllm_mtpc.checkpoint.convert_sums import sum_tensors
 from vllm_mtpc.checkpoint.convert_tensors import Tensors, sort_tensors
 from vllm_mtpc.checkpoint.convert_yaml import Settings
+from vllm_mtpc.checkpoint.locate import hub_name, verifier_name
 from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.checkpoint.tensors import FLOATS
 from vllm_mtpc.config import HeadConfig
-from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.heads import build_head
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ def convert_mtpc(options: ConvertOptions, file: Mapping[str, Any], label: str) -
         head = build_head(config)
     head.load_state_dict(tensors, assign=True)
     if found.skipped:
-        print(f"warning: {path}: weights of the target left out: {_some(found.skipped)}", file=sys.stderr)
+        names = printable(_some(found.skipped), 300)
+        print(f"warning: {path}: weights of the target left out: {names}", file=sys.stderr)
     step = {"global_step": file["global_step"]} if isinstance(file.get("global_step"), int) else {}
     record = {"from": label, "trained_on": settings.value("lm.model.from_huggingface"), **step, **record}
     card = _card(label, config)
@@ -177,11 +180,11 @@ def _some(names: list[str]) -> str:
 
 
 def _card(label: str, config: HeadConfig) -> str:
+    verifier = config.speculators_config.verifier.name_or_path
     lora = f", {config.lora_layers} draft layers with LoRA" if config.lora_layers else ""
     return (
-        "---\nlibrary_name: vllm\ntags: [mtpc, speculative-decoding]\n---\n\n"
+        f"{front_matter(['mtpc', 'speculative-decoding'], hub_name(verifier))}\n\n"
         f"# MtPC head: {config.circuit}, n={config.window}, r={config.num_components}\n\n"
-        f"Converted from `{label}` by `vllm-mtpc convert`; target "
-        f"`{config.speculators_config.verifier.name_or_path}`{lora}. The output is the target's own, whatever the head "
-        "drafts.\n"
+        f"Converted from `{label}` by `vllm-mtpc convert`; target `{verifier}`{lora}. "
+        "The output is the target's own, whatever the head drafts.\n"
     )

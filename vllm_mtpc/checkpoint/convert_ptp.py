@@ -16,8 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.checkpoint.convert_source import load, target_config, verifier_name
+from vllm_mtpc.checkpoint.card import front_matter
+from vllm_mtpc.checkpoint.convert_source import load, target_config
+from vllm_mtpc.checkpoint.locate import hub_name, verifier_name
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import check_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,7 +127,9 @@ def _state(path: Path, file: Mapping[str, Any]) -> dict[str, Tensor]:
     state = file["state_dict"]
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: its 'state_dict' is none; name a checkpoint that Lightning wrote (.ckpt)")
-    return {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
+    found = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
+    check_lengths(path, found)
+    return found
 
 
 def _layout(path: Path, state: Mapping[str, Tensor], asked: str) -> str:
@@ -225,12 +230,13 @@ def _record(options: ConvertOptions, file: Mapping[str, Any], layout: str) -> di
 
 def _card(options: ConvertOptions, config: PtpConfig) -> str:
     top_k, top_p = config.trained_top_k or "off", "off" if config.trained_top_p == 1 else config.trained_top_p
+    verifier = config.speculators_config.verifier.name_or_path
     return (
-        "---\nlibrary_name: vllm\ntags: [ptp, speculative-decoding]\n---\n\n"
+        f"{front_matter(['mtpc', 'ptp', 'speculative-decoding'], hub_name(verifier))}\n\n"
         f"# PTP head: {config.variant}, n={config.window}\n\n"
-        f"Converted from `{options.ckpt.name}` by `vllm-mtpc convert`; target "
-        f"`{config.speculators_config.verifier.name_or_path}`, adapters of rank {config.lora_rank} on every layer, "
-        f"u-embedding `{config.u_embedding}`, drafts for temperature {config.trained_temperature}, top-k {top_k}, "
-        f"top-p {top_p}. The output is the target's own, whatever the head drafts.\n\n"
+        f"Converted from `{options.ckpt.name}` by `vllm-mtpc convert`; target `{verifier}`, adapters of rank "
+        f"{config.lora_rank} on every layer, u-embedding `{config.u_embedding}`, drafts for temperature "
+        f"{config.trained_temperature}, top-k {top_k}, top-p {top_p}. The output is the target's own, whatever the "
+        "head drafts.\n\n"
         f"```bash\nvllm serve {options.out.name}\n```\n"
     )

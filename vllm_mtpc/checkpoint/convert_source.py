@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mtpc.checkpoint.locate import PICKLE_SUFFIXES
-from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.errors import CheckpointError, first_line
 
 SETTINGS_FILE = "config.yaml"  # beside an MtPC checkpoint
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -53,7 +53,7 @@ def load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds; a user needs one line whatever is wrong with the file
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise CheckpointError(
             f"{path}: cannot be read as tensors alone ({reason}); other pickled objects are never loaded: where you "
             "trust the file, load it, save its state dict again with torch.save and convert that"
@@ -67,7 +67,7 @@ def target_config(name: str) -> Any:
     try:  # False: a model with code of its own is an error, not a question on the terminal
         return AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError) as error:  # transformers raises all of these on bad input
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise CheckpointError(
             f"target {name}: no config that transformers can read ({reason}); name the folder or hub repository of the "
             "model the checkpoint was trained on"
@@ -91,11 +91,6 @@ def target_values(name: str) -> dict[str, Any]:
         return values
 
 
-def verifier_name(target: str, out: Path) -> str:
-    """A target as the config of the head in `out` names it: folders relative to the head's."""
-    return os.path.relpath(target, out) if os.path.isdir(target) else target
-
-
 def _last_step(place: str, names: Iterable[str]) -> str:
     steps = {int(match[1]): name for name in names if (match := _STEP_FILE.fullmatch(name))}
     if not steps:
@@ -114,7 +109,7 @@ def _download(repo: str) -> Source:
     except CheckpointError:
         raise
     except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise CheckpointError(
             f"{repo}: not a file or folder here, and not to be had from the hub ({reason}); correct its name, or "
             f"download its model@STEP.pt and {SETTINGS_FILE} into one folder and name that"

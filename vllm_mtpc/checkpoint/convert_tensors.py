@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import check_lengths
 
 LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
 _SUM = re.compile(r"mt_head\._sum_weights_heads\.(\d+)\.head\.proj")
@@ -41,6 +42,7 @@ def sort_tensors(path: Path, state: Any) -> Tensors:
             f"{path}: its 'model_state_dict' is none; name a checkpoint of MtPC's code (model@STEP.pt)"
         )
     named = {_WRAPPERS.sub("", str(name), count=1): value for name, value in state.items() if value is not None}
+    check_lengths(path, named)
     found = Tensors(None, {}, None, {}, {}, {}, [])
     foreign = []
     for name, value in named.items():

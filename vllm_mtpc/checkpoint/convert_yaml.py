@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import read_yaml
 
 MAX_DEPTH = 16  # of references and of nesting; deeper ones go in circles
+MAX_WORK = 100_000  # nodes and characters looked at: references to references can stand for any number of them
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _PATH = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*")
 
@@ -21,27 +23,20 @@ _PATH = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*")
 class Settings:
     """The values of a config.yaml by dotted path."""
 
-    def __init__(self, root: Any, source: str) -> None:
+    def __init__(self, root: dict[str, Any], source: str) -> None:
         self._root = root
         self._source = source
+        self._left = MAX_WORK
 
     @classmethod
     def read(cls, file: Path) -> Settings:
         """Raises CheckpointError where there is no such file, or no YAML in it."""
-        import yaml
-
-        try:
-            root = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not file.exists():
             raise CheckpointError(
                 f"{file.parent} has no {file.name}, which says what {file.parent.name}'s checkpoints are; copy it "
                 "from where the checkpoint came"
-            ) from None
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            raise CheckpointError(f"{file}: cannot be read as YAML ({error}); copy it again") from None
-        if not isinstance(root, dict):
-            raise CheckpointError(f"{file}: holds a {type(root).__name__}; a mapping is expected; copy it again")
-        return cls(root, str(file))
+            )
+        return cls(read_yaml(file), str(file))
 
     def value(self, path: str, default: Any = None) -> Any:
         """The value at `path`, interpolations resolved; `default` where there is none."""
@@ -74,6 +69,7 @@ class Settings:
         """`node` with its references replaced; those inside a mapping or list only if `deep`."""
         if depth > MAX_DEPTH:
             raise CheckpointError(f"{self._source}: references or mappings more than {MAX_DEPTH} deep; correct them")
+        self._spend(1 + len(node) if isinstance(node, str) else 1)
         if isinstance(node, str):
             return self._text(node, depth)
         if deep and isinstance(node, dict):
@@ -89,7 +85,7 @@ class Settings:
             return self._reference(whole[1], depth)
         if "${" in _REFERENCE.sub("", text) or "\\${" in text:
             raise CheckpointError(f"{self._source}: {text!r}: only ${{a.b.c}} is known; write its value there")
-        return _REFERENCE.sub(lambda match: str(self._reference(match[1], depth)), text)
+        return _REFERENCE.sub(lambda match: self._spend_on(str(self._reference(match[1], depth))), text)
 
     def _reference(self, path: str, depth: int) -> Any:
         if not _PATH.fullmatch(path):
@@ -98,3 +94,12 @@ class Settings:
         if (value := self._at(path, missing, depth + 1)) is missing:
             raise CheckpointError(f"{self._source}: '${{{path}}}' names nothing in the file; write its value there")
         return value
+
+    def _spend(self, work: int) -> None:
+        self._left -= work
+        if self._left < 0:
+            raise CheckpointError(f"{self._source}: its references stand for too much; write out the values themselves")
+
+    def _spend_on(self, text: str) -> str:
+        self._spend(len(text))
+        return text

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import read_json
 
 
 def measured_acceptance(folder: Path) -> dict[str, list[float]]:
@@ -16,9 +17,9 @@ def measured_acceptance(folder: Path) -> dict[str, list[float]]:
     figures are advice, a head is served without them.
     """
     try:
-        figures = json.loads((folder / PROVENANCE_FILE).read_text(encoding="utf-8"))["figures"]
+        figures = read_json(folder / PROVENANCE_FILE)["figures"]
         found = {key: figures[key]["per_position"] for key in ("t1", "t0") if key in figures}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (CheckpointError, KeyError, TypeError):
         return {}
     return {key: list(values) for key, values in found.items() if _is_survival(values)}
 

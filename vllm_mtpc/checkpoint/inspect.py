@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.checkpoint.locate import (
     PROVENANCE_FILE,
     U_EMBED_FILE,
     WEIGHTS_FILE,
     find_head,
     resolve_head,
-    resolve_verifier,
+    verifier_path,
 )
+from vllm_mtpc.errors import CheckpointError, printable
+from vllm_mtpc.files import open_tensors, read_json
 from vllm_mtpc.heads import OPTIONS
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.config_ptp import PtpConfig
 
 Report = dict[str, Any]
+MAX_CELL = 500  # characters of a row of the table
 FOUND = {True: "found", False: "not found", None: "a name on the hub, not looked up"}
 
 
@@ -54,8 +58,11 @@ def inspect_head(path: str | Path) -> Report:
     kind, files = _ptp(folder, config) if isinstance(config, PtpConfig) else _circuit(folder, config)
     verifier = config.speculators_config.verifier
     tensors = {name: tensor for file in files for name, tensor in _tensors(folder / file).items()}
+    accepted = measured_acceptance(folder)
     return {
         "path": str(folder),
+        "tokens_per_step": {key: 1 + math.fsum(values) for key, values in accepted.items()},
+        "accepted_up_to": accepted,
         **kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -85,14 +92,13 @@ def _circuit(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
 
     check_tensors(folder, config)
     adapters = check_adapters(folder, config)
-    method = config.speculators_config.proposal_methods[0]
     return {
         "method": "mtpc",
         "circuit": config.circuit,
         "window": config.window,
         "num_components": config.num_components,
-        "drafts_per_step": method.speculative_tokens,
-        "proposal": method.proposal_type,
+        "drafts_per_step": config.num_speculative_tokens,
+        "proposal": config.draft_sample_method,
         "head": config.head,
         "expander": {key: value for key in OPTIONS if (value := getattr(config, key)) is not None},
         "adapters": adapters and adapters._asdict(),
@@ -112,7 +118,6 @@ def _ptp(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
         "informed": config.informed,
         "window": config.window,
         "drafts_per_step": config.num_speculative_tokens,
-        "proposal": config.speculators_config.proposal_methods[0].proposal_type,
         "u_embedding": config.u_embedding,
         "u_options": {key: value for key, value in options.items() if value is not None},
         "late_width": config.late_width,
@@ -124,30 +129,25 @@ def _ptp(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
 
 def _tensors(file: Path) -> dict[str, Report]:
     """Shape and dtype of every tensor, from the header of the file."""
-    from safetensors import safe_open
-
-    with safe_open(str(file), framework="pt") as handle:
+    with open_tensors(file) as handle:
         slices = {name: handle.get_slice(name) for name in sorted(handle.keys())}
         return {name: {"shape": list(part.get_shape()), "dtype": part.get_dtype()} for name, part in slices.items()}
 
 
 def _target(folder: Path, name: str) -> Report:
     """The target as written, as resolved, and whether it is there (None: a name on the hub)."""
-    resolved = resolve_verifier(folder, name)
-    found: bool | None = True if os.path.isdir(resolved) else None
-    if not found and name.startswith((".", "/", "~")):
-        resolved, found = os.path.abspath(folder / name), False
-    return {"name_or_path": name, "resolved": resolved, "found": found}
+    path = verifier_path(folder, name)
+    return {"name_or_path": name, "resolved": path or name, "found": None if path is None else os.path.isdir(path)}
 
 
 def _provenance(file: Path) -> Any:
     """What the file says, None without one. It is no part of loading a head, so a bad one is only reported."""
-    if not file.is_file():
+    if not file.exists():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"), parse_constant=str)  # NaN is not JSON
-    except (OSError, ValueError, RecursionError) as error:
-        return {"unreadable": str(error)}
+        return read_json(file)
+    except CheckpointError as error:
+        return {"unreadable": f"unreadable: {error}"}
 
 
 def _rows(report: Report) -> list[tuple[str, str]]:
@@ -155,6 +155,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     dtypes = ", ".join(weights["dtypes"])
     top_k, top_p = sampling["top_k"] or "off", "off" if sampling["top_p"] == 1 else sampling["top_p"]
     return [
+        *_measured_rows(report),
         *(_ptp_rows(report) if report["method"] == "ptp" else _circuit_rows(report)),
         ("vocabulary", f"{report['vocab_size']:,}"),
         ("hidden size", f"{report['hidden_size']:,}"),
@@ -164,7 +165,40 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("target is", f"{target['resolved']} ({FOUND[target['found']]})"),
         ("trained for", f"temperature {sampling['temperature']}, top-k {top_k}, top-p {top_p}"),
         ("format version", str(report["format_version"])),
+        *_provenance_rows(report["provenance"]),
     ]
+
+
+def _measured_rows(report: Report) -> list[tuple[str, str]]:
+    """What the head's trainer measured, first of all."""
+    if not report["tokens_per_step"]:
+        return [("tokens/step", "not measured; type: vllm-mtpc eval HEAD --data DATA")]
+    names = {"t1": f"T={report['trained_sampling']['temperature']:g}", "t0": "T=0"}
+    totals = ", ".join(f"{value:.2f} at {names[key]}" for key, value in report["tokens_per_step"].items())
+    rows = [("tokens/step", f"{totals}; the trainer's, on held-out text, all drafts verified")]
+    for key, values in report["accepted_up_to"].items():
+        rows.append((f"accepted, {names[key]}", ", ".join(f"up to {k}: {p:.0%}" for k, p in enumerate(values, 1))))
+    return rows
+
+
+def _provenance_rows(record: Report | None) -> list[tuple[str, str]]:
+    """How the head came about; the file is anyone's, so whatever is not as the trainer writes it is left out."""
+    if record is None:
+        return [("provenance", f"no {PROVENANCE_FILE}")]
+    run, data, converted = (
+        part if isinstance(part := record.get(name), dict) else {} for name in ("run", "data", "converted")
+    )
+    rows = [
+        ("steps", run.get("steps")),
+        ("minutes", run.get("minutes")),
+        ("data", ", ".join(map(str, names)) if isinstance(names := data.get("names"), list) else names),
+        ("converted from", converted.get("from")),
+        ("command", record.get("command")),
+        ("commit", record.get("commit")),
+        ("provenance", record.get("unreadable")),
+    ]
+    shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in rows if value is not None}
+    return list(shown.items())
 
 
 def _circuit_rows(report: Report) -> list[tuple[str, str]]:
@@ -212,13 +246,6 @@ def _adapters(adapters: Report | None) -> str:
     return f"{layers} of the target, rank {adapters['rank']}, alpha {adapters['alpha']}, {parameters}"
 
 
-def _flat(value: Any, name: str) -> list[tuple[str, str]]:
-    """Nested objects as rows with dotted names."""
-    if isinstance(value, dict) and value:
-        return [row for key, part in value.items() for row in _flat(part, f"{name}.{key}" if name else key)]
-    return [(name or "provenance", value if isinstance(value, str) else json.dumps(value))]
-
-
 def _print_table(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -227,18 +254,14 @@ def _print_table(report: Report) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
     def plain(text: str) -> Text:
-        """Files are not to be trusted with the terminal: no markup, no control characters."""
-        shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+        """Files are not to be trusted with the terminal: no markup, no control characters, no end of lines."""
+        shown = printable(text, MAX_CELL)
         return Text(shown.encode(console.encoding, "backslashreplace").decode(console.encoding), overflow="fold")
 
     table = Table(title=plain(report["path"]), title_justify="left", show_header=False)
     table.add_column(no_wrap=False, style="bold")
     table.add_column()
     for row in _rows(report):
-        table.add_row(*map(plain, row))
-    table.add_section()
-    provenance = report["provenance"]
-    for row in [("provenance", f"no {PROVENANCE_FILE}")] if provenance is None else _flat(provenance, ""):
         table.add_row(*map(plain, row))
     console.print(table)
     console.print(plain(f"weights: ok ({len(report['weights']['tensors'])} tensors, shapes as configured, all finite)"))

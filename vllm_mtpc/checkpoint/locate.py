@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.errors import CheckpointError, first_line
+from vllm_mtpc.files import read_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -18,15 +18,15 @@ SHIPPED_FOLDER = "mtpc"  # inside a target's folder
 DEFAULT_HEAD = "default"  # of several heads in there
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TARGET_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old ones on the hub have no owner: gpt2
 
 
 def head_method(folder: Path) -> str | None:
     """Which of METHODS the head in a folder is served with, as its config.json says; None for no head of ours."""
     try:
-        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        method = read_json(folder / CONFIG_FILE).get("speculators_model_type")
+    except CheckpointError:
         return None
-    method = values.get("speculators_model_type") if isinstance(values, dict) else None
     return method if method in METHODS else None
 
 
@@ -99,17 +99,62 @@ def _download(repo: str, revision: str | None) -> Path:
         patterns = ["*.json", "*.safetensors", "README.md"]
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise CheckpointError(
             f"no head at {repo!r}: not a local folder, and not to be had from the hub ({reason}); "
             "correct the name of the head or download it first"
         ) from None
 
 
-def resolve_verifier(folder: Path, name_or_path: str) -> str:
-    """A head's verifier as vLLM may use it: relative paths start at the head's folder, names stay names."""
-    candidate = folder / name_or_path
-    return str(candidate.resolve()) if os.path.isdir(candidate) else name_or_path
+def verifier_name(target: str, out: Path) -> str:
+    """How the config of the head in `out` names its target: a folder relative to the head's, a hub name as it is."""
+    if not os.path.isdir(target):
+        return target
+    path = os.path.relpath(target, out)
+    return path if path.startswith(".") else f"./{path}"  # without a dot it is a name on the hub
+
+
+def hub_name(name: str) -> str | None:
+    """The name of a target where it is one on the hub, None for a path."""
+    return name if _TARGET_NAME.fullmatch(name) else None
+
+
+def verifier_path(folder: Path, name: str) -> str | None:
+    """The folder that a head's verifier is, there or not: a path starts at the head's; None for a name on the hub."""
+    return None if hub_name(name) else os.path.realpath(folder / name)
+
+
+def resolve_verifier(folder: Path, name: str) -> str:
+    """A head's verifier as vLLM may use it, a folder or a name on the hub.
+
+    Raises CheckpointError for a folder that is not there, and for what a head may not ask for: a downloaded one a
+    folder outside of its repository, any head that a folder of its own passes for a model on the hub.
+    """
+    path = verifier_path(folder, name)
+    says = f"{folder}: its {CONFIG_FILE} names the target {name!r}"
+    if path is None:
+        if os.path.lexists(folder / name):
+            raise CheckpointError(
+                f"{says}, a name on the hub, and a folder of that name is in the head; write './{name}' if that is the "
+                "target, else delete it"
+            )
+        return name
+    chosen = f'{{"method": "{head_method(folder) or METHODS[0]}", "model": "{folder}"}}'
+    give = f"type vllm serve TARGET --speculative-config '{chosen}'; vllm-mtpc's commands take --target TARGET"
+    if (root := _repository(folder)) and os.path.commonpath((root, path)) != root:
+        raise CheckpointError(f"{says}, which is outside of its repository on the hub; {give}")
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{says}, and there is no folder {path}; put it there or {give}")
+    return path
+
+
+def _repository(folder: Path) -> str | None:
+    """The repository in the hub's cache (models--OWNER--NAME/snapshots/COMMIT) that a folder is or lies in."""
+    place = Path(os.path.realpath(folder))
+    for part in (place, *place.parents):
+        if part.parent.name == "snapshots" and part.parent.parent.name.startswith("models--"):
+            return str(part)
+    return None
 
 
 def _local(path: str | Path) -> Path:

@@ -30,9 +30,10 @@ from vllm_mtpc.checkpoint.adapters import (
 from vllm_mtpc.checkpoint.load import read_config
 from vllm_mtpc.checkpoint.locate import U_EMBED_FILE, require_weights
 from vllm_mtpc.checkpoint.save import closing_files, to_save, write_folder
-from vllm_mtpc.checkpoint.tensors import check_names, checked, open_tensors, stored_shapes
+from vllm_mtpc.checkpoint.tensors import check_names, checked, stored_shapes
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import open_tensors
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from vllm_mtpc.errors import CheckpointError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@contextmanager
-def open_tensors(file: Path) -> Iterator[Any]:
-    """A safetensors file, memory-mapped; raises CheckpointError where it is not one, also while it is read."""
-    try:
-        with safe_open(str(file), framework="pt") as handle:
-            yield handle
-    except (SafetensorError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{file}: not a readable safetensors file ({reason}); copy the head again") from None
 
 
 def stored_shapes(handle: Any) -> dict[str, tuple[int, ...]]:

@@ -7,14 +7,15 @@ step takes its token from there and drafts from the others.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, is_head
-from vllm_mtpc.errors import CheckpointError, one_line
+from vllm_mtpc.checkpoint.card import front_matter
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, hub_name, is_head, verifier_name
+from vllm_mtpc.errors import CheckpointError, first_line, one_line
+from vllm_mtpc.files import MAX_INDEX, MAX_NAME, open_tensors, read_json
 from vllm_mtpc.flags import add_flags, typed
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ def write_token_heads(options: TokenHeadsOptions) -> HeadConfig:
     """Write the head folder; returns its config. Raises CheckpointError where the target has one head or none."""
     import torch
 
-    from vllm_mtpc.checkpoint.convert_source import verifier_name
     from vllm_mtpc.checkpoint.save import save_head
     from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.heads import build_head
@@ -65,9 +65,9 @@ def write_token_heads(options: TokenHeadsOptions) -> HeadConfig:
     if options.out.joinpath(CONFIG_FILE).is_file() and not is_head(options.out):
         raise CheckpointError(f"out={options.out} holds another model's {CONFIG_FILE}; name another folder")
     folder = _folder(options.target)
-    target, weight = _read_config(folder), _read_lm_head(folder)
+    target, weight = read_json(folder / CONFIG_FILE), _read_lm_head(folder)
     vocab_size, hidden_size = target.get("vocab_size"), target.get("hidden_size")
-    heads = weight.shape[0] // vocab_size if vocab_size else 0
+    heads = len(weight) // vocab_size if weight.dim() == 2 and type(vocab_size) is int and vocab_size > 0 else 0
     if heads < 2 or tuple(weight.shape) != (heads * vocab_size, hidden_size):
         raise CheckpointError(
             f"{options.target}: {LM_HEAD} is {'x'.join(map(str, weight.shape))} with vocab_size={vocab_size}, "
@@ -79,6 +79,7 @@ def write_token_heads(options: TokenHeadsOptions) -> HeadConfig:
     head.load_state_dict({"leaf_weight": weight.view(heads, 1, vocab_size, hidden_size)})
     provenance = {"command": f"vllm-mtpc token-heads {options.target} --out {options.out}"}
     card = (
+        f"{front_matter(['mtpc', 'speculative-decoding'], hub_name(verifier))}\n\n"
         f"# {config.circuit} head of {heads} prediction heads\n\nThe prediction heads that `{verifier}` was trained "
         "with, unchanged. The output is the target's own, whatever the head drafts.\n"
     )
@@ -96,28 +97,27 @@ def _folder(target: str) -> Path:
     try:
         return Path(snapshot_download(target, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise CheckpointError(
             f"no target at {target!r}: not a local folder, and not to be had from the hub ({reason}); correct the name "
             "or download it first"
         ) from None
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads(folder.joinpath(CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: cannot be read ({error}); name a model's folder") from None
-
-
 def _read_lm_head(folder: Path) -> Tensor:
     """The lm_head, out of the one file that holds it."""
-    from vllm_mtpc.checkpoint.tensors import checked, open_tensors, stored_shapes
+    from vllm_mtpc.checkpoint.tensors import checked, stored_shapes
 
     file = folder / SINGLE
-    if folder.joinpath(INDEX).is_file():
-        shards = json.loads(folder.joinpath(INDEX).read_text(encoding="utf-8"))["weight_map"]
-        file = folder / shards.get(LM_HEAD, SINGLE)
+    if folder.joinpath(INDEX).exists():
+        shards = read_json(folder / INDEX, MAX_INDEX).get("weight_map")
+        shard = shards.get(LM_HEAD, SINGLE) if isinstance(shards, dict) else None
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.isprintable() or len(shard) > MAX_NAME:
+            raise CheckpointError(
+                f"{folder / INDEX}: weight_map has {shard!r} for {LM_HEAD}; allowed: the name of a file beside it; "
+                "copy the target again"
+            )
+        file = folder / shard
     with open_tensors(file) as handle:
         if LM_HEAD not in stored_shapes(handle):
             raise CheckpointError(f"{file}: has no {LM_HEAD}; name a model with several prediction heads")

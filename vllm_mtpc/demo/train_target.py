@@ -96,7 +96,10 @@ def card(record: dict[str, Any]) -> str:
     licence = " The\n  Python standard library is under the PSF License." if data["description"] == LIBRARY else ""
     return f"""\
 ---
+library_name: vllm
+pipeline_tag: text-generation
 tags: [byte-level, demo]
+license: apache-2.0
 ---
 # Demo target
 

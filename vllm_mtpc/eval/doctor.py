@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.errors import MtpcError, install
+from vllm_mtpc.errors import CheckpointError, MtpcError, install
 from vllm_mtpc.eval.arguments import ArgumentsError, add_head, check_positive
+from vllm_mtpc.files import read_json
 from vllm_mtpc.output import check_file, write_json
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def _notes(
     recorded = _recorded(loaded.folder / "provenance.json")
     for comparison in comparisons:
         key = f"t{comparison.sampling.temperature:g}"
-        found = recorded.get(key) if isinstance(recorded.get(key), dict) else {}
+        found = recorded.get(key, {})
         value, error = found.get(f"{prefix}tokens_per_step"), found.get(f"{prefix}standard_error") or 0.0
         if value is None or comparison.differs:
             continue
@@ -251,13 +252,18 @@ def _notes(
     return notes
 
 
-def _recorded(file: Path) -> dict[str, Any]:
-    """Figures of a head's provenance; empty where there are none."""
+def _recorded(file: Path) -> dict[str, dict[str, float]]:
+    """Numbers among the figures of a head's provenance; empty where there are none."""
     try:
-        figures = json.loads(file.read_text(encoding="utf-8")).get("figures")
-    except (OSError, ValueError, AttributeError):
+        figures = read_json(file).get("figures")
+    except CheckpointError:
         return {}
-    return figures if isinstance(figures, dict) else {}
+    parts = figures.items() if isinstance(figures, dict) else ()
+    return {
+        key: {name: value for name, value in part.items() if isinstance(value, (int, float))}
+        for key, part in parts
+        if isinstance(part, dict)
+    }
 
 
 def _row(comparison: Comparison) -> dict[str, Any]:

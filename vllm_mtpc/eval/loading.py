@@ -37,7 +37,7 @@ class Loaded:
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
         """A temperature, top-p and top-k, with drafts picked as the head is served by default."""
-        greedy_drafts = self.config.speculators_config.default_proposal_method == "greedy"
+        greedy_drafts = self.config.draft_sample_method == "greedy"
         return Sampling(temperature, top_p, greedy_drafts, top_k)
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.files import open_tensors, read_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.target import Target
@@ -127,12 +128,11 @@ class DraftLayers(nn.Module):
 
         `vllm_mtpc.checkpoint.load_head` and `check_tensors` have checked a head's files before.
         """
-        from safetensors.torch import load_file
-
         folder = Path(folder)
-        config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+        config = read_json(folder / ADAPTER_CONFIG_FILE)
         split = cls(target, len(config["layers_to_transform"]), config["r"], config["lora_alpha"])
-        tensors = load_file(folder / ADAPTER_WEIGHTS_FILE)
+        with open_tensors(folder / ADAPTER_WEIGHTS_FILE) as handle:
+            tensors = {name: handle.get_tensor(name) for name in sorted(handle.keys())}
         shapes = {name: tuple(split._weights[key].shape) for name, key in split._names.items()}
         if shapes != {name: tuple(value.shape) for name, value in tensors.items()}:
             raise HeadConfigError(

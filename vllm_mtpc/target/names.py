@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import MtpcError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,4 +68,4 @@ def reason(error: Exception) -> str:
     """Why transformers refuses, in a few words."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own repository, which is never run here"
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return first_line(error)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.bench.provenance import commit, hardware, public
+from vllm_mtpc.checkpoint.card import front_matter
 
 if TYPE_CHECKING:
     from vllm_mtpc.config import HeadConfig
@@ -83,7 +84,7 @@ def provenance(
         "head": {
             **head,
             "target": public(verifier),
-            "base_model": options.target if is_hub_name(options.target) else None,
+            "base_model": next(filter(is_hub_name, (verifier, options.target)), None),
         },
         "settings": settings,
         "run": run,
@@ -110,7 +111,7 @@ def head_card(record: Mapping[str, Any]) -> str:
     name = Path(record["settings"]["out"]).name or "HEAD"
     kind = "" if head["head"] == "linear" else f", head `{head['head']}`"
     parts = [
-        front_matter(head, ["mtpc", "speculative-decoding"]),
+        front_matter(["mtpc", "speculative-decoding"], head["base_model"]),
         f"# MtPC head: {head['circuit']}, n={head['window']}, r={r}\n",
         f"A probabilistic-circuit head (circuit `{head['circuit']}`, window {head['window']}, {r} "
         f"component{'s' * (r > 1)}{kind}) for the target `{head['target']}`. From the target's last hidden state, and "
@@ -140,14 +141,6 @@ def head_card(record: Mapping[str, Any]) -> str:
 def images(record: Mapping[str, Any]) -> list[str]:
     """The plots of the run."""
     return [f"![{PLOTS[plot]}]({plot})\n" for plot in record["plots"]]
-
-
-def front_matter(head: Mapping[str, Any], tags: Sequence[str]) -> str:
-    """What the hub reads of a card."""
-    lines = ["---", "library_name: vllm", f"tags: [{', '.join(tags)}]"]
-    if head["base_model"]:  # the hub takes names of repositories only
-        lines.append(f"base_model: {head['base_model']}")
-    return "\n".join([*lines, "---"])
 
 
 def _table(figures: Mapping[str, Mapping[str, Any]]) -> str:

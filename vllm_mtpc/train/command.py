@@ -7,12 +7,13 @@ vllm_mtpc train ...`, and on the nodes of a Ray cluster with `--ray-workers N`.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, is_head
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import read_json
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, TrainOptionsError, parse, read_yaml
 
@@ -72,8 +73,8 @@ def learnt_head(folder: Path) -> str | None:
     if not is_head(folder):
         return None
     try:
-        steps = json.loads((folder / PROVENANCE_FILE).read_text(encoding="utf-8"))["run"]["steps"]
-    except (OSError, ValueError, LookupError, TypeError):
+        steps = read_json(folder / PROVENANCE_FILE)["run"]["steps"]
+    except (CheckpointError, LookupError, TypeError):
         return "a head"  # converted, or saved by other code
     return f"a head of {steps:,} steps" if steps else None
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, find_head, resolve_head, resolve_verifier
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import CheckpointError, MtpcError
+from vllm_mtpc.files import read_json
 from vllm_mtpc.output import check_folder
 from vllm_mtpc.train.plots import Point, plot_acceptance, plot_frontier
 
@@ -124,11 +125,11 @@ def read(name: str) -> Measured:
 
     config = read_circuit_config(folder)
     try:
-        figures = json.loads((folder / PROVENANCE_FILE).read_text(encoding="utf-8"))["figures"]
+        figures = read_json(folder / PROVENANCE_FILE)["figures"]
         found = {key: figures[key] for key in ("t1", "t0") if key in figures}
         for values in found.values():  # the file is anyone's: what is drawn must be numbers
             sum([values["tokens_per_step"], values["standard_error"], *values["per_position"]], start=0.0)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (CheckpointError, KeyError, TypeError):
         found = {}
     if not found:
         raise PlotError(

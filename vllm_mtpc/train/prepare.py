@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_mtpc.checkpoint import load_head, read_config, resolve_head
+from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
@@ -152,11 +153,6 @@ def draft_layers(options: TrainOptions, target: Target) -> DraftLayers | None:
     from vllm_mtpc.heads.adapters import DraftLayers
 
     return DraftLayers(target, layers=options.lora_layers, rank=options.lora_rank, alpha=options.lora_alpha)
-
-
-def verifier_name(target: str, out: Path) -> str:
-    """How a head's config names its target: a folder relative to the head's, a hub name as it is."""
-    return os.path.relpath(target, out) if os.path.isdir(target) else target
 
 
 def serve_line(out: Path, needs_v2: bool) -> str:

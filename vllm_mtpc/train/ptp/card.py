@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.train.card import code_block, front_matter, images, provenance, serving_names, training_section
+from vllm_mtpc.checkpoint.card import front_matter
+from vllm_mtpc.train.card import code_block, images, provenance, serving_names, training_section
 from vllm_mtpc.train.options import CIRCUIT_OPTIONS, PTP_LOSSES
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def ptp_card(record: Mapping[str, Any]) -> str:
     is_baseline = not head["informed"] and head["law_trust"] is None
     what = ", independent baseline" if is_baseline else ""
     parts = [
-        front_matter(head, ["mtpc", "ptp", "speculative-decoding"]),
+        front_matter(["mtpc", "ptp", "speculative-decoding"], head["base_model"]),
         f"# PTP head: {head['variant']}, n={head['window']}, LoRA rank {head['lora_rank']}{what}\n",
         f"A head for parallel token prediction (arXiv 2512.21323) with the target `{head['target']}`: adapters of the "
         f"target (rank {head['lora_rank']}) that act on auxiliary rows alone, and an embedding "

@@ -1,0 +1,338 @@
+"""Files of others that would hang a reader or grow in it: each refused at once, in one short, printable line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vllm_mtpc
+from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
+from vllm_mtpc.checkpoint.adapters import read_adapter_config
+from vllm_mtpc.checkpoint.convert_tensors import sort_tensors
+from vllm_mtpc.checkpoint.convert_yaml import Settings
+from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.checkpoint.token_heads import TokenHeadsOptions, write_token_heads
+from vllm_mtpc.cli import main
+from vllm_mtpc.errors import CheckpointError, MtpcError, ServeConfigError, printable
+from vllm_mtpc.files import MAX_HEADER, MAX_INDEX, MAX_JSON, MAX_YAML, open_tensors, read_json
+
+SECONDS = 1.0  # of this process: other work on the machine does not count
+HANGS = 30  # seconds by the clock after which a call hangs
+WEIGHTS = "model.safetensors"
+
+
+class Hung(BaseException):
+    """Raised in a call that does not return; no error that a reader catches."""
+
+
+@pytest.fixture(autouse=True)
+def clock() -> Iterator[None]:
+    def hung(*_: Any) -> None:
+        raise Hung
+
+    before = signal.signal(signal.SIGALRM, hung)
+    signal.alarm(HANGS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The line that `call` is refused with, in time."""
+    start = time.process_time()
+    with pytest.raises(MtpcError) as caught:
+        call()
+    assert time.process_time() - start < SECONDS
+    text = str(caught.value)
+    assert len(text) < 500 and text.isprintable(), text
+    return text
+
+
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """As `refusal`, of `vllm-mtpc inspect`: what a terminal gets."""
+    start = time.process_time()
+    assert main(["inspect", str(folder)]) == 1
+    assert time.process_time() - start < SECONDS
+    text = capsys.readouterr().err.removesuffix("\n")
+    assert len(text) < 500 and text.isprintable(), text
+    return text
+
+
+def no_file(file: Path, kind: str) -> None:
+    """Something at `file` that is not a regular file."""
+    file.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(os.path.relpath(file))  # a socket's path has 108 characters at most
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to(kind)
+
+
+KINDS = ("fifo", "socket", "folder", "/dev/zero", "/dev/tty", "/proc/kmsg", "loop")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return str(tmp_path / "loop") if request.param == "loop" else request.param
+
+
+@pytest.fixture(autouse=True)
+def loop(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+
+
+def test_a_config_that_is_no_file(folder: Path, kind: str, capsys) -> None:
+    no_file(folder / "config.json", kind)
+    assert not vllm_mtpc.has_heads(folder)
+    refusal(lambda: read_config(folder))
+    refusal(lambda: read_json(folder / "config.json"))
+    told(folder, capsys)
+
+
+def test_weights_that_are_no_file(folder: Path, kind: str, capsys) -> None:
+    no_file(folder / WEIGHTS, kind)
+    refusal(lambda: load_head(folder))
+    refusal(lambda: open_tensors(folder / WEIGHTS).__enter__())
+    told(folder, capsys)
+
+
+def test_provenance_that_is_no_file_is_left_out(folder: Path, kind: str, capsys) -> None:
+    no_file(folder / "provenance.json", kind)
+    assert measured_acceptance(folder) == {}
+    assert main(["inspect", str(folder)]) == 0
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_other_files_that_are_none(tmp_path: Path, kind: str) -> None:
+    no_file(tmp_path / "file", kind)
+    refusal(lambda: read_adapter_config(tmp_path / "file", lambda layers: True, "any"))
+    refusal(lambda: Settings.read(tmp_path / "file"))
+
+
+def nested(depth: int) -> str:
+    return '{"a": ' * depth + "1" + "}" * depth
+
+
+LARGE = {
+    "30-MB": ('{"a": "%s"}' % ("x" * 30_000_000), "bytes"),
+    "deep": ("[" * 100_000, "cannot be read as JSON"),
+    "deep-objects": (nested(300), "nested more than"),
+    "digits": ('{"window": %s}' % ("9" * 5000), "cannot be read as JSON"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_config_that_is_too_much(folder: Path, name: str, capsys) -> None:
+    text, words = LARGE[name]
+    (folder / "config.json").write_text(text)
+    assert words in refusal(lambda: read_config(folder))
+    assert not vllm_mtpc.has_heads(folder)
+    told(folder, capsys)
+    (folder / "provenance.json").write_text(text)
+    assert measured_acceptance(folder) == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"circuit": "\x1b[2J" * 20_000},
+        {"x" * 200_000: 1},
+        {f"{k:x}": 1 for k in range(20_000)},
+        {"speculators_config": {"algorithm": "\u202e\x07" * 15_000}},
+        {"architectures": [[0]] * 40_000},
+        {"transformer_layer_config": {"num_hidden_layers": "9" * 200_000}},
+        {"transformer_layer_config": {f"{k}": 1 for k in range(18_000)}},
+        {"window": 1e300},
+        {"format_version": 1, "speculators_config": {"proposal_methods": [1] * 40_000}},
+        {"format_version": 1, "speculators_config": []},
+    ],
+    ids=["escapes", "key", "keys", "bidi", "list", "layers", "sizes", "float", "old", "old-list"],
+)
+def test_a_config_with_much_in_it(folder: Path, changes: dict[str, Any], capsys) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    assert file.stat().st_size < MAX_JSON
+    refusal(lambda: read_config(folder))
+    told(folder, capsys)
+
+
+def tensors(folder: Path, *names: str) -> None:
+    """The head's weights, with more tensors of these names."""
+    save_file({**load_file(folder / WEIGHTS), **{name: torch.zeros(1) for name in names}}, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["base_model.model." + "layers.0." * 8000], "a tensor's name of 72,017 characters"),
+        (["\x1b[2J\x1b]0;title\x07"], "unknown tensor(s): \\x1b[2J"),
+        ([f"extra.{k}" for k in range(8_000)], "unknown tensor(s): extra.0"),
+        (["a\u2028b\r\nc"], "unknown tensor(s): a b c"),
+    ],
+    ids=["72-KB", "escapes", "many", "lines"],
+)
+def test_names_of_tensors(folder: Path, names: list[str], words: str, capsys) -> None:
+    tensors(folder, *names)
+    config = read_config(folder)
+    assert words in refusal(lambda: check_tensors(folder, config))
+    assert words in told(folder, capsys)
+
+
+def test_an_adapters_name_of_72_kb(folder: Path) -> None:
+    """Where it is asked whether a name is an adapter's, long ones are out already."""
+    name = "base_model.model." + "layers.0." * 8000
+    file = folder / "adapter_model.safetensors"
+    save_file({name: torch.zeros(1)}, file)
+    assert "72,017 characters" in refusal(lambda: open_tensors(file).__enter__())
+    assert "characters" in refusal(lambda: sort_tensors(file, {f"lm.{name}.lora_A.weight": torch.zeros(1)}))
+
+
+def test_a_header_that_is_too_much(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", MAX_HEADER + 1) + b"{" + b" " * MAX_HEADER)
+    assert "a header of" in refusal(lambda: load_head(folder))
+
+
+ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{k}: &a{k} [*a{k - 1}, *a{k - 1}]\n" for k in range(1, 40))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{k}: &a{k} {{<<: [*a{k - 1}, *a{k - 1}]}}\n" for k in range(1, 40))
+STRINGS = "".join(f'a{k}: "${{a{k + 1}}}${{a{k + 1}}}"\n' for k in range(15)) + f"a15: {'x' * 1000}\n"
+LISTS = "".join(f'a{k}: ["${{a{k + 1}}}", "${{a{k + 1}}}", "${{a{k + 1}}}"]\n' for k in range(6)) + "a6: [1, 2]\n"
+QUOTED = "'x${b}'"
+WIDE = f"a0: [{', '.join([QUOTED] * 1500)}]\nb: [{', '.join(['1'] * 1500)}]\n"
+LONG = f"a0: [{', '.join([QUOTED] * 1500)}]\nb: {'y' * 15_000}\n"
+YAML = {
+    "aliases": (ALIASES, "alias *a0"),
+    "merges": (MERGES, "alias *a0"),
+    "strings": (STRINGS, "stand for too much"),
+    "wide": (WIDE, "stand for too much"),
+    "long": (LONG, "stand for too much"),
+    "circle": ("a0: ${a1}\na1: [$a0, '${a0}']\n", "deep"),
+    "deep": ("a0: " + "[" * 15_000, "nested more than"),
+    "deep-blocks": ("a0:\n" + "- " * 10_000, "cannot be read"),
+    "deep-keys": ("? " * 10_000, "cannot be read"),
+    "deep-mappings": ("".join(f"{' ' * k}a0:\n" for k in range(40)) + " " * 40 + "1", "nested more than"),
+    "flow": ("a0: {" * 5000, "cannot be read"),
+    "large": ("# " + "x" * MAX_YAML + "\na0: 1\n", "bytes"),
+    "digits": ("a0: " + "9" * 5000, "cannot be read"),
+    "tag": ("a0: !!python/object/apply:os.getcwd []", "cannot be read"),
+    "escapes": ("a0: \x1b[2J", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_a_config_yaml_that_is_too_much(tmp_path: Path, name: str) -> None:
+    text, words = YAML[name]
+    (tmp_path / "config.yaml").write_text(text)
+    assert words in refusal(lambda: Settings.read(tmp_path / "config.yaml").value("a0"))
+
+
+def test_references_within_bounds_are_looked_up(tmp_path: Path) -> None:
+    """The control of the test above: 3 ** 6 lists of two."""
+    (tmp_path / "config.yaml").write_text(LISTS)
+    assert str(Settings.read(tmp_path / "config.yaml").value("a0")).count("1") == 3**6
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """What token-heads reads of a target: two heads of three tokens."""
+    place = tmp_path / "target"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({"vocab_size": 3, "hidden_size": 2, "architectures": ["X"]}))
+    save_file({"lm_head.weight": torch.zeros(6, 2)}, place / "model-1.safetensors")
+    index(place, {"weight_map": {"lm_head.weight": "model-1.safetensors"}})
+    return place
+
+
+def index(target: Path, values: Any) -> None:
+    (target / "model.safetensors.index.json").write_text(json.dumps(values))
+
+
+def token_heads(target: Path) -> str:
+    out = target.parent / "out"
+    text = refusal(lambda: write_token_heads(TokenHeadsOptions(target=str(target), out=out)))
+    assert not out.exists()
+    return text
+
+
+def test_a_good_index_is_read(target: Path) -> None:
+    config = write_token_heads(TokenHeadsOptions(target=str(target), out=target.parent / "out"))
+    assert (config.window, config.circuit) == (2, "ff")
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ([], "a JSON object"),
+        ({}, "weight_map has None"),
+        ({"weight_map": ["lm_head.weight"]}, "weight_map has None"),
+        ({"weight_map": {"lm_head.weight": 3}}, "weight_map has 3"),
+        ({"weight_map": {"lm_head.weight": "/etc/passwd"}}, "the name of a file beside it"),
+        ({"weight_map": {"lm_head.weight": "../target/model-1.safetensors"}}, "the name of a file beside it"),
+        ({"weight_map": {"lm_head.weight": ".."}}, "not a regular file"),
+        ({"weight_map": {"lm_head.weight": "\x1b[2J" * 10_000}}, "the name of a file beside it"),
+        ({"weight_map": {"lm_head.weight": "a\0b"}}, "the name of a file beside it"),
+        ({"weight_map": {"a": "x" * MAX_INDEX}}, "bytes"),
+        ({"weight_map": json.loads(nested(100))}, "nested more than"),
+    ],
+)
+def test_a_malformed_index(target: Path, values: Any, words: str) -> None:
+    index(target, values)
+    assert words in token_heads(target)
+
+
+@pytest.mark.parametrize("vocab_size", [None, 0, -3, "3", [3], 3.0, True, 10**12])
+def test_a_target_whose_config_is_not_a_models(target: Path, vocab_size: Any) -> None:
+    (target / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "hidden_size": 2}))
+    assert "lm_head.weight is 6x2" in token_heads(target)
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (6, 2, 1), (0, 2)])
+def test_an_lm_head_of_another_shape(target: Path, shape: tuple[int, ...]) -> None:
+    save_file({"lm_head.weight": torch.zeros(shape)}, target / "model-1.safetensors")
+    assert "lm_head.weight is" in token_heads(target)
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, ServeConfigError])
+def test_an_error_of_30_mb_is_a_line(kind: type[MtpcError]) -> None:
+    text = (
+        refusal(lambda: _raise(kind("HEAD: " + "\x1b\n\U000e0001" * 10_000_000 + "type this")))
+        if (kind is CheckpointError)
+        else str(kind("HEAD: " + "\x1b\n" * 10_000_000 + "type this"))
+    )
+    assert text.startswith("HEAD: ") and text.endswith("type this") and len(text) <= kind.longest
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_what_is_printable_stays_as_it_is() -> None:
+    assert printable("größe 'ü' 漢字", 100) == "größe 'ü' 漢字"
+    assert printable("a\x1b[31mb\u202e\ud800", 100) == r"a\x1b[31mb\u202e\ud800"
+    assert printable("x" * 50 + "y" * 51, 100) == "x" * 45 + " ... " + "y" * 50
+
+
+def test_a_path_in_an_error_of_the_file_system_is_printable(capsys) -> None:
+    from vllm_mtpc.guard import guard
+
+    def call() -> int:
+        raise FileNotFoundError(2, "No such file", "a\x1b[2J" * 1000)
+
+    assert guard("x", call) == 1
+    text = capsys.readouterr().err.removesuffix("\n")
+    assert len(text) < 500 and text.isprintable()

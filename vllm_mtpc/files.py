@@ -1,0 +1,117 @@
+"""Files that others wrote (heads, checkpoints, targets): opened here and nowhere else, each within bounds.
+
+Only regular files are opened, so nothing waits for a pipe or a device. Sizes and nesting are bounded: what is too much
+is refused before it grows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm_mtpc.errors import CheckpointError, first_line
+
+MAX_JSON = 1 << 18  # bytes; a head's config.json and provenance.json have some 10 KB
+MAX_INDEX = 16 << 20  # of the index of a target's shards: a line per tensor
+MAX_YAML = 1 << 15  # PyYAML reads some 0.2 MB/s; the settings of a run have a few KB
+MAX_HEADER = 8 << 20  # of a safetensors file: a line per tensor
+MAX_DEPTH = 32  # of nested objects and lists
+MAX_NAME = 256  # characters of a tensor's name
+
+
+def read_text(file: Path, limit: int) -> str:
+    """The text of a file of at most `limit` bytes; raises CheckpointError."""
+    try:
+        data = _read(file, limit + 1)
+        if len(data) > limit:
+            raise OSError(f"more than {limit:,} bytes, the most that is allowed")
+        return data.decode()
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise CheckpointError(f"{file}: cannot be read ({reason}); copy it again, or name another folder") from None
+
+
+def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
+    """The JSON object in a file; NaN and infinities, which JSON does not have, as strings. Raises CheckpointError."""
+    text = read_text(file, limit)
+    try:
+        values = json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, endless digits
+        raise CheckpointError(f"{file}: cannot be read as JSON ({first_line(error)}); copy it again") from None
+    return _mapping(file, values, "a JSON object")
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The YAML mapping in a file; raises CheckpointError, also for aliases, with which few lines stand for many."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError(f"alias *{self.peek_event().anchor}: write out what it stands for")
+            return super().compose_node(parent, index)
+
+        def fetch_flow_collection_start(self, token: Any) -> None:  # PyYAML looks far ahead of them, at each of them
+            if self.flow_level > MAX_DEPTH:
+                raise ValueError(f"nested more than {MAX_DEPTH} deep")
+            super().fetch_flow_collection_start(token)
+
+    text = read_text(file, MAX_YAML)
+    try:
+        values = yaml.load(text, Loader)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{file}: cannot be read as YAML ({error}); copy it again") from None
+    return _mapping(file, values, "a mapping")
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """A safetensors file, memory-mapped; raises CheckpointError where it is not one, also while it is read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        size = int.from_bytes(_read(file, 8), "little")
+        if size > MAX_HEADER:
+            raise SafetensorError(f"a header of {size:,} bytes; allowed: {MAX_HEADER:,}")
+        with safe_open(str(file), framework="pt") as handle:
+            check_lengths(file, handle.keys())
+            yield handle
+    except (SafetensorError, OSError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise CheckpointError(f"{file}: not a readable safetensors file ({reason}); copy the head again") from None
+
+
+def check_lengths(file: Path, names: Iterable[str]) -> None:
+    """Raise CheckpointError for a tensor whose name is longer than any is: what matches names may be slow on it."""
+    for name in names:
+        if len(name) > MAX_NAME:
+            raise CheckpointError(
+                f"{file}: a tensor's name of {len(name):,} characters, {name[:40]!r}...; allowed: {MAX_NAME}; save it "
+                "again"
+            )
+
+
+def _read(file: Path, size: int) -> bytes:
+    """The first `size` bytes of a regular file, at most; raises OSError."""
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError("not a regular file")
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        return opened.read(size) or b""  # None of some files of /proc, which would have others wait
+
+
+def _mapping(file: Path, values: Any, expected: str) -> dict[str, Any]:
+    """`values`, if they are a mapping and nested within bounds."""
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: holds a {type(values).__name__}; {expected} is expected; copy it again")
+    level: list[Any] = [values]
+    for _ in range(MAX_DEPTH):
+        parts = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, (dict, list))]
+        level = [part for group in parts for part in group]
+    if level:
+        raise CheckpointError(f"{file}: objects nested more than {MAX_DEPTH} deep; copy it again")
+    return values
