@@ -54,6 +54,7 @@ class Outcome:
         return {
             "kind": "tests",
             **self.source,
+            "command": self.source["command"].replace("__main__.py", "pytest", 1),
             "minutes": round((time.monotonic() - self.start) / 60, 1),
             "passed": len(of["passed"]),
             "failed": sorted(of["failed"]),
