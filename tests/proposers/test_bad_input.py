@@ -276,6 +276,7 @@ def test_a_damaged_head_folder_is_refused_before_vllm_reads_it(place: Path) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.feature("pipeline parallel", "refused", "mtpc on V1")
 def test_pipeline_parallel_on_v1_is_refused(place: Path) -> None:
     given = {"method": "mtpc", "model": str(place / "head")}
     with pytest.raises(MtpcError, match="pipeline_parallel_size=2") as caught:

@@ -79,11 +79,13 @@ def test_what_to_type_for_v2_is_what_helps_here(monkeypatch: pytest.MonkeyPatch)
         assert said in how_to_v2() and ("drop" in how_to_v2()) == (not is_cpu and variable == "0")
 
 
+@pytest.mark.feature("pipeline parallel", "refused", "ptp on V2")
 def test_pipeline_parallel_is_refused(place: Path) -> None:
     message = refusal(place, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"})
     assert "pipeline_parallel_size=2" in message and "tensor_parallel_size" in message
 
 
+@pytest.mark.feature("LoRA requests on the target", "refused", "ptp on V2")
 def test_lora_requests_are_refused(place: Path) -> None:
     assert "enable_lora" in refusal(place, {"enable_lora": True})
 
