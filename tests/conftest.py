@@ -1,4 +1,4 @@
-"""What all tests share: the marker of slow tests, the folder of shared data, calm defaults for engines."""
+"""What all tests share: markers and order of the tests, the folder of shared data, calm defaults for engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+
+from tests import outcome
+from tests.e2e import features
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,8 +27,32 @@ for _name, _value in ENGINE_DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcome", type=Path, metavar="FILE", help="keep what this run finds as JSON (tests/outcome.py)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: over a minute, or many engines; scripts/test.sh runs it only with --all")
+    config.addinivalue_line("markers", "column(*names): columns of docs/features.md that the test speaks for")
+    config.addinivalue_line("markers", "feature(name, kind, *columns, why=''): a row of docs/features.md, see there")
+    file = config.getoption("--outcome")
+    if file and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(outcome.Outcome(file))
+
+
+@pytest.hookimpl(trylast=True)  # when what is not selected is gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cells of the feature page travel with the reports; the longest files come first, so that workers end together."""
+    kinds: dict[str, set[str]] = {}
+    for item in items:
+        item.user_properties += [(outcome.CELL, cell) for cell in features.cells_of(item)]
+        kinds.setdefault(_file(item), set()).add("slow" if item.get_closest_marker("slow") else "fast")
+    seconds = {file: outcome.seconds_of(file, selected) for file, selected in kinds.items()}
+    items.sort(key=lambda item: (-seconds[_file(item)], _file(item)))
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,12 @@ def _patch_the_language_once() -> None:
     interpreter._patch_lang = patch_lang
 
 
+def _numpy_interpreter() -> None:
+    import numpy_interpreter
+
+    numpy_interpreter.install()
+
+
 def _no_topk_topp_kernel() -> None:
     """vLLM's top-k/top-p kernel does not run in the interpreter; its own PyTorch version does the same."""
     from vllm_mtpc.proposers.seam.patch import when_imported
@@ -98,5 +104,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     _log1p()
     _patch_the_language_once()
     _no_topk_topp_kernel()
+    _numpy_interpreter()
 if os.environ.get("MTPC_TEST_ASYNC") == "1":
     _async_scheduling_on_cpu()

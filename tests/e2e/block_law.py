@@ -1,15 +1,12 @@
-"""Draws through vLLM's own kernels of drafting noise and block verification: `python block_law.py NOISE COUNT FILE`.
+"""Draws through vLLM's own kernels of drafting noise and block verification.
 
-Runs in Triton's interpreter (see engine.py); NOISE is "fresh" or "same". The laws are first-order and of two tokens,
-chosen so that noise used twice shifts the third token most.
+They run in a fork of Model Runner V2's server (tests/forks.py). The laws are first-order and of two tokens, chosen so
+that noise used twice shifts the third token most.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -76,15 +73,12 @@ def decode(seeds_of: Callable[[Tensor, Tensor], Tensor], seed: int) -> list[list
     return [text[1 : 1 + LENGTH] for text in texts]
 
 
-def main(noise: str, count: str, file: str) -> None:
+def draws(noise: str, count: int) -> list[list[int]]:
+    """At least `count` texts of LENGTH tokens; noise: "fresh" or "same"."""
     from vllm_mtpc.proposers.v2.stepped import step_seeds
 
     seeds_of = step_seeds if noise == "fresh" else lambda seeds, anchor: seeds
-    draws: list[list[int]] = []
-    while len(draws) < int(count):
-        draws += decode(seeds_of, len(draws))
-    Path(file).write_text(json.dumps(draws))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    made: list[list[int]] = []
+    while len(made) < count:
+        made += decode(seeds_of, len(made))
+    return made

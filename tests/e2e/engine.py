@@ -1,23 +1,19 @@
 """Runs vLLM engines in a process of their own, on either model runner, and hands back what they said.
 
-A test describes engines (their arguments, then calls one after the other); `run` starts one child
-process that builds them in turn. V2 runs its Triton kernels in Triton's interpreter (see
-scripts/interpreter/sitecustomize.py): the same kernels as on a GPU, slowly.
+A test describes engines (their arguments, then calls one after the other); `run` builds them in turn in one forked
+process (tests/forks.py).
 """
 
 from __future__ import annotations
 
+import gc
 import os
-import pickle
-import subprocess
-import sys
-import tempfile
+import traceback
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-INTERPRETER = HERE.parents[1] / "scripts" / "interpreter"
+from tests import forks
+
 SMALL = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -69,23 +65,9 @@ def run(
     engines: dict[str, Engine], runner: str, async_scheduling: bool = False, timeout: float = 1200, **more_env: str
 ) -> dict[str, list[Reply] | str]:
     """Replies by engine name; the traceback as a string instead where the engine raised."""
-    env = dict(
-        os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false"
-    )
-    if runner == "v2":
-        env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
-        env |= {"MTPC_TEST_ASYNC": "1"} if async_scheduling else {}
-    env |= more_env
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "asked"), Path(folder, "answered")
-        asked.write_bytes(pickle.dumps(engines))
-        command = [sys.executable, str(HERE / "engine.py"), str(asked), str(answered)]
-        child = subprocess.run(command, env=env, timeout=timeout, capture_output=True, text=True)
-        if not answered.is_file():
-            raise RuntimeError(
-                f"the engine process ended with {child.returncode}:\n{child.stdout[-3000:]}{child.stderr[-6000:]}"
-            )
-        return pickle.loads(answered.read_bytes())
+    if async_scheduling and runner == "v2":
+        more_env["MTPC_TEST_ASYNC"] = "1"
+    return forks.call(runner, "tests.e2e.engine:answers", engines, timeout=timeout, **more_env)
 
 
 def _drop_recovered() -> None:
@@ -101,6 +83,22 @@ def _drop_recovered() -> None:
             if 1 < emitted <= drafted:
                 row[emitted - 1] = -1
         return output
+
+    module.rejection_sample = rejection_sample
+
+
+def _drop_recovered_v2() -> None:
+    """The same on Model Runner V2, which counts what it emits."""
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as module
+
+    original = module.rejection_sample
+
+    def rejection_sample(
+        logits: Any, draft_logits: Any, drafts: Any, cu_num_logits: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        sampled, counts = original(logits, draft_logits, drafts, cu_num_logits, *args, **kwargs)
+        drafted = cu_num_logits.diff() - 1
+        return sampled, counts - ((counts > 1) & (counts <= drafted)).to(counts.dtype)
 
     module.rejection_sample = rejection_sample
 
@@ -127,7 +125,7 @@ def _noted_seeds() -> Any:
     return undo
 
 
-PLANTS = {"drop_recovered": _drop_recovered, "noted_seeds": _noted_seeds}
+PLANTS = {"drop_recovered": _drop_recovered, "drop_recovered_v2": _drop_recovered_v2, "noted_seeds": _noted_seeds}
 RECORDED: list[Any] = []
 TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran last, in the order they were asked
 
@@ -203,22 +201,17 @@ def _plant(name: str) -> Any:
     return {key: plant for module in modules for key, plant in module.PLANTS.items()}[name]()
 
 
-def main(asked: str, answered: str) -> None:
-    import gc
-    import traceback
+def answers(engines: dict[str, Engine]) -> dict[str, list[Reply] | str]:
+    """Of engines that are started one after the other in this process."""
+    if os.environ.get("MTPC_TEST_ASYNC") == "1":
+        import sitecustomize  # which was imported before this variable was there
 
-    replies: dict[str, Any] = {}
-    for name, engine in pickle.loads(Path(asked).read_bytes()).items():
+        sitecustomize._async_scheduling_on_cpu()
+    replies: dict[str, list[Reply] | str] = {}
+    for name, engine in engines.items():
         try:
             replies[name] = _answer(engine)
         except Exception:
             replies[name] = traceback.format_exc()
         gc.collect()
-    Path(answered).write_bytes(pickle.dumps(replies))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parents[1]))  # so that what is pickled here has one name there
-    from tests.e2e import engine as this_module
-
-    this_module.main(*sys.argv[1:])
+    return replies

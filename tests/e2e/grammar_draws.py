@@ -1,15 +1,11 @@
-"""Next tokens through vLLM's own kernels under a grammar: `python grammar_draws.py COUNT FILE`.
+"""Next tokens through vLLM's own kernels under a grammar.
 
-Runs in Triton's interpreter (see engine.py). Every request has two drafts of law q; the grammar allows the tokens 0 and
-1, so the target's law p has only these, and q mostly the others. FILE gets the first tokens that come out when the
-forbidden drafts are marked as this package does ("kept") and as vLLM 0.32 does ("cut").
+They run in a fork of Model Runner V2's server (tests/forks.py). Every request has two drafts of law q; the grammar
+allows the tokens 0 and 1, so the target's law p has only these, and q mostly the others. Forbidden drafts are marked as
+this package does ("kept") and as vLLM 0.32 does ("cut").
 """
 
 from __future__ import annotations
-
-import json
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -70,10 +66,6 @@ def first_tokens(count: int, is_kept: bool) -> Tensor:
     return tokens[:, 0]
 
 
-def main(count: str, file: str) -> None:
-    said = {name: first_tokens(int(count), name == "kept").tolist() for name in ("kept", "cut")}
-    Path(file).write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def draws(count: int) -> dict[str, list[int]]:
+    """The first tokens that come out when forbidden drafts are marked as this package does and as vLLM 0.32 does."""
+    return {name: first_tokens(count, name == "kept").tolist() for name in ("kept", "cut")}

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forks
 from tests.e2e import block_law
-from tests.e2e.engine import HERE, INTERPRETER, Call, Engine, Reply, run
+from tests.e2e.engine import Call, Engine, Reply, run
 from tests.e2e.laws import noise_floor, total_variation
 from vllm_mtpc import demo
 
@@ -64,15 +60,10 @@ def test_a_step_verifies_with_the_noise_it_drafted_with(replies: dict[str, list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", ["fresh", "same"])
-def test_law_of_the_kernels(noise: str, tmp_path: Path) -> None:
+def test_law_of_the_kernels(noise: str) -> None:
     """vLLM's own kernels keep the law with a step's seeds; with a request's (vLLM 0.32 as it is) they do not."""
-    file = tmp_path / "draws.json"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(INTERPRETER), str(HERE.parents[1])])
-    subprocess.run(
-        [sys.executable, str(HERE / "block_law.py"), noise, str(COUNT), str(file)], check=True, env=environment
-    )
-    draws = [[tokens[2]] for tokens in json.loads(file.read_text())]
+    texts = forks.call("v2", "tests.e2e.block_law:draws", noise, COUNT)
+    draws = [[text[2]] for text in texts]
     p, _ = block_law.laws()
     outcomes = torch.tensor(list(itertools.product(range(block_law.VOCAB), repeat=block_law.LENGTH)))
     before = torch.cat([torch.zeros(len(outcomes), 1, dtype=torch.long), outcomes[:, :-1]], dim=1)

@@ -16,7 +16,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.engine import INTERPRETER, Call, Engine, run
+from tests import forks
+from tests.e2e.engine import Call, Engine, run
 from tests.e2e.test_features import SCHEMA
 from tests.e2e.test_matrix import COLUMNS, METHODS
 from vllm_mtpc import demo
@@ -50,9 +51,7 @@ def server(runner: str, method: str, folder: Path) -> Iterator[openai.OpenAI]:
     command += ["--structured-outputs-config", json.dumps(ENGINE["structured_outputs_config"])]
     command += ["--chat-template", str(folder / "template.jinja"), "--enable-auto-tool-choice"]
     command += ["--tool-call-parser", "hermes", "--speculative-config", json.dumps(spec)]
-    env = dict(os.environ)
-    if runner == "v2":
-        env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
+    env = {**os.environ, **forks.ENVIRONMENTS[runner]}
     log = folder / "log"
     with open(log, "wb") as written, subprocess.Popen(command, stdout=written, stderr=written, env=env) as process:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600, max_retries=0)

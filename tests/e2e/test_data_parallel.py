@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import INTERPRETER, Call, Engine, run
+from tests import forks
+from tests.e2e.engine import Call, Engine, run
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
 
 PROMPTS = [list(text) for text in (b"import os\n", b"def read(path):\n    ", b"class Node:\n", b"for i in range(")] * 2
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 ENGINES = ("0", "1")
-V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
 CASES = {"v1": ("v1", "mtpc", "btree"), "v2": ("v2", "mtpc", "btree"), "ptp": ("v2", "ptp", "o-ptp")}
 
 
@@ -38,7 +38,7 @@ def words(method: str, head: str) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_engines(case: str, tmp_path: Path) -> None:
     runner, method, head = CASES[case]
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **(V2 if runner == "v2" else {})}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **forks.ENVIRONMENTS[runner]}
     with serve.server(words(method, head), tmp_path / "log", 1200, environment) as client:
         model = client.model()
         with ThreadPoolExecutor(len(PROMPTS)) as pool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
 import pytest
@@ -20,77 +20,98 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
+SHORT = {**SCHEMA, "properties": {"size": SCHEMA["properties"]["size"]}, "required": ["size"]}  # within LENGTH bytes
+LENGTH = 24
 TEXT = "import os\n\n\ndef walk(path):\n    "
 ENDING = '\n\nif __name__ == "__main__":\n    main()'  # a line break, then often the end of text
 EOS = 256
-
-
-def calls() -> dict[str, Call]:
-    prompt, ending = list(TEXT.encode()), list(ENDING.encode())
-    grammar = {"structured_outputs": {"json": SCHEMA}, "max_tokens": 100}
-    sampled = [{"temperature": 1.0, "seed": seed} for seed in range(4)]
-    return {
-        "schema": Call([prompt] * 5, [{"temperature": 0.0, **grammar}, *({**one, **grammar} for one in sampled)]),
-        "stop string": Call([prompt] * 5, [{"temperature": 0.0}, *sampled]),
-        "stop token": Call([prompt] * 5, [{"temperature": 0.0}, *sampled]),
-        "end of text": Call(
-            [ending] * 32, [{"temperature": 1.0, "seed": seed, "max_tokens": 20} for seed in range(32)]
-        ),
-    }
+# what is asked twice each, greedily and drawn: the prompt, and what it is asked with
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "schema": (TEXT, {"structured_outputs": {"json": SHORT}}),
+    "stop string": (TEXT, {"stop": [")\n", ":\n", " "]}),
+    "stop token": (TEXT, {"stop_token_ids": [ord("\n")]}),
+    "end of text": (ENDING, {}),
+}
 
 
 def engine(speculative_config: dict[str, Any] | None) -> Engine:
-    asked = calls()
-    for sampling in asked["stop string"].sampling:
-        sampling |= {"stop": [")\n", ":\n"], "max_tokens": 80}
-    for sampling in asked["stop token"].sampling:
-        sampling |= {"stop_token_ids": [ord("\n")], "max_tokens": 80}
+    how = ({"temperature": 0.0, "max_tokens": LENGTH}, {"temperature": 1.0, "seed": 1, "max_tokens": LENGTH})
+    call = Call(
+        [list(text.encode()) for text, _ in ASKED.values() for _ in how],
+        [{**one, **asked} for _, asked in ASKED.values() for one in how],
+    )
     arguments = {
         "speculative_config": speculative_config,
-        "max_model_len": 256,
+        "max_model_len": 128,
         # or this small a model fills its answer with blanks
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
-    return Engine(str(demo.path("target")), list(asked.values()), arguments)
+    return Engine(str(demo.path("target")), [call], arguments)
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
-def answers(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
+class Said(NamedTuple):
+    """Of one kind of request: greedy, drawn."""
+
+    tokens: list[list[int]]
+    texts: list[str]
+    finish: list[str]
+
+
+def by_kind(reply: Reply) -> dict[str, Said]:
+    parts = [[one for (one,) in part] for part in (reply.tokens, reply.texts, reply.finish)]
+    return {kind: Said(*(part[2 * n : 2 * n + 2] for part in parts)) for n, kind in enumerate(ASKED)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("v1", marks=pytest.mark.column("mtpc on V1")),
+        pytest.param("v2", marks=pytest.mark.column("mtpc on V2")),
+    ],
+)
+def answers(request: pytest.FixtureRequest) -> dict[str, dict[str, Said]]:
     engines = {"plain": engine(None), "btree": engine({"method": "mtpc", "model": str(demo.path("btree"))})}
     said = run(engines, request.param)
     for name, replies in said.items():
         assert not isinstance(replies, str), (name, replies)
-    return {name: dict(zip(calls(), replies, strict=True)) for name, replies in said.items()}
+    return {name: by_kind(replies[0]) for name, replies in said.items()}
 
 
-def test_schema_output_is_valid(answers: dict[str, dict[str, Reply]]) -> None:
-    reply = answers["btree"]["schema"]
-    for texts, finish in zip(reply.texts, reply.finish, strict=True):
-        assert finish[0] == "stop"
-        jsonschema.validate(json.loads(texts[0]), SCHEMA)
-    assert reply.texts[0] == answers["plain"]["schema"].texts[0]
+@pytest.mark.parametrize("kind", ASKED)
+def test_greedy_text_is_plain_vllms(answers: dict[str, dict[str, Said]], kind: str) -> None:
+    plain, ours = answers["plain"][kind], answers["btree"][kind]
+    assert (ours.tokens[0], ours.texts[0], ours.finish[0]) == (plain.tokens[0], plain.texts[0], plain.finish[0])
 
 
-def test_stop_string_does_not_leak(answers: dict[str, dict[str, Reply]]) -> None:
-    reply = answers["btree"]["stop string"]
-    assert reply.texts[0] == answers["plain"]["stop string"].texts[0]
-    assert any(finish[0] == "stop" for finish in reply.finish)
-    for texts in reply.texts:
-        assert ")\n" not in texts[0] and ":\n" not in texts[0]
+@pytest.mark.feature("JSON schema", "exact")
+def test_schema_output_is_valid(answers: dict[str, dict[str, Said]]) -> None:
+    said = answers["btree"]["schema"]
+    for text, finish in zip(said.texts, said.finish, strict=True):
+        assert finish == "stop"
+        jsonschema.validate(json.loads(text), SHORT)
 
 
-def test_stop_token_does_not_leak(answers: dict[str, dict[str, Reply]]) -> None:
-    reply = answers["btree"]["stop token"]
-    assert reply.tokens[0] == answers["plain"]["stop token"].tokens[0]
-    assert any(finish[0] == "stop" for finish in reply.finish)
-    for tokens, finish in zip(reply.tokens, reply.finish, strict=True):
-        assert ord("\n") not in tokens[0][:-1]
-        assert (tokens[0][-1] == ord("\n")) == (finish[0] == "stop")
+@pytest.mark.feature("stop strings", "exact")
+@pytest.mark.feature("synchronous scheduling", "exact")
+def test_stop_string_does_not_leak(answers: dict[str, dict[str, Said]]) -> None:
+    said = answers["btree"]["stop string"]
+    assert "stop" in said.finish
+    assert not any(stop in text for text in said.texts for stop in ASKED["stop string"][1]["stop"])
 
 
-def test_nothing_follows_the_end_of_text(answers: dict[str, dict[str, Reply]]) -> None:
-    for reply in (answers["plain"]["end of text"], answers["btree"]["end of text"]):
-        for tokens, finish in zip(reply.tokens, reply.finish, strict=True):
-            assert EOS not in tokens[0][:-1]
-            assert (tokens[0][-1] == EOS) == (finish[0] == "stop")
-    assert any(finish[0] == "stop" for finish in reply.finish)
+@pytest.mark.feature("stop_token_ids", "exact")
+def test_stop_token_does_not_leak(answers: dict[str, dict[str, Said]]) -> None:
+    said = answers["btree"]["stop token"]
+    assert "stop" in said.finish
+    for tokens, finish in zip(said.tokens, said.finish, strict=True):
+        assert ord("\n") not in tokens[:-1]
+        assert (tokens[-1] == ord("\n")) == (finish == "stop")
+
+
+@pytest.mark.feature("ignore_eos, end of text", "exact")
+def test_nothing_follows_the_end_of_text(answers: dict[str, dict[str, Said]]) -> None:
+    for said in (answers["plain"]["end of text"], answers["btree"]["end of text"]):
+        assert "stop" in said.finish
+        for tokens, finish in zip(said.tokens, said.finish, strict=True):
+            assert EOS not in tokens[:-1]
+            assert (tokens[-1] == EOS) == (finish == "stop")

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests import forks
 from tests.e2e import grammar_draws
-from tests.e2e.engine import HERE, INTERPRETER, Call, Engine, Reply, run
+from tests.e2e.engine import Call, Engine, Reply, run
 from tests.e2e.laws import noise_floor, total_variation
 from tests.e2e.models import make_head, make_target
 
@@ -107,16 +104,10 @@ def test_planted_bias_is_caught(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict
 
 
 @pytest.mark.slow  # interpreted kernels
-def test_law_under_a_grammar_v2(tmp_path: Path) -> None:
+def test_law_under_a_grammar_v2() -> None:
     """vLLM's own kernels keep the law if the first forbidden draft is verified; as vLLM 0.32 marks it they do not."""
-    file = tmp_path / "draws.json"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(INTERPRETER), str(HERE.parents[1])])
-    subprocess.run(
-        [sys.executable, str(HERE / "grammar_draws.py"), str(V2_DRAWS), str(file)], check=True, env=environment
-    )
     law = np.array(grammar_draws.P)
-    for name, tokens in json.loads(file.read_text()).items():
+    for name, tokens in forks.call("v2", "tests.e2e.grammar_draws:draws", V2_DRAWS).items():
         draws = [[token] for token in tokens]
         distance, floor = total_variation(draws, law, len(law)), noise_floor(law, len(draws))
         print(f"{name}: {len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.laws import Setting, coarse, exact_law, noise_floor, total_variation
+from tests.e2e.laws import SETTINGS, Setting, coarse, exact_law, law_of, noise_floor, total_variation
 from tests.e2e.models import make_head, make_target
 
 VOCAB, LENGTH, PROMPT = 6, 4, [0, 3]
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}
-SETTINGS = {"T=1": Setting(), "T=0.7": Setting(temperature=0.7), "top-p 0.8": Setting(top_p=0.8)}
 WINDOW = 4
-V1_DRAWS = 50_000
+DRAWS, NIGHTLY_DRAWS = 20_000, 100_000
 V2_DRAWS = 4_000  # the planted bias shifts tokens 2 and 3 by 0.077; this many draws allow 0.06
+EVERY = [law_of("T=1", is_slow=False), *(law_of(name) for name in SETTINGS if name != "T=1")]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("law")
     target = make_target(folder / "target", VOCAB, seed=1, hidden_size=32)
-    for circuit, components in CIRCUITS.items():
-        make_head(folder / circuit, target, circuit, WINDOW, components, steps=40)
+    make_head(folder / "btree", target, "btree", WINDOW, CIRCUITS["btree"], steps=40)
     return folder, target
 
 
@@ -65,42 +65,78 @@ def check(replies: list[Reply] | str, target, settings: list[Setting]) -> None:
     assert 0.2 < accepted / drafted < 0.95  # the test sees acceptances and rejections alike
 
 
-@pytest.mark.parametrize(
-    "names", [("T=1",), pytest.param(("T=0.7", "top-p 0.8"), marks=pytest.mark.slow)], ids=" and ".join
-)
-def test_law_v1_btree(tiny, names: tuple[str, ...]) -> None:
+def run_v1(folder: Path, circuit: str, settings: list[Setting], count: int) -> list[Reply] | str:
+    return run({circuit: engine(folder, circuit, settings, count)}, "v1")[circuit]
+
+
+@pytest.mark.column("mtpc on V1")
+@pytest.mark.feature("temperature", "law")
+def test_law_v1_btree(tiny) -> None:
     folder, target = tiny
-    settings = [SETTINGS[name] for name in names]
-    replies = run({"btree": engine(folder, "btree", settings, V1_DRAWS)}, "v1")
-    check(replies["btree"], target, settings)
+    check(run_v1(folder, "btree", [Setting()], DRAWS), target, [Setting()])
+
+
+@pytest.mark.slow
+@pytest.mark.column("mtpc on V1")
+@pytest.mark.parametrize("setting", [law_of(name) for name in SETTINGS])
+def test_law_v1_btree_in_every_setting(tiny, setting: Setting) -> None:
+    folder, target = tiny
+    check(run_v1(folder, "btree", [setting], NIGHTLY_DRAWS), target, [setting])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("circuit", ["ff", "cp", "hmm"])
 def test_law_v1(tiny, circuit: str) -> None:
     folder, target = tiny
-    settings = list(SETTINGS.values())
-    replies = run({circuit: engine(folder, circuit, settings, V1_DRAWS)}, "v1")
-    check(replies[circuit], target, settings)
+    make_head(folder / circuit, target, circuit, WINDOW, CIRCUITS[circuit], steps=40)
+    settings = [SETTINGS[name] for name in ("T=1", "T=0.7", "top-p 0.8")]
+    check(run_v1(folder, circuit, settings, NIGHTLY_DRAWS), target, settings)
 
 
-@pytest.mark.slow
-def test_law_v2(tiny) -> None:
-    """Fewer draws, as kernels are interpreted: the law of tokens 2 and 3, of which one is drafted in most steps."""
-    folder, target = tiny
-    replies = run({"btree": engine(folder, "btree", [Setting()], V2_DRAWS)}, "v2", timeout=3000)["btree"]
-    assert not isinstance(replies, str), replies
-    law = coarse(exact_law(target, PROMPT, LENGTH, Setting()), VOCAB)
-    draws = [samples[0][1:3] for samples in replies[0].tokens]
-    distance, floor = total_variation(draws, law, VOCAB), noise_floor(law, len(draws))
-    print(f"{len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
-    assert distance < floor
-
-
+@pytest.mark.column("mtpc on V1")
+@pytest.mark.feature("temperature", "law")
 def test_planted_bias_is_caught(tiny) -> None:
     folder, target = tiny
-    replies = run({"planted": engine(folder, "btree", [Setting()], 20_000, plant="drop_recovered")}, "v1")["planted"]
+    planted = engine(folder, "btree", [Setting()], DRAWS, plant="drop_recovered")
+    replies = run({"planted": planted}, "v1")["planted"]
     assert not isinstance(replies, str), replies
     distance, floor = distance_and_floor(replies[0], target, Setting())
     print(f"planted bias: TV {distance:.5f}, allowed {floor:.5f}")
     assert distance > floor
+
+
+def pair_and_floor(folder: Path, target, setting: Setting, plant: str | None = None) -> tuple[float, float]:
+    """On V2: how far the law of tokens 2 and 3 is, of which one is drafted in most steps, and the allowed distance."""
+    engines = {"btree": engine(folder, "btree", [setting], V2_DRAWS, plant)}
+    replies = run(engines, "v2", timeout=3000)["btree"]
+    assert not isinstance(replies, str), replies
+    law = coarse(exact_law(target, PROMPT, LENGTH, setting), VOCAB)
+    draws = [samples[0][1:3] for samples in replies[0].tokens]
+    distance, floor = total_variation(draws, law, VOCAB), noise_floor(law, len(draws))
+    print(f"{setting}, {plant}: {len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
+    return distance, floor
+
+
+@pytest.mark.column("mtpc on V2")
+@pytest.mark.parametrize("setting", EVERY)
+def test_law_v2(tiny, setting: Setting) -> None:
+    """Fewer draws, as kernels are interpreted."""
+    distance, floor = pair_and_floor(*tiny, setting)
+    assert distance < floor
+
+
+@pytest.mark.column("mtpc on V2")
+@pytest.mark.feature("temperature", "law")
+def test_planted_bias_is_caught_on_v2(tiny) -> None:
+    distance, floor = pair_and_floor(*tiny, Setting(), plant="drop_recovered_v2")
+    assert distance > floor
+
+
+def test_a_setting_that_is_ignored_would_be_found(tiny) -> None:
+    """The laws are further from the one without the setting than draws may be."""
+    plain, *others = (exact_law(tiny[1], PROMPT, LENGTH, setting) for setting in SETTINGS.values())
+    for law in others:
+        assert np.isclose(law.sum(), 1)
+        assert np.abs(law - plain).sum() / 2 > noise_floor(law, NIGHTLY_DRAWS)
+        pair = coarse(law, VOCAB)
+        assert np.abs(pair - coarse(plain, VOCAB)).sum() / 2 > noise_floor(pair, V2_DRAWS)

@@ -1,15 +1,10 @@
-"""Drafts cases by the kernel: natively on a GPU, else in Triton's interpreter in one child process.
+"""Drafts cases by the kernel: natively on a GPU, else interpreted in one forked process.
 
 Whatever the launcher leaves uninitialised, and every output, holds NaN or the largest integers before.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests import forks
 from vllm_mtpc.kernels.filter import Program
 
 ROOT = Path(__file__).parents[2]
@@ -52,14 +48,12 @@ def run(cases: dict[str, Case]) -> dict[str, Drafts]:
     """What the kernel makes of every case, on the CPU."""
     if ON_GPU:
         return _draft_all(cases, "cuda")
-    env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT / 'scripts/interpreter'}:{ROOT}")
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "asked"), Path(folder, "answered")
-        asked.write_bytes(pickle.dumps(cases))
-        command = [sys.executable, "-m", "tests.kernels.draft_runner", str(asked), str(answered)]
-        child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
-        return pickle.loads(answered.read_bytes())
+    return forks.call("v2", "tests.kernels.draft_runner:_interpret", cases, timeout=600)
+
+
+def _interpret(cases: dict[str, Case]) -> dict[str, Drafts]:
+    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
+    return _draft_all(cases, "cpu")
 
 
 def _draft_all(cases: dict[str, Case], device: str) -> dict[str, Drafts]:
@@ -109,12 +103,3 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
     """On the device, with the strides kept."""
     everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
     return everything.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-if __name__ == "__main__":
-    from tests.kernels import draft_runner  # so that what is pickled here has one name there
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
-    answers = draft_runner._draft_all(pickle.loads(Path(sys.argv[1]).read_bytes()), "cpu")
-    Path(sys.argv[2]).write_bytes(pickle.dumps(answers))

@@ -1,15 +1,10 @@
-"""Runs the filter kernel and its backward: natively on a GPU, else in Triton's interpreter in one child process.
+"""Runs the filter kernel and its backward: natively on a GPU, else interpreted in one forked process.
 
-What the launchers leave uninitialised holds NaN. Started as a script it is that child.
+What the launchers leave uninitialised holds NaN.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests import forks
 from vllm_mtpc.circuits import base
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.eval import conditionals
@@ -48,14 +44,12 @@ def run(cases: dict[str, Case]) -> dict:
     "trained": see `training_gradients`; "poison": what uninitialised buffers held."""
     if ON_GPU:
         return _launch(cases, "cuda")
-    env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT / 'scripts/interpreter'}:{ROOT}")
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "asked"), Path(folder, "answered")
-        asked.write_bytes(pickle.dumps(cases))
-        command = [sys.executable, __file__, str(asked), str(answered)]
-        child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
-        return pickle.loads(answered.read_bytes())
+    return forks.call("v2", "tests.kernels.filter_runner:_interpret", cases, timeout=600)
+
+
+def _interpret(cases: dict[str, Case]) -> dict:
+    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
+    return _launch(cases, "cpu")
 
 
 def training_gradients(name: str, filter_weights: Filter | None = None, device: str = "cpu") -> list[Tensor]:
@@ -112,10 +106,3 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
     """On the device, with the strides kept: rows with something behind them stay so."""
     everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
     return everything.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
-    sys.modules["tests.kernels.filter_runner"] = sys.modules["__main__"]  # where Case was pickled
-    Path(sys.argv[2]).write_bytes(pickle.dumps(_launch(pickle.loads(Path(sys.argv[1]).read_bytes()), "cpu")))

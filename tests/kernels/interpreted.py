@@ -1,15 +1,10 @@
-"""Runs Triton kernels on what a test gives them: natively on a GPU, else in Triton's interpreter in one child process.
+"""Runs Triton kernels on what a test gives them: natively on a GPU, else interpreted in one forked process.
 
 Buffers that a kernel's launcher leaves uninitialised hold NaN and the largest integers.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
@@ -31,14 +28,12 @@ def run(cases: dict[str, Case], functions: dict[str, str] | None = None) -> dict
     """
     if ON_GPU:
         return {name: _to_cpu(out) for name, out in _launch(cases, functions or {}, "cuda").items()}
-    env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT / "scripts/interpreter"))
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "asked"), Path(folder, "answered")
-        asked.write_bytes(pickle.dumps((cases, functions or {})))
-        command = [sys.executable, __file__, str(asked), str(answered)]
-        child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
-        return pickle.loads(answered.read_bytes())
+    return forks.call("v2", "tests.kernels.interpreted:_interpret", cases, functions or {}, timeout=600)
+
+
+def _interpret(cases: dict[str, Case], functions: dict[str, str]) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
+    return _launch(cases, functions, "cpu")
 
 
 def _launch(cases: dict[str, Case], functions: dict[str, str], device: str) -> dict[str, Any]:
@@ -65,9 +60,3 @@ def _moved(tensor: Any, device: str) -> Any:
         return tensor
     everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
     return everything.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
-    Path(sys.argv[2]).write_bytes(pickle.dumps(_launch(*pickle.loads(Path(sys.argv[1]).read_bytes()), "cpu")))

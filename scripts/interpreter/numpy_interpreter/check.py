@@ -1,0 +1,141 @@
+"""Runs every launch on both interpreters and compares all that they write, byte for byte.
+
+A launch runs here first, each store noted with what lay there before; that is put back and Triton's interpreter runs,
+its stores noted too. The two lists must be equal: the same addresses in the same order, the same bits. What Triton's
+wrote stays. MTPC_INTERPRETER_REPORT names a folder for what was found (a JSON file of each process, by kernel);
+MTPC_INTERPRETER_LAUNCHES: of a kernel with one set of constants, only so many launches are compared.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+from numpy_interpreter import launch, memory
+from numpy_interpreter.functions import python_function
+from numpy_interpreter.kinds import BASE
+
+REPORT: dict[str, dict[str, Any]] = {}
+_LIMIT = int(os.environ.get("MTPC_INTERPRETER_LAUNCHES") or 0)
+_seen: Counter[Any] = Counter()
+
+
+class _Journal:
+    """Stores of one launch: (addresses, size of an element, bits before, bits after)."""
+
+    def __init__(self) -> None:
+        self.stores: list[tuple[np.ndarray, int, np.ndarray, np.ndarray]] = []
+
+    def before(self, addresses: Any, size: int) -> None:
+        addresses = np.array(addresses, dtype=np.int64).reshape(-1)
+        self._pending = (addresses, size, _bits(addresses, size))
+
+    def after(self) -> None:
+        addresses, size, before = self._pending
+        if len(addresses):
+            self.stores.append((addresses, size, before, _bits(addresses, size)))
+
+    def undo(self) -> None:
+        for addresses, size, before, _ in reversed(self.stores):
+            memory.cells(np.dtype(f"u{size}"))[(addresses - BASE) // size] = before
+
+
+def _bits(addresses: np.ndarray, size: int) -> np.ndarray:
+    return memory.cells(np.dtype(f"u{size}")).take((addresses - BASE) // size)
+
+
+def _difference(ours: _Journal, tritons: _Journal) -> str | None:
+    if len(ours.stores) != len(tritons.stores):
+        return f"{len(ours.stores)} stores here, {len(tritons.stores)} there"
+    for number, (a, b) in enumerate(zip(ours.stores, tritons.stores, strict=True)):
+        if a[1] != b[1] or not np.array_equal(a[0], b[0]):
+            return f"store {number}: other addresses"
+        if not np.array_equal(a[3], b[3]):
+            at = int(np.flatnonzero(a[3] != b[3])[0])
+            return f"store {number}, element {at} of {len(a[3])}: bits {a[3][at]:x} here, {b[3][at]:x} there"
+    return None
+
+
+def _note_stores_of_tritons() -> None:
+    store, atomic = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_atomic_rmw
+
+    def noted(pointers: Any, value: Any, mask: Any) -> None:
+        is_set = np.broadcast_to(mask.data.astype(np.bool_), pointers.data.shape)
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        memory.journal.before(pointers.data[is_set], size)
+
+    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        if memory.journal is None:
+            return store(self, ptrs, value, mask, *rest)
+        noted(ptrs, value, mask)
+        result = store(self, ptrs, value, mask, *rest)
+        memory.journal.after()
+        return result
+
+    def create_atomic_rmw(self: Any, operation: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        if memory.journal is None:
+            return atomic(self, operation, ptr, val, mask, *rest)
+        noted(ptr, val, mask)
+        result = atomic(self, operation, ptr, val, mask, *rest)
+        memory.journal.after()
+        return result
+
+    InterpreterBuilder.create_masked_store = create_masked_store
+    InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
+
+
+def _entry(original: Any) -> dict[str, Any]:
+    name = f"{original.__module__}.{original.__qualname__}"
+    return REPORT.setdefault(name, {"launches": 0, "compared": 0, "fell_back": None, "differs": []})
+
+
+def _is_due(kernel: InterpretedFunction, original: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if not _LIMIT:
+        return True
+    signature = launch._signature(original)
+    given = signature.bind(args, kwargs)
+    key = (original, *(str(given[name]) for name in signature.names if name in signature.constants))
+    _seen[key] += 1
+    return _seen[key] <= _LIMIT
+
+
+def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """In the place of `InterpretedFunction.run`."""
+    if warmup:
+        return
+    original = python_function(kernel)
+    entry = _entry(original)
+    entry["launches"] += 1
+    if original in launch.fallen_back or not _is_due(kernel, original, args, kwargs):
+        return launch.run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+    ours, tritons = _Journal(), _Journal()
+    try:
+        memory.journal = ours
+        launch.interpret(kernel, args, grid, kwargs)
+    except Exception as error:
+        launch.fallen_back[original] = entry["fell_back"] = repr(error)
+    ours.undo()
+    try:
+        memory.journal = tritons
+        launch.tritons_run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+    finally:
+        memory.journal = None
+    if entry["fell_back"] is None:
+        entry["compared"] += 1
+        if difference := _difference(ours, tritons):
+            entry["differs"].append(difference)
+
+
+def install() -> None:
+    """What comparing needs beside `run`."""
+    _note_stores_of_tritons()
+    if folder := os.environ.get("MTPC_INTERPRETER_REPORT"):
+        path = Path(folder, f"{os.getpid()}.json")
+        atexit.register(lambda: REPORT and path.write_text(json.dumps(REPORT, indent=1)))

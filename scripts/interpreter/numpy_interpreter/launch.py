@@ -1,0 +1,104 @@
+"""Launches: arguments, the grid, and the way back to Triton's interpreter."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import _normalize_ty
+
+from numpy_interpreter import language, memory
+from numpy_interpreter.functions import Function, function_of, python_function
+from numpy_interpreter.kinds import BOOL, UINT32, Unsupported, number_kind, pointer_kind
+from numpy_interpreter.values import Value
+
+tritons_run = InterpretedFunction.run
+fallen_back: dict[Any, str] = {}  # kernel's function: why
+
+
+class _Signature:
+    """Names, constexpr names and defaults of a kernel's parameters."""
+
+    def __init__(self, function: Any) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        annotations = {name: _normalize_ty(ty) for name, ty in inspect.get_annotations(function).items()}
+        self.names = [parameter.name for parameter in parameters]
+        self.constants = {name for name in self.names if annotations.get(name) == "constexpr"}
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name; options of the launch (num_warps) are none."""
+        given = dict(zip(self.names, args, strict=False))
+        given.update((name, value) for name, value in kwargs.items() if name in self.names)
+        for name, value in self.defaults.items():
+            given.setdefault(name, value)
+        if len(given) != len(self.names):
+            raise Unsupported("arguments are missing")
+        return given
+
+
+_SIGNATURES: dict[Any, _Signature] = {}
+
+
+def _signature(function: Any) -> _Signature:
+    signature = _SIGNATURES.get(function)
+    if signature is None:
+        signature = _SIGNATURES[function] = _Signature(function)
+    return signature
+
+
+def _as_argument(argument: Any, is_constant: bool) -> Any:
+    if isinstance(argument, InterpretedFunction):
+        return function_of(argument).call
+    if is_constant or argument is None or isinstance(argument, float):
+        return argument
+    if hasattr(argument, "untyped_storage"):
+        if argument.device.type != "cpu":
+            raise Unsupported("a tensor that is not on the CPU")
+        return memory.pointer_to(argument, pointer_kind(argument))
+    if isinstance(argument, (bool, int)):
+        kind = number_kind(argument)
+        if kind is UINT32:
+            raise Unsupported("an integer from 2^31 to 2^32")
+        return Value(np.bool_(argument) if kind is BOOL else kind.constant(argument), kind)
+    raise Unsupported(f"an argument of type {type(argument).__name__}")
+
+
+def interpret(kernel: InterpretedFunction, args: tuple, grid: Any, kwargs: dict[str, Any]) -> None:
+    """Runs a kernel here, or raises; `memory.has_written` says whether it has written."""
+    memory.has_written = False
+    original = python_function(kernel)
+    if kernel.pre_run_hooks:
+        raise Unsupported("hooks")
+    function: Function = function_of(kernel)
+    signature = _signature(original)
+    given = signature.bind(args, kwargs)
+    sizes = grid(given) if callable(grid) else grid
+    sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
+    arguments = [_as_argument(given[name], name in signature.constants) for name in signature.names]
+    language.grid = sizes
+    call = function.call
+    with np.errstate(all="ignore"):
+        for x in range(sizes[0]):
+            for y in range(sizes[1]):
+                for z in range(sizes[2]):
+                    language.instance = (x, y, z)
+                    call(*arguments)
+
+
+def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """In the place of `InterpretedFunction.run`."""
+    if warmup:
+        return
+    original = python_function(kernel)
+    if original not in fallen_back:
+        try:
+            return interpret(kernel, args, grid, kwargs)
+        except Exception as error:
+            if memory.has_written:
+                raise InterpreterError(repr(error)) from error
+            fallen_back[original] = repr(error)
+    tritons_run(kernel, *args, grid=grid, warmup=warmup, **kwargs)

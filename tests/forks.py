@@ -1,0 +1,153 @@
+"""Functions in a process of their own, forked from one that has imported vLLM and done nothing else.
+
+Importing vLLM takes 15 CPU-seconds, a fork of a process that has imported it none. There is one such server for each
+model runner and test process. It starts no thread (OpenMP's would not survive a fork) and no engine, so that every
+fork begins as a new process would. Model Runner V2 runs its Triton kernels interpreted (scripts/interpreter): the same
+kernels as on a GPU, slowly.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[1]
+INTERPRETER = ROOT / "scripts" / "interpreter"
+# Variables that vLLM and Triton read while they are imported; a call's own are set in its fork.
+ENVIRONMENTS = {
+    "v1": {},
+    "v2": {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)},
+}
+QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.worker.cpu_worker",
+    "vllm_mtpc.plugin",
+    "vllm_mtpc.proposers.load",
+)
+KILLED_AFTER_S = 60.0  # a fork that has answered, but does not end
+
+
+def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **environment: str) -> Any:
+    """What "module:name"(*arguments) returns in a fork of the runner's server.
+
+    Raises RuntimeError with the end of the fork's output where it ended without an answer, TimeoutError where it took
+    longer; nothing that the fork started is left running.
+    """
+    kind, answer = _server(runner).ask((function, pickle.dumps(arguments), environment, timeout))
+    if kind == "answer":
+        return pickle.loads(answer)
+    if kind == "timeout":
+        raise TimeoutError(f"{function} took more than {timeout:.0f} s; its output ends with:\n{answer}")
+    raise RuntimeError(f"the process of {function} {kind}:\n{answer}")
+
+
+@functools.cache
+def _server(runner: str) -> _Server:
+    return _Server(runner)
+
+
+class _Server:
+    def __init__(self, runner: str) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
+        env = {**os.environ, **QUIET, **ENVIRONMENTS[runner]}
+        self.process = subprocess.Popen(command, env=env, cwd=ROOT, pass_fds=[theirs.fileno()])
+        theirs.close()
+        atexit.register(self.close)
+
+    def ask(self, task: Any) -> tuple[str, Any]:
+        self.connection.send(task)
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"the server of forks ended with {self.process.wait()}") from None
+
+    def close(self) -> None:
+        """The server ends as soon as nobody is at the other end, and with it what it has forked."""
+        self.connection.close()
+        self.process.wait()
+
+
+def main(connection: Connection) -> None:
+    """The server: one fork for each task until the connection is closed."""
+    _prepare()
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            task = connection.recv()
+            with tempfile.TemporaryFile() as log:
+                connection.send(_in_a_fork(connection, task, log))
+
+
+def _prepare() -> None:
+    warnings.simplefilter("ignore")
+    for module in IMPORTED:
+        import_module(module)
+    from vllm.platforms import current_platform
+
+    # Every engine replaces kernels all over the loaded modules. A served process does so once, a test's many times.
+    platform = type(current_platform)
+    once = functools.cache(platform.register_triton_kernel_overrides)
+    platform.register_triton_kernel_overrides = staticmethod(once)
+    once()
+    gc.collect()
+    gc.freeze()  # or every engine that starts walks through all that was imported, five times
+
+
+def _in_a_fork(connection: Connection, task: tuple[Any, ...], log: IO[bytes]) -> tuple[str, Any]:
+    answers, theirs = multiprocessing.Pipe(duplex=False)
+    *what, timeout = task
+    fork = multiprocessing.get_context("fork").Process(target=_run, args=(*what, theirs, log.fileno()))
+    fork.start()
+    theirs.close()
+    ready: list[Any] = []
+    try:
+        ready = wait([connection, answers], timeout=timeout)
+        if connection in ready:  # nobody waits any more
+            raise EOFError
+        if not ready:
+            return "timeout", _end_of(log)
+        try:
+            return "answer", answers.recv_bytes()
+        except EOFError:
+            fork.join(KILLED_AFTER_S)
+            return f"ended with {fork.exitcode}", _end_of(log)
+    finally:
+        if ready == [answers]:
+            fork.join(KILLED_AFTER_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(fork.pid, signal.SIGKILL)  # it, and whatever it has started and left
+        fork.join()
+
+
+def _end_of(log: IO[bytes], size: int = 8000) -> str:
+    log.seek(0)
+    return log.read()[-size:].decode(errors="replace")
+
+
+def _run(function: str, arguments: bytes, environment: dict[str, str], answers: Connection, log: int) -> None:
+    os.setsid()  # a group of its own, to be ended as one
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
+    module, _, name = function.partition(":")
+    answers.send_bytes(pickle.dumps(getattr(import_module(module), name)(*pickle.loads(arguments))))
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))
