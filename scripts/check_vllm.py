@@ -6,8 +6,9 @@
 
 Checked: every attribute the seam replaces (it exists and takes the parameters the replacement relies on); every name
 imported from vLLM (it exists); every method of a vLLM class that one of our classes overrides (it exists, same
-parameters as in the vLLM that is installed). "changed" asks for a look, "gone" for work; exit code 1 where something is
-gone. Passing is no proof of exactness: run `scripts/test.sh --all` on the release before it is added to TESTED.
+parameters as in the vLLM that is installed); every attribute that is read or written of vLLM's objects, which are known
+by the names they go by here (OBJECTS). "changed" asks for a look, "gone" for work; exit code 1 where something is gone.
+Passing is no proof of exactness: run the tests on the release before it is added to TESTED (docs/internals.md).
 """
 
 from __future__ import annotations
@@ -21,15 +22,47 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from vllm_mtpc.proposers.seam import engine_core, frontend, versions, worker
+from vllm_mtpc.proposers.seam import patches, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("proposers", "vllm_mtpc")
+CONFIG = "vllm.config"
+OBJECTS = {  # what variables and attributes of these names hold, wherever they are used
+    "cache_config": (f"{CONFIG}.cache:CacheConfig",),
+    "compilation_config": (f"{CONFIG}.compilation:CompilationConfig",),
+    "core": ("vllm.v1.engine.core:EngineCore",),
+    "engine": ("vllm.v1.engine.llm_engine:LLMEngine",),
+    "engine_args": ("vllm.engine.arg_utils:EngineArgs",),
+    "engine_core": ("vllm.v1.engine.core_client:InprocClient", "vllm.v1.engine.core:EngineCore"),
+    "input_batch": ("vllm.v1.worker.gpu.input_batch:InputBatch", "vllm.v1.worker.gpu_input_batch:InputBatch"),
+    "kv_cache_config": ("vllm.v1.kv_cache_interface:KVCacheConfig",),
+    "llm": ("vllm.entrypoints.llm:LLM",),
+    "llm_engine": ("vllm.v1.engine.llm_engine:LLMEngine",),
+    "lora_state": ("vllm.v1.worker.gpu.lora_utils:LoraState",),
+    "model_config": (f"{CONFIG}.model:ModelConfig",),
+    "parallel": (f"{CONFIG}.parallel:ParallelConfig",),
+    "parallel_config": (f"{CONFIG}.parallel:ParallelConfig",),
+    "request": ("vllm.v1.request:Request",),
+    "runner": ("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"),
+    "sampler": ("vllm.v1.worker.gpu.sample.sampler:Sampler",),
+    "sampling_metadata": ("vllm.v1.sample.metadata:SamplingMetadata",),
+    "sampling_states": ("vllm.v1.worker.gpu.sample.states:SamplingStates",),
+    "scheduler": ("vllm.v1.core.sched.scheduler:Scheduler", f"{CONFIG}.scheduler:SchedulerConfig"),
+    "scheduler_config": (f"{CONFIG}.scheduler:SchedulerConfig",),
+    "scheduler_output": ("vllm.v1.core.sched.output:SchedulerOutput",),
+    "spec": (f"{CONFIG}.speculative:SpeculativeConfig",),
+    "spec_config": (f"{CONFIG}.speculative:SpeculativeConfig",),
+    "spec_decode_metadata": ("vllm.v1.spec_decode.metadata:SpecDecodeMetadata",),
+    "speculative_config": (f"{CONFIG}.speculative:SpeculativeConfig",),
+    "target": (f"{CONFIG}.model:ModelConfig",),
+    "vllm_config": (f"{CONFIG}.vllm:VllmConfig",),
+}
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.stmt
 
 
@@ -87,12 +120,21 @@ class Sources:
         for statement in _statements(owner):
             if name in _names(statement):
                 return module, statement
+        if name in _set_in_methods(owner):
+            return module, ast.Pass()
         for base in owner.bases:
             found = self.find(module, ast.unparse(base).partition("[")[0])
             found = found and self._member(*found, name)
             if found:
                 return found
         return None
+
+    def minor(self) -> tuple[int, int]:
+        """The release's number; that of the installed vLLM where the sources do not say."""
+        for statement in _statements(self.module("vllm._version") or ast.Module([], [])):
+            if "__version_tuple__" in _names(statement) and isinstance(statement, ast.Assign):
+                return ast.literal_eval(statement.value)[:2]
+        return versions.vllm_minor()
 
     def _is_package(self, module: str) -> bool:
         return self._read(f"{module.replace('.', '/')}/__init__.py") is not None
@@ -106,6 +148,13 @@ def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
             yield from _statements(statement)
             for part in (*getattr(statement, "handlers", ()), ast.Module(getattr(statement, "orelse", []), [])):
                 yield from _statements(part)
+
+
+@cache
+def _set_in_methods(owner: ast.ClassDef) -> set[str]:
+    """Attributes that a class's methods give to `self`."""
+    stored = (node for node in ast.walk(owner) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
 
 
 def _names(statement: ast.stmt) -> set[str]:
@@ -139,16 +188,19 @@ def parameters(definition: Definition) -> list[str] | None:
     return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
 
 
+WHAT = ("replaced", "imported", "overridden", "reached")
+
+
 @dataclass(frozen=True)
 class Finding:
-    what: str  # "replaced", "imported", "overridden"
+    what: str  # one of WHAT
     name: str
     state: str  # "ok", "changed", "gone"
     detail: str = ""
 
 
 def replaced(sources: Sources) -> Iterator[Finding]:
-    for patch in (*frontend.PATCHES, *engine_core.PATCHES, *worker.PATCHES):
+    for patch in patches(sources.minor()):
         found = sources.find(patch.module, patch.attribute)
         if found is None:
             yield Finding("replaced", patch.key(), "gone", patch.reason)
@@ -158,27 +210,59 @@ def replaced(sources: Sources) -> Iterator[Finding]:
         yield Finding("replaced", patch.key(), "gone" if missing else "ok", detail)
 
 
-def relied_on() -> tuple[set[tuple[str, str]], set[tuple[str, str, str]]]:
-    """(module, name) of all that is imported from vLLM; (module, class, method) of all that is overridden."""
-    imported, overridden = set(), set()
+Member = tuple[str, str, str]  # module, class, attribute
+
+
+def relied_on() -> tuple[set[tuple[str, str]], set[Member], set[Member]]:
+    """(module, name) of all that is imported from vLLM; members that are overridden; members that are reached."""
+    imported, overridden, reached = set(), set(), set()
     for file in (file for folder in OURS for file in sorted((ROOT / folder).rglob("*.py"))):
         tree, here = ast.parse(file.read_text(encoding="utf-8")), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "vllm":
                 here |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
         imported |= set(here.values())
+        reached |= set(_reached(tree, here, OBJECTS))
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
                 bases = [here[ast.unparse(base)] for base in node.bases if ast.unparse(base) in here]
                 overridden |= {(*base, method) for base in bases for method in methods}
-    return imported, overridden
+    return imported, overridden, reached
+
+
+def _reached(node: ast.AST, here: dict[str, tuple[str, str]], objects: dict[str, tuple[str, ...]]) -> Iterator[Member]:
+    """What is read or written of `objects` below a node; `here`: what its file imports from vLLM."""
+    if isinstance(node, ast.ClassDef):
+        objects = {**objects, "self": _self_of(node, here)}
+    match node:
+        case ast.Attribute(value=value, attr=name):
+            owners = objects.get(_last_name(value), ())
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[value, ast.Constant(value=str(name)), *_]):
+            owners = objects.get(_last_name(value), ())
+        case _:
+            owners, name = (), ""
+    yield from ((*owner.split(":"), name) for owner in owners)
+    for child in ast.iter_child_nodes(node):
+        yield from _reached(child, here, objects)
+
+
+def _last_name(value: ast.AST) -> str:
+    return getattr(value, "id", "") or getattr(value, "attr", "")
+
+
+def _self_of(owner: ast.ClassDef, here: dict[str, tuple[str, str]]) -> tuple[str, ...]:
+    """What `self` is in a class: the class of vLLM it is made from; in a patch, the one whose method it replaces."""
+    said = {name: part.value for part in owner.body if isinstance(part, ast.Assign) for name in _names(part)}
+    if isinstance(said.get("attribute"), ast.Constant) and isinstance(said.get("module"), ast.Constant):
+        return (f"{said['module'].value}:{said['attribute'].value.rpartition('.')[0]}",)
+    return tuple(":".join(here[name]) for base in owner.bases if (name := ast.unparse(base)) in here)
 
 
 def findings(sources: Sources, reference: Sources) -> list[Finding]:
     """Everything that is relied on; `reference` is the vLLM this package was written against."""
     result = list(replaced(sources))
-    imported, overridden = relied_on()
+    imported, overridden, reached = relied_on()
     for module, name in sorted(imported):
         if reference.find(module, name) is not None:  # else made at run time: nothing can be read
             result.append(Finding("imported", f"{module}:{name}", *_compared(sources, reference, module, name)))
@@ -186,6 +270,10 @@ def findings(sources: Sources, reference: Sources) -> list[Finding]:
         name = f"{owner}.{method}"
         if reference.find(module, name) is not None:  # else a method of ours alone
             result.append(Finding("overridden", f"{module}:{name}", *_compared(sources, reference, module, name)))
+    for module, owner, attribute in sorted(reached - overridden):
+        name = f"{owner}.{attribute}"
+        if reference.find(module, name) is not None:  # else ours, or another object of that name
+            result.append(Finding("reached", f"{module}:{name}", *_compared(sources, reference, module, name)))
     return result
 
 
@@ -222,7 +310,7 @@ def report(found: list[Finding], title: str, console: Console) -> None:
             table.add_row(finding.state, finding.what, finding.name, finding.detail)
     if table.row_count:
         console.print(table)
-    for what in ("replaced", "imported", "overridden"):
+    for what in WHAT:
         states = [finding.state for finding in found if finding.what == what]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "changed", "gone"))
         console.print(f"{what}: {len(states)} checked: {counts}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
-INTERPRETER = ROOT / "scripts" / "interpreter"
+INTERPRETER = os.pathsep.join(filter(None, [str(ROOT / "scripts" / "interpreter"), os.environ.get("PYTHONPATH")]))
 # Variables that vLLM and Triton read while they are imported; a call's own are set in its fork.
 V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
 # "v2 on triton": with Triton's own interpreter

@@ -41,6 +41,8 @@ USER_KEYS = (
     "synthetic_acceptance_length",
 )
 
+REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that the target's law rejects
+
 # Weights of the head. auto: the target's, on a CPU bfloat16 where it multiplies that; fp8: its unembeddings in float8
 HeadDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 
@@ -155,6 +157,11 @@ def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
         raise ServeConfigError(
             f"speculative_config: {unknown[0]!r} is not an option of method {given['method']!r}; allowed: "
             f"{', '.join(user_keys)}; remove it{did_you_mean(unknown[0], user_keys)}"
+        )
+    if (rule := given.get("rejection_sample_method", "standard")) not in REJECTION_METHODS:
+        raise ServeConfigError(
+            f"speculative_config: rejection_sample_method={rule!r} does not keep the target's law or is not known; "
+            f"allowed: {', '.join(REJECTION_METHODS)}; drop it"
         )
 
 

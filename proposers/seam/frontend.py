@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, get_args
 
 from vllm_mtpc import METHODS
@@ -92,6 +94,8 @@ class CreateEngineConfig(Patch):
             except Exception as error:
                 head = auto.engaged(self)
                 if head is None:
+                    if is_vllm_command():
+                        end_in_one_line()
                     raise
                 vars(self).update(given)
                 auto.give_up(self)
@@ -123,7 +127,7 @@ class AddCliArgs(Patch):
 class OverrideWithSpeculators(Patch):
     module = "vllm.engine.arg_utils"
     attribute = "maybe_override_with_speculators"
-    reason = "`vllm serve HEAD_FOLDER`: check the head before vLLM reads it; a relative verifier starts at the head"
+    reason = "`vllm serve HEAD_FOLDER`: check the head first; its verifier may be a folder, and starts at the head"
     parameters = ("model", "vllm_speculative_config")
 
     @classmethod
@@ -132,17 +136,16 @@ class OverrideWithSpeculators(Patch):
             from vllm_mtpc.checkpoint.locate import is_head, resolve_verifier
 
             folder = Path(kwargs.get("model", args[0] if args else ""))
-            ours = folder.is_dir() and is_head(folder)
-            if ours:
-                from vllm_mtpc.checkpoint import read_config
-
-                read_config(folder)
-            model, tokenizer, speculative_config = original(*args, **kwargs)
-            if ours:
-                model = tokenizer = resolve_verifier(folder, model)
-            else:
+            if not (folder.is_dir() and is_head(folder)):
+                model, tokenizer, speculative_config = original(*args, **kwargs)
                 check_downloaded(str(folder), kwargs.get("revision"), model, speculative_config)
-            return model, tokenizer, speculative_config
+                return model, tokenizer, speculative_config
+            from vllm_mtpc.checkpoint import read_config
+
+            head = read_config(folder)
+            verifier = resolve_verifier(folder, head.speculators_config.verifier.name_or_path)
+            given = kwargs.get("vllm_speculative_config") or {}
+            return verifier, verifier, {**given, "method": head.speculators_model_type, "model": str(folder)}
 
         return maybe_override_with_speculators
 
@@ -156,6 +159,21 @@ class AsyncMethods(Patch):
     @classmethod
     def replace(cls, original: Any) -> Any:
         return Literal[original, "mtpc", "ptp"]
+
+
+class KeepV1Schedule(Patch):
+    module = "vllm.config.vllm"
+    attribute = "VllmConfig._maybe_disable_dynamic_sd_for_v1"
+    reason = "keep drafts by batch size on V1; vLLM drops them but for a list of method names"
+    parameters = ("self",)
+
+    @classmethod
+    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _maybe_disable_dynamic_sd_for_v1(self: Any) -> None:
+            if getattr(self.speculative_config, "method", None) not in METHODS:
+                original(self)
+
+        return _maybe_disable_dynamic_sd_for_v1
 
 
 class EnvironmentVariables(Patch):
@@ -175,6 +193,7 @@ PATCHES: tuple[type[Patch], ...] = (
     AddCliArgs,
     OverrideWithSpeculators,
     AsyncMethods,
+    KeepV1Schedule,
     EnvironmentVariables,
 )
 
@@ -185,6 +204,27 @@ def check_downloaded(name: str, revision: str | None, target: str, speculative_c
 
     if target != name and (speculative_config or {}).get("method") in METHODS:  # vLLM took the target from a head
         resolve_verifier(resolve_head(name, revision), target)
+
+
+def is_vllm_command() -> bool:
+    """Whether this process is `vllm ...` or `python -m vllm...`, not a script that uses vLLM."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return Path(sys.argv[0]).stem == "vllm" or getattr(spec, "name", "").partition(".")[0] == "vllm"
+
+
+def end_in_one_line() -> None:
+    """From now on an error of ours that ends this process is printed as one line, without its traceback."""
+    from vllm_mtpc.errors import MtpcError
+
+    theirs = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, MtpcError):
+            print(f"vllm: error: {error}", file=sys.stderr)
+        else:
+            theirs(kind, error, trace)
+
+    sys.excepthook = excepthook
 
 
 def check_adaptive(spec: Any, engine_args: Any) -> None:

@@ -37,6 +37,7 @@ from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.proposers.load import load_served_head
+from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.v2.gather import last_rows
 from vllm_mtpc.proposers.v2.grammar import with_residual
 from vllm_mtpc.proposers.v2.stepped import needs_fresh_noise, step_seeds, with_stepped_noise
@@ -61,7 +62,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         head = load_served_head(spec.model_folder, self.dtype, self.device, target_model, self.dtype, spec.head_dtype)
         self.drafter = self._drafter(head)
         base = resolve_model_state_cls(self.vllm_config, target_model)
-        if self.is_stepped:
+        if self.is_stepped and not keys_noise_by_draft():
             state = with_stepped_noise(base, self.speculative_config, self.device, self.max_num_reqs)
         else:
             state = with_residual(base, self.speculative_config, self.device)
@@ -151,11 +152,13 @@ class MtpcSpeculator(DraftModelSpeculator):
             self.draft_token_confidence_probs[:num_reqs, k] = naive.confidence(log_q, temperature, is_drawn)
             if not is_drawn:
                 return log_q.argmax(dim=-1)
+            # a draft's number that vLLM mixes in is taken out again: the kernel has none, and it would undo a step's
+            seeds = self.seeds ^ (k << 32) if keys_noise_by_draft() else self.seeds
             return gumbel_sample(
                 log_q,
                 slots,
                 self.temperature,
-                self.seeds,
+                seeds,
                 self.noise_pos[:num_reqs] + k,
                 apply_temperature=True,
                 is_drafting=True,

@@ -4,11 +4,15 @@ vLLM 0.32 keys the noise of a token by the request's seed and the token's positi
 again from the same noise in the next step. The standard rule may do so: it stops at the first rejection and has not
 looked at anything behind it. Block verification has (how much of a block is kept depends on its last draft), and so has
 adaptive verification (a budget follows from the last step's confidences, which follow from its drafts); what is kept is
-then no longer the target's law. vLLM 0.33 mixes the step into the seed of block verification.
+then no longer the target's law.
 
 Here the seed of a step is seed XOR (position of the step's first row << 32), for drafting, acceptance and resampling
 alike. A request's steps start at different positions, so no noise is used twice; the position is the request's own, so
 a request with a seed does not depend on its batch.
+
+vLLM 0.33 does the same in other words where it verifies blocks: the seed is XORed with the number of the draft << 32,
+and position and number give the step. There only our drafts, in which vLLM has no part, take a step's seeds: XORed with
+both, position 4 as draft 1 and position 5 as draft 0 would meet again (5 XOR 0 = 4 XOR 1).
 
 The sampler comes in through the runner's offered seam, `ModelState.custom_sampler`, as in `coupled.py`.
 """

@@ -6,8 +6,6 @@ that noise used twice shifts the third token most.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,11 +18,18 @@ def laws() -> tuple[Tensor, Tensor]:
     return tables[0].softmax(-1), tables[1].softmax(-1)
 
 
-def step(last: Tensor, anchor: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B, K + 1] and how many are valid [B], behind the tokens last [B] at positions anchor [B]."""
+def step(last: Tensor, anchor: Tensor, seeds: Tensor, is_fresh: bool) -> tuple[Tensor, Tensor]:
+    """Tokens [B, K + 1] and how many are valid [B], behind the tokens last [B] at positions anchor [B].
+
+    is_fresh: noise as it is where blocks are served; else drafts are keyed by the request's seed and their position.
+    """
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
+    from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
+    from vllm_mtpc.proposers.v2.stepped import step_seeds
+
+    drafting, keyed = step_seeds(seeds, anchor) if is_fresh else seeds, keys_noise_by_draft()
     log_p, log_q = (law.float().log() for law in laws())
     count = len(last)
     slots, temperature = torch.arange(count), torch.ones(count)
@@ -34,7 +39,7 @@ def step(last: Tensor, anchor: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
             log_q[given[-1]],
             slots,
             temperature,
-            seeds,
+            drafting ^ (k << 32) if keyed else drafting,  # the kernel that serves drafts does not mix k in
             anchor + k,
             apply_temperature=True,
             is_drafting=True,
@@ -54,31 +59,28 @@ def step(last: Tensor, anchor: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
         slots.repeat_interleave(DRAFTS + 1),
         columns.repeat(count).int(),
         temperature,
-        seeds,
+        seeds if keyed else drafting,
         DRAFTS,
         None,
         use_block_verification=True,
     )
 
 
-def decode(seeds_of: Callable[[Tensor, Tensor], Tensor], seed: int) -> list[list[int]]:
+def decode(is_fresh: bool, seed: int) -> list[list[int]]:
     """LENGTH tokens of BATCH requests behind token 0 at position 1."""
     seeds = torch.randint(1 << 62, (BATCH,), generator=torch.Generator().manual_seed(seed))
     texts = [[0] for _ in range(BATCH)]
     while running := [row for row, text in enumerate(texts) if len(text) <= LENGTH]:
         last, anchor = (torch.tensor([of(texts[row]) for row in running]) for of in (lambda text: text[-1], len))
-        tokens, valid = step(last, anchor, seeds_of(seeds[running], anchor))
+        tokens, valid = step(last, anchor, seeds[running], is_fresh)
         for row, new, count in zip(running, tokens.tolist(), valid.tolist(), strict=True):
             texts[row] += new[:count]
     return [text[1 : 1 + LENGTH] for text in texts]
 
 
-def draws(noise: str, count: int) -> list[list[int]]:
-    """At least `count` texts of LENGTH tokens; noise: "fresh" or "same"."""
-    from vllm_mtpc.proposers.v2.stepped import step_seeds
-
-    seeds_of = step_seeds if noise == "fresh" else lambda seeds, anchor: seeds
+def draws(is_fresh: bool, count: int) -> list[list[int]]:
+    """At least `count` texts of LENGTH tokens."""
     made: list[list[int]] = []
     while len(made) < count:
-        made += decode(seeds_of, len(made))
+        made += decode(is_fresh, len(made))
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +218,12 @@ def test_block_verification_is_refused_where_it_would_be_ignored(place: Path) ->
     assert "Model Runner V1" in message and "'standard'" in message
 
 
+@pytest.mark.parametrize("method", ["fly", "lenient"])
+def test_verification_that_does_not_keep_the_law_is_refused(place: Path, method: str) -> None:
+    message = refusal(place, rejection_sample_method=method)
+    assert repr(method) in message and "law" in message and "standard, block, synthetic" in message
+
+
 def test_adaptive_verification_is_refused_where_vllm_has_none(place: Path) -> None:
     message = refusal(place, enable_adaptive_verification=True)
     assert "with a CPU" in message and "full CUDA graphs" in message and "min_survival" in message
@@ -274,6 +281,39 @@ def test_a_damaged_head_folder_is_refused_before_vllm_reads_it(place: Path) -> N
     with pytest.raises(MtpcError, match="speculators_config") as caught:
         engine_config(place / "head", None)
     assert "\n" not in str(caught.value)
+
+
+def test_a_head_folder_with_options_of_the_user(place: Path) -> None:
+    made = engine_config(place / "head", {"num_speculative_tokens": 2, "draft_sample_method": "greedy"})
+    spec = made.speculative_config
+    assert (spec.num_speculative_tokens, spec.draft_sample_method) == (2, "greedy")
+    assert made.model_config.tokenizer == str((place / "target").resolve())
+
+
+def test_a_schedule_is_kept_on_v1(place: Path) -> None:
+    """vLLM 0.33 drops it but for methods of a list."""
+    given = {"method": "mtpc", "model": str(place / "head"), "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+    made = engine_config(place / "target", given)
+    assert not made.use_v2_model_runner
+    assert made.speculative_config.num_speculative_tokens_per_batch_size[0] == (1, 4, 3)
+
+
+def test_an_error_ends_vllms_own_command_in_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def theirs(*error: Any) -> None:
+        print("a traceback", file=sys.stderr)
+
+    monkeypatch.setattr(sys, "excepthook", theirs)
+    refusal(place, model=str(place / "nowhere"))
+    assert sys.excepthook is theirs, "a script keeps its tracebacks"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve"])
+    message = refusal(place, model=str(place / "nowhere"))
+    capsys.readouterr()
+    sys.excepthook(MtpcError, MtpcError(message), None)
+    assert capsys.readouterr().err == f"vllm: error: {message}\n"
+    sys.excepthook(KeyError, KeyError("x"), None)
+    assert capsys.readouterr().err == "a traceback\n"
 
 
 @pytest.mark.feature("pipeline parallel", "refused", "mtpc on V1")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,12 @@ def check() -> Iterator[ModuleType]:
     del sys.modules[spec.name]
 
 
+@cache
+def installed(check: ModuleType) -> Any:
+    """The installed vLLM, parsed once."""
+    return check.Sources(check.installed())
+
+
 def moved(check: ModuleType, file: str, old: str, new: str) -> list:
     """Findings that are not ok, of the installed vLLM with one piece of its text replaced."""
 
@@ -34,9 +42,10 @@ def moved(check: ModuleType, file: str, old: str, new: str) -> list:
             assert old in text
             return text.replace(old, new)
 
-    installed = check.installed()
-    found = check.findings(Edited(installed), check.Sources(installed))
-    assert {finding.what for finding in found} == {"replaced", "imported", "overridden"}
+    known, edited = installed(check), Edited(check.installed())
+    edited.parsed = {name: tree for name, tree in known.parsed.items() if f"{name.replace('.', '/')}.py" != file}
+    found = check.findings(edited, known)
+    assert {finding.what for finding in found} == set(check.WHAT)
     return [(finding.what, finding.name, finding.state, finding.detail) for finding in found if finding.state != "ok"]
 
 
@@ -76,6 +85,49 @@ def test_an_overridden_method_whose_parameters_changed(check: ModuleType) -> Non
 def test_an_imported_name_that_is_gone(check: ModuleType) -> None:
     found = moved(check, "vllm/v1/worker/gpu/sample/gumbel.py", "def gumbel_noised_argmax(", "def noised_argmax(")
     assert ("imported", "vllm.v1.worker.gpu.sample.gumbel:gumbel_noised_argmax", "gone", "") in found
+
+
+@pytest.mark.parametrize(
+    "file, old, new, attribute",
+    [
+        (  # bench/curves.py writes it
+            "v1/core/sched/scheduler.py",
+            "self.dynamic_sd_lookup",
+            "self.drafts_by_batch",
+            "vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
+        ),
+        (  # bench/steps.py wraps it
+            "v1/worker/gpu/model_runner.py",
+            "def sample_tokens(",
+            "def sample_rows(",
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+        ),
+        (  # a patch reads it of the scheduler whose method it replaces
+            "v1/core/sched/scheduler.py",
+            "self.use_v2_model_runner",
+            "self.is_v2",
+            "vllm.v1.core.sched.scheduler:Scheduler.use_v2_model_runner",
+        ),
+    ],
+)
+def test_an_attribute_that_is_gone(check: ModuleType, file: str, old: str, new: str, attribute: str) -> None:
+    assert ("reached", attribute, "gone", "") in moved(check, f"vllm/{file}", old, new)
+
+
+def test_an_attribute_that_only_later_releases_have(check: ModuleType) -> None:
+    """A patch with a first release is asked of sources from that release on; sources say which they are."""
+    key = next(iter(check.versions.SINCE))
+
+    class Of(check.Sources):
+        def __init__(self, minor: str) -> None:
+            super().__init__(check.installed())
+            self.number = minor
+
+        def _read(self, path: str) -> str | None:
+            return f"__version_tuple__ = {self.number}" if path == "vllm/_version.py" else super()._read(path)
+
+    assert key not in {finding.name for finding in check.replaced(Of("(0, 32, 1)"))}
+    assert key in {finding.name for finding in check.replaced(Of("(0, 33, 0)"))}
 
 
 def test_a_folder_without_vllm_is_refused(check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

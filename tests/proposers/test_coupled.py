@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from tests.proposers.stand_ins import spec_config
 from vllm_mtpc.proposers.v2 import coupled
 from vllm_mtpc.proposers.v2.coupled import CoupledRejectionSampler, CoupledSampler, u_of, with_coupled_sampler
 
@@ -75,10 +76,7 @@ def samplers(
         [V if t == 0 else top_k for t in temperature or [1.0] * SLOTS],
         [1.0 if t == 0 else top_p for t in temperature or [1.0] * SLOTS],
     )
-    spec = SimpleNamespace(
-        num_speculative_tokens=steps, enable_adaptive_verification=False, rejection_sample_method="standard"
-    )
-    return with_coupled_sampler(Base, spec, CPU)().custom_sampler(sampler)
+    return with_coupled_sampler(Base, spec_config(steps), CPU)().custom_sampler(sampler)
 
 
 class Base:
@@ -318,10 +316,7 @@ def test_later_arguments_of_vllm_are_taken(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_state_hands_out_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     sampler = Sampler.__new__(Sampler)
-    spec = SimpleNamespace(
-        num_speculative_tokens=2, enable_adaptive_verification=False, rejection_sample_method="standard"
-    )
-    state = with_coupled_sampler(Base, spec, CPU, seen.append)()
+    state = with_coupled_sampler(Base, spec_config(2), CPU, seen.append)()
     ours, rejection = state.custom_sampler(sampler)
     assert isinstance(state, Base) and type(ours) is CoupledSampler and ours is sampler
     assert seen == [sampler] and state.coupled_sampler is sampler and rejection.sampler is sampler

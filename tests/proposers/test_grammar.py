@@ -164,16 +164,14 @@ def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPat
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+    from tests.proposers.stand_ins import spec_config
     from vllm_mtpc.proposers.v2.grammar import with_residual
 
     class State:
         def custom_sampler(self, sampler: Any) -> Any:
             return None
 
-    spec = SimpleNamespace(
-        num_speculative_tokens=2, enable_adaptive_verification=False, rejection_sample_method="standard"
-    )
-    state = with_residual(State, spec, torch.device("cpu"))()
+    state = with_residual(State, spec_config(2), torch.device("cpu"))()
     sampler = object.__new__(Sampler)
     kept, verifier = state.custom_sampler(sampler)
     assert kept is sampler

@@ -11,9 +11,9 @@ import pytest
 
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.seam import config, engine_core, frontend, patch, versions, worker
+from vllm_mtpc.proposers.seam import config, engine_core, frontend, patch, patches, versions, worker
 
-PATCHES = (*frontend.PATCHES, *engine_core.PATCHES, *worker.PATCHES)
+PATCHES = patches(versions.vllm_minor())
 
 
 @pytest.fixture(scope="module", autouse=True)

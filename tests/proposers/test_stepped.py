@@ -1,5 +1,6 @@
 """Block verification keeps the target's law only with noise that no earlier step has looked at.
 
+vLLM 0.32 keys noise by position, 0.33 what drafts and what accepts blocks by the draft's number too.
 The rule of vLLM's kernel, once more in PyTorch, with noise hashed from (seed, position) as there: fast.
 The kernel itself, in an engine, is `tests/e2e/test_block.py`.
 """
@@ -18,7 +19,34 @@ from vllm_mtpc.proposers.v2.stepped import step_seeds
 
 VOCAB, DRAFTS, LENGTH, COUNT = 3, 3, 5, 200_000
 DRAFTING, ACCEPTING, SAMPLING = range(3)  # streams of noise
-Seeds = Callable[[Tensor, Tensor], Tensor]  # (seeds [B], positions of the steps' first rows [B]) -> seeds of the steps
+# (a request's seeds [B], positions of the steps' first rows [B], number of the draft [B] or one) -> seeds of its noise
+Key = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+
+
+def own(seeds: Tensor, anchor: Tensor, k: Tensor | int) -> Tensor:
+    return seeds
+
+
+def stepped(seeds: Tensor, anchor: Tensor, k: Tensor | int) -> Tensor:
+    return step_seeds(seeds, anchor)
+
+
+def numbered(seeds: Tensor, anchor: Tensor, k: Tensor | int) -> Tensor:
+    """vLLM 0.33's `spec_step_seed`."""
+    return seeds ^ (k << 32)
+
+
+def both(seeds: Tensor, anchor: Tensor, k: Tensor | int) -> Tensor:
+    return numbered(step_seeds(seeds, anchor), anchor, k)
+
+
+# seeds of drafting, acceptance and resampling
+SERVED = {"0.32": (stepped, stepped, stepped), "0.33": (stepped, numbered, own)}
+BIASED = {
+    "0.32 as it is": (own, own, own),
+    "0.33 with a step's seeds everywhere": (both, both, stepped),
+    "0.33 with drafts by position alone": (own, numbered, own),
+}
 
 
 def laws() -> tuple[Tensor, Tensor]:
@@ -47,12 +75,12 @@ def draw(law: Tensor, seeds: Tensor, position: Tensor, stream: int) -> Tensor:
     return (law.clamp(min=1e-300).log() - (-noise.log()).log()).argmax(dim=1)
 
 
-def block_step(last: Tensor, anchor: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+def block_step(last: Tensor, anchor: Tensor, seeds: Tensor, keys: tuple[Key, Key, Key]) -> tuple[Tensor, Tensor]:
     """One step behind the tokens last [B] at positions anchor [B]: tokens [B, K + 1] and how many are valid [B]."""
-    p, q = laws()
+    (p, q), (drafting, accepting, sampling) = laws(), keys
     tokens, before = [], last
     for k in range(DRAFTS):
-        before = draw(q[before], seeds, anchor + k, DRAFTING)
+        before = draw(q[before], drafting(seeds, anchor, k), anchor + k, DRAFTING)
         tokens.append(before)
     drafts = torch.stack(tokens, dim=1)
     given = torch.cat([last[:, None], drafts], dim=1)  # [B, K + 1], what each row follows
@@ -66,24 +94,25 @@ def block_step(last: Tensor, anchor: Tensor, seeds: Tensor) -> tuple[Tensor, Ten
             mass = (ratio[:, None] * p[given[:, k + 1]] - q[given[:, k + 1]]).clamp(min=0).sum(1)
             below = mass + 1 - ratio
             chance = torch.where(below > 0, mass / below, 1.0)
-        accepted = torch.where(uniform(seeds, anchor + k, ACCEPTING) <= chance, k + 1, accepted)
+        u = uniform(accepting(seeds, anchor, k), anchor + k, ACCEPTING)
+        accepted = torch.where(u <= chance, k + 1, accepted)
     scales = torch.stack([torch.ones_like(ratio), *ratios], dim=1).gather(1, accepted[:, None])  # [B, 1]
     row = given.gather(1, accepted[:, None])[:, 0]
     residual = (scales * p[row] - q[row]).clamp(min=0)
     law = torch.where((accepted == DRAFTS)[:, None], p[row], residual)
-    final = draw(law, seeds, anchor + accepted, SAMPLING)
+    final = draw(law, sampling(seeds, anchor, accepted), anchor + accepted, SAMPLING)
     out = torch.cat([drafts, final[:, None]], dim=1)
     return out.scatter(1, accepted[:, None], final[:, None]), accepted + 1
 
 
-def decode(seeds_of: Seeds) -> list[list[int]]:
+def decode(keys: tuple[Key, Key, Key]) -> list[list[int]]:
     """LENGTH tokens of COUNT requests behind token 0 at position 1."""
     seeds = torch.randint(1 << 62, (COUNT,), generator=torch.Generator().manual_seed(1))
     text = torch.zeros(COUNT, 1 + LENGTH + DRAFTS + 1, dtype=torch.long)
     length = torch.ones(COUNT, dtype=torch.long)  # tokens so far, of which the last is not yet read
     while (length <= LENGTH).any():
         last = text.gather(1, length[:, None] - 1)[:, 0]
-        tokens, count = block_step(last, length, seeds_of(seeds, length))
+        tokens, count = block_step(last, length, seeds, keys)
         at = length[:, None] + torch.arange(DRAFTS + 1)
         valid = (torch.arange(DRAFTS + 1) < count[:, None]) & (at < text.shape[1]) & (length <= LENGTH)[:, None]
         at = at.clamp(max=text.shape[1] - 1)
@@ -92,24 +121,25 @@ def decode(seeds_of: Seeds) -> list[list[int]]:
     return text[:, 1 : 1 + LENGTH].tolist()
 
 
-def distance_and_floor(seeds_of: Seeds) -> tuple[float, float]:
+def distance_and_floor(keys: tuple[Key, Key, Key]) -> tuple[float, float]:
     p, _ = laws()
     outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
     before = torch.cat([torch.zeros(len(outcomes), 1, dtype=torch.long), outcomes[:, :-1]], dim=1)
     law = p[before, outcomes].prod(dim=1).numpy()
-    return total_variation(decode(seeds_of), law, VOCAB), noise_floor(law, COUNT)
+    return total_variation(decode(keys), law, VOCAB), noise_floor(law, COUNT)
 
 
-def test_fresh_noise_keeps_the_law() -> None:
-    distance, floor = distance_and_floor(step_seeds)
-    print(f"TV {distance:.5f}, allowed {floor:.5f}")
+@pytest.mark.parametrize("release", list(SERVED))
+def test_fresh_noise_keeps_the_law(release: str) -> None:
+    distance, floor = distance_and_floor(SERVED[release])
+    print(f"{release}: TV {distance:.5f}, allowed {floor:.5f}")
     assert distance < floor
 
 
-def test_noise_of_earlier_steps_is_caught() -> None:
-    """vLLM 0.32 as it is."""
-    distance, floor = distance_and_floor(lambda seeds, anchor: seeds)
-    print(f"planted: TV {distance:.5f}, allowed {floor:.5f}")
+@pytest.mark.parametrize("fault", list(BIASED))
+def test_noise_of_earlier_steps_is_caught(fault: str) -> None:
+    distance, floor = distance_and_floor(BIASED[fault])
+    print(f"{fault}: TV {distance:.5f}, allowed {floor:.5f}")
     assert distance > 2 * floor
 
 
