@@ -57,11 +57,12 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     head: SkipValidation[HeadConfig] = None  # type: ignore[assignment]
     head_dtype: HeadDtype = "auto"
-    # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: the runner's default
+    # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: as few or many as pay
     min_survival: float | None = Field(default=None, ge=0, lt=1)
     # Model Runner V1: structured requests' drafts are masked with their grammar; None: where the runner can
     mask_drafts: bool | None = None
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
+    has_default_schedule: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_lookup_max = self.prompt_lookup_min = 0
@@ -86,8 +87,12 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     def default_schedule(self) -> schedule.Schedule:
         """Drafts by batch size where the user names none."""
         measured = measured_acceptance(Path(self.model_folder)).values()
-        is_cpu, load = current_platform.is_cpu(), _load(self.head, self.target_model_config)
-        return schedule.default_schedule(measured, self.num_speculative_tokens, is_cpu, load)
+        return schedule.default_schedule(measured, self.num_speculative_tokens, current_platform.is_cpu(), self.load)
+
+    @property
+    def load(self) -> float:
+        """Multiplications of the head's leaves for one draft, by those of the target for one row."""
+        return _load(self.head, self.target_model_config)
 
 
 def _load(head: HeadConfig, target: ModelConfig) -> float:
@@ -143,6 +148,7 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
     # no default where data-parallel ranks would choose apart, or prescribed acceptance says nothing about drafts
     if wants_default and parallel.data_parallel_size == 1 and made.rejection_sample_method != "synthetic":
         made.num_speculative_tokens_per_batch_size = made.default_schedule()
+        made.has_default_schedule = True
     if made.min_survival is None and made.rejection_sample_method == "synthetic":
         made.min_survival = 0.0
     return made

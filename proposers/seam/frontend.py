@@ -245,3 +245,5 @@ def check_runner(vllm_config: Any) -> None:
         )
     if not is_v2:
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host
+        if spec.has_default_schedule and spec.min_survival is None:  # the worker plans by what it observes
+            spec.num_speculative_tokens_per_batch_size = None
