@@ -18,7 +18,6 @@ from vllm_mtpc.proposers.seam.patch import Patch
 
 DEBUG = "VLLM_MTPC_DEBUG"
 COST = "vllm_mtpc_draft_cost"  # attribute of a ModelRunnerOutput: values of DraftFigures's fields
-PREFIX = "vllm:spec_decode_"
 CUTS = ("schedule", "survival", "budget")
 
 
@@ -166,11 +165,19 @@ class Counted(Patch):
                 self.counters: dict[int, dict[str, Any]] = {}
                 if getattr(spec, "method", None) in METHODS:
                     made = {
-                        "draft_seconds": self._counter_cls(f"{PREFIX}draft_seconds", "Seconds spent drafting.", names),
-                        "draft_passes": self._counter_cls(f"{PREFIX}draft_passes", "Passes that drafted.", names),
-                        "steps": self._counter_cls(f"{PREFIX}steps", "Steps of the target, over requests.", names),
+                        "draft_seconds": self._counter_cls(
+                            "vllm:spec_decode_draft_seconds", "Seconds spent drafting.", names
+                        ),
+                        "draft_passes": self._counter_cls(
+                            "vllm:spec_decode_draft_passes", "Passes that drafted.", names
+                        ),
+                        "steps": self._counter_cls(
+                            "vllm:spec_decode_steps", "Steps of the target, over requests.", names
+                        ),
                     }
-                    cut = self._counter_cls(f"{PREFIX}drafts_cut", "Drafts not verified, and why.", [*names, "by"])
+                    cut = self._counter_cls(
+                        "vllm:spec_decode_drafts_cut", "Drafts not verified, and why.", [*names, "by"]
+                    )
                     for engine, of in labels.items():
                         self.counters[engine] = {name: counter.labels(*of) for name, counter in made.items()}
                         self.counters[engine] |= {f"cut_by_{name}": cut.labels(*of, name) for name in CUTS}

@@ -49,11 +49,18 @@ class Line:
             return
         prior = self.prior * self._took / self._expected
         products, sums = self._products + np.diag(PULL / prior**2), self._sums + PULL / prior
-        self.weights = np.linalg.solve(products, sums).clip(min=0.0)
+        used = np.ones(len(prior), dtype=bool)
+        self.weights = np.zeros(len(prior))
+        while used.any():  # what would cost less than nothing costs nothing, and the rest is fitted without it
+            found = np.linalg.solve(products[np.ix_(used, used)], sums[used])
+            if (found >= 0).all():
+                self.weights[used] = found
+                break
+            used[np.flatnonzero(used)[found < 0]] = False
 
 
 class Costs:
-    """Seconds of a step of the target without its draft, and of a draft."""
+    """Seconds of a step of the target without its draft, and of a draft, for batches of about one size."""
 
     def __init__(self, load: float) -> None:
         """load: multiplications of the head for one draft, by those of the target for a row."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ class Served:
     outputs: list[list[int]]
     acceptance: Acceptance
     dtype: str  # the target computed in, e.g. "bfloat16"
+    seconds: float = 0.0  # until all prompts were answered
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / max(self.seconds, 1e-9)
 
 
 def serve(
@@ -59,9 +65,7 @@ def serve(
 
 
 def _served(answer: dict[str, Any]) -> Served:
-    counters = answer.pop("acceptance")
-    positions = tuple(counters.pop("accepted_per_position"))
-    return Served(acceptance=Acceptance(**counters, accepted_per_position=positions), **answer)
+    return Served(acceptance=Acceptance.from_json(answer.pop("acceptance")), **answer)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -79,9 +83,12 @@ def main(arguments: Sequence[str]) -> None:
             before = Acceptance.from_llm(llm.get_metrics())
             more = {**job["sampling"], "temperature": temperature, "max_tokens": job["max_tokens"]}
             how = [SamplingParams(**more, seed=seed) for seed in job["seeds"]]
+            started = time.monotonic()
             outputs = [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, how, use_tqdm=False)]
+            seconds = time.monotonic() - started
             counted = asdict(Acceptance.from_llm(llm.get_metrics()) - before)
             answer = {"temperature": temperature, "outputs": outputs, "acceptance": counted, "dtype": dtype}
+            answer["seconds"] = seconds
             print(json.dumps(answer), file=results, flush=True)
 
 
