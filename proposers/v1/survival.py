@@ -10,12 +10,14 @@ sqrt(sum_v q(v)^2), between the chance that two draws agree and 1, for a draw; w
 learnt. The cut never looks at draft k to decide whether draft k stays. Looking would keep tokens because of what they
 are, and the verifier, which takes them for draws from q, would hand out more of them than the target does.
 
-Now and then a step does what the plan does not (drafts all, or none), so that nothing is believed for ever.
+Batches of about one size share what was learnt of costs: a row of a batch of 16 is no row of a single request. Now and
+then a step does what the plan does not (drafts all, or none), so that nothing is believed for ever.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,11 +29,8 @@ from torch import Tensor
 from vllm_mtpc.proposers.v1.acceptance import Acceptance, Floats
 from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
 
-BEGINNING, EARLY, RARE = (
-    24,
-    4,
-    128,
-)  # every EARLY-th of the first BEGINNING drafted steps tries something else, then RARE
+# Every EARLY-th of the first BEGINNING steps of a size tries something else, then every RARE-th
+BEGINNING, EARLY, RARE = 24, 3, 128
 LEARN_EVERY = 16  # steps
 
 
@@ -52,6 +51,22 @@ class Confidence:
 
     def of(self, num_reqs: int, num_drafts: int) -> Floats:
         return self.values[:num_reqs, :num_drafts].double().numpy(force=True)
+
+
+class Size:
+    """What is known of batches of about one size."""
+
+    def __init__(self, load: float) -> None:
+        self.costs, self.turn, self.is_none_next = Costs(load), 0, True
+
+    def tries(self, best: int) -> str | None:
+        """What this step tries in place of the plan: "none" or "all"; None: nothing."""
+        self.turn += 1
+        if self.turn % (EARLY if self.turn <= BEGINNING else RARE):
+            return None
+        tried = "none" if self.is_none_next and best > 0 else "all"
+        self.is_none_next = tried == "all"
+        return tried
 
 
 @dataclass
@@ -76,8 +91,9 @@ class Survival:
     ) -> None:
         """least: None, drafts are made and cut as it pays; else cut where they are less likely to survive; 0: never.
         load: of Costs. share: makes one rank's costs those of all, who must draft alike."""
-        self.acceptance, self.costs, self.given = Acceptance(rates), Costs(load), least
-        self._share, self._turn, self._trying_none = share, 0, False
+        self.acceptance, self.given = Acceptance(rates), least
+        self._sizes: defaultdict[int, Size] = defaultdict(lambda: Size(load))
+        self._share = share
         self._plans: dict[tuple[int, int, int], tuple[int, float]] = {}
         self._last: Drafted | None = None
         self._batch: tuple[str, ...] = ()
@@ -91,14 +107,16 @@ class Survival:
         if key not in self._plans:
             self._plans[key] = self._best(*key)
         best, least = self._plans[key]
-        self._turn += 1
-        if self._turn % (EARLY if self._turn <= BEGINNING else RARE) == 0:
-            self._trying_none = best > 0 and not self._trying_none
-            return (0 if self._trying_none else most), 0.0
-        return best, least
+        tried = self._sizes[(num_greedy + num_sampled).bit_length()].tries(best)
+        return (best, least) if tried is None else (0 if tried == "none" else most, 0.0)
+
+    def costs_of(self, batch: int) -> Costs:
+        """What was learnt of batches of about this size."""
+        return self._sizes[batch.bit_length()].costs
 
     def _best(self, num_greedy: int, num_sampled: int, most: int) -> tuple[int, float]:
-        batch, costs = num_greedy + num_sampled, self.costs
+        batch = num_greedy + num_sampled
+        costs = self.costs_of(batch)
         gained = np.array([num_greedy, num_sampled]) @ self.acceptance.survival()[:, :most].cumsum(axis=1)
         rates = [batch / costs.step(batch, batch, False)]
         for drafts in range(1, most + 1):
@@ -126,15 +144,17 @@ class Survival:
         cut = self._observe(names, verified, emitted)
         if self.given is None and is_plain_decoding and batch == self._batch:
             features = step_features(len(batch), len(batch) + sum(verified), any(verified))
-            self.costs.steps.observe(features, now - self._left)
-            if self.costs.steps.count % LEARN_EVERY == 0 or self.costs.steps.count in (2, 4, 8):
-                self._learn()
+            costs = self.costs_of(len(batch))
+            costs.steps.observe(features, now - self._left)
+            if costs.steps.count % LEARN_EVERY == 0 or costs.steps.count in (2, 4, 8):
+                self._learn(costs)
         return cut
 
     def end(self, names: Sequence[str], drafted: Drafted | None, seconds: float) -> None:
         """The step's draft is over and took so long; drafted: None where the head was not run."""
         if drafted is not None and self.given is None:
-            self.costs.drafts.observe(draft_features(*drafted.confidence.shape), seconds)
+            batch, drafts = drafted.confidence.shape
+            self.costs_of(batch).drafts.observe(draft_features(batch, drafts), seconds)
         self._last, self._batch, self._left = drafted, tuple(names), time.perf_counter()
 
     def _observe(self, names: Sequence[str], verified: Sequence[int], emitted: Sequence[int]) -> int:
@@ -150,8 +170,8 @@ class Survival:
             self.acceptance.observe(last.kind[before], last.confidence[before], tried, got)
         return int(sum(last.kept[row] for row in before) - tried.sum())
 
-    def _learn(self) -> None:
-        self.costs.steps.learn()
-        self.costs.drafts.learn()
-        self.costs.weights = self._share(self.costs.weights)
+    def _learn(self, costs: Costs) -> None:
+        costs.steps.learn()
+        costs.drafts.learn()
+        costs.weights = self._share(costs.weights)
         self._plans.clear()

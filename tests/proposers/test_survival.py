@@ -89,12 +89,13 @@ def test_the_plan_is_the_best_of_a_strange_machine(row: float, draft: float, bat
     """Ten times slower than that of the constants, with other proportions: within 3 % of the best K, none included."""
     took, acceptance = machine(row, draft), accepted ** np.arange(1, 8)
     survival = Survival(np.full((2, 7), accepted), 0.1)
+    costs = survival.costs_of(batch)
     for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
         step, drafting = took(batch, drafts)
-        survival.costs.steps.observe(step_features(batch, batch * (1 + drafts), drafts > 0), step)
+        costs.steps.observe(step_features(batch, batch * (1 + drafts), drafts > 0), step)
         if drafts:
-            survival.costs.drafts.observe(draft_features(batch, drafts), drafting)
-        survival._learn()
+            costs.drafts.observe(draft_features(batch, drafts), drafting)
+        survival._learn(costs)
     speed = [batch * (1 + acceptance[:drafts].sum()) / sum(took(batch, drafts)) for drafts in range(8)]
     chosen = survival._best(batch, 0, 7)[0]
     assert speed[chosen] >= 0.97 * max(speed), (chosen, int(np.argmax(speed)))
