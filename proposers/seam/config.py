@@ -92,15 +92,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     @property
     def load(self) -> float:
         """Multiplications of the head's leaves for one draft, by those of the target for one row."""
-        return _load(self.head, self.target_model_config)
-
-
-def _load(head: HeadConfig, target: ModelConfig) -> float:
-    """Multiplications of a head's leaves for one draft, by those of the target's layers and lm_head for one row."""
-    text = target.hf_text_config
-    wide, deep = head.hidden_size, getattr(text, "num_hidden_layers", 1)
-    layer = 4 * wide**2 + 3 * wide * getattr(text, "intermediate_size", 4 * wide)
-    return head.num_components * head.vocab_size * wide / (deep * layer + head.vocab_size * wide)
+        return schedule.load_of(self.head, self.target_model_config.hf_text_config)
 
 
 def is_ours(speculative_config: Any) -> bool:

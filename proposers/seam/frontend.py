@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.seam import auto, watch
+from vllm_mtpc.proposers.seam import auto, schedule, watch
 from vllm_mtpc.proposers.seam.patch import Patch, applied, refuse_problems
 
 logger = logging.getLogger("vllm.mtpc")
@@ -73,6 +73,7 @@ class CreateEngineConfig(Patch):
                 vllm_config = original(self, *args, **kwargs)
                 if getattr(vllm_config.speculative_config, "method", None) in METHODS:
                     check_runner(vllm_config)
+                    logger.info("%s", _drafts_in_words(vllm_config))
                 if head := auto.engaged(self):
                     auto.announce(head, vllm_config.speculative_config)
                 return vllm_config
@@ -162,6 +163,14 @@ PATCHES: tuple[type[Patch], ...] = (
     AsyncMethods,
     EnvironmentVariables,
 )
+
+
+def _drafts_in_words(vllm_config: Any) -> str:
+    """How many drafts there will be, in a line."""
+    spec = vllm_config.speculative_config
+    is_planned = spec.method == "mtpc" and not vllm_config.use_v2_model_runner and spec.min_survival is None
+    ranges = spec.num_speculative_tokens_per_batch_size
+    return schedule.in_words(None if is_planned else ranges, spec.num_speculative_tokens, is_planned)
 
 
 def check_adaptive(spec: Any, engine_args: Any) -> None:

@@ -233,3 +233,18 @@ def test_seeded_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]
     assert all(text == texts[0] for text in texts)
     greedy, seeded = said["never"]
     assert drafts(seeded) > drafts(greedy) == 0
+
+
+def test_a_schedule_in_words() -> None:
+    ranges = [(1, 4, 7), (5, 5, 2), (6, 1024, 0)]
+    assert schedule.in_words(ranges, 7) == "drafts per step by running requests: 7 at 1 to 4, 2 at 5, none from 6 on"
+    assert schedule.in_words([(1, 1024, 3)], 7) == "drafts per step by running requests: 3 from 1 on"
+    assert schedule.in_words(None, 7) == "7 drafts per step, at any batch size"
+    assert "as many as pay" in schedule.in_words(None, 7, is_planned=True)
+
+
+def test_what_default_serving_is_expected_to_give() -> None:
+    measured = {"t0": [0.8, 0.5, 0.2], "t1": [0.5, 0.25, 0.1]}
+    ranges = [(1, 4, 3), (5, 1024, 0)]
+    assert schedule.as_served(measured, ranges, 4) == {"t0": 2.5, "t1": 1.85}
+    assert schedule.as_served(measured, ranges, 64) == {"t0": 1.0, "t1": 1.0}
