@@ -71,8 +71,10 @@ def default_schedule(
 
 
 def load_of(head: HeadConfig, target: Any) -> float:
-    """Multiplications of a head's leaves for one draft, by those of the target's layers and lm_head for one row; target:
-    its transformers config."""
+    """Multiplications of a head's leaves for one draft, by those of the target's layers and lm_head for one row.
+
+    target: its config of transformers.
+    """
     wide, deep = head.hidden_size, getattr(target, "num_hidden_layers", 1)
     layer = 4 * wide**2 + 3 * wide * getattr(target, "intermediate_size", 4 * wide)
     return head.num_components * head.vocab_size * wide / (deep * layer + head.vocab_size * wide)

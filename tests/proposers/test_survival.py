@@ -208,17 +208,17 @@ def test_served() -> None:
             [call],
             {"speculative_config": given | ({} if least == "default" else {"min_survival": least})},
         )
-        for least in (0, "default", 0.6)
+        for least in (0, 0.2, 0.6, "default")  # last: as it pays on this machine, which no figure below depends on
     }
     replies = run(engines, "v1")
     for reply in replies.values():
         assert not isinstance(reply, str), reply
     texts = [reply[0].tokens for reply in replies.values()]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
     counts = [reply[0].metrics for reply in replies.values()]
     drafted, accepted = (
         [one[f"vllm:spec_decode_num_{what}_tokens"] for one in counts] for what in ("draft", "accepted")
     )
-    assert drafted[0] > drafted[1] > drafted[2] > 0
+    assert drafted[0] > drafted[1] > drafted[2] > 0 and drafted[3] > 0
     shares = [a / d for a, d in zip(accepted, drafted, strict=True)]
     assert shares[0] < shares[1] < shares[2]
