@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,21 @@ from vllm.distributed import get_tp_group
 from vllm_mtpc.proposers.seam.watch import DEBUG, is_debug
 
 
-class DraftClock:
-    """Seconds of draft passes that nobody has taken yet, and how many passes that were."""
+@dataclass
+class Cuts:
+    """Drafts that a head had room for and that were not verified: fewer were asked for (by the plan or the schedule),
+    they were unlikely to survive, or a step had no room left for them (token budget, length, a grammar)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
+    schedule: int = 0
+    survival: int = 0
+    budget: int = 0
+
+
+class DraftClock:
+    """Seconds of draft passes that nobody has taken yet, how many passes that were, and what was cut."""
+
+    def __init__(self, is_cuda: bool = False) -> None:
+        self.is_cuda, self.cuts = is_cuda, Cuts()
         self.seconds, self.passes = 0.0, 0
         self.running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -38,61 +49,48 @@ class DraftClock:
             return
         started = time.perf_counter()
         yield
-        self._add(time.perf_counter() - started)
+        self.add(time.perf_counter() - started)
 
-    def take(self) -> tuple[float, int]:
-        """Seconds and passes since the last call, of passes that the device is known to have finished."""
+    def take(self) -> dict[str, float]:
+        """Fields of DraftFigures since the last call; seconds of passes that the device is known to have finished."""
         while self.running and self.running[0][1].query():
             start, end = self.running.popleft()
-            self._add(start.elapsed_time(end) / 1000)
-        taken = self.seconds, self.passes
+            self.add(start.elapsed_time(end) / 1000)
+        cuts = self.cuts
+        taken = {"draft_seconds": self.seconds, "draft_passes": self.passes}
+        taken |= {"cut_by_schedule": cuts.schedule, "cut_by_survival": cuts.survival, "cut_by_budget": cuts.budget}
         self.seconds, self.passes = 0.0, 0
+        cuts.schedule = cuts.survival = cuts.budget = 0
         return taken
 
-    def _add(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
+        """A pass that took so long."""
         self.seconds += seconds
         self.passes += 1
 
 
-def watch_proposer(proposer: Any, device: torch.device) -> None:
-    """Watch V1's drafts, as `proposer.clock`."""
-
-    def num_drafts(runner: Any, tokens: Any, metadata: Any, hidden: Any, spec_metadata: Any, num_scheduled: int) -> int:
-        return proposer.num_drafts if metadata.generators else num_scheduled
-
-    proposer.clock = DraftClock(device)
-    proposer.propose_drafts = _watched(proposer.propose_drafts, proposer.clock, num_drafts)
-
-
 def watch_speculator(speculator: Any) -> None:
     """Watch the drafts of a speculator of Model Runner V2, as `speculator.clock`."""
+    most, clock, is_checked = speculator.num_speculative_steps, DraftClock(speculator.device.type == "cuda"), is_debug()
+    propose, speculator.clock = speculator.propose, clock
 
-    def num_drafts(
-        *args: Any, dummy_run: bool = False, num_speculative_tokens: int | None = None, **kwargs: Any
-    ) -> int:
+    def watched(
+        input_batch: Any, *args: Any, dummy_run: bool = False, num_speculative_tokens: int | None = None, **kwargs: Any
+    ) -> Any:
+        count = most if num_speculative_tokens is None else num_speculative_tokens
+        given = {"dummy_run": dummy_run, "num_speculative_tokens": num_speculative_tokens, **kwargs}
         if dummy_run:
-            return 0
-        return speculator.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
-
-    speculator.clock = DraftClock(speculator.device)
-    speculator.propose = _watched(speculator.propose, speculator.clock, num_drafts)
-
-
-def _watched(propose: Callable[..., Any], clock: DraftClock, num_drafts: Callable[..., int]) -> Callable[..., Any]:
-    """`propose`, its passes timed; num_drafts(*args, **kwargs): drafts of a call per request, 0: no draft pass."""
-    is_checked = is_debug()
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        count = num_drafts(*args, **kwargs)
+            return propose(input_batch, *args, **given)
+        clock.cuts.schedule += (most - count) * input_batch.num_reqs
         if count == 0:
-            return propose(*args, **kwargs)
+            return propose(input_batch, *args, **given)
         with clock.timed():
-            drafts = propose(*args, **kwargs)
+            drafts = propose(input_batch, *args, **given)
         if is_checked:
-            check_ranks(drafts[:, :count].tolist() if isinstance(drafts, torch.Tensor) else drafts)
+            check_ranks(drafts[:, :count].tolist())
         return drafts
 
-    return watched
+    speculator.propose = watched
 
 
 def check_ranks(drafts: list[list[int]]) -> None:

@@ -32,6 +32,8 @@ class Metrics:
         self.accepted = made(Counter, "vllm:spec_decode_num_accepted_tokens")
         self.seconds = made(Counter, "vllm:spec_decode_draft_seconds")
         self.passes = made(Counter, "vllm:spec_decode_draft_passes")
+        self.steps = made(Counter, "vllm:spec_decode_steps")
+        self.cut = made(Counter, "vllm:spec_decode_drafts_cut", "by")
         self.at = made(Counter, "vllm:spec_decode_num_accepted_tokens_per_pos", "position")
         self.first = made(Histogram, "vllm:time_to_first_token_seconds", buckets=(0.1, 0.2, 0.4))
 
@@ -42,6 +44,7 @@ class Metrics:
         for position in range(12):
             self.at.labels("m", engine, str(position)).inc(position < accepted)
         self.tokens.labels("m", engine).inc(1 + accepted)
+        self.steps.labels("m", engine).inc()
 
     def look(self, now: float) -> top.Look:
         return top.Look.parse(generate_latest(self.registry).decode(), now)
@@ -60,14 +63,19 @@ def test_figures_are_of_the_time_between_two_looks(metrics: Metrics) -> None:
     metrics.running.labels("m", "1").set(1)
     metrics.step("0", drafted=4, accepted=3)
     metrics.step("1", drafted=2, accepted=0)
+    metrics.steps.labels("m", "1").inc(3)  # without drafts: the schedule and the plan left them out
+    metrics.tokens.labels("m", "1").inc(3)
+    metrics.cut.labels("m", "1", "schedule").inc(21)
+    metrics.cut.labels("m", "0", "survival").inc(3)
     metrics.seconds.labels("m", "0").inc(0.006)
     metrics.passes.labels("m", "0").inc(2)
     for seconds in (0.15, 0.15, 0.15, 0.3):
         metrics.first.labels("m", "0").observe(seconds)
     figures = top.Between(before, metrics.look(12.0)).figures()
     assert figures["running"] == 3 and figures["seconds"] == 2
-    assert figures["tokens_per_second"] == 2.5  # 4 + 1 tokens
-    assert figures["tokens_per_step"] == 2.5 and figures["drafts_per_step"] == 3
+    assert figures["tokens_per_second"] == 4  # 4 + 1 + 3 tokens
+    assert figures["tokens_per_step"] == 1.6 and figures["drafts_per_step"] == 1.2  # over all five steps
+    assert figures["drafts_cut"] == {"schedule": 0.7, "survival": 0.1, "budget": 0}  # of 30 there was room for
     assert figures["accepted_share"] == 0.5
     assert figures["draft_pass_seconds"] == pytest.approx(0.003)
     # in the order of their numbers: "10" does not come before "2"
@@ -92,7 +100,7 @@ def test_without_drafts(metrics: Metrics) -> None:
     assert figures["tokens_per_step"] is None and figures["acceptance_per_position"] == []
     console = Console(width=100, record=True)
     console.print(top.screen(figures, "http://x"))
-    assert "drafts" in (text := console.export_text()) and "none" in text
+    assert "tokens/step" in (text := console.export_text()) and "none" in text
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_mtpc.bench.acceptance import CUTS
 from vllm_mtpc.errors import MtpcError
 
 if TYPE_CHECKING:
@@ -27,13 +28,16 @@ DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-DRAFT_SECONDS = "vllm:spec_decode_draft_seconds_total"  # of this package
+STEPS = "vllm:spec_decode_steps_total"  # of this package
+CUT = "vllm:spec_decode_drafts_cut_total"
+DRAFT_SECONDS = "vllm:spec_decode_draft_seconds_total"
 DRAFT_PASSES = "vllm:spec_decode_draft_passes_total"
 LATENCIES = {
     "first token": "vllm:time_to_first_token_seconds",
     "between outputs": "vllm:inter_token_latency_seconds",
     "whole request": "vllm:e2e_request_latency_seconds",
 }
+LABELS = ("le", "position", "by")  # those that tell values of one name apart
 BAR = 30  # characters
 
 
@@ -55,7 +59,7 @@ class Look:
         values: dict[tuple[str, str], float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                key = sample.name, sample.labels.get("le") or sample.labels.get("position") or ""
+                key = sample.name, next((sample.labels[name] for name in LABELS if name in sample.labels), "")
                 values[key] = values.get(key, 0.0) + sample.value
         return cls(now, values)
 
@@ -97,6 +101,9 @@ class Between:
     def figures(self) -> dict[str, Any]:
         """What is shown, as plain numbers; None where nothing was seen."""
         drafts, passes = self.count(DRAFTS), self.count(DRAFT_PASSES)
+        steps = self.count(STEPS) or self.count("vllm:generation_tokens_total") - self.count(ACCEPTED)  # other methods
+        cut = {name: self.count(CUT, name) for name in CUTS}
+        room = self.count(DRAFTED) + sum(cut.values())
         positions = [self.count(ACCEPTED_AT, place) for place in self.after.labels(ACCEPTED_AT)]
         return {
             "seconds": round(self.seconds, 3),
@@ -106,8 +113,9 @@ class Between:
             "prompt_tokens_per_second": self.count("vllm:prompt_tokens_total") / self.seconds,
             "tokens_per_second": self.count("vllm:generation_tokens_total") / self.seconds,
             "preemptions": int(self.count("vllm:num_preemptions_total")),
-            "tokens_per_step": 1 + self.count(ACCEPTED) / drafts if drafts else None,
-            "drafts_per_step": self.count(DRAFTED) / drafts if drafts else None,
+            "tokens_per_step": 1 + self.count(ACCEPTED) / steps if steps else None,
+            "drafts_per_step": self.count(DRAFTED) / steps if steps else None,
+            "drafts_cut": {name: count / room for name, count in cut.items()} if room else {},
             "accepted_share": self.count(ACCEPTED) / self.count(DRAFTED) if self.count(DRAFTED) else None,
             "draft_pass_seconds": self.count(DRAFT_SECONDS) / passes if passes else None,
             "acceptance_per_position": [count / drafts for count in positions] if drafts else [],
@@ -157,10 +165,13 @@ def screen(figures: dict[str, Any], url: str) -> RenderableType:
 
 def _draft_rows(figures: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if figures["tokens_per_step"] is None:
-        return [("drafts", "none")]
+        return [("tokens/step", "none")]
+    accepted = figures["accepted_share"]
+    cut = ", ".join(f"{name} {100 * share:.0f} %" for name, share in figures["drafts_cut"].items())
     return [
-        ("tokens/step", f"{figures['tokens_per_step']:.2f}"),
-        ("drafts", f"{figures['drafts_per_step']:.2f} per step, {100 * figures['accepted_share']:.1f} % accepted"),
+        ("tokens/step", f"{figures['tokens_per_step']:.2f} over all steps"),
+        ("drafts", f"{figures['drafts_per_step']:.2f} per step, {100 * (accepted or 0):.1f} % accepted"),
+        ("drafts cut", cut or "-"),
         ("draft pass", _milliseconds(figures["draft_pass_seconds"])),
     ]
 

@@ -59,11 +59,12 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     head: SkipValidation[HeadConfig] = None  # type: ignore[assignment]
     head_dtype: HeadDtype = "auto"
-    # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: the runner's default
+    # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: as few or many as pay
     min_survival: float | None = Field(default=None, ge=0, lt=1)
     # Model Runner V1: structured requests' drafts are masked with their grammar; None: where the runner can
     mask_drafts: bool | None = None
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
+    has_default_schedule: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_lookup_max = self.prompt_lookup_min = 0
@@ -88,16 +89,12 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     def default_schedule(self) -> schedule.Schedule:
         """Drafts by batch size where the user names none."""
         measured = measured_acceptance(Path(self.model_folder)).values()
-        is_cpu, load = current_platform.is_cpu(), _load(self.head, self.target_model_config)
-        return schedule.default_schedule(measured, self.num_speculative_tokens, is_cpu, load)
+        return schedule.default_schedule(measured, self.num_speculative_tokens, current_platform.is_cpu(), self.load)
 
-
-def _load(head: HeadConfig, target: ModelConfig) -> float:
-    """Multiplications of a head's leaves for one draft, by those of the target's layers and lm_head for one row."""
-    text = target.hf_text_config
-    wide, deep = head.hidden_size, getattr(text, "num_hidden_layers", 1)
-    layer = 4 * wide**2 + 3 * wide * getattr(text, "intermediate_size", 4 * wide)
-    return head.num_components * head.vocab_size * wide / (deep * layer + head.vocab_size * wide)
+    @property
+    def load(self) -> float:
+        """Multiplications of the head's leaves for one draft, by those of the target for one row."""
+        return schedule.load_of(self.head, self.target_model_config.hf_text_config)
 
 
 def is_ours(speculative_config: Any) -> bool:
@@ -145,6 +142,7 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
     # no default where data-parallel ranks would choose apart, or prescribed acceptance says nothing about drafts
     if wants_default and parallel.data_parallel_size == 1 and made.rejection_sample_method != "synthetic":
         made.num_speculative_tokens_per_batch_size = made.default_schedule()
+        made.has_default_schedule = True
     if made.min_survival is None and made.rejection_sample_method == "synthetic":
         made.min_survival = 0.0
     return made

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.seam import auto, watch
+from vllm_mtpc.proposers.seam import auto, schedule, watch
 from vllm_mtpc.proposers.seam.patch import Patch, applied, refuse_problems
 
 logger = logging.getLogger("vllm.mtpc")
@@ -88,6 +88,7 @@ class CreateEngineConfig(Patch):
                 vllm_config = original(self, *args, **kwargs)
                 if getattr(vllm_config.speculative_config, "method", None) in METHODS:
                     check_runner(vllm_config)
+                    logger.info("%s", _drafts_in_words(vllm_config))
                 if head := auto.engaged(self):
                     auto.announce(head, vllm_config.speculative_config)
                 return vllm_config
@@ -227,6 +228,14 @@ def end_in_one_line() -> None:
     sys.excepthook = excepthook
 
 
+def _drafts_in_words(vllm_config: Any) -> str:
+    """How many drafts there will be, in a line."""
+    spec = vllm_config.speculative_config
+    is_planned = spec.method == "mtpc" and not vllm_config.use_v2_model_runner and spec.min_survival is None
+    ranges = spec.num_speculative_tokens_per_batch_size
+    return schedule.in_words(None if is_planned else ranges, spec.num_speculative_tokens, is_planned)
+
+
 def check_adaptive(spec: Any, engine_args: Any) -> None:
     """Refuse vLLM's adaptive verification where it does not run, before vLLM does in other words."""
     from vllm.platforms import current_platform
@@ -309,3 +318,5 @@ def check_runner(vllm_config: Any) -> None:
         )
     if not is_v2:
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host
+        if spec.has_default_schedule and spec.min_survival is None:  # the worker plans by what it observes
+            spec.num_speculative_tokens_per_batch_size = None

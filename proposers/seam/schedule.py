@@ -6,10 +6,13 @@ vLLM's scheduler looks K up by the number of requests of a step; 0: no drafts, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import ServeConfigError
+
+if TYPE_CHECKING:
+    from vllm_mtpc.config import HeadConfig
 
 KEY = "num_speculative_tokens_per_batch_size"
 OFF = ("off", False)
@@ -65,6 +68,33 @@ def default_schedule(
     if is_cpu:
         return merged([_cpu_drafts(accepted, batch, load) for batch in range(1, LARGEST + 1)])
     return merged([_gpu_drafts(num_drafts, batch) for batch in range(1, LARGEST + 1)])
+
+
+def load_of(head: HeadConfig, target: Any) -> float:
+    """Multiplications of a head's leaves for one draft, by those of the target's layers and lm_head for one row.
+
+    target: its config of transformers.
+    """
+    wide, deep = head.hidden_size, getattr(target, "num_hidden_layers", 1)
+    layer = 4 * wide**2 + 3 * wide * getattr(target, "intermediate_size", 4 * wide)
+    return head.num_components * head.vocab_size * wide / (deep * layer + head.vocab_size * wide)
+
+
+def in_words(ranges: Schedule | None, num_drafts: int, is_planned: bool = False) -> str:
+    """What the schedule means, for the log; is_planned: Model Runner V1 decides step by step."""
+    if is_planned:
+        return f"0 to {num_drafts} drafts per step, as many as pay by what is observed while serving"
+    if ranges is None:
+        return f"{num_drafts} drafts per step, at any batch size"
+    texts = [f"{drafts or 'none'} at {low}" + (f" to {high}" if high > low else "") for low, high, drafts in ranges]
+    texts[-1] = f"{ranges[-1][2] or 'none'} from {ranges[-1][0]} on"
+    return f"drafts per step by running requests: {', '.join(texts)}"
+
+
+def as_served(measured: Mapping[str, Sequence[float]], ranges: Schedule, batch: int) -> dict[str, float]:
+    """Tokens/step that the figures of a head expect of its first drafts at a batch size, by temperature."""
+    drafts = next(most for low, high, most in ranges if low <= batch <= high)
+    return {name: 1 + sum(_survival(one, drafts)) for name, one in measured.items()}
 
 
 def merged(per_batch: Sequence[int]) -> Schedule:

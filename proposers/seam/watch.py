@@ -1,14 +1,15 @@
-"""Patches that carry the time of drafts from the worker to vLLM's log and `/metrics`.
+"""Patches that carry what drafts cost, and what became of them, from the worker to vLLM's log and `/metrics`.
 
-worker: a step's output takes along what its drafts have cost -> scheduler: adds it to the step's figures of speculative
-decoding -> front end: counts and logs it. Nothing waits for a device (proposers/watch.py).
+worker: a step's output takes along what its drafts have cost and which were cut -> scheduler: adds it, and the steps of
+the target, to the step's figures of speculative decoding -> front end: counts and logs it. vLLM's own figures are of
+steps that verified drafts; tokens/step here is over all steps. Nothing waits for a device (proposers/watch.py).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_mtpc import METHODS
@@ -16,7 +17,8 @@ from vllm_mtpc.proposers.seam.auto import OFF
 from vllm_mtpc.proposers.seam.patch import Patch
 
 DEBUG = "VLLM_MTPC_DEBUG"
-COST = "vllm_mtpc_draft_cost"  # attribute of a ModelRunnerOutput: (seconds, passes)
+COST = "vllm_mtpc_draft_cost"  # attribute of a ModelRunnerOutput: values of DraftFigures's fields
+CUTS = ("schedule", "survival", "budget")
 
 
 def is_debug() -> bool:
@@ -25,11 +27,20 @@ def is_debug() -> bool:
 
 
 @dataclass
-class DraftCost:
+class DraftFigures:
     """Fields added to vLLM's SpecDecodingStats."""
 
     draft_seconds: float = 0.0
     draft_passes: int = 0
+    steps: int = 0  # of the target, summed over requests: each gives one token and the drafts that were accepted
+    cut_by_schedule: int = 0  # drafts that the head had room for and that were not verified, and why (watch.Cuts)
+    cut_by_survival: int = 0
+    cut_by_budget: int = 0
+
+    def add(self, other: Any) -> None:
+        """Counts the fields of another object that has them."""
+        for one in fields(DraftFigures):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 class WorkerSampleTokens(Patch):
@@ -62,16 +73,20 @@ class SchedulerUpdateFromOutput(Patch):
     def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
             outputs = original(self, scheduler_output, model_runner_output)
-            if (cost := getattr(model_runner_output, COST, None)) is None:
+            cost = getattr(model_runner_output, COST, None)
+            if cost is None or not self.log_stats:
                 return outputs
-            before = getattr(self, COST, (0.0, 0))  # of steps that verified nothing, whose figures are empty
-            total = cost[0] + before[0], cost[1] + before[1]
+            figures = DraftFigures(
+                **cost, steps=sum(len(tokens) > 0 for tokens in model_runner_output.sampled_token_ids)
+            )
             for sent in outputs.values():
-                stats = getattr(sent.scheduler_stats, "spec_decoding_stats", None)
-                if stats is not None:
-                    stats.draft_seconds, stats.draft_passes = total
-                    total = 0.0, 0
-            setattr(self, COST, total)
+                if sent.scheduler_stats is not None:
+                    if sent.scheduler_stats.spec_decoding_stats is None:  # a step that verified nothing
+                        from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+                        sent.scheduler_stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
+                    vars(sent.scheduler_stats.spec_decoding_stats).update(vars(figures))
+                    break
             return outputs
 
         return update_from_output
@@ -86,10 +101,10 @@ class StatsFields(Patch):
     @classmethod
     def replace(cls, original: Any) -> Any:
         """The class itself with two more fields: others have imported it, and vLLM's decoder reads what it declares."""
-        original.__dataclass_fields__.update(DraftCost.__dataclass_fields__)
-        original.__annotations__.update(DraftCost.__annotations__)
-        for name in DraftCost.__annotations__:
-            setattr(original, name, getattr(DraftCost, name))
+        original.__dataclass_fields__.update(DraftFigures.__dataclass_fields__)
+        original.__annotations__.update(DraftFigures.__annotations__)
+        for name in DraftFigures.__annotations__:
+            setattr(original, name, getattr(DraftFigures, name))
         if "__msgspec_cache__" in vars(original):  # the fields as a decoder saw them before
             del original.__msgspec_cache__
         return original
@@ -98,7 +113,7 @@ class StatsFields(Patch):
 class Logged(Patch):
     module = "vllm.v1.metrics.loggers"
     attribute = "SpecDecodingLogging"
-    reason = "log what a draft pass takes beside vLLM's figures of drafts"
+    reason = "log tokens/step over all steps, what was cut and what a draft pass takes beside vLLM's figures of drafts"
     parameters = None
 
     @classmethod
@@ -106,27 +121,40 @@ class Logged(Patch):
         class SpecDecodingLogging(original):
             def reset(self) -> None:
                 super().reset()
-                self.cost = DraftCost()
+                self.figures, self.most = DraftFigures(), 0
 
             def observe(self, spec_decoding_stats: Any) -> None:
                 super().observe(spec_decoding_stats)
-                self.cost.draft_seconds += spec_decoding_stats.draft_seconds
-                self.cost.draft_passes += spec_decoding_stats.draft_passes
+                self.figures.add(spec_decoding_stats)
+                self.most = spec_decoding_stats.num_spec_tokens
 
             def log(self, log_fn: Callable[..., None]) -> None:
-                cost = self.cost
-                super().log(log_fn=log_fn)
-                if cost is not self.cost and cost.draft_passes:  # vLLM has logged, and begun anew
-                    mean = 1000 * cost.draft_seconds / cost.draft_passes
-                    log_fn("Draft passes: %d, %.2f ms each", cost.draft_passes, mean)
+                figures, most, accepted = self.figures, self.most, sum(self.num_accepted_tokens)
+                if sum(self.num_drafts):
+                    super().log(log_fn=log_fn)
+                if not figures.steps:
+                    return
+                if figures is self.figures:  # vLLM had nothing to log, and did not begin anew
+                    self.reset()
+                cuts = ", ".join(f"{name} {share:.0%}" for name, share in cut_shares(figures, most).items())
+                mean = 1000 * figures.draft_seconds / max(figures.draft_passes, 1)
+                log_fn(
+                    "Tokens/step: %.2f over all %d steps; drafts cut by %s; %d draft passes, %.2f ms each",
+                    1 + accepted / figures.steps, figures.steps, cuts, figures.draft_passes, mean,
+                )  # fmt: skip
 
         return SpecDecodingLogging
+
+
+def cut_shares(figures: Any, most: int) -> dict[str, float]:
+    """By reason, the drafts that were cut, by all that the steps had room for."""
+    return {name: getattr(figures, f"cut_by_{name}") / max(figures.steps * most, 1) for name in CUTS}
 
 
 class Counted(Patch):
     module = "vllm.v1.metrics.loggers"
     attribute = "PrometheusStatLogger._spec_decoding_cls"
-    reason = "count draft passes and their seconds in /metrics"
+    reason = "count steps, cut drafts, draft passes and their seconds in /metrics"
     parameters = None
 
     @classmethod
@@ -134,18 +162,30 @@ class Counted(Patch):
         class SpecDecodingProm(original):
             def __init__(self, spec: Any, names: list[str], labels: dict[int, list[Any]], **more: Any) -> None:
                 super().__init__(spec, names, labels, **more)
-                self.costs: dict[int, tuple[Any, Any]] = {}
+                self.counters: dict[int, dict[str, Any]] = {}
                 if getattr(spec, "method", None) in METHODS:
-                    seconds = self._counter_cls("vllm:spec_decode_draft_seconds", "Seconds spent drafting.", names)
-                    passes = self._counter_cls("vllm:spec_decode_draft_passes", "Passes that drafted.", names)
-                    self.costs = {engine: (seconds.labels(*of), passes.labels(*of)) for engine, of in labels.items()}
+                    made = {
+                        "draft_seconds": self._counter_cls(
+                            "vllm:spec_decode_draft_seconds", "Seconds spent drafting.", names
+                        ),
+                        "draft_passes": self._counter_cls(
+                            "vllm:spec_decode_draft_passes", "Passes that drafted.", names
+                        ),
+                        "steps": self._counter_cls(
+                            "vllm:spec_decode_steps", "Steps of the target, over requests.", names
+                        ),
+                    }
+                    cut = self._counter_cls(
+                        "vllm:spec_decode_drafts_cut", "Drafts not verified, and why.", [*names, "by"]
+                    )
+                    for engine, of in labels.items():
+                        self.counters[engine] = {name: counter.labels(*of) for name, counter in made.items()}
+                        self.counters[engine] |= {f"cut_by_{name}": cut.labels(*of, name) for name in CUTS}
 
             def observe(self, spec_decoding_stats: Any, engine_idx: int = 0) -> None:
                 super().observe(spec_decoding_stats, engine_idx)
-                if engine_idx in self.costs:
-                    seconds, passes = self.costs[engine_idx]
-                    seconds.inc(spec_decoding_stats.draft_seconds)
-                    passes.inc(spec_decoding_stats.draft_passes)
+                for name, counter in self.counters.get(engine_idx, {}).items():
+                    counter.inc(getattr(spec_decoding_stats, name))
 
         return SpecDecodingProm
 

@@ -99,9 +99,6 @@ class V1RunnerInit(Patch):
             finally:
                 object.__setattr__(spec, "method", ours[0])
                 object.__setattr__(spec, "model", ours[1])
-            from vllm_mtpc.proposers.watch import watch_proposer
-
-            watch_proposer(self.drafter, self.device)
 
         return __init__
 
@@ -133,7 +130,7 @@ class V1ProposeDraftTokenIds(Patch):
                     sampling_metadata,
                     sample_hidden_states,
                     spec_decode_metadata,
-                    scheduler_output.num_spec_tokens_to_schedule,
+                    scheduler_output,
                 )
             return original(
                 self,

@@ -11,15 +11,23 @@ probabilities are handed over normalised, after temperature.
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 
+from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.proposers.load import load_served_head
+from vllm_mtpc.proposers.seam.watch import is_debug
+from vllm_mtpc.proposers.v1.acceptance import GREEDY, SAMPLED, card_rates
 from vllm_mtpc.proposers.v1.grammar import Grammars, Masks, as_point
-from vllm_mtpc.proposers.v1.survival import MIN_SURVIVAL, Survival
+from vllm_mtpc.proposers.v1.survival import Confidence, Drafted, Survival
+from vllm_mtpc.proposers.watch import DraftClock, check_ranks
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
@@ -34,6 +42,11 @@ def default_dtype(target_dtype: torch.dtype, device: torch.device) -> torch.dtyp
     return target_dtype
 
 
+def _of_the_first_rank(costs: np.ndarray) -> np.ndarray:
+    """Measured costs are those of one clock: all tensor-parallel ranks must plan alike."""
+    return get_tp_group().broadcast_object(costs)
+
+
 class MtpcProposer:
     """Drafts for a batch; `model` is the head, buffers are allocated once."""
 
@@ -44,8 +57,11 @@ class MtpcProposer:
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
         self.head_dtype, self.target_dtype = spec.head_dtype, vllm_config.model_config.dtype
         max_num_reqs, vocab_size = vllm_config.scheduler_config.max_num_seqs, spec.head.vocab_size
-        least = MIN_SURVIVAL if spec.min_survival is None else spec.min_survival
-        self.survival = Survival(max_num_reqs, self.num_drafts, least)
+        rates = card_rates(measured_acceptance(Path(spec.model_folder)), self.num_drafts)
+        self.survival = Survival(rates, spec.load, spec.min_survival, _of_the_first_rank)
+        self.confidence = Confidence(max_num_reqs, self.num_drafts)
+        self.clock = DraftClock()  # the host's clock: a draft ends with its tokens on the host
+        self.is_debug = is_debug()
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts is not False)
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, vocab_size)
@@ -59,7 +75,7 @@ class MtpcProposer:
         self.model = load_served_head(
             self.folder, dtype, device, target_model, self.target_dtype, self.head_dtype, self.num_drafts
         )
-        self.survival.confidence = self.survival.confidence.to(device)
+        self.confidence.values = self.confidence.values.to(device)
         if self.is_probabilistic:
             self.draft_probs, self.noise = self.draft_probs.to(device), self.noise.to(device)
 
@@ -75,35 +91,78 @@ class MtpcProposer:
         sampling_metadata: Any,
         sample_hidden_states: torch.Tensor,  # [num rows with logits, D]
         spec_decode_metadata: Any,
-        num_scheduled: int,  # drafts the schedule asks for at this batch size
+        scheduler_output: Any,
     ) -> list[list[int]]:
         """Drafts per request ([] for an unfinished prompt); leaves their probabilities with the runner.
 
-        A request with a seed gets all K whatever the batch size, so that its text does not depend on its batch.
+        A request with a seed gets all K, whatever was observed of others, so that its text does not depend on them.
         """
-        seeded = sampling_metadata.generators
-        num_drafts = self.num_drafts if seeded else num_scheduled
+        names, emitted = runner.input_batch.req_ids, [len(tokens) for tokens in sampled_token_ids]
+        verified = spec_decode_metadata.num_draft_tokens if spec_decode_metadata is not None else [0] * len(emitted)
+        rows = len(emitted) + sum(verified)
+        is_plain = not scheduler_output.scheduled_new_reqs and scheduler_output.total_num_scheduled_tokens == rows
+        self.clock.cuts.budget += self.survival.begin(names, verified, emitted, is_plain)
+        started = time.perf_counter()
+        drafts, drafted = self._draft(
+            runner,
+            sampled_token_ids,
+            sampling_metadata,
+            sample_hidden_states,
+            spec_decode_metadata,
+            scheduler_output.num_spec_tokens_to_schedule,
+        )
+        seconds = time.perf_counter() - started
+        if drafted is not None:
+            self.clock.add(seconds)
+            if self.is_debug:
+                check_ranks(drafts)
+        self.survival.end(names, drafted, seconds)
+        return drafts
+
+    def _draft(
+        self,
+        runner: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        sample_hidden_states: torch.Tensor,
+        spec_decode_metadata: Any,
+        num_scheduled: int,  # drafts the user's schedule allows at this batch size
+    ) -> tuple[list[list[int]], Drafted | None]:
+        """The drafts, and what is to be known when they were verified; None where the head was not run."""
+        runner._draft_probs = runner._draft_prob_req_ids = None
+        batch, seeded = len(sampled_token_ids), sampling_metadata.generators
+        kind = np.full(batch, GREEDY)
+        if not sampling_metadata.all_greedy:
+            kind[(sampling_metadata.temperature >= GREEDY_BELOW).numpy(force=True)] = SAMPLED
+        planned, least = self.survival.plan(int((kind == GREEDY).sum()), int((kind == SAMPLED).sum()), num_scheduled)
+        num_drafts = self.num_drafts if seeded else planned
+        self.clock.cuts.schedule += (self.num_drafts - planned) * (batch - len(seeded))
         if num_drafts == 0:
-            runner._draft_probs = runner._draft_prob_req_ids = None
-            return [[] for _ in sampled_token_ids]
-        rows = self._last_rows(sampled_token_ids, spec_decode_metadata)
-        hidden = sample_hidden_states[rows]  # [B, D]
+            return [[] for _ in sampled_token_ids], None
+        hidden = sample_hidden_states[self._last_rows(sampled_token_ids, spec_decode_metadata)]  # [B, D]
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, runner.input_batch.req_ids, sampled_token_ids)
         if self.is_probabilistic and not sampling_metadata.all_greedy:
             pick = self._drawing(num_drafts, sampled_token_ids, sampling_metadata, masks)
-            runner._draft_probs = self.draft_probs[: len(first)]
+            runner._draft_probs = self.draft_probs[:batch]
             runner._draft_prob_req_ids = runner.input_batch.req_ids.copy()
         else:
             pick = self._argmax
-            runner._draft_probs = runner._draft_prob_req_ids = None
         params = self.model.draft_params(hidden, first, num_drafts)
-        drafts = naive.draft(self.model.circuit.program, *params, masks.around(pick))
+        drafts = naive.draft(self.model.circuit.program, *params, masks.around(pick)).tolist()
         masks.rewind()
-        kept = zip(drafts.tolist(), self.survival.lengths(*drafts.shape), sampled_token_ids, strict=True)
-        most = [num_drafts if row in seeded else num_scheduled for row in range(len(first))]
-        most = [min(count, masks.lengths.get(row, count)) for row, count in enumerate(most)]
-        return [row[: min(length, most[i])] if tokens else [] for i, (row, length, tokens) in enumerate(kept)]
+        confidence, is_seeded = self.confidence.of(batch, num_drafts), np.zeros(batch, dtype=np.bool_)
+        is_seeded[list(seeded)] = True
+        lengths = self.survival.lengths(confidence, kind, is_seeded, least)
+        allowed = [num_drafts if row in seeded else planned for row in range(batch)]
+        kept = [
+            drafts[row][: min(lengths[row], allowed[row], masks.lengths.get(row, num_drafts))] if tokens else []
+            for row, tokens in enumerate(sampled_token_ids)
+        ]
+        rows = {name: row for row, name in enumerate(runner.input_batch.req_ids)}
+        drafted = Drafted(kind, confidence, rows, [len(one) for one in kept])
+        self.clock.cuts.survival += sum(max(most - length, 0) for most, length in zip(allowed, lengths, strict=True))
+        return kept, drafted
 
     @staticmethod
     def _last_rows(sampled_token_ids: list[list[int]], spec_decode_metadata: Any) -> torch.Tensor:
@@ -116,7 +175,7 @@ class MtpcProposer:
 
     def _argmax(self, log_q: torch.Tensor, k: int) -> torch.Tensor:
         """Draft k [B] of greedy drafting."""
-        self.survival.argmax(k, log_q)
+        self.confidence.argmax(k, log_q)
         return log_q.argmax(dim=-1)
 
     def _drawing(
@@ -137,7 +196,7 @@ class MtpcProposer:
         def draw(log_q: torch.Tensor, k: int) -> torch.Tensor:
             logits = log_q / scale if is_scaled else log_q
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[:batch, k])  # [B, V]
-            self.survival.drawn(k, probs, is_greedy)
+            self.confidence.drawn(k, probs, is_greedy)
             race = (probs / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
             drafts = torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race
             as_point(probs, masks.unmasked, drafts)

@@ -1,42 +1,177 @@
-"""How many drafts of each request are worth verifying: they are cut where they are unlikely to be reached.
+"""How many drafts are made and verified: as many as pay by what is observed.
 
-The chance that draft k is accepted is read off its law q_k(. | x_<k) before the token is drawn, as if the target
-had a law of the same shape: max_v q for a draft that is the argmax; for one that is drawn sqrt(sum_v q(v)^2), between
-the chance that two draws agree and 1. Survival of draft k is the product over the drafts up to it.
+Before a batch is drafted for, the number K of drafts is chosen that gives the most tokens per second, by the acceptance
+that was observed (`acceptance.py`) and the seconds that steps and drafts took (`costs.py`); with 0 the head is not run.
+Behind the head, drafts are cut that are less likely to be reached and accepted than their row is worth: a row pays when
+it gives more tokens than its time gives elsewhere, survival >= seconds of a row x tokens per second.
 
-The cut never looks at draft k to decide whether draft k stays. Looking would keep tokens because of what they are, and
-the verifier, which takes them for draws from q, would hand out more of them than the target does.
+The chance of draft k is read off its conditional q_k(. | x_<k) before the token is drawn: max_v q for an argmax,
+sqrt(sum_v q(v)^2), between the chance that two draws agree and 1, for a draw; what such a confidence is worth is
+learnt. The cut never looks at draft k to decide whether draft k stays. Looking would keep tokens because of what they
+are, and the verifier, which takes them for draws from q, would hand out more of them than the target does.
+
+Batches of about one size share what was learnt of costs: a row of a batch of 16 is no row of a single request. Now and
+then a step does what the plan does not (drafts all, or none), so that nothing is believed for ever.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-MIN_SURVIVAL = 0.1  # of the packaged heads on two CPU cores: gains 3 to 8 % at batches of 4 to 16, costs 0 to 2 % at 1
+from vllm_mtpc.proposers.v1.acceptance import Acceptance, Floats
+from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
+
+# Every EARLY-th of the first BEGINNING steps of a size tries something else, then every RARE-th
+BEGINNING, EARLY, RARE = 24, 3, 128
+LEARN_EVERY = 16  # steps
 
 
-class Survival:
-    """Chances of a batch's drafts, filled draft by draft; `least`: what a draft must reach to be kept, 0: all are."""
+class Confidence:
+    """The circuit's confidence in each draft of a batch, filled while it drafts."""
 
-    def __init__(self, max_num_reqs: int, num_drafts: int, least: float, device: torch.device | str = "cpu") -> None:
-        self.least = least
-        self.confidence = torch.ones(max_num_reqs, num_drafts, device=device)
+    def __init__(self, max_num_reqs: int, num_drafts: int, device: torch.device | str = "cpu") -> None:
+        self.values = torch.ones(max_num_reqs, num_drafts, device=device)
 
     def argmax(self, k: int, log_q: Tensor) -> None:
         """Draft k of every request is the argmax of log_q [B, V]."""
-        if self.least:
-            torch.exp(log_q.amax(dim=-1), out=self.confidence[: len(log_q), k])
+        torch.exp(log_q.amax(dim=-1), out=self.values[: len(log_q), k])
 
     def drawn(self, k: int, probs: Tensor, is_greedy: Tensor) -> None:
         """Draft k is drawn from probs [B, V], or is its argmax where is_greedy [B]."""
-        if self.least:
-            chance = torch.where(is_greedy, probs.amax(dim=-1), torch.linalg.vector_norm(probs, dim=-1))
-            self.confidence[: len(probs), k] = chance
+        chance = torch.where(is_greedy, probs.amax(dim=-1), torch.linalg.vector_norm(probs, dim=-1))
+        self.values[: len(probs), k] = chance
 
-    def lengths(self, num_reqs: int, num_drafts: int) -> list[int]:
-        """Drafts to keep of the first num_drafts of each request."""
-        if not self.least:
-            return [num_drafts] * num_reqs
-        survival = self.confidence[:num_reqs, :num_drafts].cumprod(dim=1)  # falls along k: what is kept is a prefix
-        return (survival >= self.least).sum(dim=1).tolist()
+    def of(self, num_reqs: int, num_drafts: int) -> Floats:
+        return self.values[:num_reqs, :num_drafts].double().numpy(force=True)
+
+
+class Size:
+    """What is known of batches of about one size."""
+
+    def __init__(self, load: float) -> None:
+        self.costs, self.turn, self.is_none_next = Costs(load), 0, True
+
+    def tries(self, best: int) -> str | None:
+        """What this step tries in place of the plan: "none" or "all"; None: nothing."""
+        self.turn += 1
+        if self.turn % (EARLY if self.turn <= BEGINNING else RARE):
+            return None
+        tried = "none" if self.is_none_next and best > 0 else "all"
+        self.is_none_next = tried == "all"
+        return tried
+
+
+@dataclass
+class Drafted:
+    """What the last drafted step knew of its requests."""
+
+    kind: NDArray[np.int64]  # [B]
+    confidence: Floats  # [B, K]
+    rows: dict[str, int]  # request -> its row
+    kept: list[int] = field(default_factory=list)  # drafts of each that were handed on
+
+
+class Survival:
+    """The plan of one server."""
+
+    def __init__(
+        self,
+        rates: Floats,  # [2, K], of the head's card
+        load: float,
+        least: float | None = None,
+        share: Callable[[Floats], Floats] = lambda weights: weights,
+    ) -> None:
+        """least: None, drafts are made and cut as it pays; else cut where they are less likely to survive; 0: never.
+        load: of Costs. share: makes one rank's costs those of all, who must draft alike."""
+        self.acceptance, self.given = Acceptance(rates), least
+        self._sizes: defaultdict[int, Size] = defaultdict(lambda: Size(load))
+        self._share = share
+        self._plans: dict[tuple[int, int, int], tuple[int, float]] = {}
+        self._last: Drafted | None = None
+        self._batch: tuple[str, ...] = ()
+        self._left = 0.0
+
+    def plan(self, num_greedy: int, num_sampled: int, most: int) -> tuple[int, float]:
+        """(drafts of each request, the survival a draft must reach to be verified) for such a batch; most: allowed."""
+        if self.given is not None or most == 0:
+            return most, self.given or 0.0
+        key = num_greedy, num_sampled, most
+        if key not in self._plans:
+            self._plans[key] = self._best(*key)
+        best, least = self._plans[key]
+        tried = self._sizes[(num_greedy + num_sampled).bit_length()].tries(best)
+        return (best, least) if tried is None else (0 if tried == "none" else most, 0.0)
+
+    def costs_of(self, batch: int) -> Costs:
+        """What was learnt of batches of about this size."""
+        return self._sizes[batch.bit_length()].costs
+
+    def _best(self, num_greedy: int, num_sampled: int, most: int) -> tuple[int, float]:
+        batch = num_greedy + num_sampled
+        costs = self.costs_of(batch)
+        gained = np.array([num_greedy, num_sampled]) @ self.acceptance.survival()[:, :most].cumsum(axis=1)
+        rates = [batch / costs.step(batch, batch, False)]
+        for drafts in range(1, most + 1):
+            seconds = costs.step(batch, batch * (1 + drafts), True) + costs.draft(batch, drafts)
+            rates.append((batch + float(gained[drafts - 1])) / seconds)
+        best = int(np.argmax(rates))
+        return best, costs.row * rates[best]
+
+    def lengths(
+        self, confidence: Floats, kind: NDArray[np.int64], is_kept_whole: NDArray[np.bool_], least: float
+    ) -> list[int]:
+        """Drafts to verify of each request, a prefix of those that were made; kind, is_kept_whole: [B]."""
+        if least <= 0:
+            return [confidence.shape[1]] * len(confidence)
+        survival = self.acceptance.survival_of(confidence, kind)  # falls along k
+        survival[is_kept_whole] = 1.0
+        return (survival >= least).sum(axis=1).tolist()
+
+    def begin(
+        self, names: Sequence[str], verified: Sequence[int], emitted: Sequence[int], is_plain_decoding: bool
+    ) -> int:
+        """The step behind `end` is over: its requests, drafts verified and tokens emitted of each (0: a prompt not read
+        to its end). is_plain_decoding: no prompt was read. Returns how many drafts were cut since then."""
+        now, batch = time.perf_counter(), tuple(names)
+        cut = self._observe(names, verified, emitted)
+        if self.given is None and is_plain_decoding and batch == self._batch:
+            features = step_features(len(batch), len(batch) + sum(verified), any(verified))
+            costs = self.costs_of(len(batch))
+            costs.steps.observe(features, now - self._left)
+            if costs.steps.count % LEARN_EVERY == 0 or costs.steps.count in (2, 4, 8):
+                self._learn(costs)
+        return cut
+
+    def end(self, names: Sequence[str], drafted: Drafted | None, seconds: float) -> None:
+        """The step's draft is over and took so long; drafted: None where the head was not run."""
+        if drafted is not None and self.given is None:
+            batch, drafts = drafted.confidence.shape
+            self.costs_of(batch).drafts.observe(draft_features(batch, drafts), seconds)
+        self._last, self._batch, self._left = drafted, tuple(names), time.perf_counter()
+
+    def _observe(self, names: Sequence[str], verified: Sequence[int], emitted: Sequence[int]) -> int:
+        last = self._last
+        if last is None:
+            return 0
+        there = [(i, last.rows[name]) for i, name in enumerate(names) if emitted[i] and name in last.rows]
+        if not there:
+            return 0
+        now, before = np.array(there).T
+        tried, got = np.array(verified)[now], np.array(emitted)[now] - 1
+        if self.given != 0:
+            self.acceptance.observe(last.kind[before], last.confidence[before], tried, got)
+        return int(sum(last.kept[row] for row in before) - tried.sum())
+
+    def _learn(self, costs: Costs) -> None:
+        costs.steps.learn()
+        costs.drafts.learn()
+        costs.weights = self._share(costs.weights)
+        self._plans.clear()

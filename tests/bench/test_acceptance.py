@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, field
 
 import pytest
 
@@ -26,6 +27,7 @@ vllm:generation_tokens_total{engine="0",model_name="demo"} 25.0
 class Counter:
     name: str
     value: int
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,6 +58,27 @@ def test_offline_metrics_are_read() -> None:
         Vector(prefix + "accepted_tokens_per_pos", [9, 5, 1]),
     ]
     assert Acceptance.from_llm(metrics) == Acceptance(10, 30, 15, (9, 5, 1))
+    metrics += [
+        Counter("vllm:spec_decode_steps", 60),
+        *(Counter("vllm:spec_decode_drafts_cut", cut, {"by": by}) for by, cut in (("schedule", 80), ("survival", 10))),
+    ]
+    assert Acceptance.from_llm(metrics) == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0))
+
+
+def test_one_definition_over_all_steps() -> None:
+    """Ten steps in sixty drafted: the fifty others count, on a server and offline, through JSON and sums."""
+    text = PROMETHEUS + (
+        'vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0\n'
+        'vllm:spec_decode_drafts_cut_total{by="schedule",engine="0",model_name="demo"} 80.0\n'
+        'vllm:spec_decode_drafts_cut_total{by="survival",engine="0",model_name="demo"} 10.0\n'
+    )
+    read = Acceptance.from_prometheus(text)
+    assert read == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0))
+    assert read.tokens_per_step == 1.25 and read.tokens_per_drafted_step == 2.5
+    assert read.cut_line() == "drafts cut: schedule 67 %, survival 8 %, budget 0 %"
+    assert Acceptance.from_json(json.loads(json.dumps(asdict(read)))) == read
+    assert (read + read).tokens_per_step == 1.25 and (read + read - read) == read
+    assert Acceptance().cut_line() == ""
 
 
 def test_what_came_before_is_subtracted() -> None:

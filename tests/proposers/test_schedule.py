@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.config.parallel import ParallelConfig
 
@@ -17,7 +18,9 @@ from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.proposers.seam import schedule
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
+from vllm_mtpc.proposers.v1.survival import Survival
 from vllm_mtpc.proposers.v2.ptp.plan import most_drafts
+from vllm_mtpc.proposers.watch import DraftClock
 
 KEY = schedule.KEY
 CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n'
@@ -178,10 +181,14 @@ def ptp_config(variant: str, draft_pass: str, ranges: Any) -> Any:
 
 def test_a_step_without_drafts_does_not_run_the_head() -> None:
     proposer = object.__new__(MtpcProposer)  # without a model: running it would raise
-    proposer.num_drafts = 7
-    runner, sampling = SimpleNamespace(), SimpleNamespace(generators={})
-    assert proposer.propose_drafts(runner, [[1], [2, 3]], sampling, None, None, 0) == [[], []]
+    proposer.num_drafts, proposer.clock = 7, DraftClock()
+    proposer.survival = Survival(np.full((2, 7), 0.5), 0.1)
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
+    sampling = SimpleNamespace(generators={}, all_greedy=True)
+    step = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=2, num_spec_tokens_to_schedule=0)
+    assert proposer.propose_drafts(runner, [[1], [2, 3]], sampling, None, None, step) == [[], []]
     assert runner._draft_probs is None and runner._draft_prob_req_ids is None
+    assert proposer.clock.take()["cut_by_schedule"] == 14 and proposer.clock.passes == 0
 
 
 # requests of different length end one after the other: the batch shrinks through every range
@@ -233,3 +240,18 @@ def test_seeded_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]
     assert all(text == texts[0] for text in texts)
     greedy, seeded = said["never"]
     assert drafts(seeded) > drafts(greedy) == 0
+
+
+def test_a_schedule_in_words() -> None:
+    ranges = [(1, 4, 7), (5, 5, 2), (6, 1024, 0)]
+    assert schedule.in_words(ranges, 7) == "drafts per step by running requests: 7 at 1 to 4, 2 at 5, none from 6 on"
+    assert schedule.in_words([(1, 1024, 3)], 7) == "drafts per step by running requests: 3 from 1 on"
+    assert schedule.in_words(None, 7) == "7 drafts per step, at any batch size"
+    assert "as many as pay" in schedule.in_words(None, 7, is_planned=True)
+
+
+def test_what_default_serving_is_expected_to_give() -> None:
+    measured = {"t0": [0.8, 0.5, 0.2], "t1": [0.5, 0.25, 0.1]}
+    ranges = [(1, 4, 3), (5, 1024, 0)]
+    assert schedule.as_served(measured, ranges, 4) == {"t0": 2.5, "t1": 1.85}
+    assert schedule.as_served(measured, ranges, 64) == {"t0": 1.0, "t1": 1.0}

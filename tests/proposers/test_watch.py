@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,38 +25,39 @@ def _registered() -> None:
 
 
 def test_passes_are_timed_and_taken_once() -> None:
-    clock = watch.DraftClock(CPU)
+    clock = watch.DraftClock()
     for _ in range(2):
         with clock.timed():
             pass
-    seconds, passes = clock.take()
-    assert 0 < seconds < 1 and passes == 2
-    assert clock.take() == (0.0, 0)
+    clock.cuts.survival += 5
+    taken = clock.take()
+    assert 0 < taken["draft_seconds"] < 1 and taken["draft_passes"] == 2 and taken["cut_by_survival"] == 5
+    assert set(clock.take().values()) == {0}
+    assert {field.name for field in fields(seam.DraftFigures)} == {*taken, "steps"}
 
 
 def test_a_device_is_not_waited_for() -> None:
     """Events that are still to come stay for a later step, and those behind them, too."""
-    clock = watch.DraftClock(CPU)
+    clock = watch.DraftClock()
     start = SimpleNamespace(elapsed_time=lambda end: 250.0)
     done, ahead = SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)
     clock.running = deque([(start, done), (start, done), (start, ahead), (start, done)])
-    assert clock.take() == (0.5, 2)
+    taken = clock.take()
+    assert (taken["draft_seconds"], taken["draft_passes"]) == (0.5, 2)
     assert len(clock.running) == 2
 
 
 def test_only_steps_that_draft_count() -> None:
     speculator = SimpleNamespace(device=CPU, num_speculative_steps=3, propose=lambda *args, **kwargs: "drafts")
     watch.watch_speculator(speculator)
-    assert speculator.propose(dummy_run=True) == speculator.propose(num_speculative_tokens=0) == "drafts"
-    assert speculator.clock.take()[1] == 0
-    speculator.propose(num_speculative_tokens=2)
-    speculator.propose()
-    assert speculator.clock.take()[1] == 2
-    proposer = SimpleNamespace(num_drafts=3, propose_drafts=lambda *args: [[1]])
-    watch.watch_proposer(proposer, CPU)
-    for generators, scheduled in (({}, 0), ({}, 2), ({0: "generator"}, 0)):  # a seeded request is drafted for in full
-        proposer.propose_drafts(None, None, SimpleNamespace(generators=generators), None, None, scheduled)
-    assert proposer.clock.take()[1] == 2
+    batch = SimpleNamespace(num_reqs=4)
+    assert speculator.propose(batch, dummy_run=True) == speculator.propose(batch, num_speculative_tokens=0) == "drafts"
+    taken = speculator.clock.take()
+    assert taken["draft_passes"] == 0 and taken["cut_by_schedule"] == 12  # of four requests, not of the dummy run
+    speculator.propose(batch, num_speculative_tokens=2)
+    speculator.propose(batch)
+    taken = speculator.clock.take()
+    assert taken["draft_passes"] == 2 and taken["cut_by_schedule"] == 4
 
 
 class Group:
@@ -72,17 +74,21 @@ class Group:
         monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
 
 
-@pytest.mark.parametrize("drafts", [torch.tensor([[1, 2, 9], [3, 4, 9]]), [[1, 2], [3, 4]]], ids=["v2", "v1"])
-def test_ranks_that_differ_are_found(drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def propose() -> torch.Tensor:
+        drafts = torch.tensor([[1, 2, 9], [3, 4, 9]])  # the last column is stale
+        speculator = SimpleNamespace(device=CPU, num_speculative_steps=3, propose=lambda *args, **kwargs: drafts)
+        watch.watch_speculator(speculator)
+        return speculator.propose(SimpleNamespace(num_reqs=2), num_speculative_tokens=2)
+
     monkeypatch.setenv(seam.DEBUG, "1")
-    propose = watch._watched(lambda: drafts, watch.DraftClock(CPU), lambda: 2)
     Group(monkeypatch, [[1, 2], [3, 4]])
-    assert propose() is drafts
+    assert propose().shape == (2, 3)
     Group(monkeypatch, [[1, 2], [3, 5]])
     with pytest.raises(RuntimeError, match=r"different tokens .*rank 0 drafted \[\[1, 2\], \[3, 4\]\]"):
         propose()
     monkeypatch.setenv(seam.DEBUG, "0")
-    assert watch._watched(lambda: drafts, watch.DraftClock(CPU), lambda: 2)() is drafts
+    assert propose().shape == (2, 3)
 
 
 def test_vllm_knows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,18 +104,27 @@ def sent(stats: Any) -> SimpleNamespace:
     return SimpleNamespace(scheduler_stats=SimpleNamespace(spec_decoding_stats=stats))
 
 
-def test_costs_wait_for_a_step_with_figures() -> None:
+def test_figures_go_with_every_step() -> None:
+    """Those of steps that verified nothing, too: tokens/step is over all of them."""
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-    stats = SpecDecodingStats.new(3)
-    answers = [{0: SimpleNamespace(scheduler_stats=None)}, {0: sent(None)}, {}, {0: sent(stats)}, {0: sent(None)}]
-    scheduler = SimpleNamespace()
+    stats, plain = SpecDecodingStats.new(3), sent(None)
+    answers = [{0: SimpleNamespace(scheduler_stats=None)}, {0: plain}, {}, {0: sent(stats)}]
+    scheduler = SimpleNamespace(log_stats=True, num_spec_tokens=3)
     update = seam.SchedulerUpdateFromOutput.replace(lambda self, scheduler_output, output: answers.pop(0))
-    for cost in ((0.5, 1), (0.25, 1), None, (0.125, 1), (1.0, 4)):
-        output = SimpleNamespace() if cost is None else SimpleNamespace(**{seam.COST: cost})
-        update(scheduler, None, output)
-    assert (stats.draft_seconds, stats.draft_passes) == (0.875, 3)
-    assert getattr(scheduler, seam.COST) == (1.0, 4)  # of the step after
+    for seconds in (1.0, 0.25, 0.5, 0.125):
+        cost = {"draft_seconds": seconds, "draft_passes": 1, "cut_by_survival": 4}
+        update(scheduler, None, SimpleNamespace(**{seam.COST: cost}, sampled_token_ids=[[5], [], [7, 8]]))
+    assert (stats.draft_seconds, stats.draft_passes, stats.steps, stats.cut_by_survival) == (0.125, 1, 2, 4)
+    made = plain.scheduler_stats.spec_decoding_stats
+    assert (made.draft_seconds, made.steps, made.num_drafts, made.num_spec_tokens) == (0.25, 2, 0, 3)
+
+
+def test_other_methods_get_no_figures() -> None:
+    answer = {0: sent(None)}
+    update = seam.SchedulerUpdateFromOutput.replace(lambda self, scheduler_output, output: answer)
+    update(SimpleNamespace(log_stats=True), None, SimpleNamespace())
+    assert answer[0].scheduler_stats.spec_decoding_stats is None
 
 
 def test_costs_travel_between_processes() -> None:
@@ -132,15 +147,29 @@ def test_the_log_says_what_a_pass_takes() -> None:
     def log(text: str, *values: Any) -> None:
         said.append(text % values)
 
-    for seconds, passes in ((0.006, 3), (0.002, 1), (0.0, 0)):
+    for seconds, passes, steps in ((0.006, 3, 4), (0.002, 1, 4)):
         stats = SpecDecodingStats.new(2)
         stats.observe_draft(2, 1)
-        stats.draft_seconds, stats.draft_passes = seconds, passes
+        stats.draft_seconds, stats.draft_passes, stats.steps, stats.cut_by_survival = seconds, passes, steps, 4
         logging.observe(stats)
     logging.log(log_fn=log)
-    assert said[1:] == ["Draft passes: 4, 2.00 ms each"]
+    assert said[0].startswith("SpecDecoding metrics: Mean acceptance length: 2.00")  # vLLM's: of steps with drafts
+    assert said[1:] == [
+        "Tokens/step: 1.25 over all 8 steps; drafts cut by schedule 0%, survival 50%, budget 0%; "
+        "4 draft passes, 2.00 ms each"
+    ]
     logging.log(log_fn=log)
-    assert len(said) == 2  # nothing was drafted since
+    assert len(said) == 2  # nothing has run since
+    stats = SpecDecodingStats.new(2)
+    stats.steps, stats.cut_by_schedule = 3, 6
+    logging.observe(stats)
+    logging.log(log_fn=log)
+    assert said[2:] == [
+        "Tokens/step: 1.00 over all 3 steps; drafts cut by schedule 100%, survival 0%, budget 0%; "
+        "0 draft passes, 0.00 ms each"
+    ]
+    logging.log(log_fn=log)
+    assert len(said) == 3
 
 
 @pytest.mark.parametrize(("method", "counted"), [("mtpc", 0.75), ("ngram", None)])
@@ -159,9 +188,14 @@ def test_prometheus_counts(method: str, counted: float | None) -> None:
     prom = Prom(spec, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, is_diffusion=False)
     for engine, seconds in ((0, 0.5), (0, 0.25), (1, 8.0)):
         stats = SpecDecodingStats.new(2)
-        stats.draft_seconds, stats.draft_passes = seconds, 2
+        stats.draft_seconds, stats.draft_passes, stats.steps, stats.cut_by_budget = seconds, 2, 5, 3
         prom.observe(stats, engine)
     of = {"model_name": "m", "engine": "0"}
     assert registry.get_sample_value("vllm:spec_decode_draft_seconds_total", of) == counted
     assert registry.get_sample_value("vllm:spec_decode_draft_passes_total", of) == (counted and 4)
+    assert registry.get_sample_value("vllm:spec_decode_steps_total", of) == (counted and 10)
+    cut = {
+        name: registry.get_sample_value("vllm:spec_decode_drafts_cut_total", {**of, "by": name}) for name in seam.CUTS
+    }
+    assert cut == (dict.fromkeys(seam.CUTS) if counted is None else {"schedule": 0, "survival": 0, "budget": 6})
     assert registry.get_sample_value("vllm:spec_decode_num_drafts_total", of) == 0

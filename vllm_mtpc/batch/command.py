@@ -113,10 +113,11 @@ class Total:
         self.lines += result["lines"]
         self.errors += result["errors"]
         self.tokens += result["tokens"]
-        counters = json.loads(result["acceptance"])
-        now = Acceptance(**{**counters, "accepted_per_position": tuple(counters["accepted_per_position"])})
+        now = Acceptance.from_json(json.loads(result["acceptance"]))
         before = self._engines.get(result["engine"], Acceptance())
-        self._engines[result["engine"]] = max(now, before, key=lambda one: one.drafts)  # they come in any order
+        self._engines[result["engine"]] = max(
+            now, before, key=lambda one: (one.steps, one.drafts)
+        )  # they come in any order
 
     @property
     def tokens_per_second(self) -> float:
@@ -124,7 +125,9 @@ class Total:
 
     def line(self, output: str) -> str:
         accepted = sum(self._engines.values(), Acceptance())
-        steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.drafts else ""
+        steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.steps or accepted.drafts else ""
+        if cut := accepted.cut_line():
+            steps += f" ({cut})"
         seconds = time.monotonic() - self.started
         return (
             f"{self.lines:,} lines answered, {self.errors:,} of them with an error; {self.tokens:,} tokens in "

@@ -1,25 +1,31 @@
 """Tokens per step and acceptance per position, from the counters vLLM keeps about speculative decoding.
 
-Nothing is measured here that vLLM does not measure itself: the counters are read before and after, and subtracted.
+The counters are read before and after, and subtracted. All steps, and the drafts that were cut, are counted by this
+package (proposers/seam/watch.py), the rest by vLLM itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 DEFINITIONS = (
-    "tokens/step: tokens a request gains in one forward pass of the target, the target's own token included "
-    "(plain decoding is 1.00).\n"
-    "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
+    "tokens/step: tokens a request gains in one forward pass of the target, over all of its passes, those without "
+    "drafts included (plain decoding is 1.00).\n"
+    "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional).\n"
+    "drafts cut: those the head had room for that were not verified, by schedule (fewer were asked for), by survival "
+    "(unlikely to be accepted) or by budget (no room left in a step or a text)."
 )
 
-_PREFIX = "vllm:spec_decode_num_"
-_SAMPLE = re.compile(rf"^{_PREFIX}(\w+?)_total(?:\{{(.*)\}})? (\S+)$")
+_COUNTER = re.compile(r"^vllm:spec_decode_(\w+?)_total(?:\{(.*)\})? (\S+)$")
 _POSITION = re.compile(r'position="(\d+)"')
+_BY = re.compile(r'by="(\w+)"')
+_PREFIX, POSITIONS = "vllm:spec_decode_", "num_accepted_tokens_per_pos"
+CUTS = ("schedule", "survival", "budget")
 
 
 @dataclass(frozen=True)
@@ -30,48 +36,74 @@ class Acceptance:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    steps: int = 0  # of single requests, all of them; 0 where the engine does not count them (other methods)
+    cut: tuple[int, ...] = ()  # drafts not verified, by CUTS
 
     @property
     def tokens_per_step(self) -> float:
+        """Over all steps where they are counted, else over those with drafts."""
+        return 1.0 + self.accepted_tokens / self.steps if self.steps else self.tokens_per_drafted_step
+
+    @property
+    def tokens_per_drafted_step(self) -> float:
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
     def per_position(self) -> tuple[float, ...]:
         return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
 
+    @property
+    def cut_shares(self) -> dict[str, float]:
+        """By CUTS, the part of all drafts the head had room for; empty where nothing was counted."""
+        room = self.draft_tokens + sum(self.cut)
+        return {name: count / room for name, count in zip(CUTS, self.cut, strict=False)} if room else {}
+
+    def cut_line(self) -> str:
+        """E.g. "drafts cut: schedule 12 %, survival 30 %, budget 0 %"; empty where nothing was counted."""
+        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.cut_shares.items())
+        return f"drafts cut: {shares}" if shares else ""
+
     def __add__(self, other: Acceptance, sign: int = 1) -> Acceptance:
-        pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        def each(mine: tuple[int, ...], its: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(one + sign * two for one, two in zip_longest(mine, its, fillvalue=0))
+
         return Acceptance(
             self.drafts + sign * other.drafts,
             self.draft_tokens + sign * other.draft_tokens,
             self.accepted_tokens + sign * other.accepted_tokens,
-            tuple(mine + sign * its for mine, its in pairs),
+            each(self.accepted_per_position, other.accepted_per_position),
+            self.steps + sign * other.steps,
+            each(self.cut, other.cut),
         )
 
     def __sub__(self, earlier: Acceptance) -> Acceptance:
         return self.__add__(earlier, -1)
 
     @classmethod
-    def _from_samples(cls, samples: Iterable[tuple[str, int | None, int]]) -> Acceptance:
-        """Sums samples (counter name without prefix, position or None, value) over engines."""
-        totals: dict[str, int] = {}
-        positions: dict[int, int] = {}
-        for name, position, value in samples:
-            if position is None:
-                totals[name] = totals.get(name, 0) + value
-            else:
-                positions[position] = positions.get(position, 0) + value
+    def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
+        """From `dataclasses.asdict` through JSON, which knows no tuples."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+
+    @classmethod
+    def _from_samples(cls, samples: Iterable[tuple[str, int | str | None, int]]) -> Acceptance:
+        """Sums samples (counter, position or reason or None, value) over engines."""
+        totals: Counter[tuple[str, int | str | None]] = Counter()
+        for name, label, value in samples:
+            totals[name, label] += value
+        positions = sorted(label for name, label in totals if name == POSITIONS and isinstance(label, int))
         return cls(
-            totals.get("drafts", 0),
-            totals.get("draft_tokens", 0),
-            totals.get("accepted_tokens", 0),
-            tuple(positions[key] for key in sorted(positions)),
+            totals["num_drafts", None],
+            totals["num_draft_tokens", None],
+            totals["num_accepted_tokens", None],
+            tuple(totals[POSITIONS, position] for position in positions),
+            totals["steps", None],
+            tuple(totals["drafts_cut", by] for by in CUTS) if any(name == "drafts_cut" for name, _ in totals) else (),
         )
 
     @classmethod
     def from_llm(cls, metrics: Iterable[Any]) -> Acceptance:
         """From ``llm.get_metrics()`` of an engine with ``disable_log_stats=False``."""
-        samples: list[tuple[str, int | None, int]] = []
+        samples: list[tuple[str, int | str | None, int]] = []
         for metric in metrics:
             if not metric.name.startswith(_PREFIX):
                 continue
@@ -79,16 +111,17 @@ class Acceptance:
             if hasattr(metric, "values"):
                 samples += [(name, position, value) for position, value in enumerate(metric.values)]
             else:
-                samples.append((name, None, metric.value))
+                samples.append((name, (metric.labels or {}).get("by"), int(metric.value)))
         return cls._from_samples(samples)
 
     @classmethod
     def from_prometheus(cls, text: str) -> Acceptance:
         """From the text of a server's ``/metrics``."""
-        samples: list[tuple[str, int | None, int]] = []
+        samples: list[tuple[str, int | str | None, int]] = []
         for line in text.splitlines():
-            if found := _SAMPLE.match(line):
+            if found := _COUNTER.match(line):
                 name, labels, value = found.groups()
-                position = _POSITION.search(labels or "")
-                samples.append((name, int(position[1]) if position else None, int(float(value))))
+                position, by = _POSITION.search(labels or ""), _BY.search(labels or "")
+                label = int(position[1]) if position else by[1] if by else None
+                samples.append((name, label, int(float(value))))
         return cls._from_samples(samples)

@@ -72,10 +72,8 @@ class Measured:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:
-        counters = dict(data["acceptance"])
-        counters["accepted_per_position"] = tuple(counters["accepted_per_position"])
         steps = data.get("steps")
-        whole = {"setting": Setting(**data["setting"]), "acceptance": Acceptance(**counters)}
+        whole = {"setting": Setting(**data["setting"]), "acceptance": Acceptance.from_json(data["acceptance"])}
         return cls(**{**data, **whole, "steps": Steps(**steps) if steps else None})
 
     def figures(self) -> dict[str, Any]:

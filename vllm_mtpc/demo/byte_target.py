@@ -1,4 +1,4 @@
-"""Byte-level Llama targets that a CPU can train: the demo's own, and smaller ones for examples."""
+"""Byte-level targets that a CPU can train: the demo's own, and smaller ones for examples."""
 
 import copy
 import math
@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from vllm_mtpc.demo import corpus
 
@@ -66,10 +72,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def token_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+def token_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Mean next-token loss in nats. tokens: [B, T + 1]."""
-    # bfloat16 matrix products are about three times faster than float32 ones on CPUs that have them.
-    with torch.autocast("cpu", torch.bfloat16):
+    # bfloat16 matrix products are about three times faster than float32 ones on CPUs that have them, else far slower.
+    with torch.autocast("cpu", torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # [B, T, V]
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -83,7 +89,7 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warm_up, (steps - step) / cool_down)
 
 
-def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the rest.
 
     With a budget of a few thousand steps Muon reaches the same loss in clearly fewer of them than AdamW alone.
@@ -97,7 +103,7 @@ def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def train_step(
-    model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], tokens: torch.Tensor, factor: float
+    model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], tokens: torch.Tensor, factor: float
 ) -> float:
     """One update on tokens[B, T + 1] at ``factor`` times the peak learning rates. Returns the loss in nats."""
     for optimizer in optimizers:
@@ -113,12 +119,12 @@ def train_step(
 
 
 def train(
-    text: corpus.Corpus, steps: int = STEPS, long_steps: int = LONG_STEPS, config: LlamaConfig | None = None
-) -> LlamaForCausalLM:
+    text: corpus.Corpus, steps: int = STEPS, long_steps: int = LONG_STEPS, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
     """Trains from the fixed seed; the progress bar shows loss in nats, bits per byte and the time left."""
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
-    model = LlamaForCausalLM(config or target_config())
+    model = AutoModelForCausalLM.from_config(config or target_config(), dtype=torch.float32)
     optimizers = build_optimizers(model)
     bar = tqdm(range(steps), desc="target", unit="step", mininterval=5)
     for step in bar:
@@ -130,7 +136,7 @@ def train(
 
 
 @torch.no_grad()
-def bits_per_byte(model: LlamaForCausalLM, part: corpus.Split, length: int = SHORT, at_most: int = 131072) -> float:
+def bits_per_byte(model: PreTrainedModel, part: corpus.Split, length: int = SHORT, at_most: int = 131072) -> float:
     """Bits per byte in float32 over windows of ``length``, spread evenly over ``part``, of ``at_most`` tokens in all.
 
     Every window starts without context, as training windows do, so this is an upper bound of what serving sees.
@@ -147,19 +153,19 @@ def bits_per_byte(model: LlamaForCausalLM, part: corpus.Split, length: int = SHO
     return total / (len(starts) * length) / math.log(2)
 
 
-def save(model: LlamaForCausalLM, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
     """Writes 16-bit weights, a config that says float32 (what users compute in) and the tokenizer (default: bytes)."""
     folder.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         weights.chmod(0o644)  # written for the owner alone; a packaged file is for everyone
     config = copy.deepcopy(model.config)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], "float32"
+    config.architectures, config.dtype = [type(model).__name__], "float32"
     config.save_pretrained(folder)
     (tokenizer or build_tokenizer()).save_pretrained(folder)
 
 
-def load(folder: Path) -> LlamaForCausalLM:
+def load(folder: Path) -> PreTrainedModel:
     """The saved, 16-bit rounded weights in float32: what is served, and so what heads are trained against."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model.requires_grad_(False)

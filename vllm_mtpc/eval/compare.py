@@ -56,8 +56,8 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Served by predicted tokens/step, less one."""
-        return self.served.acceptance.tokens_per_step / self.predicted.tokens_per_step - 1
+        """Served by predicted tokens/step, less one; both over the steps that drafted: those are the head's."""
+        return self.served.acceptance.tokens_per_drafted_step / self.predicted.tokens_per_step - 1
 
     @property
     def differs(self) -> bool:
@@ -66,7 +66,7 @@ class Comparison:
 
     def agrees(self, predicted: Figures) -> bool:
         """Whether the served tokens/step is that of ``predicted``, up to tolerance or noise."""
-        off = abs(self.served.acceptance.tokens_per_step - predicted.tokens_per_step)
+        off = abs(self.served.acceptance.tokens_per_drafted_step - predicted.tokens_per_step)
         return off <= max(TOLERANCE * predicted.tokens_per_step, ERRORS * self.noise)
 
     def distance(self, predicted: Figures) -> float:

@@ -1,4 +1,7 @@
-"""`vllm-mtpc doctor`: does vLLM accept as many drafts as the head should get, and if not, why."""
+"""`vllm-mtpc doctor`: does vLLM accept as many drafts as the head should get, and if not, why.
+
+A head is judged with every draft verified. Beside it stands what `vllm serve HEAD` gives with default options.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from vllm_mtpc.files import read_json
 from vllm_mtpc.output import check_file, write_json
 
 if TYPE_CHECKING:
+    from vllm_mtpc.eval.as_served import AsServed
     from vllm_mtpc.eval.causes import Cause
     from vllm_mtpc.eval.compare import Comparison
     from vllm_mtpc.eval.loading import Loaded, LoadedPtp
@@ -42,6 +46,7 @@ class Diagnosis:
     cause: Cause | None
     verdict: str
     notes: list[str] = field(default_factory=list)
+    as_served: list[AsServed] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
@@ -87,7 +92,7 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     check_file(args.log, "--log")
     if importlib.util.find_spec("vllm") is None:
         raise DoctorError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
-    from vllm_mtpc.eval import causes
+    from vllm_mtpc.eval import as_served, causes
     from vllm_mtpc.eval.compare import compare
     from vllm_mtpc.eval.loading import drafts_of, load, place, target_of
 
@@ -120,6 +125,7 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
         return diagnose_ptp(args, config, engine, prompts, drafts)
     temperatures = [0.0, 1.0] if args.temperature is None else args.temperature
     served = _serve(engine, prompts, args, temperatures)
+    by_default = _serve(_with_defaults(engine, args), prompts, args, temperatures, alone=as_served.ALONE)
     # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
     loaded = load(args.head, args.target, served[0].dtype, args.device)
     comparisons = [
@@ -138,7 +144,15 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
         cause = causes.find(loaded, comparisons, drafts)
     else:
         cause = causes.knows_nothing(loaded, comparisons, drafts)
-    return Diagnosis(comparisons, cause, _verdict(comparisons, cause), _notes(loaded, args, comparisons))
+    beside = as_served.by_temperature(by_default, served, min(MAX_NUM_SEQS, len(prompts)))
+    return Diagnosis(comparisons, cause, _verdict(comparisons, cause), _notes(loaded, args, comparisons), beside)
+
+
+def _with_defaults(engine: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The engine as a user gets it who names nothing but the head (and the drafts that doctor was told)."""
+    ours = engine["speculative_config"]
+    named = ("method", "model", *(["num_speculative_tokens"] if args.num_drafts else []))
+    return {**engine, "speculative_config": {name: ours[name] for name in named}}
 
 
 def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[list[int]], int]:
@@ -243,7 +257,7 @@ def _notes(
         value, error = found.get(f"{prefix}tokens_per_step"), found.get(f"{prefix}standard_error") or 0.0
         if value is None or comparison.differs:
             continue
-        got, spread = comparison.served.acceptance.tokens_per_step, comparison.predicted.standard_error
+        got, spread = comparison.served.acceptance.tokens_per_drafted_step, comparison.predicted.standard_error
         if abs(got - value) > max(TOLERANCE * value, ERRORS * (error**2 + spread**2) ** 0.5):
             notes.append(
                 f"the head's provenance says {value:.2f} tokens/step at T={comparison.sampling.temperature:g}: these "
@@ -270,7 +284,7 @@ def _row(comparison: Comparison) -> dict[str, Any]:
     counted, predicted, chain = comparison.served.acceptance, comparison.predicted, comparison.chain
     return {
         "temperature": comparison.sampling.temperature,
-        "served": {"tokens_per_step": counted.tokens_per_step, "per_position": list(counted.per_position)},
+        "served": {"tokens_per_step": counted.tokens_per_drafted_step, "per_position": list(counted.per_position)},
         "predicted": {"tokens_per_step": predicted.tokens_per_step, "per_position": predicted.per_position},
         "standard_error": comparison.noise,
         "difference": comparison.difference,
@@ -296,6 +310,7 @@ def _report(args: argparse.Namespace, diagnosis: Diagnosis) -> dict[str, Any]:
         "verdict": diagnosis.verdict,
         "notes": diagnosis.notes,
         "comparisons": [_row(comparison) for comparison in diagnosis.comparisons],
+        "as_served": [one.row() for one in diagnosis.as_served],
     }
 
 
@@ -305,7 +320,8 @@ def _print(diagnosis: Diagnosis) -> None:
 
     from vllm_mtpc.bench.acceptance import DEFINITIONS
 
-    table = Table(title="served by vLLM, and predicted along the same text", title_justify="left")
+    title = "every draft verified, served by vLLM and predicted along the same text (steps that drafted)"
+    table = Table(title=title, title_justify="left")
     for name in ("T", "", "tokens/step", "steps", "acceptance per position"):
         table.add_column(name, justify="right" if name in ("T", "steps") else "left")
     for comparison in diagnosis.comparisons:
@@ -318,6 +334,10 @@ def _print(diagnosis: Diagnosis) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table)
     console.print(DEFINITIONS, markup=False)
+    if diagnosis.as_served:
+        console.print("as `vllm serve HEAD` serves it:", markup=False)
+    for one in diagnosis.as_served:
+        console.print(f"  {one.line()}", markup=False, soft_wrap=True)
     for note in diagnosis.notes:
         console.print(f"note: {note}", markup=False)
     console.print(diagnosis.verdict, markup=False)

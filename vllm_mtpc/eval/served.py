@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ class Served:
     outputs: list[list[int]]
     acceptance: Acceptance
     dtype: str  # the target computed in, e.g. "bfloat16"
+    seconds: float = 0.0  # until all prompts were answered
+    at_once: int | None = None  # requests at a time; None: all
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / max(self.seconds, 1e-9)
 
 
 def serve(
@@ -36,8 +43,11 @@ def serve(
     log: Path,
     sampling: dict[str, Any] | None = None,
     seeds: Sequence[int] | None = None,
+    alone: int = 0,
 ) -> list[Served]:
     """Serves every prompt at every temperature. ``engine``: keyword arguments of ``vllm.LLM``.
+
+    ``alone``: so many prompts are asked once more, one after the other: further answers, with ``at_once`` 1.
 
     ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds).
 
@@ -50,24 +60,21 @@ def serve(
         "temperatures": list(temperatures),
         "sampling": sampling or {},
         "seeds": list(seeds or [None] * len(prompts)),
+        "alone": alone,
     }
     with engine_child("vllm_mtpc.eval.served", json.dumps(job), log) as (process, results):
         answers = [json.loads(line) for line in results]
-        if len(answers) < len(temperatures):
+        if len(answers) < len(temperatures) * (1 + (alone > 0)):
             raise failure("the engine", process.wait(), log)
     return [_served(answer) for answer in answers]
 
 
 def _served(answer: dict[str, Any]) -> Served:
-    counters = answer.pop("acceptance")
-    positions = tuple(counters.pop("accepted_per_position"))
-    return Served(acceptance=Acceptance(**counters, accepted_per_position=positions), **answer)
+    return Served(acceptance=Acceptance.from_json(answer.pop("acceptance")), **answer)
 
 
 def main(arguments: Sequence[str]) -> None:
     """The child: ``JOB`` is the job's file, ``FD`` the open file that takes one JSON line per temperature."""
-    from dataclasses import asdict
-
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
@@ -76,13 +83,24 @@ def main(arguments: Sequence[str]) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as results:
         for temperature in job["temperatures"]:
-            before = Acceptance.from_llm(llm.get_metrics())
             more = {**job["sampling"], "temperature": temperature, "max_tokens": job["max_tokens"]}
             how = [SamplingParams(**more, seed=seed) for seed in job["seeds"]]
-            outputs = [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, how, use_tqdm=False)]
-            counted = asdict(Acceptance.from_llm(llm.get_metrics()) - before)
-            answer = {"temperature": temperature, "outputs": outputs, "acceptance": counted, "dtype": dtype}
-            print(json.dumps(answer), file=results, flush=True)
+            asked = list(zip(prompts, how, strict=True))
+            for at_once, some in ((None, asked), (1, asked[: job["alone"]])):
+                if some:
+                    answer = {"temperature": temperature, "dtype": dtype, "at_once": at_once}
+                    print(json.dumps({**answer, **_answers(llm, some, at_once)}), file=results, flush=True)
+
+
+def _answers(llm: Any, asked: list[tuple[Any, Any]], at_once: int | None) -> dict[str, Any]:
+    """Outputs of (prompt, sampling parameters), at_once of them at a time, and what was counted meanwhile."""
+    before, started, outputs = Acceptance.from_llm(llm.get_metrics()), time.monotonic(), []
+    for start in range(0, len(asked), at_once or len(asked)):
+        prompts, how = zip(*asked[start : start + (at_once or len(asked))], strict=True)
+        outputs += [list(one.outputs[0].token_ids) for one in llm.generate(list(prompts), list(how), use_tqdm=False)]
+    seconds = time.monotonic() - started
+    counted = asdict(Acceptance.from_llm(llm.get_metrics()) - before)
+    return {"outputs": outputs, "acceptance": counted, "seconds": seconds}
 
 
 if __name__ == "__main__":

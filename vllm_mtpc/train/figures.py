@@ -15,6 +15,7 @@ from vllm_mtpc.train.progress import Bar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
     from vllm_mtpc.target import Target
@@ -67,3 +68,21 @@ def figures_of(
         read = some if layers is None else with_draft_layers(some, layers)
         figures[name] = measure(head, target, read, greedy=TEMPERATURES[name] == 0).as_dict()
     return figures
+
+
+def served_lines(config: HeadConfig, target: Target, figures: dict[str, Any]) -> list[str]:
+    """What default serving is expected to give on this machine, by requests at once: its schedule drafts less in larger
+    batches. On Model Runner V1 the number of drafts follows what is observed, and this is where it starts."""
+    from vllm_mtpc.proposers.seam.schedule import as_served, default_schedule, load_of
+
+    measured = {name: values["per_position"] for name, values in figures.items()}
+    if not measured:
+        return []
+    is_cpu = target.device.type == "cpu"
+    ranges = default_schedule(measured.values(), config.num_speculative_tokens, is_cpu, load_of(config, target.config))
+    lines = []
+    for name in measured:
+        steps = [f"{as_served(measured, ranges, batch)[name]:.2f} at {batch}" for batch in (1, 4, 16, 64)]
+        temperature = name.removeprefix("t")
+        lines.append(f"as served by default, by requests at once, tokens/step at T={temperature}: {', '.join(steps)}")
+    return lines

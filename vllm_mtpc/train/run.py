@@ -22,7 +22,7 @@ from vllm_mtpc.train.card import head_card, program, record
 from vllm_mtpc.train.data.names import resolved
 from vllm_mtpc.train.data.sources import size_of
 from vllm_mtpc.train.drafter import Drafter
-from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples
+from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples, served_lines
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.memory import peak_memory_bytes
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, TrainOptionsError
@@ -190,6 +190,8 @@ class CircuitJob:
                 f"expected tokens/step at T={temperature}: {values['tokens_per_step']:.3f} "
                 f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
             )
+        for line in served_lines(self.config, self.target, figures):
+            print(line)
         print(prepare.serve_line(self.options.out, needs_v2=bool(self.options.lora_layers)))
 
 
