@@ -11,7 +11,7 @@ learnt. The cut never looks at draft k to decide whether draft k stays. Looking 
 are, and the verifier, which takes them for draws from q, would hand out more of them than the target does.
 
 Batches of about one size share what was learnt of costs: a row of a batch of 16 is no row of a single request. Now and
-then a step does what the plan does not (drafts all, or none), so that nothing is believed for ever.
+then a step does what the plan does not (all drafts, none, or a few), so that nothing is believed for ever.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from torch import Tensor
 from vllm_mtpc.proposers.v1.acceptance import Acceptance, Floats
 from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
 
-# Every EARLY-th of the first BEGINNING steps of a size tries something else, then every RARE-th
-BEGINNING, EARLY, RARE = 24, 3, 128
+# Steps of a size that try something else than the plan, then every RARE-th
+EARLY, RARE = (2, 5, 9, 14, 20, 40), 128
+FEW = 2  # drafts that are tried where none pay
 LEARN_EVERY = 16  # steps
 
 
@@ -59,14 +60,15 @@ class Size:
     def __init__(self, load: float) -> None:
         self.costs, self.turn, self.is_none_next = Costs(load), 0, True
 
-    def tries(self, best: int) -> str | None:
-        """What this step tries in place of the plan: "none" or "all"; None: nothing."""
+    def tries(self, best: int, most: int) -> int | None:
+        """How many drafts this step tries in place of the plan's; None: it follows the plan."""
         self.turn += 1
-        if self.turn % (EARLY if self.turn <= BEGINNING else RARE):
+        if self.turn not in EARLY and self.turn % RARE:
             return None
-        tried = "none" if self.is_none_next and best > 0 else "all"
-        self.is_none_next = tried == "all"
-        return tried
+        if best == 0:
+            return min(FEW, most)
+        self.is_none_next = not self.is_none_next
+        return most if self.is_none_next else 0
 
 
 @dataclass
@@ -107,8 +109,8 @@ class Survival:
         if key not in self._plans:
             self._plans[key] = self._best(*key)
         best, least = self._plans[key]
-        tried = self._sizes[(num_greedy + num_sampled).bit_length()].tries(best)
-        return (best, least) if tried is None else (0 if tried == "none" else most, 0.0)
+        tried = self._sizes[(num_greedy + num_sampled).bit_length()].tries(best, most)
+        return (best, least) if tried is None else (tried, 0.0)
 
     def costs_of(self, batch: int) -> Costs:
         """What was learnt of batches of about this size."""
