@@ -14,9 +14,11 @@ from itertools import zip_longest
 from typing import Any
 
 DEFINITIONS = (
-    "tokens/step: tokens a request gains in one forward pass of the target, over all of its passes, those without "
-    "drafts included (plain decoding is 1.00).\n"
-    "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional).\n"
+    "tokens/step: tokens a request gains in one forward pass of the target, the target's own token included, over all "
+    "passes (plain decoding is 1.00).\n"
+    "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
+)
+CUT_DEFINITION = (
     "drafts cut: those the head had room for that were not verified, by schedule (fewer were asked for), by survival "
     "(unlikely to be accepted) or by budget (no room left in a step or a text)."
 )

@@ -318,7 +318,7 @@ def _print(diagnosis: Diagnosis) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from vllm_mtpc.bench.acceptance import DEFINITIONS
+    from vllm_mtpc.bench.acceptance import CUT_DEFINITION, DEFINITIONS
 
     title = "every draft verified, served by vLLM and predicted along the same text (steps that drafted)"
     table = Table(title=title, title_justify="left")
@@ -335,7 +335,7 @@ def _print(diagnosis: Diagnosis) -> None:
     console.print(table)
     console.print(DEFINITIONS, markup=False)
     if diagnosis.as_served:
-        console.print("as `vllm serve HEAD` serves it:", markup=False)
+        console.print(f"as `vllm serve HEAD` serves it ({CUT_DEFINITION.rstrip('.')}):", markup=False)
     for one in diagnosis.as_served:
         console.print(f"  {one.line()}", markup=False, soft_wrap=True)
     for note in diagnosis.notes:
