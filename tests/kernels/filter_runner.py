@@ -1,4 +1,4 @@
-"""Runs the filter kernel and its backward: natively on a GPU, else interpreted (scripts/interpreter) in one child process.
+"""Runs the filter kernel and its backward: natively on a GPU, else interpreted in one child process.
 
 What the launchers leave uninitialised holds NaN. Started as a script it is that child.
 """

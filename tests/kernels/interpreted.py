@@ -1,4 +1,4 @@
-"""Runs Triton kernels on what a test gives them: natively on a GPU, else interpreted (scripts/interpreter) in one child process.
+"""Runs Triton kernels on what a test gives them: natively on a GPU, else interpreted in one child process.
 
 Buffers that a kernel's launcher leaves uninitialised hold NaN and the largest integers.
 """
