@@ -128,6 +128,31 @@ def compares_chained(x_ptr, out_ptr, SIZE: tl.constexpr):
     tl.store(out_ptr + at, 0 < tl.load(x_ptr + at) < 5)
 
 
+@triton.jit
+def doubled(x):
+    return x * 2
+
+
+@triton.jit
+def negated(x):
+    return -x
+
+
+@triton.jit
+def scales(x_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, doubled(tl.load(x_ptr + at)))
+
+
+@triton.jit
+def writes_then_sorts(x_ptr, out_ptr, IS_SORTED: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, x)
+    if IS_SORTED:
+        tl.store(out_ptr + at, x.sort())  # a method: not seen before it runs
+
+
 def numbers(dtype: torch.dtype, seed: int) -> Tensor:
     """SIZE numbers, edges among them where the type has any."""
     generator = torch.Generator().manual_seed(seed)

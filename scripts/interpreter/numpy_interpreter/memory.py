@@ -20,7 +20,7 @@ journal: Any = None  # of check.py
 
 class _Everything:
     def __init__(self, dtype: np.dtype) -> None:
-        shape = (((1 << 47) - BASE) // dtype.itemsize,)
+        shape = (((1 << 48) - BASE) // dtype.itemsize,)
         self.__array_interface__ = {"data": (BASE, False), "shape": shape, "typestr": dtype.str, "version": 3}
 
 

@@ -1,0 +1,57 @@
+"""What becomes of a launch: which interpreter runs it, what falls back, what raises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAUNCHES = """
+import torch, triton.runtime.interpreter as triton_interpreter
+from tests.interpreter import odd_kernels as odd
+from numpy_interpreter import launch
+
+x, out = torch.randn(64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
+odd.sorts[(1,)](x, out, SIZE=64)
+assert torch.equal(out, x.sort().values)
+assert [kernel.__name__ for kernel in launch.fallen_back] == ["sorts"], launch.fallen_back
+
+odd.scales[(1,)](x, out, SIZE=64)
+assert torch.equal(out, 2 * x)
+odd.doubled, kept = odd.negated, odd.doubled  # as a test that plants a fault does
+odd.scales[(1,)](x, out, SIZE=64)
+assert torch.equal(out, -x)
+odd.doubled = kept
+
+out.zero_()
+try:
+    odd.writes_then_sorts[(1,)](x, out, True, SIZE=64)
+except triton_interpreter.InterpreterError as error:
+    assert "tensor.sort" in str(error), error
+else:
+    raise AssertionError("ran twice")
+assert out[0] == x[0]
+odd.writes_then_sorts[(1,)](x, out, False, SIZE=64)
+assert torch.equal(out, x)
+assert len(launch.fallen_back) == 1
+"""
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'scripts/interpreter'}:{ROOT}", **env}
+    return subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_launches() -> None:
+    """A kernel that cannot run here falls back; changed device functions are seen; nothing is written twice."""
+    child = python(LAUNCHES)
+    assert child.returncode == 0, child.stderr[-4000:]
+
+
+def test_the_variable_chooses() -> None:
+    code = "import triton.runtime.interpreter as i; print(i.InterpretedFunction.run.__module__)"
+    for chosen, module in {"": "numpy_interpreter.launch", "triton": "triton.runtime.interpreter"}.items():
+        assert python(code, MTPC_INTERPRETER=chosen).stdout.strip() == module
+    assert "give numpy, triton, check or check-once" in python(code, MTPC_INTERPRETER="tritn").stderr
