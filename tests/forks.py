@@ -39,7 +39,7 @@ IMPORTED = (
     "vllm_mtpc.plugin",
     "vllm_mtpc.proposers.load",
 )
-KILLED_AFTER_S = 60.0  # a fork that has answered, but does not end
+ENDS_WITHIN_S = 60.0  # a fork that has answered
 
 
 def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **environment: str) -> Any:
@@ -119,23 +119,23 @@ def _in_a_fork(connection: Connection, task: tuple[Any, ...], log: IO[bytes]) ->
     fork = multiprocessing.get_context("fork").Process(target=_run, args=(*what, theirs, log.fileno()))
     fork.start()
     theirs.close()
-    ready: list[Any] = []
     try:
         ready = wait([connection, answers], timeout=timeout)
         if connection in ready:  # nobody waits any more
             raise EOFError
         if not ready:
             return "timeout", _end_of(log)
-        try:
-            return "answer", answers.recv_bytes()
-        except EOFError:
-            fork.join(KILLED_AFTER_S)
-            return f"ended with {fork.exitcode}", _end_of(log)
+        answer = None
+        with contextlib.suppress(EOFError):
+            answer = answers.recv_bytes()
+        fork.join(ENDS_WITHIN_S)
+        if fork.exitcode is None:
+            return "has answered, but does not end", _end_of(log)
+        return (f"ended with {fork.exitcode}", _end_of(log)) if answer is None else ("answer", answer)
     finally:
-        if ready == [answers]:
-            fork.join(KILLED_AFTER_S)
+        fork.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(fork.pid, signal.SIGKILL)  # it, and whatever it has started and left
+            os.killpg(fork.pid, signal.SIGKILL)  # whatever it has started and left
         fork.join()
 
 
