@@ -189,8 +189,8 @@ def change_tensors(place: Path, change: Any) -> None:
 
 
 def test_wrong_format_version(place: Path) -> None:
-    rewrite(place, format_version=2)
-    assert "'format_version' = 2" in (message := refusal(place)) and "reads format 1" in message
+    rewrite(place, format_version=3)
+    assert "'format_version' = 3" in (message := refusal(place)) and "reads formats 1 and 2" in message
 
 
 def test_unknown_config_key(place: Path) -> None:
