@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_mtpc.demo import corpus, subword_target
+from vllm_mtpc.demo import byte_target, corpus, subword_target
 
 VOCAB = 300
 
 
 @pytest.fixture(name="text")
-def fixture_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> corpus.Corpus:
-    monkeypatch.setattr(subword_target, "VOCAB_SIZE", VOCAB)
+def fixture_text(tmp_path: Path) -> corpus.Corpus:
     file = tmp_path / "text.txt"
     lines = (f"def function_{index}(argument):\n    return argument + {index}  # größer\n" for index in range(200))
     file.write_text("".join(lines))
@@ -25,7 +24,7 @@ def fixture_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> corpus.Corp
 
 
 def test_text_in_subwords_is_the_text(text: corpus.Corpus) -> None:
-    tokenizer, subwords = subword_target.as_subwords(text)
+    tokenizer, subwords = subword_target.as_subwords(text, VOCAB)
     assert len(tokenizer) == VOCAB and tokenizer.eos_token_id == subword_target.EOS
     for part, ids in ((text.train, subwords.train), (text.valid, subwords.valid)):
         (document,) = corpus.documents(part)
@@ -35,17 +34,29 @@ def test_text_in_subwords_is_the_text(text: corpus.Corpus) -> None:
 
 
 def test_lines_start_behind_line_breaks(text: corpus.Corpus) -> None:
-    tokenizer, subwords = subword_target.as_subwords(text)
+    tokenizer, subwords = subword_target.as_subwords(text, VOCAB)
     part = subwords.train
     before = tokenizer.batch_decode(part.tokens[part.lines - 1][:, None])
     assert before and all(one.endswith("\n") for one in before)
-    assert torch.equal(part.tokens, subword_target.as_subwords(text)[1].train.tokens)  # the same every time
+    assert torch.equal(part.tokens, subword_target.as_subwords(text, VOCAB)[1].train.tokens)  # the same every time
 
 
-def test_too_short_a_text_is_refused(text: corpus.Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subword_target, "VOCAB_SIZE", 4096)
+def test_too_short_a_text_is_refused(text: corpus.Corpus) -> None:
     with pytest.raises(ValueError, match="4096 are needed: name a longer text"):
         subword_target.as_subwords(text)
+
+
+@pytest.mark.parametrize("family", subword_target.FAMILIES)
+def test_families_are_built_and_trained(text: corpus.Corpus, family: str, tmp_path: Path) -> None:
+    """One step of each: what is saved is of the family, and gives finite logits when it is read again."""
+    tokenizer, subwords = subword_target.as_subwords(text, VOCAB)
+    model = byte_target.train(subwords, 1, 0, subword_target.target_config(family, VOCAB, hidden_size=64))
+    byte_target.save(model, tmp_path, tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == subword_target.FAMILIES[family] and config["vocab_size"] == VOCAB
+    assert byte_target.load(tmp_path)(input_ids=subwords.train.tokens[None, :8].long()).logits.isfinite().all()
+    chat = [{"role": "user", "content": "argument"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).endswith("# assistant\n")
 
 
 @pytest.mark.slow
