@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Default serving on targets that are not the demo: a subword Qwen3 with a flat distribution and a head that borrows its
+# lm_head, a byte-level Llama of another text, a NeoX with a sharp distribution. Trains them with their heads, then serves
+# each beside plain vLLM and with every draft verified.
+#
+#   scripts/other_targets.sh TEXT_FILE      TEXT_FILE: what the byte-level Llama is trained on, e.g. Tiny Shakespeare
+#
+# About an hour on two CPU cores, of which the serving is half. What is there already is kept (build/other).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+python=.venv/bin/python
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+text="${1:?type: scripts/other_targets.sh TEXT_FILE}"
+out=build/other
+library="$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
+mkdir -p "$out"
+cat "$library"/encodings/*.py >"$out/tables.txt" # tables that go on as they begin
+
+target() { # NAME MODULE [ARGUMENT ...]
+    [ -f "$out/$1/provenance.json" ] || "$python" -m "vllm_mtpc.demo.$2" --out "$out/$1" "${@:3}"
+}
+drafter() { # NAME DATA [ARGUMENT ...]
+    [ -f "$out/$1-head/model.safetensors" ] || "$python" -m vllm_mtpc train --target "$out/$1" --data "$2" \
+        --out "$out/$1-head" --regenerate 600 --circuit btree "${@:3}"
+}
+serve() { # NAME DATA
+    "$python" -m vllm_mtpc bench serve --heads "$out/$1-head" --peers --data "$2" --concurrency 1 4 16 --prompts 12 \
+        --max-tokens 96 --rounds "${ROUNDS:-4}" --json "benchmarks/results/other-$1-cpu.json" \
+        --variant 'every draft={"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}'
+}
+
+target qwen3 subword_target --family qwen3 --vocab-size 2048 --hidden-size 160 --steps 350
+drafter qwen3 "$library/*.py" --head shared --window 6 --components 4 --expander-rank 64 --max-steps 200 \
+    --windows-per-step 192 --seq-len 128 --learning-rate 0.003
+target neox subword_target --family neox --vocab-size 1024 --hidden-size 128 --steps 250 --text "$out/tables.txt"
+drafter neox "$out/tables.txt" --window 8 --components 4 --max-steps 200 --windows-per-step 192 --seq-len 256 \
+    --learning-rate 0.005
+target bytes train_target --text "$text" --layers 4 --intermediate-size 512 --steps 500 --long-steps 30
+drafter bytes "$text" --window 8 --components 8 --max-steps 300 --windows-per-step 256 --learning-rate 0.005
+
+serve qwen3 "$library/argparse.py"
+serve neox "$out/tables.txt"
+serve bytes "$text"
