@@ -42,7 +42,8 @@ def calls() -> dict[str, Call]:
 
 
 def engine(plant: str | None = None, drafts: bool = True, **options: object) -> Engine:
-    spec = {"method": "mtpc", "model": str(demo.path("btree")), "num_speculative_tokens_per_batch_size": "off"}
+    every = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
+    spec = {"method": "mtpc", "model": str(demo.path("btree")), **every}
     arguments = {
         "speculative_config": {**spec, **options} if drafts else None,
         "max_model_len": 256,

@@ -74,10 +74,10 @@ def refusals() -> list[Call]:
 
 def engine(options: dict[str, Any] | None, asked: list[Call], **arguments: Any) -> Engine:
     if options:
-        spec = {**options, "model": str(demo.path(options["model"]))}
-        arguments["speculative_config"] = {**spec, "num_speculative_tokens_per_batch_size": "off"}
-        if options["method"] == "ptp":
-            del arguments["speculative_config"]["num_speculative_tokens_per_batch_size"]
+        every = (
+            {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0} if options["method"] == "mtpc" else {}
+        )
+        arguments["speculative_config"] = {**options, **every, "model": str(demo.path(options["model"]))}
     arguments = {"max_model_len": 160, "max_num_seqs": 20, "enable_prefix_caching": True, **arguments}
     return Engine(str(demo.path("target")), asked, arguments)
 
