@@ -30,16 +30,19 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "schema": (TEXT, {"structured_outputs": {"json": SHORT}}),
     "stop string": (TEXT, {"stop": ["urn t", " t"]}),
     "stop token": (TEXT, {"stop_token_ids": [STOP]}),
-    "end of text": (ENDING, {}),
+    "end of text": (ENDING, {"allowed_token_ids": [ord("\n"), EOS]}),
 }
+# drawn from these two at temperature 5, an answer of LENGTH tokens goes on to the last with a chance of 2e-4
+HOT = {"end of text": 5.0}
 
 
 def engine(speculative_config: dict[str, Any] | None) -> Engine:
-    how = ({"temperature": 0.0, "max_tokens": LENGTH}, {"temperature": 1.0, "seed": 1, "max_tokens": LENGTH})
-    call = Call(
-        [list(text.encode()) for text, _ in ASKED.values() for _ in how],
-        [{**one, **asked} for _, asked in ASKED.values() for one in how],
-    )
+    prompts, sampling = [], []
+    for kind, (text, asked) in ASKED.items():
+        prompts += [list(text.encode())] * 2
+        drawn = {"temperature": HOT.get(kind, 1.0), "seed": 1}
+        sampling += [{"max_tokens": LENGTH, **asked, **how} for how in ({"temperature": 0.0}, drawn)]
+    call = Call(prompts, sampling)
     arguments = {
         "speculative_config": speculative_config,
         "max_model_len": 128,

@@ -69,7 +69,7 @@ def fixture_served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, engine
 
 def fit(target: Target, documents: Documents, out: Path, kind: dict) -> None:
     options = options_for(
-        target, out, max_steps=300, windows_per_step=200, block_rows=8, learning_rate=2e-2, gamma=1.0,
+        target, out, max_steps=400, windows_per_step=200, block_rows=8, learning_rate=2e-2, gamma=1.0,
         **{"components": 2, "window": WINDOW, **kind},
     )  # fmt: skip
     trainer = make_trainer(options, target, documents)
