@@ -20,6 +20,7 @@ pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="vLLM with Model
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.proposers.stand_ins import spec_config
@@ -40,6 +41,8 @@ def _top_k_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class States(SimpleNamespace):
     """What the samplers read of vLLM's SamplingStates."""
+
+    vocab_size = V
 
     def __init__(self, temperature: list[float], seeds: list[int], top_k: list[int], top_p: list[float]) -> None:
         given = {"temperature": temperature, "seeds": seeds, "top_k": top_k, "top_p": top_p}
@@ -145,18 +148,12 @@ def law(slot: int, pos: int) -> Tensor:
 @pytest.fixture
 def _sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of vLLM's `Sampler.sample` that need its real states."""
-    monkeypatch.setattr(States, "get_top_k_top_p", _top_k_top_p, raising=False)
+    monkeypatch.setattr(States, "get_top_k_top_p", SamplingStates.get_top_k_top_p, raising=False)
     for name in ("any_greedy", "any_explicit_seed"):
         monkeypatch.setattr(States, name, lambda self, mapping: False, raising=False)
     monkeypatch.setattr(Sampler, "use_flashinfer", True, raising=False)  # must not be used: it draws its own numbers
     monkeypatch.setattr(Sampler, "use_xpu_sampler", False, raising=False)
     monkeypatch.setattr(Sampler, "logprobs_mode", "raw_logprobs", raising=False)
-
-
-def _top_k_top_p(self: States, slots: Tensor, slots_np: np.ndarray) -> tuple[Tensor | None, Tensor | None]:
-    if (self.top_k.np[slots_np] == V).all():
-        return None, None
-    return self.top_k.gpu[slots], self.top_p.gpu[slots]
 
 
 @pytest.mark.usefixtures("_sampling")
