@@ -43,11 +43,13 @@ class CreateSpeculativeConfig(Patch):
 
 def refuse_misspelt(method: str | None) -> None:
     """Refuse a method that vLLM does not know and that is nearly one of ours."""
+    if method is None:
+        return
     from vllm.config.speculative import SpeculativeMethod
 
     from vllm_mtpc.errors import ServeConfigError, did_you_mean
 
-    if method in (None, *get_args(SpeculativeMethod)):
+    if method in get_args(SpeculativeMethod):
         return
     if hint := did_you_mean(str(method), METHODS):
         raise ServeConfigError(f"speculative_config: vLLM knows no method {method!r}{hint}")
@@ -201,9 +203,9 @@ PATCHES: tuple[type[Patch], ...] = (
 
 def check_downloaded(name: str, revision: str | None, target: str, speculative_config: dict[str, Any] | None) -> None:
     """Refuse a head on the hub that names its target by a path: vLLM would look for it from the working folder."""
-    from vllm_mtpc.checkpoint import resolve_head, resolve_verifier
-
     if target != name and (speculative_config or {}).get("method") in METHODS:  # vLLM took the target from a head
+        from vllm_mtpc.checkpoint import resolve_head, resolve_verifier
+
         resolve_verifier(resolve_head(name, revision), target)
 
 
