@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up, checks style and runs the tests.
 #
-#   scripts/test.sh [--all] [pytest arguments]     --all: the slow tests too
+#   scripts/test.sh [--all] [pytest arguments]     --all: the slow tests too; --outcome FILE: keep what is found
 #   MTPC_TEST_WORKERS=N scripts/test.sh            files in N processes at once (default: one per core, at most 4)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,6 +14,7 @@ if [[ "${1:-}" == --all ]]; then
 fi
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
-# Tests use one core each. A file stays in one process: its engines and trained heads are made once.
+# Tests use one core each. A file stays in one process: its engines and trained heads are made once. The longest files
+# come first (tests/conftest.py).
 workers=${MTPC_TEST_WORKERS:-$(nproc)}
-exec .venv/bin/python -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile -q -ra --durations=15 ${select[@]+"${select[@]}"} "$@"
+exec .venv/bin/python -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder -q -ra --durations=15 ${select[@]+"${select[@]}"} "$@"

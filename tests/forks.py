@@ -28,10 +28,9 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[1]
 INTERPRETER = os.pathsep.join(filter(None, [str(ROOT / "scripts" / "interpreter"), os.environ.get("PYTHONPATH")]))
 # Variables that vLLM and Triton read while they are imported; a call's own are set in its fork.
-ENVIRONMENTS = {
-    "v1": {},
-    "v2": {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)},
-}
+V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
+# "v2 on triton": with Triton's own interpreter
+ENVIRONMENTS = {"v1": {}, "v2": V2, "v2 on triton": {**V2, "MTPC_INTERPRETER": "triton"}}
 QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 IMPORTED = (
     "vllm.entrypoints.llm",
@@ -40,7 +39,7 @@ IMPORTED = (
     "vllm_mtpc.plugin",
     "vllm_mtpc.proposers.load",
 )
-KILLED_AFTER_S = 60.0  # a fork that has answered, but does not end
+ENDS_WITHIN_S = 60.0  # a fork that has answered
 
 
 def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **environment: str) -> Any:
@@ -65,7 +64,7 @@ def _server(runner: str) -> _Server:
 class _Server:
     def __init__(self, runner: str) -> None:
         self.connection, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), *IMPORTED]
         env = {**os.environ, **QUIET, **ENVIRONMENTS[runner]}
         self.process = subprocess.Popen(command, env=env, cwd=ROOT, pass_fds=[theirs.fileno()])
         theirs.close()
@@ -84,9 +83,9 @@ class _Server:
         self.process.wait()
 
 
-def main(connection: Connection) -> None:
+def main(connection: Connection, modules: list[str]) -> None:
     """The server: one fork for each task until the connection is closed."""
-    _prepare()
+    _prepare(modules)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             task = connection.recv()
@@ -94,19 +93,24 @@ def main(connection: Connection) -> None:
                 connection.send(_in_a_fork(connection, task, log))
 
 
-def _prepare() -> None:
+def _prepare(modules: list[str]) -> None:
     warnings.simplefilter("ignore")
-    for module in IMPORTED:
+    for module in modules:
         import_module(module)
+    if "vllm" in sys.modules:
+        _replace_kernels_once()
+    gc.collect()
+    gc.freeze()  # or every engine that starts walks through all that was imported, five times
+
+
+def _replace_kernels_once() -> None:
+    """Every engine replaces kernels all over the loaded modules: a served process does so once, a test's many times."""
     from vllm.platforms import current_platform
 
-    # Every engine replaces kernels all over the loaded modules. A served process does so once, a test's many times.
     platform = type(current_platform)
     once = functools.cache(platform.register_triton_kernel_overrides)
     platform.register_triton_kernel_overrides = staticmethod(once)
     once()
-    gc.collect()
-    gc.freeze()  # or every engine that starts walks through all that was imported, five times
 
 
 def _in_a_fork(connection: Connection, task: tuple[Any, ...], log: IO[bytes]) -> tuple[str, Any]:
@@ -115,23 +119,23 @@ def _in_a_fork(connection: Connection, task: tuple[Any, ...], log: IO[bytes]) ->
     fork = multiprocessing.get_context("fork").Process(target=_run, args=(*what, theirs, log.fileno()))
     fork.start()
     theirs.close()
-    ready: list[Any] = []
     try:
         ready = wait([connection, answers], timeout=timeout)
         if connection in ready:  # nobody waits any more
             raise EOFError
         if not ready:
             return "timeout", _end_of(log)
-        try:
-            return "answer", answers.recv_bytes()
-        except EOFError:
-            fork.join(KILLED_AFTER_S)
-            return f"ended with {fork.exitcode}", _end_of(log)
+        answer = None
+        with contextlib.suppress(EOFError):
+            answer = answers.recv_bytes()
+        fork.join(ENDS_WITHIN_S)
+        if fork.exitcode is None:
+            return "has answered, but does not end", _end_of(log)
+        return (f"ended with {fork.exitcode}", _end_of(log)) if answer is None else ("answer", answer)
     finally:
-        if ready == [answers]:
-            fork.join(KILLED_AFTER_S)
+        fork.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(fork.pid, signal.SIGKILL)  # it, and whatever it has started and left
+            os.killpg(fork.pid, signal.SIGKILL)  # whatever it has started and left
         fork.join()
 
 
@@ -150,4 +154,4 @@ def _run(function: str, arguments: bytes, environment: dict[str, str], answers: 
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    main(Connection(int(sys.argv[1])), sys.argv[2:])

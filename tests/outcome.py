@@ -54,6 +54,7 @@ class Outcome:
         return {
             "kind": "tests",
             **self.source,
+            "command": self.source["command"].replace("__main__.py", "pytest", 1),
             "minutes": round((time.monotonic() - self.start) / 60, 1),
             "passed": len(of["passed"]),
             "failed": sorted(of["failed"]),
@@ -69,7 +70,7 @@ class Outcome:
             function = test.partition("[")[0].removeprefix("tests/")
             for cell in self.cells[test]:
                 ended = counted.setdefault((*cell, function), {"passed": 0, "failed": 0, "skipped": 0})
-                ended[self.results[test]] += 1
+                ended[self.results.get(test, "failed")] += 1
         names = ("feature", "column", "kind", "why", "test")
         return [dict(zip(names, cell, strict=True)) | ended for cell, ended in sorted(counted.items())]
 

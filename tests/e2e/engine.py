@@ -64,8 +64,11 @@ class Reply:
 def run(
     engines: dict[str, Engine], runner: str, async_scheduling: bool = False, timeout: float = 1200, **more_env: str
 ) -> dict[str, list[Reply] | str]:
-    """Replies by engine name; the traceback as a string instead where the engine raised."""
-    if async_scheduling and runner == "v2":
+    """Replies by engine name; the traceback as a string instead where the engine raised.
+
+    runner: one of tests.forks.ENVIRONMENTS.
+    """
+    if async_scheduling and runner != "v1":
         more_env["MTPC_TEST_ASYNC"] = "1"
     return forks.call(runner, "tests.e2e.engine:answers", engines, timeout=timeout, **more_env)
 

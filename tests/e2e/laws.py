@@ -34,8 +34,8 @@ SETTINGS = {
     "T=0.7": Setting(temperature=0.7),
     "top-k 3": Setting(top_k=3),
     "top-p 0.8": Setting(top_p=0.8),
-    "presence": Setting(presence_penalty=0.8),
-    "frequency": Setting(frequency_penalty=0.8),
+    "presence": Setting(presence_penalty=1.5),
+    "frequency": Setting(frequency_penalty=1.5),
     "repetition": Setting(repetition_penalty=2.0),
 }
 # the row of docs/features.md that a setting's law speaks for
@@ -96,8 +96,8 @@ def total_variation(draws: list[list[int]], law: np.ndarray, vocab_size: int) ->
 
 
 def coarse(law: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The law of the two tokens in the middle of four, for runs too short to fill every cell."""
-    return law.reshape((vocab_size,) * 4).sum(axis=(0, 3)).ravel()
+    """The law of the second and third token, for runs too short to fill every cell."""
+    return law.reshape((vocab_size,) * 3 + (-1,)).sum(axis=(0, 3)).ravel()
 
 
 def noise_floor(law: np.ndarray, count: int) -> float:

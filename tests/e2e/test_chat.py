@@ -89,7 +89,7 @@ def asked(client: openai.OpenAI, **more: Any) -> tuple[list[int], str, str]:
     return whole.prompt_token_ids, text, arguments
 
 
-@pytest.mark.slow
+@pytest.mark.feature("chat, streaming, tool calls", "exact")
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
 def test_chat_and_tools(runner: str, method: str, tmp_path: Path) -> None:
     with server(runner, method, tmp_path) as client:

@@ -18,6 +18,7 @@ PROMPTS = [list(text) for text in (b"import os\n", b"def read(path):\n    ", b"c
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 ENGINES = ("0", "1")
 CASES = {"v1": ("v1", "mtpc", "btree"), "v2": ("v2", "mtpc", "btree"), "ptp": ("v2", "ptp", "o-ptp")}
+ON = {"v1": "mtpc on V1", "v2": "mtpc on V2", "ptp": "ptp on V2"}  # columns of docs/features.md
 
 
 def accepted(text: str) -> dict[str, float]:
@@ -34,8 +35,9 @@ def words(method: str, head: str) -> list[str]:
     return [str(demo.path("target")), *size, "--max-num-seqs", "4", "--speculative-config", speculative, *two]
 
 
+@pytest.mark.feature("data parallel", "exact")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.column(ON[case])) for case in CASES])
 def test_two_engines(case: str, tmp_path: Path) -> None:
     runner, method, head = CASES[case]
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **forks.ENVIRONMENTS[runner]}

@@ -24,22 +24,25 @@ SHORT = {**SCHEMA, "properties": {"size": SCHEMA["properties"]["size"]}, "requir
 LENGTH = 24
 TEXT = "import os\n\n\ndef walk(path):\n    "
 ENDING = '\n\nif __name__ == "__main__":\n    main()'  # a line break, then often the end of text
-EOS = 256
+EOS, STOP = 256, ord(" ")
 # what is asked twice each, greedily and drawn: the prompt, and what it is asked with
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "schema": (TEXT, {"structured_outputs": {"json": SHORT}}),
-    "stop string": (TEXT, {"stop": [")\n", ":\n", " "]}),
-    "stop token": (TEXT, {"stop_token_ids": [ord("\n")]}),
-    "end of text": (ENDING, {}),
+    "stop string": (TEXT, {"stop": ["urn t", " t"]}),
+    "stop token": (TEXT, {"stop_token_ids": [STOP]}),
+    "end of text": (ENDING, {"allowed_token_ids": [ord("\n"), EOS]}),
 }
+# drawn from these two at temperature 5, an answer of LENGTH tokens goes on to the last with a chance of 2e-4
+HOT = {"end of text": 5.0}
 
 
 def engine(speculative_config: dict[str, Any] | None) -> Engine:
-    how = ({"temperature": 0.0, "max_tokens": LENGTH}, {"temperature": 1.0, "seed": 1, "max_tokens": LENGTH})
-    call = Call(
-        [list(text.encode()) for text, _ in ASKED.values() for _ in how],
-        [{**one, **asked} for _, asked in ASKED.values() for one in how],
-    )
+    prompts, sampling = [], []
+    for kind, (text, asked) in ASKED.items():
+        prompts += [list(text.encode())] * 2
+        drawn = {"temperature": HOT.get(kind, 1.0), "seed": 1}
+        sampling += [{"max_tokens": LENGTH, **asked, **how} for how in ({"temperature": 0.0}, drawn)]
+    call = Call(prompts, sampling)
     arguments = {
         "speculative_config": speculative_config,
         "max_model_len": 128,
@@ -104,14 +107,14 @@ def test_stop_token_does_not_leak(answers: dict[str, dict[str, Said]]) -> None:
     said = answers["btree"]["stop token"]
     assert "stop" in said.finish
     for tokens, finish in zip(said.tokens, said.finish, strict=True):
-        assert ord("\n") not in tokens[:-1]
-        assert (tokens[-1] == ord("\n")) == (finish == "stop")
+        assert STOP not in tokens[:-1]
+        assert (tokens[-1] == STOP) == (finish == "stop")
 
 
 @pytest.mark.feature("ignore_eos, end of text", "exact")
 def test_nothing_follows_the_end_of_text(answers: dict[str, dict[str, Said]]) -> None:
+    assert "stop" in answers["btree"]["end of text"].finish
     for said in (answers["plain"]["end of text"], answers["btree"]["end of text"]):
-        assert "stop" in said.finish
         for tokens, finish in zip(said.tokens, said.finish, strict=True):
             assert EOS not in tokens[:-1]
             assert (tokens[-1] == EOS) == (finish == "stop")

@@ -65,12 +65,14 @@ def said() -> dict[str, dict[str, Reply]]:
     return {name: dict(zip(calls(), reply, strict=True)) for name, reply in replies.items()}
 
 
+@pytest.mark.feature("JSON schema", "exact", "mtpc on V1")
 @pytest.mark.parametrize("name", ["masked", "off", "unmasked"])
 def test_greedy_text_is_plain_vllms(said: dict[str, dict[str, Reply]], name: str) -> None:
     assert said[name]["greedy"].tokens == said["plain"]["greedy"].tokens
     assert said[name]["greedy"].finish == said["plain"]["greedy"].finish
 
 
+@pytest.mark.feature("drafts masked with the grammar", "exact", "mtpc on V1")
 def test_every_draft_is_allowed_by_the_grammar(said: dict[str, dict[str, Reply]]) -> None:
     drafts = [noted for reply in said["masked"].values() for noted in reply.recorded]
     assert sum(len(drafted) for drafted, _ in drafts) > 500
@@ -79,6 +81,7 @@ def test_every_draft_is_allowed_by_the_grammar(said: dict[str, dict[str, Reply]]
     assert any(drafted != valid for drafted, valid in unmasked), "the test sees forbidden drafts where there are any"
 
 
+@pytest.mark.feature("drafts masked with the grammar", "exact", "mtpc on V1")
 @pytest.mark.parametrize("call", ["greedy", "drawn"])
 def test_more_tokens_per_step(said: dict[str, dict[str, Reply]], call: str) -> None:
     """tokens/step = emitted / (emitted - accepted drafts)."""

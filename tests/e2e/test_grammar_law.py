@@ -90,6 +90,7 @@ def on_v1(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
     return {name: replies[0] for name, replies in said.items()}
 
 
+@pytest.mark.feature("sampling under a grammar", "law", "mtpc on V1")
 @pytest.mark.parametrize("name", ["masked", "argmax"])
 def test_law_under_a_grammar_v1(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict[str, Reply], name: str) -> None:
     distance, floor = distance_and_floor(on_v1[name], law_under_grammar(tiny[1]))
@@ -97,12 +98,14 @@ def test_law_under_a_grammar_v1(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict
     assert on_v1[name].metrics["vllm:spec_decode_num_accepted_tokens"] > DRAWS / 10
 
 
+@pytest.mark.feature("sampling under a grammar", "law", "mtpc on V1")
 @pytest.mark.parametrize("name", ["unmasked drafts", "masked drafts scored unmasked"])
 def test_planted_bias_is_caught(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict[str, Reply], name: str) -> None:
     distance, floor = distance_and_floor(on_v1[name], law_under_grammar(tiny[1]))
     assert distance > floor
 
 
+@pytest.mark.feature("sampling under a grammar", "law", "mtpc on V2")
 @pytest.mark.slow  # interpreted kernels
 def test_law_under_a_grammar_v2() -> None:
     """vLLM's own kernels keep the law if the first forbidden draft is verified; as vLLM 0.32 marks it they do not."""

@@ -59,14 +59,16 @@ def engine(speculative_config: dict[str, Any] | None) -> Engine:
 
 
 # interpreted kernels are slow: what is drafted another way on V2 by --all only
-SLOW = pytest.param(("v2", ("ff", "cp", "hmm", *VARIED)), marks=pytest.mark.slow, id="v2, others")
+V2_MARKS = (pytest.mark.column("mtpc on V2"), pytest.mark.feature("asynchronous scheduling", "exact"))
+SLOW = pytest.param(("v2", ("ff", "cp", "hmm", *VARIED)), marks=[pytest.mark.slow, *V2_MARKS], id="v2, others")
+V1_MARKS = (pytest.mark.column("mtpc on V1"), pytest.mark.feature("synchronous scheduling", "exact"))
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("v1", (*CIRCUITS, *VARIED)), id="v1"),
-        pytest.param(("v2", ("btree",)), id="v2"),
+        pytest.param(("v1", (*CIRCUITS, *VARIED)), marks=V1_MARKS, id="v1"),
+        pytest.param(("v2", ("btree",)), marks=V2_MARKS, id="v2"),
         SLOW,
     ],
 )
@@ -93,6 +95,11 @@ def is_greedy(call: Call, index: int) -> bool:
     return sampling["temperature"] == 0 or sampling.get("top_k") == 1
 
 
+@pytest.mark.feature("prefix caching", "exact")
+@pytest.mark.feature("chunked prefill", "exact")
+@pytest.mark.feature("preemption by recompute", "exact")
+@pytest.mark.feature("max_model_len reached", "exact")
+@pytest.mark.feature("eager", "exact")
 def test_greedy_equals_plain(answers: dict[str, list[Reply]]) -> None:
     for name, replies in drafted(answers).items():
         for (scenario, call), plain, ours in zip(scenarios().items(), answers["plain"], replies, strict=True):
@@ -102,6 +109,9 @@ def test_greedy_equals_plain(answers: dict[str, list[Reply]]) -> None:
                     assert ours.finish[index] == plain.finish[index], (name, scenario, index)
 
 
+@pytest.mark.feature("prefix caching", "exact")
+@pytest.mark.feature("chunked prefill", "exact")
+@pytest.mark.feature("preemption by recompute", "exact")
 def test_every_scenario_happened(answers: dict[str, list[Reply]]) -> None:
     for name, replies in drafted(answers).items():
         metrics = replies[-1].metrics
@@ -112,6 +122,7 @@ def test_every_scenario_happened(answers: dict[str, list[Reply]]) -> None:
     assert len(CODE) >= 107 and max(LENGTHS) > BUDGET  # prompts are whole, and longer than a step
 
 
+@pytest.mark.feature("logprobs", "exact")
 def test_logprobs_equal_plain(answers: dict[str, list[Reply]]) -> None:
     index = list(scenarios()).index("logprobs")
     for name, replies in drafted(answers).items():
@@ -123,6 +134,9 @@ def test_logprobs_equal_plain(answers: dict[str, list[Reply]]) -> None:
             assert all(abs(mine[token].logprob - theirs[token].logprob) < 1e-3 for token in mine), name
 
 
+@pytest.mark.feature(
+    "seed: the same text in any batch", "exact", why="of one that no token budget cuts and that is not preempted"
+)
 def test_seeded_request_does_not_depend_on_its_batch(answers: dict[str, list[Reply]]) -> None:
     names = list(scenarios())
     for name, replies in drafted(answers).items():

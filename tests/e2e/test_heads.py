@@ -81,9 +81,9 @@ def test_shared_on_v2(tiny: Path) -> None:
     check(tiny, "shared", replies, torch.float32)
 
 
-@pytest.mark.slow
-def test_shared_tensor_parallel(tiny: Path) -> None:
+@pytest.mark.feature("tensor parallel", "exact", "mtpc on V1")
+def test_shared_tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str]) -> None:
     """Half of the lm_head on each rank: without vLLM's gather the logits would be of half the vocabulary."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
-    engines = {name or "plain": engine(tiny, name, tensor_parallel_size=2) for name in (None, "shared")}
-    check(tiny, "shared", run(engines, "v1", **environment), served_dtype())
+    two = run({"shared": engine(tiny, "shared", tensor_parallel_size=2)}, "v1", **environment)
+    check(tiny, "shared", {"plain": on_v1["plain"], **two}, served_dtype())

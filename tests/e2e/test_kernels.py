@@ -29,14 +29,14 @@ def engine(speculative_config: dict[str, Any] | None, plant: str | None = None) 
     return Engine(str(demo.path("target")), [CALL], arguments, plant)
 
 
-def replies(circuits: tuple[str, ...], paths: tuple[str, ...], **options: Any) -> dict[str, Reply]:
+def replies(circuits: tuple[str, ...], paths: tuple[str, ...], runner: str = "v2", **options: Any) -> dict[str, Reply]:
     """By "CIRCUIT by PATH", and "plain"."""
     engines = {"plain": engine(None)}
     for circuit in circuits:
         for path in paths:
             config = {"method": "mtpc", "model": str(demo.path(circuit)), **options}
             engines[f"{circuit} by {path}"] = engine(config, f"drafts by {path}")
-    said = run(engines, "v2", async_scheduling=True)
+    said = run(engines, runner, async_scheduling=True)
     for name, reply in said.items():
         assert not isinstance(reply, str), (name, reply)
     return {name: reply[0] for name, reply in said.items()}
@@ -60,9 +60,10 @@ def check(said: dict[str, Reply], circuit: str, paths: tuple[str, ...]) -> None:
     assert 0.05 < accepted / drafted < 0.95  # acceptances and rejections alike
 
 
-def test_the_kernel_drafts_what_the_definition_drafts() -> None:
+@pytest.mark.parametrize("runner", ["v2", pytest.param("v2 on triton", marks=pytest.mark.slow)])
+def test_the_kernel_drafts_what_the_definition_drafts(runner: str) -> None:
     paths = ("kernel", "definition")
-    check(replies(("btree",), paths), "btree", paths)
+    check(replies(("btree",), paths, runner), "btree", paths)
 
 
 @pytest.mark.slow

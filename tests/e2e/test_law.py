@@ -31,10 +31,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
     return folder, target
 
 
-def engine(folder: Path, circuit: str, settings: list[Setting], count: int, plant: str | None = None) -> Engine:
+def engine(
+    folder: Path, circuit: str, settings: list[Setting], count: int, plant: str | None = None, length: int = LENGTH
+) -> Engine:
     calls = []
     for setting in settings:
-        sampling = {**setting.sampling(), "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
+        sampling = {**setting.sampling(), "max_tokens": length, "ignore_eos": True, "detokenize": False}
         calls.append(Call([PROMPT] * count, [sampling] * count))
     arguments = {
         "speculative_config": {
@@ -107,11 +109,11 @@ def test_planted_bias_is_caught(tiny) -> None:
 
 def pair_and_floor(folder: Path, target, setting: Setting, plant: str | None = None) -> tuple[float, float]:
     """On V2: how far the law of tokens 2 and 3 is, of which one is drafted in most steps, and the allowed distance."""
-    engines = {"btree": engine(folder, "btree", [setting], V2_DRAWS, plant)}
+    engines = {"btree": engine(folder, "btree", [setting], V2_DRAWS, plant, length=3)}
     replies = run(engines, "v2", timeout=3000)["btree"]
     assert not isinstance(replies, str), replies
-    law = coarse(exact_law(target, PROMPT, LENGTH, setting), VOCAB)
-    draws = [samples[0][1:3] for samples in replies[0].tokens]
+    law = coarse(exact_law(target, PROMPT, 3, setting), VOCAB)
+    draws = [samples[0][1:] for samples in replies[0].tokens]
     distance, floor = total_variation(draws, law, VOCAB), noise_floor(law, len(draws))
     print(f"{setting}, {plant}: {len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
     return distance, floor

@@ -28,6 +28,7 @@ def replies(said: dict[str, list[Reply] | str], name: str) -> list[Reply]:
     return said[name]
 
 
+@pytest.mark.feature("max_model_len reached", "exact", "mtpc on V1")
 def test_drafts_up_to_the_last_token() -> None:
     """V1: the context ends within a draft's length, where vLLM would hand every request of the batch K zeros."""
     calls = [Call([prompt(100)], [GREEDY])]
@@ -39,6 +40,7 @@ def test_drafts_up_to_the_last_token() -> None:
     assert drafted.metrics[ACCEPTED] >= 2
 
 
+@pytest.mark.feature("seed: the same text in any batch", "exact", "mtpc on V2")
 @pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_seed_leaves_the_schedule_to_others(is_async: bool) -> None:
     """V2: two at once are not drafted for here; only the one with a seed is, and says what it says alone."""

@@ -47,9 +47,15 @@ METHODS = {
     },
 }
 COLUMNS = [
-    ("v1", "mtpc"),  # interpreted kernels are slow: test_features.py has the other runner in every run
-    pytest.param("v2", "mtpc", marks=pytest.mark.slow),
-    pytest.param("v2", "ptp", marks=pytest.mark.slow),
+    pytest.param("v1", "mtpc", marks=pytest.mark.column("mtpc on V1")),
+    # interpreted kernels are slow: test_features.py has the other runner in every run
+    pytest.param("v2", "mtpc", marks=[pytest.mark.slow, pytest.mark.column("mtpc on V2")]),
+    pytest.param("v2", "ptp", marks=[pytest.mark.slow, pytest.mark.column("ptp on V2")]),
+]
+# rows of docs/features.md, where they have another name
+NAMES = {"top-k": "top_k", "top-p": "top_p", "n": "n > 1", "stop": "stop strings"}
+NAMED = [
+    pytest.param(row, marks=pytest.mark.feature(NAMES.get(row, row), "exact")) for row in ROWS if row != "temperature"
 ]
 
 
@@ -96,7 +102,7 @@ def said() -> Any:
 
 
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ["temperature", *NAMED])
 def test_a_request_is_answered_as_without_drafts(said: Any, runner: str, method: str, row: str) -> None:
     index = list(ROWS).index(row)
     plain, ours = said(runner)["plain"][0], said(runner)[method][0]
@@ -130,6 +136,7 @@ def test_rows_differ_and_drafts_are_accepted(said: Any, runner: str, method: str
     assert said(runner)[method][0].metrics[ACCEPTED] > 20
 
 
+@pytest.mark.feature("ignore_eos, end of text", "exact")
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
 def test_end_of_text_is_ignored_where_that_is_asked(said: Any, runner: str, method: str) -> None:
     plain, ours = said(runner)["plain"][1], said(runner)[method][1]
@@ -137,6 +144,7 @@ def test_end_of_text_is_ignored_where_that_is_asked(said: Any, runner: str, meth
     assert ours.tokens == [[[EOS] * 8], [[EOS]]]
 
 
+@pytest.mark.feature("min_p, logit_bias", "refused", why="by vLLM, with any drafts")
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
 @pytest.mark.parametrize("index", [0, 1], ids=["min_p", "logit_bias"])
 def test_refused_with_drafts(said: Any, runner: str, method: str, index: int) -> None:

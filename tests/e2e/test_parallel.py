@@ -13,6 +13,7 @@ from vllm_mtpc.heads import build_head
 from vllm_mtpc.proposers.load import SHARD_BYTES
 
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
+RUNNERS = [pytest.param(name.lower(), marks=pytest.mark.column(f"mtpc on {name}")) for name in ("V1", "V2")]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "detokenize": False}
 
 
@@ -51,6 +52,7 @@ def compare(folder, runner: str, **arguments) -> None:
     assert two["drafted"][0].metrics["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.feature("tensor parallel", "exact", "mtpc on V1")
 @pytest.mark.slow
 def test_tensor_parallel_v1(tiny) -> None:
     compare(tiny, "v1", tensor_parallel_size=2)
@@ -72,8 +74,9 @@ def large(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
+@pytest.mark.feature("tensor parallel", "exact")
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_divided_unembeddings(large, runner: str) -> None:
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
     use_async = runner == "v2"
@@ -85,18 +88,21 @@ def test_divided_unembeddings(large, runner: str) -> None:
     assert divided[1].metrics["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.feature("tensor parallel", "exact", "mtpc on V2")
 @pytest.mark.slow
 def test_tensor_parallel_v2(tiny) -> None:
     compare(tiny, "v2", tensor_parallel_size=2)
 
 
+@pytest.mark.feature("pipeline parallel", "exact", "mtpc on V2")
 @pytest.mark.slow
 def test_pipeline_parallel_v2(tiny) -> None:
     compare(tiny, "v2", pipeline_parallel_size=2)
 
 
+@pytest.mark.feature("tensor parallel", "exact")
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_ranks_are_held_to_the_same_drafts(tiny, runner: str) -> None:
     """VLLM_MTPC_DEBUG=1: a rank that drafts something else ends the engine; ranks that agree change nothing."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "VLLM_MTPC_DEBUG": "1"}

@@ -95,6 +95,15 @@ def said(folder) -> dict[str, dict[str, Reply]]:
     return {name: dict(zip(CALLS, reply, strict=False)) for name, reply in replies.items()}
 
 
+@pytest.mark.column("ptp on V2")
+@pytest.mark.feature("top_k", "exact")
+@pytest.mark.feature("top_p", "exact")
+@pytest.mark.feature("seed: the same text in any batch", "exact")
+@pytest.mark.feature("preemption by recompute", "exact")
+@pytest.mark.feature("asynchronous scheduling", "exact")
+@pytest.mark.feature("max_model_len reached", "exact")
+@pytest.mark.feature("eager", "exact")
+@pytest.mark.feature("prefix caching", "exact", why="with hits counted")
 @pytest.mark.parametrize("name", DRAFTED)
 @pytest.mark.parametrize("call", CALLS)
 def test_text_is_that_without_drafts(said, name: str, call: str) -> None:
@@ -120,6 +129,9 @@ def test_first_draft_of_two_passes_is_exact(said) -> None:
     assert first >= drafts - 4 * 3  # at most one step per request and call ends within
 
 
+@pytest.mark.column("ptp on V2")
+@pytest.mark.feature("preemption by recompute", "exact")
+@pytest.mark.feature("prefix caching", "exact")
 def test_requests_were_preempted_and_found_in_the_cache(said) -> None:
     assert said["few blocks"]["to the end"].metrics["vllm:num_preemptions"] > 0
     assert said["merged 3"]["prefix hits"].metrics["vllm:prefix_cache_hits"] > 0

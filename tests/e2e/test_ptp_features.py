@@ -61,6 +61,9 @@ def sampled(count: int, **more: Any) -> list[dict[str, Any]]:
     return [{"temperature": 1.0, "seed": 5 + n, "max_tokens": 16, **more} for n in range(count)]
 
 
+@pytest.mark.column("ptp on V2")
+@pytest.mark.feature("JSON schema", "exact")
+@pytest.mark.feature("synchronous scheduling", "exact")
 def test_output_under_a_grammar_is_valid(answers: dict[str, Reply]) -> None:
     reply = answers["schema ptp"]
     for texts, finish in zip(reply.texts, reply.finish, strict=True):
@@ -70,7 +73,15 @@ def test_output_under_a_grammar_is_valid(answers: dict[str, Reply]) -> None:
     assert reply.metrics[ACCEPTED] > 0
 
 
-@pytest.mark.parametrize("head", ["ptp", "two passes", "btree"])
+@pytest.mark.feature("8-bit target (int8, compressed-tensors)", "exact")
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param("ptp", marks=pytest.mark.column("ptp on V2")),
+        pytest.param("two passes", marks=pytest.mark.column("ptp on V2")),
+        pytest.param("btree", marks=pytest.mark.column("mtpc on V2")),
+    ],
+)
 def test_greedy_text_of_a_quantised_target(answers: dict[str, Reply], head: str) -> None:
     reply = answers[f"int8 {head}"]
     assert reply.tokens[:2] == answers["int8 plain"].tokens[:2]

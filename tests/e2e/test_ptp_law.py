@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.engine import Call, Engine, run
-from tests.e2e.laws import Setting, exact_law, noise_floor, total_variation
+from tests.e2e.laws import SETTINGS, Setting, exact_law, law_of, noise_floor, total_variation
 from tests.e2e.models import make_ptp_head, make_target
 
 VOCAB, LENGTH, PROMPT, DRAWS = 6, 2, [0, 3], 2_000
@@ -28,8 +28,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
     return folder, target
 
 
-def engine(folder: Path, with_head: bool = True, plant: str | None = None, **arguments: Any) -> Engine:
-    sampling = {**SETTING.sampling(), "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
+def engine(
+    folder: Path, with_head: bool = True, plant: str | None = None, setting: Setting = SETTING, **arguments: Any
+) -> Engine:
+    sampling = {**setting.sampling(), "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
     if with_head:
         arguments["speculative_config"] = {"method": "ptp", "model": str(folder / "head")}
     small = {"skip_tokenizer_init": True, "max_model_len": 32, "max_num_seqs": 64, "block_size": 32, **arguments}
@@ -37,6 +39,7 @@ def engine(folder: Path, with_head: bool = True, plant: str | None = None, **arg
 
 
 @pytest.mark.slow
+@pytest.mark.feature("temperature", "law", "ptp on V2")
 def test_law_with_and_without_drafts(tiny) -> None:
     folder, target = tiny
     law = exact_law(target, PROMPT, LENGTH, SETTING)
@@ -58,6 +61,23 @@ def test_law_with_and_without_drafts(tiny) -> None:
     assert np.isclose(law.sum(), 1)
 
 
+@pytest.mark.column("ptp on V2")
+@pytest.mark.parametrize("setting", [law_of(name) for name in SETTINGS])
+def test_law_in_every_setting(tiny, setting: Setting) -> None:
+    folder, target = tiny
+    replies = run({"drafted": engine(folder, setting=setting)}, "v2", timeout=3000)["drafted"]
+    assert not isinstance(replies, str), replies
+    law, plain = (exact_law(target, PROMPT, LENGTH, each) for each in (setting, SETTINGS["T=1"]))
+    distance, allowed = (
+        total_variation([samples[0] for samples in replies[0].tokens], law, VOCAB),
+        noise_floor(law, DRAWS),
+    )
+    print(f"{setting}: {DRAWS} draws, TV {distance:.4f}, allowed {allowed:.4f}")
+    assert distance < allowed
+    assert setting == SETTINGS["T=1"] or np.abs(law - plain).sum() / 2 > allowed, "an ignored setting is not found"
+
+
+@pytest.mark.feature("tensor parallel", "exact", "ptp on V2")
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
 def test_tensor_parallel(tiny, draft_pass: str) -> None:

@@ -23,7 +23,19 @@ OPTIONS = {
     "btree": {"method": "mtpc"},
     "o-ptp": {"method": "ptp", "num_speculative_tokens": 3, "max_aux_rows": 24},
 }
-COLUMNS = [("v1", "btree"), ("v2", "btree"), ("v2", "o-ptp")]
+ON = {name: pytest.mark.column(name) for name in ("mtpc on V1", "mtpc on V2", "ptp on V2")}
+COLUMNS = [
+    pytest.param("v1", "btree", marks=ON["mtpc on V1"]),
+    pytest.param("v2", "btree", marks=ON["mtpc on V2"]),
+    pytest.param("v2", "o-ptp", marks=ON["ptp on V2"]),
+]
+BITS = {
+    bits: pytest.mark.feature(name, "exact")
+    for bits, name in {
+        "int8": "8-bit target (int8, compressed-tensors)",
+        "int4": "4-bit target (int4 weights, compressed-tensors)",
+    }.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +110,10 @@ def said(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("runner", "bits", "head"),
     [
-        ("v1", "int8", "btree"),
-        ("v1", "int4", "btree"),
-        ("v2", "int4", "btree"),
-        ("v2", "int4", "o-ptp"),
+        pytest.param("v1", "int8", "btree", marks=[ON["mtpc on V1"], BITS["int8"]]),
+        pytest.param("v1", "int4", "btree", marks=[ON["mtpc on V1"], BITS["int4"]]),
+        pytest.param("v2", "int4", "btree", marks=[ON["mtpc on V2"], BITS["int4"]]),
+        pytest.param("v2", "int4", "o-ptp", marks=[ON["ptp on V2"], BITS["int4"]]),
     ],
 )
 def test_quantised_target(said: Any, runner: str, bits: str, head: str) -> None:
@@ -110,14 +122,18 @@ def test_quantised_target(said: Any, runner: str, bits: str, head: str) -> None:
     assert ours.metrics[ACCEPTED] > 0
 
 
+@pytest.mark.feature("LoRA requests on the target", "exact")
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize(
+    "runner", [pytest.param("v1", marks=ON["mtpc on V1"]), pytest.param("v2", marks=ON["mtpc on V2"])]
+)
 def test_lora_requests(said: Any, runner: str) -> None:
     plain, ours = said(runner)["lora None"], said(runner)["lora btree"]
     assert ours[0].tokens == plain[0].tokens != plain[1].tokens == ours[1].tokens
     assert ours[1].metrics[ACCEPTED] > 0
 
 
+@pytest.mark.feature("logprobs_mode: all four", "exact")
 @pytest.mark.slow
 @pytest.mark.parametrize(("runner", "head"), COLUMNS)
 def test_every_mode_of_logprobs(folder: Path, runner: str, head: str) -> None:
@@ -138,6 +154,7 @@ def test_every_mode_of_logprobs(folder: Path, runner: str, head: str) -> None:
             same_logprobs(plain.prompt_logprobs[index], ours.prompt_logprobs[index])
 
 
+@pytest.mark.feature("chunked prefill", "exact", "ptp on V2")
 @pytest.mark.slow
 def test_a_prompt_in_pieces_before_ptp(folder: Path) -> None:
     """Prompts longer than a step: their pieces are read beside other requests' drafts."""
@@ -154,6 +171,7 @@ def test_a_prompt_in_pieces_before_ptp(folder: Path) -> None:
     assert replies["ours"][0].metrics[ACCEPTED] > 0
 
 
+@pytest.mark.feature("torch.compile", "exact", "mtpc on V1", why="the draft beside it is eager")
 @pytest.mark.slow
 def test_a_compiled_target(folder: Path) -> None:
     """torch.compile of the target, the draft beside it eager; V1, because inductor does not run in the interpreter."""

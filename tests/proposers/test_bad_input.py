@@ -317,6 +317,7 @@ def test_an_error_ends_vllms_own_command_in_one_line(
     assert capsys.readouterr().err == "a traceback\n"
 
 
+@pytest.mark.feature("pipeline parallel", "refused", "mtpc on V1")
 def test_pipeline_parallel_on_v1_is_refused(place: Path) -> None:
     given = {"method": "mtpc", "model": str(place / "head")}
     with pytest.raises(MtpcError, match="pipeline_parallel_size=2") as caught:

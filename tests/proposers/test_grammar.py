@@ -211,6 +211,9 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
     assert run("mtpc", False) == run("ptp", True) == run("ngram", True) == untouched
 
 
+@pytest.mark.feature(
+    "drafts masked with the grammar", "refused", "mtpc on V2", why="grammars live on the host, drafts on the device"
+)
 def test_masks_on_v2_are_refused(tmp_path: Path) -> None:
     from vllm_mtpc.errors import ServeConfigError
     from vllm_mtpc.proposers.seam.frontend import check_runner
@@ -229,6 +232,7 @@ def test_masks_on_v2_are_refused(tmp_path: Path) -> None:
         check_runner(config)
 
 
+@pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")
 def test_masks_of_ptp_are_refused() -> None:
     from vllm_mtpc.errors import ServeConfigError
     from vllm_mtpc.proposers.seam.config import create

@@ -61,11 +61,13 @@ def test_v1_is_refused_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "Model Runner V1" in message and "allowed: Model Runner V2" in message and "MtPC" in message
 
 
+@pytest.mark.feature("pipeline parallel", "refused", "ptp on V2")
 def test_pipeline_parallel_is_refused(place: Path) -> None:
     message = refusal(place, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"})
     assert "pipeline_parallel_size=2" in message and "tensor_parallel_size" in message
 
 
+@pytest.mark.feature("LoRA requests on the target", "refused", "ptp on V2")
 def test_lora_requests_are_refused(place: Path) -> None:
     assert "enable_lora" in refusal(place, {"enable_lora": True})
 
