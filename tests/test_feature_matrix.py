@@ -103,7 +103,12 @@ def test_v1_is_kept_synchronous() -> None:
     from vllm_mtpc.proposers.seam.frontend import check_runner
 
     spec = SimpleNamespace(
-        method="mtpc", head=SimpleNamespace(head="linear", lora_layers=0), rejection_sample_method="standard"
+        method="mtpc",
+        head=SimpleNamespace(head="linear", lora_layers=0),
+        rejection_sample_method="standard",
+        min_survival=None,
+        has_default_schedule=True,
+        num_speculative_tokens_per_batch_size=[(1, 8, 3)],
     )
     config = SimpleNamespace(
         speculative_config=spec,
@@ -114,3 +119,4 @@ def test_v1_is_kept_synchronous() -> None:
     )
     check_runner(config)
     assert config.scheduler_config.async_scheduling is False
+    assert spec.num_speculative_tokens_per_batch_size is None  # the worker plans by what it observes

@@ -126,7 +126,8 @@ ROOMS = {
     **dict.fromkeys(("batch", "ray_serve"), ("ray",)),
     **dict.fromkeys(("scripts", "tests"), ("cpu", "train", "ray", "s3", "test")),
 }
-OPTIONAL = {"triton", "arctic_inference"}  # looked for before they are imported
+OPTIONAL = {"triton", "arctic_inference", "speculators"}  # looked for before they are imported
+SCRIPTS = {"check_vllm", "numpy_interpreter", "sitecustomize"}  # of this checkout, beside those that import them
 
 
 @cache
@@ -138,7 +139,7 @@ def imports(file: Path) -> set[str]:
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add(node.module.partition(".")[0])
-    return found - sys.stdlib_module_names - {"vllm_mtpc", "tests"} - OPTIONAL
+    return found - sys.stdlib_module_names - {"vllm_mtpc", "tests"} - SCRIPTS - OPTIONAL
 
 
 def distribution_name(name: str) -> str:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.seam import auto, schedule, watch
+from vllm_mtpc.proposers.seam import auto, watch
 from vllm_mtpc.proposers.seam.patch import Patch, applied, refuse_problems
 
 logger = logging.getLogger("vllm.mtpc")
@@ -232,10 +232,12 @@ def end_in_one_line() -> None:
 
 def _drafts_in_words(vllm_config: Any) -> str:
     """How many drafts there will be, in a line."""
+    from vllm_mtpc.proposers.seam.schedule import in_words
+
     spec = vllm_config.speculative_config
     is_planned = spec.method == "mtpc" and not vllm_config.use_v2_model_runner and spec.min_survival is None
     ranges = spec.num_speculative_tokens_per_batch_size
-    return schedule.in_words(None if is_planned else ranges, spec.num_speculative_tokens, is_planned)
+    return in_words(None if is_planned else ranges, spec.num_speculative_tokens, is_planned)
 
 
 def check_adaptive(spec: Any, engine_args: Any) -> None:

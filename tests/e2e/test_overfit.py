@@ -22,6 +22,7 @@ from vllm_mtpc.train import prepare
 from vllm_mtpc.train.data.documents import Documents
 
 PROMPT, NEW, WINDOW = 4, 17, 4
+EVERY_DRAFT = {"method": "mtpc", "num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
 KINDS = {
     "ff": {"circuit": "ff", "components": 1},
     "cp": {"circuit": "cp"},
@@ -58,7 +59,7 @@ def fixture_served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, engine
         engines[name] = engine.Engine(
             str(folder / "target"),
             [engine.Call(prompts, sampling)],
-            {"speculative_config": {"method": "mtpc", "model": str(folder / name)}, "skip_tokenizer_init": True},
+            {"speculative_config": {"model": str(folder / name), **EVERY_DRAFT}, "skip_tokenizer_init": True},
         )
     replies = engine.run(engines, "v1")
     for reply in replies.values():
