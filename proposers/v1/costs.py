@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vllm_mtpc.proposers.seam.schedule import CPU_DRAFT, CPU_STEP
 
 Floats = NDArray[np.float64]
-KEPT = 0.998  # of what was learnt, per step
+KEPT = 0.998  # of what was learnt of a kind of step, per step of the kind
 PULL = 0.01  # of each weight towards its prior, in steps
 VERIFYING = 0.5  # ms, of the first number of CPU_DRAFT: the rest of it is drafting
 
@@ -25,8 +25,8 @@ class Line:
 
     def __init__(self, prior: Sequence[float]) -> None:
         self.prior = np.array(prior, dtype=np.float64)
-        self._products = np.zeros((len(prior), len(prior)))
-        self._sums = np.zeros(len(prior))
+        self._products = np.zeros((2, len(prior), len(prior)))  # of plain steps, of drafted ones
+        self._sums = np.zeros((2, len(prior)))
         self._took = self._expected = 0.0
         self.count, self.weights = 0, self.prior
 
@@ -39,16 +39,18 @@ class Line:
         self.count += 1
         self._took = KEPT * self._took + seconds
         self._expected = KEPT * self._expected + float(self.prior @ x)
+        kind = int(x[-1] > 0)  # what is seldom seen is not forgotten because of what is seen often
         x /= seconds
-        self._products = KEPT * self._products + np.outer(x, x)
-        self._sums = KEPT * self._sums + x
+        self._products[kind] = KEPT * self._products[kind] + np.outer(x, x)
+        self._sums[kind] = KEPT * self._sums[kind] + x
 
     def learn(self) -> None:
         """Weights from everything observed so far."""
         if not self.count:
             return
         prior = self.prior * self._took / self._expected
-        products, sums = self._products + np.diag(PULL / prior**2), self._sums + PULL / prior
+        products = self._products.sum(axis=0) + np.diag(PULL / prior**2)
+        sums = self._sums.sum(axis=0) + PULL / prior
         used = np.ones(len(prior), dtype=bool)
         self.weights = np.zeros(len(prior))
         while used.any():  # what would cost less than nothing costs nothing, and the rest is fitted without it
@@ -60,7 +62,7 @@ class Line:
 
 
 class Costs:
-    """Seconds of a step of the target without its draft, and of a draft, for batches of about one size."""
+    """Seconds of a step of the target without its draft, and of a draft, for batches of one kind."""
 
     def __init__(self, load: float) -> None:
         """load: multiplications of the head for one draft, by those of the target for a row."""

@@ -10,8 +10,9 @@ sqrt(sum_v q(v)^2), between the chance that two draws agree and 1, for a draw; w
 learnt. The cut never looks at draft k to decide whether draft k stays. Looking would keep tokens because of what they
 are, and the verifier, which takes them for draws from q, would hand out more of them than the target does.
 
-Batches of about one size share what was learnt of costs: a row of a batch of 16 is no row of a single request. Now and
-then a step does what the plan does not (all drafts, none, or a few), so that nothing is believed for ever.
+Batches of about one size, all greedy or not, share what was learnt of costs: a row of a batch of 16 costs other than
+one of a single request, and a greedy one needs no distribution. Now and then a step does what the plan does not (all
+drafts, none, or a few), so that nothing is believed for ever.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
 # Steps of a size that try something else than the plan, then every RARE-th
 EARLY, RARE = (2, 5, 9, 14, 20, 40), 128
 FEW = 2  # drafts that are tried where none pay
+MARGIN = 1.03  # expected gain below which nothing is drafted: costs are not known better
 LEARN_EVERY = 16  # steps
 
 
@@ -54,8 +56,8 @@ class Confidence:
         return self.values[:num_reqs, :num_drafts].double().numpy(force=True)
 
 
-class Size:
-    """What is known of batches of about one size."""
+class Batches:
+    """What is known of batches of about one size, all greedy or not."""
 
     def __init__(self, load: float) -> None:
         self.costs, self.turn, self.is_none_next = Costs(load), 0, True
@@ -94,8 +96,8 @@ class Survival:
         """least: None, drafts are made and cut as it pays; else cut where they are less likely to survive; 0: never.
         load: of Costs. share: makes one rank's costs those of all, who must draft alike."""
         self.acceptance, self.given = Acceptance(rates), least
-        self._sizes: defaultdict[int, Size] = defaultdict(lambda: Size(load))
-        self._share = share
+        self._batches: defaultdict[tuple[int, bool], Batches] = defaultdict(lambda: Batches(load))
+        self._share, self._is_drawn = share, False
         self._plans: dict[tuple[int, int, int], tuple[int, float]] = {}
         self._last: Drafted | None = None
         self._batch: tuple[str, ...] = ()
@@ -106,25 +108,26 @@ class Survival:
         if self.given is not None or most == 0:
             return most, self.given or 0.0
         key = num_greedy, num_sampled, most
+        self._is_drawn = num_sampled > 0
         if key not in self._plans:
             self._plans[key] = self._best(*key)
         best, least = self._plans[key]
-        tried = self._sizes[(num_greedy + num_sampled).bit_length()].tries(best, most)
+        tried = self._of(num_greedy + num_sampled, num_sampled > 0).tries(best, most)
         return (best, least) if tried is None else (tried, 0.0)
 
-    def costs_of(self, batch: int) -> Costs:
-        """What was learnt of batches of about this size."""
-        return self._sizes[batch.bit_length()].costs
+    def _of(self, batch: int, is_drawn: bool) -> Batches:
+        return self._batches[batch.bit_length(), is_drawn]
 
     def _best(self, num_greedy: int, num_sampled: int, most: int) -> tuple[int, float]:
         batch = num_greedy + num_sampled
-        costs = self.costs_of(batch)
+        costs = self._of(batch, num_sampled > 0).costs
         gained = np.array([num_greedy, num_sampled]) @ self.acceptance.survival()[:, :most].cumsum(axis=1)
         rates = [batch / costs.step(batch, batch, False)]
         for drafts in range(1, most + 1):
             seconds = costs.step(batch, batch * (1 + drafts), True) + costs.draft(batch, drafts)
             rates.append((batch + float(gained[drafts - 1])) / seconds)
         best = int(np.argmax(rates))
+        best = best if rates[best] >= MARGIN * rates[0] else 0
         return best, costs.row * rates[best]
 
     def lengths(
@@ -146,7 +149,7 @@ class Survival:
         cut = self._observe(names, verified, emitted)
         if self.given is None and is_plain_decoding and batch == self._batch:
             features = step_features(len(batch), len(batch) + sum(verified), any(verified))
-            costs = self.costs_of(len(batch))
+            costs = self._of(len(batch), self._is_drawn).costs
             costs.steps.observe(features, now - self._left)
             if costs.steps.count % LEARN_EVERY == 0 or costs.steps.count in (2, 4, 8):
                 self._learn(costs)
@@ -156,7 +159,7 @@ class Survival:
         """The step's draft is over and took so long; drafted: None where the head was not run."""
         if drafted is not None and self.given is None:
             batch, drafts = drafted.confidence.shape
-            self.costs_of(batch).drafts.observe(draft_features(batch, drafts), seconds)
+            self._of(batch, self._is_drawn).costs.drafts.observe(draft_features(batch, drafts), seconds)
         self._last, self._batch, self._left = drafted, tuple(names), time.perf_counter()
 
     def _observe(self, names: Sequence[str], verified: Sequence[int], emitted: Sequence[int]) -> int:

@@ -89,7 +89,7 @@ def test_the_plan_is_the_best_of_a_strange_machine(row: float, draft: float, bat
     """Ten times slower than that of the constants, with other proportions: within 3 % of the best K, none included."""
     took, acceptance = machine(row, draft), accepted ** np.arange(1, 8)
     survival = Survival(np.full((2, 7), accepted), 0.1)
-    costs = survival.costs_of(batch)
+    costs = survival._of(batch, False).costs
     for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
         step, drafting = took(batch, drafts)
         costs.steps.observe(step_features(batch, batch * (1 + drafts), drafts > 0), step)
