@@ -86,7 +86,7 @@ def machine(row: float, draft: float) -> Callable[[int, int], tuple[float, float
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("accepted", [0.15, 0.6, 0.95])
 def test_the_plan_is_the_best_of_a_strange_machine(row: float, draft: float, batch: int, accepted: float) -> None:
-    """Ten times slower than that of the constants, with other proportions: within 3 % of the best K, none included."""
+    """Ten times slower than that of the constants, with other proportions: within 3 % of the best K; none for small gains."""
     took, acceptance = machine(row, draft), accepted ** np.arange(1, 8)
     survival = Survival(np.full((2, 7), accepted), 0.1)
     costs = survival._of(batch, False).costs
@@ -97,8 +97,8 @@ def test_the_plan_is_the_best_of_a_strange_machine(row: float, draft: float, bat
             costs.drafts.observe(draft_features(batch, drafts), drafting)
         survival._learn(costs)
     speed = [batch * (1 + acceptance[:drafts].sum()) / sum(took(batch, drafts)) for drafts in range(8)]
-    chosen = survival._best(batch, 0, 7)[0]
-    assert speed[chosen] >= 0.97 * max(speed), (chosen, int(np.argmax(speed)))
+    chosen, margin = survival._best(batch, 0, 7)[0], 1.03 if batch == 1 else 1.1
+    assert speed[chosen] >= 0.97 * max(speed) or (chosen == 0 and max(speed) < margin * speed[0] / 0.97)
 
 
 def test_a_delayed_step_moves_nothing_far() -> None:
