@@ -86,7 +86,7 @@ def machine(row: float, draft: float) -> Callable[[int, int], tuple[float, float
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("accepted", [0.15, 0.6, 0.95])
 def test_the_plan_is_the_best_of_a_strange_machine(row: float, draft: float, batch: int, accepted: float) -> None:
-    """Ten times slower than that of the constants, with other proportions: within 3 % of the best K; none for small gains."""
+    """Ten times slower than the constants', with other proportions: within 3 % of the best K; none for small gains."""
     took, acceptance = machine(row, draft), accepted ** np.arange(1, 8)
     survival = Survival(np.full((2, 7), accepted), 0.1)
     costs = survival._of(batch, False).costs
