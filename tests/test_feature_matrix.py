@@ -62,6 +62,8 @@ def test_only_a_passed_test_is_a_claim(ended: dict[str, int], shown: str) -> Non
 
 def test_a_run_is_kept(pytester: pytest.Pytester) -> None:
     """What the plugin writes: counts, reasons, failures, seconds by file, and cells with how their cases ended."""
+    import torch  # noqa: F401  the run below would forget it again, and it cannot be imported twice
+
     pytester.makeconftest("from tests.conftest import *")
     pytester.makepyfile(
         """
