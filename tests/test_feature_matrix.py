@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch  # noqa: F401  pytester forgets what is first imported in its runs, and torch cannot be imported twice
 
 from tests import outcome
 from tests.e2e import features
@@ -62,8 +63,6 @@ def test_only_a_passed_test_is_a_claim(ended: dict[str, int], shown: str) -> Non
 
 def test_a_run_is_kept(pytester: pytest.Pytester) -> None:
     """What the plugin writes: counts, reasons, failures, seconds by file, and cells with how their cases ended."""
-    import torch  # noqa: F401  the run below would forget it again, and it cannot be imported twice
-
     pytester.makeconftest("from tests.conftest import *")
     pytester.makepyfile(
         """
