@@ -34,7 +34,7 @@ from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
 EARLY, RARE = (2, 5, 9, 14, 20, 40), 128
 FEW = 2  # drafts that are tried where none pay
 # Expected gain below which nothing is drafted. Costs are known to 3 %; and requests of a batch that are accepted
-# unevenly end one after the other, so that the batch runs out (5 to 20 % of the time of 12 requests, 4 at once)
+# unevenly end one after the other, so that the batch runs out (how much that costs was not measured by itself)
 ALONE, MARGIN = 1.03, 1.1
 LEARN_EVERY = 16  # steps
 
