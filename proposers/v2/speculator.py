@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax, gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.heads.base import DraftParams, Head
-from vllm_mtpc.heads.memory import by_batch, goes, rows_at_once
+from vllm_mtpc.heads.memory import by_batch, rows_at_once
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
@@ -65,9 +65,9 @@ class MtpcSpeculator(DraftModelSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         spec = self.speculative_config
         head = load_served_head(spec.model_folder, self.dtype, self.device, target_model, self.dtype, spec.head_dtype)
-        self.logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
-        found = goes(head, self.drafts_by_batch, self.num_speculative_steps, self.logits_dtype)
-        self.largest, self.max_rows = found[0], max(go.rows for go in found)
+        logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        self.rows_at_once = rows_at_once(head, self.drafts_by_batch, self.num_speculative_steps, logits_dtype, sizes)
         self.drafter = self._drafter(head)
         program = () if self.drafter is None else (self.drafter.code, self.drafter.begins)
         head.kept = kept((*head.parameters(), *program))
@@ -87,7 +87,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             head.circuit.program,
             head.circuit.num_components,
             head.vocab_size,
-            self.max_rows,
+            max(self.rows_at_once.values()),
             self.num_speculative_steps,
             self.device,
             gumbel_noised_argmax,
@@ -127,7 +127,8 @@ class MtpcSpeculator(DraftModelSpeculator):
         num_drafts = scheduled if num_speculative_tokens is None else num_speculative_tokens
         if is_profile:  # vLLM measures how much is left for the KV cache
             self.idx_mapping.fill_(-1)
-            self._draft(*self.largest)
+            num_drafts, rows = next(iter(self.rows_at_once.items()))
+            self._draft(rows, num_drafts)
             return self.draft_tokens[:num_reqs]
         if num_drafts > 0:
             self._copy_request_inputs(num_reqs, input_batch.idx_mapping[:num_reqs], temperature, seeds, dummy_run)
@@ -147,7 +148,7 @@ class MtpcSpeculator(DraftModelSpeculator):
 
     def _draft(self, num_reqs: int, num_drafts: int) -> None:
         """Drafts [R, K], their conditionals and confidences, from hidden_states, first_tokens and noise_pos."""
-        step = min(self.max_rows, rows_at_once(self.model, num_drafts, self.logits_dtype))
+        step = self.rows_at_once.get(num_drafts, 1)
         for start in range(0, num_reqs, step):
             self._draft_rows(slice(start, min(start + step, num_reqs)), num_drafts)
 

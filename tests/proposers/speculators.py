@@ -26,6 +26,7 @@ class Setting:
     schedule: list[tuple[int, int, int]] | str = "off"
     options: dict[str, Any] | None = None
     logits_bytes: int = memory.LOGITS_BYTES
+    graph_sizes: tuple[int, ...] = ()
 
 
 class Target(nn.Module):
@@ -54,6 +55,8 @@ def speculator(setting: Setting) -> Any:
     config = engine_config(
         setting.place / "target", {**given, **(setting.options or {})}, max_num_seqs=setting.max_num_seqs
     )
+    config.compilation_config.cudagraph_capture_sizes = list(setting.graph_sizes)
+    config.compilation_config.max_cudagraph_capture_size = max(setting.graph_sizes, default=0)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(memory, "LOGITS_BYTES", setting.logits_bytes))
         stack.enter_context(mock.patch.object(module, "resolve_model_state_cls", lambda *args: object))

@@ -111,6 +111,7 @@ def test_the_profile_run_drafts_once_and_no_more_than_is_allowed(found: dict[str
     for name in HEADS:
         of_case = {case: found[f"{name}, {case}"]["goes"] for case in CASES}
         assert of_case["off"] == [(BATCH, 4)] and of_case["one row is too large"] == [(1, 4)]
+        assert of_case["scheduled"] == [(12, 1)]  # 12 requests of two positions are more than 2 of five
         ((rows, drafts),) = of_case["in goes"]
         r = HEADS[name].get("num_components", 3)
         one = r * VOCAB * 4 * (1 + drafts + 1)  # logits of a row, and those of x_1 once more
@@ -130,7 +131,7 @@ def in_goes(settings: list[Setting], drafts: int) -> list[Any]:
 def test_a_batch_drafted_in_several_goes_is_the_same(places: dict[str, Path], name: str) -> None:
     settings = [Setting(places[name], BATCH, logits_bytes=size) for size in (1 << 30, 1 << 16)]
     (tokens, *numbers), (same_tokens, *same_numbers) = forks.call(
-        "v2", "tests.proposers.test_draft_memory:in_goes", settings, 3
+        "v2", "tests.proposers.test_draft_memory:in_goes", settings, 4
     )
     assert torch.equal(tokens, same_tokens)
     for ours, theirs in zip(numbers, same_numbers, strict=True):

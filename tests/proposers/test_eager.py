@@ -65,7 +65,9 @@ def _ops(module: torch.nn.Module) -> list[Any]:
     from vllm.model_executor.custom_op import CustomOp
 
     kinds = ("RMSNorm", "SiluAndMul", "Llama3RotaryEmbedding", "RotaryEmbedding")
-    return [part for part in module.modules() if isinstance(part, CustomOp) and type(part).__name__ in kinds]
+    # layers of the target share one rotary embedding
+    every = [part for _, part in module.named_modules(remove_duplicate=False)]
+    return [part for part in every if isinstance(part, CustomOp) and type(part).__name__ in kinds]
 
 
 def _methods(module: torch.nn.Module) -> dict[str, set[str]]:

@@ -14,7 +14,7 @@ from tests.proposers.speculators import Recorder, Setting, drafted, speculator
 from tests.proposers.test_bad_input import write_head
 
 SCHEDULE = [(1, 3, 4), (4, 5, 2), (6, 6, 1), (7, 8, 0)]
-SIZES = [1, 2, 4, 8]
+SIZES = (1, 2, 4, 8)
 # vLLM's sizes that hold a batch of SCHEDULE, the largest first: 8 pads batches of 5 (two drafts) and 6 (one)
 KEYS = [(8, 2), (8, 1), (4, 4), (4, 2), (2, 4), (1, 4)]
 
@@ -34,8 +34,6 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
 
     recorder, said = Recorder(), {"keys": {}, "needs": {}, "drafts": [], "replayed": [], "untouched": []}
     with recorder.in_place(), speculator(setting) as made:
-        made.vllm_config.compilation_config.cudagraph_capture_sizes = SIZES
-        made.vllm_config.compilation_config.max_cudagraph_capture_size = max(SIZES)
         eager = {
             (num_reqs, drafts): drafted(made, num_reqs, drafts)
             for num_reqs in range(1, 9)
@@ -71,7 +69,9 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def said(place: Path) -> dict[str, Any]:
     modes = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
-    return forks.call("v2", "tests.proposers.test_graphs:captured", Setting(place, 8, SCHEDULE), modes)
+    return forks.call(
+        "v2", "tests.proposers.test_graphs:captured", Setting(place, 8, SCHEDULE, graph_sizes=SIZES), modes
+    )
 
 
 def test_graphs_are_made_for_scheduled_batches_alone(said: dict[str, Any]) -> None:

@@ -39,13 +39,6 @@ class DraftMemory(NamedTuple):
     activation: int  # at once during the largest draft, beside both
 
 
-class Go(NamedTuple):
-    """Requests that are drafted for at once, so many drafts each."""
-
-    rows: int
-    num_drafts: int
-
-
 def by_batch(ranges: Sequence[tuple[int, int, int]] | None, max_num_seqs: int, num_drafts: int) -> list[int]:
     """Drafts of each batch size up to max_num_seqs, as vLLM's scheduler looks them up; [0] means nothing.
 
@@ -59,30 +52,32 @@ def by_batch(ranges: Sequence[tuple[int, int, int]] | None, max_num_seqs: int, n
     return table[: max_num_seqs + 1]
 
 
-def rows_at_once(head: Head, num_drafts: int, logits_dtype: torch.dtype) -> int:
-    """Rows of a go: as many as LOGITS_BYTES hold, at least one."""
-    return max(1, LOGITS_BYTES // _logits_bytes(head, Go(1, num_drafts), logits_dtype))
+def rows_at_once(
+    head: Head,
+    drafts_by_batch: Sequence[int],
+    num_drafts: int,
+    logits_dtype: torch.dtype,
+    graph_sizes: Sequence[int] = (),
+) -> dict[int, int]:
+    """Requests that are drafted for at once, by their number of drafts, the largest draft first.
 
-
-def goes(head: Head, drafts_by_batch: Sequence[int], num_drafts: int, logits_dtype: torch.dtype) -> list[Go]:
-    """The goes of all batches, the largest first.
-
-    drafts_by_batch[n]: drafts of a batch of n, of which [0] means nothing. Where all requests have a seed, num_drafts
-    are made in any batch.
+    As many as drafts_by_batch[n] (drafts of a batch of n; [0] means nothing) gives so many, and LOGITS_BYTES hold; one
+    at least; CUDA graphs pad batches to graph_sizes. Requests with a seed get num_drafts in any batch, a few of them
+    at a time (`proposers/v2/seeded.py`).
     """
-    batches = {*enumerate(drafts_by_batch), (len(drafts_by_batch) - 1, num_drafts)}
-    found = {
-        Go(min(batch, rows_at_once(head, drafts, logits_dtype)), drafts)
-        for batch, drafts in batches
-        if batch and drafts
+    largest = {num_drafts: 1} | {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts}
+    largest = {
+        drafts: min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)
+        for drafts, batch in largest.items()
     }
-    return sorted(found, key=lambda go: (_logits_bytes(head, go, logits_dtype), go), reverse=True)
 
+    def size(drafts: int) -> int:
+        """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 beside them."""
+        position = head.circuit.num_components * head.vocab_size
+        return position * ((1 + drafts) * logits_dtype.itemsize + torch.float32.itemsize)
 
-def _logits_bytes(head: Head, go: Go, logits_dtype: torch.dtype) -> int:
-    """Logits [rows, 1 + K, r, V], and those of x_1 in float32 beside them."""
-    position = go.rows * head.circuit.num_components * head.vocab_size
-    return position * ((1 + go.num_drafts) * logits_dtype.itemsize + torch.float32.itemsize)
+    rows = {drafts: min(batch, max(1, LOGITS_BYTES // size(drafts))) for drafts, batch in largest.items()}
+    return dict(sorted(rows.items(), key=lambda item: item[1] * size(item[0]), reverse=True))
 
 
 def draft_memory(
@@ -96,8 +91,8 @@ def draft_memory(
 ) -> DraftMemory:
     """Memory on one rank of Model Runner V2, for a target in `dtype` and head_dtype auto.
 
-    drafts_by_batch as in `goes`, one entry for each batch size up to max_num_seqs. cache_dtype: of the conditionals
-    that drafts are verified with; None: there are none (draft_sample_method greedy).
+    drafts_by_batch as in `rows_at_once`, one entry for each batch size up to max_num_seqs. cache_dtype: of the
+    conditionals that drafts are verified with; None: there are none (draft_sample_method greedy).
     """
     with torch.device("meta"), torch.inference_mode():
         head = build_head(config).to(dtype)
@@ -105,15 +100,15 @@ def draft_memory(
             head.shard_leaves(Shard(0, num_ranks, config.vocab_size, lambda own: torch.cat([own] * num_ranks)))
         if head.needs_lm_head:
             head.bind_lm_head(lambda states: _gathered_logits(states, config.vocab_size, num_ranks))
-        found = goes(head, drafts_by_batch, num_drafts, dtype)
-        rows, drafts = found[0]
+        found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
+        drafts, rows = next(iter(found.items()))
         hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
         with LiveBytes() as live:
             params = head.draft_params(hidden, first, drafts)
             if head.circuit.num_components > MAX_COMPONENTS:
                 naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))
         weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
-        buffers = _kernel_buffers(head, max(go.rows for go in found), num_drafts)
+        buffers = _kernel_buffers(head, max(found.values()), num_drafts)
     requests = len(drafts_by_batch) - 1
     cached = 0 if cache_dtype is None else config.vocab_size * cache_dtype.itemsize
     # per draft: token, confidence, conditional; per request: slot, temperature, seed, row, first token, position, state
