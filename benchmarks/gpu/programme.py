@@ -46,6 +46,9 @@ class Part:
     result: Path | None = None  # JSON that the command writes
     needs: Sequence[Path] = ()  # what an earlier stage or part writes
     environment: dict[str, str] = field(default_factory=dict)
+    makes: Path | None = (
+        None  # a model or data in the cache: of use at other commits too, made again where it is not there
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class Record:
 
     def is_done(self, part: Part, commit: str) -> bool:
         known = self.parts.get(part.name, {})
-        return known.get("state") == DONE and known["commit"] == commit
+        is_of_use = part.makes.exists() if part.makes else known.get("commit") == commit
+        return known.get("state") == DONE and is_of_use
 
     def keep(self, part: Part, values: dict[str, Any]) -> None:
         self.parts[part.name] = values
@@ -148,7 +152,7 @@ def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: f
             left.append(part.name)
             continue
         print(f"{stage} {part.name} ...", flush=True)
-        if part.result is not None:
+        if part.result is not None and part.makes is None:
             part.result.unlink(missing_ok=True)  # of an earlier try
         values = run(part, programme, stage, time_left, commit)
         record.keep(part, values)
@@ -172,7 +176,7 @@ def listing(programme: Programme) -> int:
             state = known["state"] if known else "not run yet"
             if known and known["commit"] != commit:
                 state += f" at {known['commit'][:10]}, not at this commit"
-            print(f"  {part.name:24} {state}")
+            print(f"  {part.name:34} {state}")
     return 0
 
 

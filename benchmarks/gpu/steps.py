@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         longest = 2 * (STEPS + 8) * window + 64
         engine = arguments(str(folder / "SYNTHETIC-target"), "auto", longest, max(args.batch), on_gpu, args.engine)
         engine |= {"load_format": "dummy", "speculative_config": speculative(folder / "SYNTHETIC-head", window)}
-        wanted = [(batch, drafts) for drafts in (0, window - 1) for batch in args.batch]
+        wanted = [(batch, window - 1) for batch in args.batch]
         for cell in curves.measure(engine, wanted, STEPS, 1.0, args.json.with_suffix(f".n{window}.log")):
             if cell["step_ms"] is not None:
                 found[cell["batch"], cell["batch"] * (1 + cell["drafts"])] = cell["step_ms"]

@@ -92,7 +92,7 @@ def test_without_a_stage_it_lists_them(folder: Path, monkeypatch: pytest.MonkeyP
     assert programme.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith(" ")][-len(stages.STAGES) :] == list(stages.STAGES)
-    assert f"  {'good':24} done at {'a' * 10}, not at this commit" in lines and any("not run yet" in x for x in lines)
+    assert f"  {'good':34} done at {'a' * 10}, not at this commit" in lines and any("not run yet" in x for x in lines)
 
 
 def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -50,9 +50,11 @@ def test_schedule_rises_stays_and_falls():
 
 
 def test_minutes_decide_how_many_steps_there_are(monkeypatch):
-    clock = iter(range(0, 10**6, 2))  # a step takes two seconds
-    monkeypatch.setattr(byte_target.time, "monotonic", lambda: float(next(clock)))
-    found = list(byte_target.pace(1700, minutes=1.0))
+    now, found = [0.0], []
+    monkeypatch.setattr(byte_target.time, "monotonic", lambda: now[0])
+    for one in byte_target.pace(1700, minutes=1.0):
+        found.append(one)
+        now[0] += 2.0
     assert len(found) == 30 and found[0] == (0, 1700) and {most for _, most in found[10:]} == {30}
     assert list(byte_target.pace(3, None)) == [(0, 3), (1, 3), (2, 3)]
 

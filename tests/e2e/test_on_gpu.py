@@ -38,15 +38,18 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 def said(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
     """Replies by engine and call."""
     speculative = {"method": HEADS[request.param], "model": str(demo.path(request.param))}
-    always = {"max_model_len": 240, "enable_prefix_caching": False, "enable_sleep_mode": forks.ON_GPU}
+    always = {"max_model_len": 240, "enable_prefix_caching": False}
     target, calls = str(demo.path("target")), list(CALLS.values())
     engines = {"plain": Engine(target, calls[:1], always)}
     for name, how in EAGER.items():
-        engines[name] = Engine(target, calls, {**always, **how, "speculative_config": speculative})
-    found = run(engines, "v2" if forks.ON_GPU else "v1", async_scheduling=True)
-    for name, replies in found.items():
+        more = {**how, "speculative_config": speculative, "enable_sleep_mode": forks.ON_GPU}
+        engines[name] = Engine(target, calls, {**always, **more})
+    found = {}
+    for name, engine in engines.items():  # a process each: vLLM lets one engine of a process sleep
+        replies = run({name: engine}, "v2" if forks.ON_GPU else "v1", async_scheduling=True)[name]
         assert not isinstance(replies, str), (name, replies)
-    return {name: dict(zip(CALLS, replies, strict=False)) for name, replies in found.items()}
+        found[name] = dict(zip(CALLS, replies, strict=False))
+    return found
 
 
 def accepted(said: dict[str, Reply], name: str) -> float:

@@ -162,9 +162,8 @@ def train(
     bar = tqdm(pace(steps, minutes), desc="target", unit="step", mininterval=5, total=None if minutes else steps)
     for step, most in bar:
         length = LONG if step >= most - long_steps else SHORT
-        tokens = corpus.crops(text.train, (tokens_per_step or TOKENS_PER_STEP) // length, length + 1, generator).to(
-            device
-        )
+        count = (tokens_per_step or TOKENS_PER_STEP) // length
+        tokens = corpus.crops(text.train, count, length + 1, generator).to(device)
         loss = train_step(model, optimizers, tokens, schedule(step, most))
         bar.set_postfix(loss=f"{loss:.3f}", bits=f"{loss / math.log(2):.3f}", refresh=False)
     model.steps_taken = step + 1
