@@ -39,12 +39,11 @@ def bench_serve(
     peers: Sequence[str] = (),
     **options: Any,
 ) -> Part:
-    """`vllm-mtpc bench serve` on Model Runner V2, which a CPU has not."""
+    """`vllm-mtpc bench serve`, on the model runner that vLLM chooses."""
     out = programme.cache / "serve" / f"{name}.json"
     common = {"engine": json.dumps({**(engine or {}), **programme.engine}), "rounds": 1, "json": out}
     command = words(*MTPC, "bench", "serve", peers=list(peers), **common, **options)
-    v2 = programme.size({"VLLM_USE_V2_MODEL_RUNNER": "1"}, {})
-    return Part(name, seconds, command, out, needs, environment={**v2, **(environment or {})})
+    return Part(name, seconds, command, out, needs, environment or {})
 
 
 # tests

@@ -36,7 +36,7 @@ def target_config(
     layers: int = LAYERS, intermediate_size: int = INTERMEDIATE_SIZE, hidden_size: int = HIDDEN_SIZE
 ) -> LlamaConfig:
     """Sizes of a target; by default of the demo's (about 3.7M parameters)."""
-    head_dim = min(64, hidden_size // 4)
+    head_dim = max(32, min(64, hidden_size // 4))
     return LlamaConfig(
         vocab_size=corpus.VOCAB_SIZE,
         hidden_size=hidden_size,
