@@ -16,10 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from vllm_mtpc.bench import provenance
 from vllm_mtpc.bench.process import group, tail
@@ -28,6 +30,7 @@ from vllm_mtpc.guard import guard
 from vllm_mtpc.output import check_file, write_json
 
 LIMIT_S = 480.0
+GRACE_S = 15.0  # for engines to end
 REASON_LINES, KEPT_LINES = 40, 4  # of a log that are kept in the result: of a part that failed, of one that is done
 SAME = ("hardware", "versions", "commit", "time", "command")  # said once for a stage
 DONE, FAILED = "done", "failed"
@@ -112,7 +115,7 @@ def run(part: Part, programme: Programme, stage: str, limit_s: float, commit: st
     else:
         environment = {**os.environ, "MTPC_COMMIT": commit, **part.environment}
         late = contextlib.suppress(subprocess.TimeoutExpired)
-        with group(list(part.command), log, environment) as process, late:
+        with group(list(part.command), log, environment) as process, _nothing_left(process.pid), late:
             code = process.wait(timeout=limit_s)
         reason = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
     state = DONE if code == 0 else FAILED
@@ -127,6 +130,22 @@ def run(part: Part, programme: Programme, stage: str, limit_s: float, commit: st
         written = json.loads(part.result.read_text(encoding="utf-8"))
         values["result"] = {key: value for key, value in written.items() if key not in SAME}
     return values
+
+
+@contextlib.contextmanager
+def _nothing_left(pid: int) -> Iterator[None]:
+    """Ends what a process that is stopped has begun in sessions of its own: engines, with their memory on the GPU."""
+    try:
+        yield
+    finally:
+        below: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(pid).children(recursive=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGTERM)
+        for one in psutil.wait_procs(below, timeout=GRACE_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: float) -> int:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.gpu import programme, stages
@@ -83,6 +84,17 @@ def test_the_limit_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert list(found) == ["hangs"] and found["hangs"]["reason"].startswith("stopped after ")
     assert found["hangs"]["log"] == ["now"] and found["hangs"]["seconds"] < 30
     assert "no time for long" in capsys.readouterr().out
+
+
+def test_a_part_that_is_stopped_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine lives in a session of its own, and a GPU's memory with it."""
+    pid = folder / "pid"
+    child = "[sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)']"
+    code = f"import subprocess, sys, time; p = subprocess.Popen({child}, start_new_session=True)"
+    code += f"; open({str(pid)!r}, 'w').write(str(p.pid)); time.sleep(99)"
+    monkeypatch.setattr(programme, "GRACE_S", 0.5)
+    assert ran(monkeypatch, [part("engine", code)], "--limit", "3") == 1
+    assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
 
 
 def test_without_a_stage_it_lists_them(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
