@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.seam import auto, watch
+from vllm_mtpc.proposers.seam import auto
 from vllm_mtpc.proposers.seam.patch import Patch, applied, refuse_problems
 
 logger = logging.getLogger("vllm.mtpc")
@@ -179,17 +179,6 @@ class KeepV1Schedule(Patch):
         return _maybe_disable_dynamic_sd_for_v1
 
 
-class EnvironmentVariables(Patch):
-    module = "vllm.envs"
-    attribute = "environment_variables"
-    reason = "vLLM warns of, or refuses, every VLLM_... variable that it does not know"
-    parameters = None
-
-    @classmethod
-    def replace(cls, original: Any) -> Any:
-        return {**original, auto.VARIABLE: auto.is_on, watch.DEBUG: watch.is_debug}
-
-
 PATCHES: tuple[type[Patch], ...] = (
     CreateSpeculativeConfig,
     CreateEngineConfig,
@@ -197,7 +186,6 @@ PATCHES: tuple[type[Patch], ...] = (
     OverrideWithSpeculators,
     AsyncMethods,
     KeepV1Schedule,
-    EnvironmentVariables,
 )
 
 

@@ -16,7 +16,7 @@ from vllm_mtpc import METHODS
 from vllm_mtpc.proposers.seam.auto import OFF
 from vllm_mtpc.proposers.seam.patch import Patch
 
-DEBUG = "VLLM_MTPC_DEBUG"
+DEBUG = "MTPC_DEBUG"
 COST = "vllm_mtpc_draft_cost"  # attribute of a ModelRunnerOutput: values of DraftFigures's fields
 CUTS = ("schedule", "survival", "budget")
 

@@ -14,6 +14,7 @@ import torch
 
 from vllm_mtpc import plugin
 from vllm_mtpc.proposers import watch
+from vllm_mtpc.proposers.seam import auto
 from vllm_mtpc.proposers.seam import watch as seam
 
 CPU = torch.device("cpu")
@@ -91,13 +92,15 @@ def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert propose().shape == (2, 3)
 
 
-def test_vllm_knows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_variables_are_no_part_of_vllms_compile_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that depends on this package would have every model compiled again, heads or not."""
     import vllm.envs as envs
 
-    monkeypatch.setenv(seam.DEBUG, "true")
-    assert envs.environment_variables[seam.DEBUG]() is True
-    monkeypatch.delenv(seam.DEBUG)
-    assert envs.environment_variables[seam.DEBUG]() is False
+    plain = envs.compile_factors()
+    assert not [name for name in plain if "MTPC" in name]
+    for variable in (auto.VARIABLE, seam.DEBUG):
+        monkeypatch.setenv(variable, "1")
+    assert envs.compile_factors() == plain
 
 
 def sent(stats: Any) -> SimpleNamespace:
