@@ -10,13 +10,14 @@ from pydantic import Field, SkipValidation
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.utils import config
+from vllm.platforms import current_platform
 
 from vllm_mtpc.checkpoint.ptp import check_ptp
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.seam.config import MtpcSpeculativeConfig
 from vllm_mtpc.proposers.seam.runner import how_to_v2
-from vllm_mtpc.proposers.seam.schedule import Schedule, merged
+from vllm_mtpc.proposers.seam.schedule import Schedule, few_lengths, merged
 
 if TYPE_CHECKING:
     from vllm_mtpc.proposers.v2.ptp.plan import Plan
@@ -93,13 +94,17 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         )
 
     def default_schedule(self) -> Schedule:
-        """As many drafts as the rows of each batch size can give: others would be verified for nothing."""
+        """As many drafts as the rows of each batch size can give: others would be verified for nothing.
+
+        On a GPU few lengths: vLLM captures graphs for each.
+        """
         from vllm_mtpc.proposers.v2.ptp.plan import most_drafts
 
         largest = self.max_aux_rows + 1  # a batch with more requests than rows is not drafted for
         plan = self._plan_of(self.num_speculative_tokens, largest)
         by_batch = [most_drafts(plan.bucket(n), self.head.variant, plan.leading) for n in range(1, largest + 1)]
-        return merged([min(drafts, self.num_speculative_tokens) for drafts in by_batch])
+        by_batch = [min(drafts, self.num_speculative_tokens) for drafts in by_batch]
+        return merged(by_batch if current_platform.is_cpu() else few_lengths(by_batch))
 
 
 def check_target(folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:
@@ -163,7 +168,6 @@ def keep_the_order(attention_config: Any) -> None:
     Groups of auxiliary rows stand behind all of a batch's own rows. FlashInfer sorts, and vLLM prefers it on GPUs of
     compute capability 10 (platforms/cuda.py); it is refused where the user named it.
     """
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     named = attention_config.backend
