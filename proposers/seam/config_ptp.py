@@ -179,3 +179,20 @@ def keep_the_order(attention_config: Any) -> None:
     if named is None and current_platform.is_cuda() and current_platform.is_device_capability_family(100):
         logger.warning("method 'ptp': attention backend FLASH_ATTN, because FlashInfer sorts a batch by length")
         attention_config.backend = AttentionBackendEnum.FLASH_ATTN
+
+
+def reserved_blocks(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Blocks of auxiliary rows; raises ServeConfigError where too few are left for one request."""
+    if not kv_cache_config.kv_cache_groups:
+        return 0
+    spec, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
+    block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    blocks = spec.plan(vllm_config.scheduler_config.max_num_seqs).num_blocks(block_size)
+    needed = -(-longest // block_size) + 1  # vLLM keeps one block for itself
+    if kv_cache_config.num_blocks - blocks < needed:
+        raise ServeConfigError(
+            f"the KV cache holds {kv_cache_config.num_blocks} blocks of {block_size} tokens; {blocks} of them are for "
+            f"auxiliary rows and {needed} for one request of {longest} tokens; raise --gpu-memory-utilization (or "
+            f"--kv-cache-memory-bytes), or lower max_aux_rows={spec.max_aux_rows} or --max-num-seqs"
+        )
+    return blocks
