@@ -226,6 +226,15 @@ def _check_fit(folder: Path, head: HeadConfig | PtpConfig, given: dict[str, Any]
                 f"use a head trained for this target (this one was trained for "
                 f"{head.speculators_config.verifier.name_or_path})"
             )
+    if (copies := getattr(target.hf_config, "hc_mult", 1)) > 1:
+        from vllm.model_executor.model_loader.utils import get_model_cls
+
+        if hasattr(get_model_cls(target), "get_mtp_target_hidden_states"):  # as vLLM's speculators find out
+            raise ServeConfigError(
+                f"speculative_config: target {target.model} hands out hidden states of {copies} x {head.hidden_size} "
+                f"numbers, the copies of its residual stream; head {folder} reads hidden_size={head.hidden_size}: "
+                "allowed are targets that hand out what leaves their final norm; drop speculative_config"
+            )
     if given.get("head_dtype") == "fp8" and needs_lm_head(head.head):
         raise ServeConfigError(
             f"speculative_config: head_dtype='fp8', but head {folder} (head={head.head!r}) has no unembeddings of its "

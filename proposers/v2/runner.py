@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.lora_utils import LoraState
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 
 from vllm_mtpc.proposers.v2.seeded import draft_apart
 from vllm_mtpc.proposers.watch import watch_speculator
@@ -44,7 +46,6 @@ def our_speculator() -> Iterator[None]:
     def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         return speculator_class(vllm_config.speculative_config)(vllm_config, device)
 
-    theirs = model_runner.init_speculator
     model_runner.init_speculator = init_speculator
     try:
         yield
@@ -65,7 +66,7 @@ class RowLoraState(LoraState):
         return (adapters, *rest)
 
 
-class HeadModelRunner(model_runner.GPUModelRunner):
+class HeadModelRunner(GPUModelRunner):
     """What is added to the V2 runner of any device."""
 
     def begin(self) -> None:
