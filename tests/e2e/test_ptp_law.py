@@ -33,7 +33,7 @@ def engine(
 ) -> Engine:
     sampling = {**setting.sampling(), "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
     if with_head:
-        arguments["speculative_config"] = {"method": "ptp", "model": str(folder / "head")}
+        arguments["speculative_config"] = {"method": "ptp", "model": str(folder / "head"), "draft_pass": "merged"}
     small = {"skip_tokenizer_init": True, "max_model_len": 32, "max_num_seqs": 64, "block_size": 32, **arguments}
     return Engine(str(folder / "target"), [asking(PROMPT, sampling, DRAWS)], small, plant)
 
