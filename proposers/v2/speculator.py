@@ -11,7 +11,7 @@ conditionals alone and never from the drawn tokens, so lengths chosen by it keep
 Differences from DraftModelSpeculator:
   * No model pass, no attention, no KV cache: the head reads the target's own hidden state.
   * The window's first token is given, so K <= n - 1 and a step yields at most n tokens.
-  * `draft_logits` are float32: drawn from and scored with the same numbers.
+  * `draft_logits` have the head's dtype, and drafts are drawn from them as rounded: what is scored is drawn from.
   * Confidences are the circuit's own; vLLM's acceptance estimator is not used.
 
 The draft runs eagerly between two target graphs: shapes depend on the number of requests and of drafts
@@ -36,7 +36,8 @@ from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
-from vllm_mtpc.proposers.load import load_served_head
+from vllm_mtpc.kernels.leaf.kernel import batches
+from vllm_mtpc.proposers.load import load_served_head, weights_dtype
 from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.v2.gather import last_rows
 from vllm_mtpc.proposers.v2.grammar import with_residual
@@ -55,7 +56,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
-        return torch.float32, 0.0
+        return weights_dtype(self.speculative_config.head_dtype, self.dtype, self.device), 0.0
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         spec = self.speculative_config
@@ -77,8 +78,6 @@ class MtpcSpeculator(DraftModelSpeculator):
             head.circuit.program,
             head.circuit.num_components,
             head.vocab_size,
-            self.max_num_reqs,
-            self.num_speculative_steps,
             self.device,
             gumbel_noised_argmax,
             self.use_fp64_gumbel,
@@ -110,6 +109,8 @@ class MtpcSpeculator(DraftModelSpeculator):
         **kwargs: Any,
     ) -> Tensor:
         """Drafts [R, K], int64: the first `num_speculative_tokens` columns (None: all); the others are stale."""
+        if kwargs.get("is_profile"):
+            self._warm_up()
         num_reqs = input_batch.num_reqs
         num_drafts = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         if num_drafts > 0:
@@ -123,6 +124,17 @@ class MtpcSpeculator(DraftModelSpeculator):
             torch.index_select(last_hidden_states, 0, self.last_rows[:num_reqs], out=self.hidden_states[:num_reqs])
             self._draft(num_reqs, num_drafts)
         return self.draft_tokens[:num_reqs]
+
+    def _warm_up(self) -> None:
+        """Drafts for nobody, so that Triton has compiled all that is launched while serving.
+
+        While vLLM measures memory: there is room then, and what the compiler takes is not taken for a graph's.
+        """
+        if self.device.type != "cuda":  # nothing is compiled
+            return
+        self.idx_mapping.fill_(-1)
+        for num_reqs in batches(self.max_num_reqs):
+            self._draft(num_reqs, 1)
 
     def _draft(self, num_reqs: int, num_drafts: int) -> None:
         """Drafts [R, K], their conditionals and confidences, from hidden_states, first_tokens and noise_pos."""
@@ -155,7 +167,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             # a draft's number that vLLM mixes in is taken out again: the kernel has none, and it would undo a step's
             seeds = self.seeds ^ (k << 32) if keys_noise_by_draft() else self.seeds
             return gumbel_sample(
-                log_q,
+                log_q.to(self.draft_logits.dtype),  # exact: it is rounded already; vLLM reads it as float32
                 slots,
                 self.temperature,
                 seeds,
@@ -168,4 +180,5 @@ class MtpcSpeculator(DraftModelSpeculator):
             )
 
         program = self.model.circuit.program
-        self.draft_tokens[:num_reqs, :num_drafts] = naive.draft(program, *params, pick)
+        dtype = self.draft_logits.dtype if is_drawn else torch.float32
+        self.draft_tokens[:num_reqs, :num_drafts] = naive.draft(program, *params, pick, dtype)
