@@ -132,7 +132,7 @@ def test_a_damaged_head_is_refused_whole(place: Path) -> None:
 def test_too_small_a_cache_is_refused(place: Path) -> None:
     from types import SimpleNamespace
 
-    from vllm_mtpc.proposers.seam.engine_core import reserved_blocks
+    from vllm_mtpc.proposers.seam.config_ptp import reserved_blocks
 
     config = engine_config(place / "target", {"method": "ptp", "model": str(place / "head")}, max_num_seqs=8)
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
