@@ -120,7 +120,7 @@ class Drafter:
             **REGISTERS,
         )
 
-    def _buffers(self, batch: int, drafts: int, device: torch.device) -> tuple[Any, ...]:
+    def buffers(self, batch: int, drafts: int, device: torch.device) -> tuple[Any, ...]:
         """State of the circuits and what blocks hand on, between launches: as large as this batch needs."""
         size, depth, blocks = self.sizes["R"], self.sizes["DEPTH"], self.num_blocks
 
@@ -141,7 +141,7 @@ class Drafter:
         of_blocks = {"BLOCKS": triton.next_power_of_2(self.num_blocks)}
         tile = {"R": self.sizes["R"], "BLOCK": self.block, "UNIT": unit, "num_warps": self.num_warps}
         blocks = self.num_blocks
-        of_leaves, norms, state, per_block = self._buffers(batch, num_drafts, leaf.device)
+        of_leaves, norms, state, per_block = self.buffers(batch, num_drafts, leaf.device)
         blocked.leaf_blocks[(blocks, num_drafts, batch)](*from_leaf, *of_leaves, num_drafts, r, vocab_size, **tile)
         blocked.start_rows[(num_drafts, batch)](
             evidence,
