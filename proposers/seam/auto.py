@@ -49,6 +49,7 @@ def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:
     engine_args.speculative_config = {"method": head_method(head) or "mtpc", "model": str(head)}
     try:
         made = create()
+        made.is_shipped = True
     except Exception as error:  # whatever is wrong with the head: the target is served
         warn(head, error)
         return None
@@ -56,6 +57,38 @@ def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:
         engine_args.speculative_config = None  # as the user gave it
     setattr(engine_args, _MARK, head)
     return made
+
+
+def check_memory(vllm_config: Any) -> None:
+    """Refuse a head that does not fit beside its target, as far as that is known before a worker starts: files of both,
+    and the logits of drafts. Raises ServeConfigError."""
+    from vllm.platforms import current_platform
+
+    from vllm_mtpc.errors import ServeConfigError
+
+    try:
+        total = current_platform.get_device_total_memory()
+    except NotImplementedError:
+        return
+    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    drafts = vllm_config.scheduler_config.max_num_seqs * spec.num_speculative_tokens
+    needed = {
+        "the target": _weights(_folder(spec.target_model_config.model, spec.target_model_config.revision))
+        / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size),
+        "the head": _weights(Path(spec.model_folder)),
+        "the logits of its drafts": 4 * drafts * spec.head.vocab_size if spec.method == "mtpc" else 0,
+    }
+    usable = total * vllm_config.cache_config.gpu_memory_utilization
+    if sum(needed.values()) > usable:
+        parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in needed.items())
+        raise ServeConfigError(
+            f"{parts}; the device has {usable / 2**30:.2f} GiB for vLLM: allowed is what fits; lower --max-num-seqs"
+        )
+
+
+def _weights(folder: Path | None) -> int:
+    """Bytes of the safetensors in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder else 0
 
 
 def begin(engine_args: Any) -> None:
@@ -76,7 +109,7 @@ def announce(head: Path, made: Any) -> None:
     logger.info("The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off", head, made, VARIABLE)
 
 
-def warn(head: Path, error: Exception) -> None:
+def warn(head: Path | str, error: Exception | str) -> None:
     reason = " ".join(str(error).split()) or type(error).__name__
     logger.warning("Serving without drafts: the head that the target ships, %s, is not served here: %s", head, reason)
 

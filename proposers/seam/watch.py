@@ -22,6 +22,7 @@ from vllm_mtpc.proposers.seam.patch import Patch
 
 DEBUG = "MTPC_DEBUG"
 COST = "vllm_mtpc_draft_cost"  # attribute of a ModelRunnerOutput: fields of DraftFigures but `steps`
+IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the head that the target ships has failed
 CUTS = ("schedule", "survival", "budget")
 
 

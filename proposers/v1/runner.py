@@ -13,6 +13,14 @@ class HeadModelRunner(GPUModelRunner):
     def begin(self) -> None:
         """Called once vLLM has made the runner."""
 
+    def ready(self) -> None:
+        """Called before the first request."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a head that the target ships has failed, and nothing drafts."""
+        return getattr(getattr(self, "drafter", None), "is_idle", False)
+
     def propose_draft_token_ids(
         self,
         scheduler_output: Any,
