@@ -31,13 +31,30 @@ INTERPRETER = os.pathsep.join(filter(None, [str(ROOT / "scripts" / "interpreter"
 V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
 # "v2 on triton": with Triton's own interpreter
 ENVIRONMENTS = {"v1": {}, "v2": V2, "v2 on triton": {**V2, "MTPC_INTERPRETER": "triton"}}
+# MTPC_TEST_GPU=1: on a GPU, nothing interpreted. What has imported vLLM may have touched the GPU, which a fork must not
+# inherit: each imports it anew. Attention on float32, Triton's, would multiply in TF32, whose errors of 1e-3 turn a
+# greedy token now and then, as a drafted token is verified by other launches than a plain one.
+ON_GPU = os.environ.get("MTPC_TEST_GPU") == "1"
+if ON_GPU:
+    ENVIRONMENTS = {
+        name: {"VLLM_USE_V2_MODEL_RUNNER": runner, "TRITON_F32_DEFAULT": "ieee"}
+        for name, runner in (("v1", "0"), ("v2", "1"))
+    }
 QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 IMPORTED = (
-    "vllm.entrypoints.llm",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.worker.cpu_worker",
-    "vllm_mtpc.plugin",
-    "vllm_mtpc.proposers.load",
+    ()
+    if ON_GPU
+    else (
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.entrypoints.anthropic.protocol",
+        "vllm.model_executor.layers.quantization.online.base",
+        "tests.e2e.engine",
+        "vllm_mtpc.plugin",
+        "vllm_mtpc.proposers.load",
+    )
 )
 ENDS_WITHIN_S = 60.0  # a fork that has answered
 
@@ -98,6 +115,8 @@ def _prepare(modules: list[str]) -> None:
     for module in modules:
         import_module(module)
     if "vllm" in sys.modules:
+        # or every fork does so, for 350 loggers
+        import_module("vllm.logger").configure_logging_if_needed(import_module("vllm.config.logging").LoggingConfig())
         _replace_kernels_once()
     gc.collect()
     gc.freeze()  # or every engine that starts walks through all that was imported, five times

@@ -93,3 +93,15 @@ def test_a_server_ends_with_whoever_asked_it(tmp_path: Path) -> None:
     asker.kill()
     asker.wait()
     assert len(below) >= 2 and all(has_ended(process.pid) for process in below)
+
+
+def test_on_a_gpu_nothing_is_inherited_and_nothing_interpreted() -> None:
+    """A fork of what has imported vLLM could inherit a GPU in use."""
+    code = "from tests import forks; print(forks.call('v2', 'tests.test_forks:about_itself'))"
+    environment = {**os.environ, "MTPC_TEST_GPU": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=forks.ROOT, env=environment, capture_output=True, text=True)
+    assert "'runner': '1', 'imported': False" in done.stdout, done.stderr
+    code = "from tests.e2e import engine; print('enforce_eager' in engine.SMALL, engine.SMALL['max_num_seqs'])"
+    environment["MTPC_TEST_ENGINE"] = '{"max_num_seqs": 3}'
+    done = subprocess.run([sys.executable, "-c", code], cwd=forks.ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "3"], done.stderr

@@ -52,7 +52,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     method: Literal["ptp"] | None = None
     draft_sample_method: Literal["greedy"] = "greedy"
     head: SkipValidation[PtpConfig] = None  # type: ignore[assignment]
-    draft_pass: Literal["merged", "two-pass"] = "merged"
+    draft_pass: Literal["merged", "two-pass"] = "two-pass"
     max_aux_rows: int = Field(default=256, ge=2)
     aux_rows_per_request: int | None = Field(default=None, ge=1)
     group_sizes: Literal["static", "dynamic"] = "static"

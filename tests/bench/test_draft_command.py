@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,3 +112,37 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_times_are_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_on_cpu", lambda call, repeats: [5.0, 1.0, 2.0, 4.0, 3.0])
     assert timing.measure(lambda: None, torch.device("cpu"), 5) == Time(3.0, 2.0, 4.0)
+
+
+def test_a_large_vocabulary_gets_the_head_that_borrows_the_lm_head() -> None:
+    (case,) = made("--shape", "D=8,V=321,n=4,r=2", "--circuits", "btree")
+    assert case.head.needs_lm_head and not made("--shape", "D=8,V=320,n=4,r=2")[0].head.needs_lm_head
+
+
+def test_captured_and_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for CUDA: calls that warm up come before the capture, what cannot be captured has no graph."""
+    calls, capturing = [], []
+
+    @contextlib.contextmanager
+    def context(*given: object) -> Iterator[SimpleNamespace]:
+        capturing.append(given)
+        kinds = [torch.autograd.DeviceType.CPU] + [torch.autograd.DeviceType.CUDA] * 3
+        yield SimpleNamespace(events=lambda: [SimpleNamespace(device_type=kind) for kind in kinds])
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: "replayed"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda which: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", context)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: context())
+    assert timing.captured(lambda: calls.append(len(capturing)))() == "replayed"
+    assert calls == [0] * timing.WARM_UP + [1]
+
+    def waits() -> None:
+        if len(capturing) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert timing.captured(waits) is None
+    assert timing.launches(lambda: None) == 3

@@ -79,6 +79,13 @@ def test_tables_are_markdown_in_a_pipe(capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().out == "\ntitle\n\n| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 | 4 |\n"
 
 
+def test_memory_added_is_what_the_cache_has_less() -> None:
+    found = [replace(one, kv_cache_bytes=9 << 20) for one in passes(PLAIN, SAMPLED, [1.0])]
+    found += [replace(one, kv_cache_bytes=6 << 20) for one in passes(BTREE, SAMPLED, [1.0])]
+    found += passes(NGRAM, SAMPLED, [1.0])  # a server, which does not say
+    assert [row["gpu_mib_added"] for row in rows(found)] == [None, 3.0, None]
+
+
 def test_definitions_are_of_what_is_shown() -> None:
     assert any("TTFT" in line for line in definitions(True)) and not any(
         "draft ms" in line for line in definitions(True)

@@ -49,6 +49,22 @@ def test_schedule_rises_stays_and_falls():
     assert all(byte_target.schedule(step, 3) > 0 for step in range(3))
 
 
+def test_minutes_decide_how_many_steps_there_are(monkeypatch):
+    now, found = [0.0], []
+    monkeypatch.setattr(byte_target.time, "monotonic", lambda: now[0])
+    for one in byte_target.pace(1700, minutes=1.0):
+        found.append(one)
+        now[0] += 2.0
+    assert len(found) == 30 and found[0] == (0, 1700) and {most for _, most in found[10:]} == {30}
+    assert list(byte_target.pace(3, None)) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_the_text_of_packages_comes_behind_the_librarys(text, tmp_path):
+    more = corpus.load(tmp_path, packages=["tqdm"])
+    assert more.files > text.files and more.sha256 != text.sha256
+    assert corpus.documents(more.train)[:19] == corpus.documents(text.train)
+
+
 def test_the_command_writes_a_target(tmp_path, monkeypatch):
     file = tmp_path / "words.txt"
     file.write_bytes(b"to be or not to be, that is the question. " * 100)

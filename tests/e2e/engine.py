@@ -7,6 +7,7 @@ process (tests/forks.py).
 from __future__ import annotations
 
 import gc
+import json
 import os
 import traceback
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ SMALL = {
     "disable_log_stats": False,
     "seed": 0,
 }
+if forks.ON_GPU:  # vLLM's own: CUDA graphs, inductor, asynchronous scheduling; several engines may be alive
+    del SMALL["enforce_eager"]
+    SMALL |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
+SMALL |= json.loads(os.environ.get("MTPC_TEST_ENGINE", "{}"))
 
 
 @dataclass
@@ -29,12 +34,14 @@ class Call:
     """One `LLM.generate`: prompts as token ids, one dict of SamplingParams arguments for each.
 
     lora: folder of the adapter to ask. is_refused: the call must raise; the reply is its message.
+    sleep: level at which the engine sleeps before; without a GPU it stays awake.
     """
 
     prompts: list[list[int]]
     sampling: list[dict[str, Any]]
     lora: str | None = None
     is_refused: bool = False
+    sleep: int = 0
 
 
 @dataclass
@@ -68,7 +75,7 @@ def run(
 
     runner: one of tests.forks.ENVIRONMENTS.
     """
-    if async_scheduling and runner != "v1":
+    if async_scheduling and runner != "v1" and not forks.ON_GPU:  # where it is on by itself
         more_env["MTPC_TEST_ASYNC"] = "1"
     return forks.call(runner, "tests.e2e.engine:answers", engines, timeout=timeout, **more_env)
 
@@ -183,7 +190,18 @@ def _generate(llm: Any, prompts: list[Any], call: Call) -> list[Any]:
 
     lora = LoRARequest("adapter", 1, call.lora) if call.lora else None
     sampling = [_sampling_params(arguments) for arguments in call.sampling]
+    if call.sleep and forks.ON_GPU:
+        _sleep(llm, call.sleep)
     return llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+
+
+def _sleep(llm: Any, level: int) -> None:
+    """At level 2 weights are not kept: they are read from the checkpoint again."""
+    llm.sleep(level=level)
+    llm.wake_up(tags=["weights"])
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
 
 
 def _refused(llm: Any, prompts: list[Any], call: Call) -> Reply:

@@ -10,7 +10,7 @@ from tests.e2e.models import make_head, make_target
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.proposers.load import SHARD_BYTES
+from vllm_mtpc.heads.shard import SHARD_BYTES
 
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
 RUNNERS = [pytest.param(name.lower(), marks=pytest.mark.column(f"mtpc on {name}")) for name in ("V1", "V2")]

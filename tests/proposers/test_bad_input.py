@@ -30,8 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
-    settings |= {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
-    config = HeadConfig.create(**settings)
+    given = {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
+    config = HeadConfig.create(**given | settings)
     save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)
 
 

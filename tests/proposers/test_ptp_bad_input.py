@@ -51,7 +51,7 @@ def rewrite(file: Path, **changes: Any) -> None:
 def test_a_good_head_is_accepted_with_its_defaults(place: Path) -> None:
     config = engine_config(place / "target", {"method": "ptp", "model": str(place / "head")})
     spec = config.speculative_config
-    assert spec.num_speculative_tokens == 4 and spec.draft_pass == "merged" and spec.group_sizes == "static"
+    assert spec.num_speculative_tokens == 4 and spec.draft_pass == "two-pass" and spec.group_sizes == "static"
     assert "variant='o-ptp'" in repr(spec)
     assert config.cache_config.block_size == 32  # of a CPU: groups own blocks, so small ones
     assert engine_config(place / "head", None).speculative_config.method == "ptp"

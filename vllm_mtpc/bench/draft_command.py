@@ -30,7 +30,8 @@ DEFINITIONS = (
     "draft ms: both in one go. Medians, with quartiles for the draft.",
     "MiB: weights that every draft must read, whatever the batch; floor ms: these bytes at the bandwidth of a large "
     "copy on this device. A head that fits a cache may be below it.",
-    "of a step: draft ms by the milliseconds of a step of the target, draft not included.",
+    "captured ms: both as one CUDA graph; launches: kernels, copies and fills of a draft that is not captured.",
+    "of a step: draft ms (captured, where it was) by the milliseconds of a step of the target, draft not included.",
 )
 
 
@@ -143,6 +144,7 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
     """The heads one by one, so that only one is in memory."""
     import torch
 
+    from vllm_mtpc.bench.synthetic import default_head
     from vllm_mtpc.checkpoint import find_head, load_head, resolve_head
     from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.heads import build_head
@@ -155,7 +157,8 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
         for circuit in args.circuits:
             target = {"vocab_size": sizes.V, "hidden_size": sizes.D}
             r = min(sizes.r, circuit_class(circuit).max_components)
-            config = HeadConfig.create(circuit=circuit, window=sizes.n, num_components=r, target=target, verifier="-")
+            given = {"circuit": circuit, "window": sizes.n, "num_components": r, "head": default_head(sizes.V)}
+            config = HeadConfig.create(**given, target=target, verifier="-")
             torch.manual_seed(0)
             with torch.device(device):
                 head = build_head(config).to(dtype).eval()
@@ -178,23 +181,28 @@ def row(
     case: Case, batch: int, temperature: float, repeats: int, bandwidth: float, step_ms: float | None
 ) -> dict[str, Any]:
     """One head at one batch size and temperature."""
-    from vllm_mtpc.bench.timing import measure
+    from vllm_mtpc.bench.timing import captured, launches, measure
 
     head, device = case.head, next(case.head.parameters()).device
     params, tokens, both = parts(case, batch, temperature)
     times: list[Time] = [measure(call, device, repeats) for call in (params, tokens, both)]
     moved = weight_bytes(head, case.num_drafts)
     draft_ms = times[2].median
+    graph = captured(both) if device.type == "cuda" else None
+    graph_time = measure(graph, device, repeats) if graph else None
+    served_ms = graph_time.median if graph_time else draft_ms
     return {
         "head": case.name,
         "drafts": case.num_drafts,
         "batch": batch,
         "temperature": temperature,
         **{f"{name}_ms": time.to_json() for name, time in zip(("params", "tokens", "draft"), times, strict=True)},
+        "captured_ms": graph_time.to_json() if graph_time else None,
+        "launches": launches(both) if device.type == "cuda" else None,
         "weight_bytes": moved,
         "floor_ms": round(1000 * moved / bandwidth, 5),
         "step_ms": step_ms,
-        "share": None if step_ms is None else round(draft_ms / step_ms, 5),
+        "share": None if step_ms is None else round(served_ms / step_ms, 5),
     }
 
 
@@ -270,7 +278,7 @@ def steps(args: argparse.Namespace, num_drafts: int) -> dict[int, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["head", "K", "T", "batch", "params ms", "tokens ms", "draft ms", "quartiles", "MiB", "floor ms"]
+    header = ["head", "K", "T", "batch", "params ms", "tokens ms", "draft ms", "quartiles", "captured ms", "launches"]
     lines = []
     for one in rows:
         middle, lower, upper = one["draft_ms"]
@@ -278,8 +286,10 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         share = "-" if one["share"] is None else f"{one['share']:.1%}"
         size = f"{one['weight_bytes'] / 2**20:.2f}"
         line = [one["head"], one["drafts"], f"{one['temperature']:g}", one["batch"], *times, f"{middle:.3f}"]
-        lines.append([*map(str, line), f"{lower:.3f}..{upper:.3f}", size, f"{one['floor_ms']:.3f}", share])
-    return [*header, "of a step"], lines
+        graph = f"{one['captured_ms'][0]:.3f}" if one["captured_ms"] else "-"
+        line += [f"{lower:.3f}..{upper:.3f}", graph, one["launches"] or "-"]
+        lines.append([*map(str, line), size, f"{one['floor_ms']:.3f}", share])
+    return [*header, "MiB", "floor ms", "of a step"], lines
 
 
 def write(file: Path, how: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:

@@ -17,18 +17,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any, TextIO
 
 from vllm_mtpc.bench.acceptance import Acceptance
 from vllm_mtpc.bench.passes import Measured, Prompt, Setting
 from vllm_mtpc.bench.process import engine_child, failure
-from vllm_mtpc.bench.steps import StepClock, is_v2, runner_of
+from vllm_mtpc.bench.steps import StepClock, is_v2, runner_of, worker_of
 
 WARM_UP_TOKENS = 8
 
 
 class Resident:
-    """An engine that waits for settings. ``about``: the model runner it uses (``runner``: V1 or V2)."""
+    """An engine that waits for settings.
+
+    ``about``: the model runner it uses (``runner``: V1 or V2); on a GPU the memory left for its KV cache
+    (``kv_cache_bytes``).
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], results: TextIO, log: Path) -> None:
         self._process, self._results, self._log = process, results, log
@@ -93,13 +98,16 @@ class Bench:
         self.llm, self.prompts, self.asked = llm, list(prompts), 0
         runner = runner_of(llm)
         self.clock = StepClock(runner) if runner is not None else None
-        self.about = {"runner": "unknown" if runner is None else "V2" if is_v2(runner) else "V1"}
+        self.about = {
+            "runner": "unknown" if runner is None else "V2" if is_v2(runner) else "V1",
+            "kv_cache_bytes": getattr(worker_of(llm), "available_kv_cache_memory_bytes", None),
+        }
 
     def measure(self, setting: Setting) -> Measured:
         """One setting. The same code times plain and drafted decoding."""
         chosen = setting.chosen(self.prompts)
         self._answers(chosen[: setting.clients], setting, WARM_UP_TOKENS)
-        seconds, tokens, answers = [], [], []
+        seconds, tokens, answers, times = [], [], [], []
         if self.clock:
             self.clock.clear()
         before = Acceptance.from_llm(self.llm.get_metrics())
@@ -108,6 +116,7 @@ class Bench:
             repetition = self._answers(chosen, setting, setting.max_tokens)
             seconds.append(time.perf_counter() - started)
             tokens.append(sum(len(answer.outputs[0].token_ids) for answer in repetition))
+            times += [answer.metrics for answer in repetition]
             answers = answers or repetition
         return Measured(
             setting=setting,
@@ -116,6 +125,8 @@ class Bench:
             outputs=[list(answer.outputs[0].token_ids) for answer in answers],
             texts=[answer.outputs[0].text for answer in answers],
             acceptance=Acceptance.from_llm(self.llm.get_metrics()) - before,
+            first_token_seconds=round(median(one.first_token_latency for one in times), 5),
+            token_seconds=round(median(map(_token_seconds, times)), 6),
             steps=self.clock.read() if self.clock else None,
         )
 
@@ -141,6 +152,11 @@ class Bench:
                 if output.finished:
                     answers[int(output.request_id) - first] = output
         return [answers[index] for index in range(len(prompts))]
+
+
+def _token_seconds(times: Any) -> float:
+    """Time of each token after the first, of vLLM's clock of a request."""
+    return (times.last_token_ts - times.first_token_ts) / max(1, times.num_generation_tokens - 1)
 
 
 def main(arguments: Sequence[str]) -> None:

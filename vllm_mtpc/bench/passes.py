@@ -48,8 +48,8 @@ class Measured:
     outputs: list[list[int]]
     texts: list[str]
     acceptance: Acceptance = field(default_factory=Acceptance)
-    first_token_seconds: float | None = None  # median time to the first token, where it was streamed
-    token_seconds: float | None = None  # median time of each later token (TPOT), where it was streamed
+    first_token_seconds: float | None = None  # median time to the first token
+    token_seconds: float | None = None  # median time of each later token (TPOT)
     steps: Steps | None = None  # where the engine's steps could be timed
 
     @property

@@ -45,7 +45,12 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``+changes`` where files but results differ from it; None outside a checkout."""
+    """The checkout's commit, with ``+changes`` where files but results differ from it; None outside a checkout.
+
+    MTPC_COMMIT names it where the files lie without their .git.
+    """
+    if given := os.environ.get("MTPC_COMMIT"):
+        return given
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

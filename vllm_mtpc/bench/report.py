@@ -20,14 +20,15 @@ MORE = (
     "with drafts: share of a request's decoding steps that carried drafts; the schedule by batch size may give none, "
     "or fewer than the head can: positions left out count as not accepted.",
     "identical: greedy answers that equal plain's of the same setting token for token, over all rounds.",
-    "TTFT: until the first token of a stream; TPOT: each later token; medians over requests.",
+    "TTFT: until the first token of a request; TPOT: each later token; medians over requests.",
+    "GPU MiB added: what an engine has less of for its KV cache than plain: the head, its buffers and graphs, and what "
+    "a step with drafts needs besides.",
 )
 
 
 def definitions(over_http: bool) -> list[str]:
     """What the columns of a table mean."""
-    own = MORE if over_http else MORE[:2]
-    return [*DEFINITIONS.splitlines(), *([] if over_http else STEP_DEFINITIONS.splitlines()), *own]
+    return [*DEFINITIONS.splitlines(), *([] if over_http else STEP_DEFINITIONS.splitlines()), *MORE]
 
 
 def rows(passes: Sequence[Pass]) -> list[Row]:
@@ -35,14 +36,17 @@ def rows(passes: Sequence[Pass]) -> list[Row]:
     cells: dict[tuple[Any, ...], list[Pass]] = {}
     for one in sorted(passes, key=lambda one: (one.decoding.group != OWN, -one.cell.temperature, one.cell.clients)):
         cells.setdefault((one.decoding.group, one.cell, one.decoding.name), []).append(one)
-    return [_row(found) for found in cells.values()]
+    plain = {one.decoding.group: one.kv_cache_bytes for one in passes if one.decoding.is_plain}
+    return [_row(found, plain.get(found[0].decoding.group)) for found in cells.values()]
 
 
-def _row(found: list[Pass]) -> Row:
+def _row(found: list[Pass], plain_bytes: int | None) -> Row:
     decoding, cell = found[0].decoding, found[0].cell
     measured = [one.measured for one in found]
     rates = [one.tokens_per_second for one in measured]
     speedups = [one.speedup for one in found]
+    own_bytes = found[0].kv_cache_bytes
+    is_known = own_bytes is not None and plain_bytes is not None and not decoding.is_plain
     accepted = reduce(add, (one.acceptance for one in measured), Acceptance())
     return {
         "decoding": decoding.name,
@@ -64,6 +68,7 @@ def _row(found: list[Pass]) -> Row:
         "identical": _identical(found),
         "ttft_ms": _milliseconds(measured, lambda one: one.first_token_seconds),
         "tpot_ms": _milliseconds(measured, lambda one: one.token_seconds),
+        "gpu_mib_added": round((plain_bytes - own_bytes) / 2**20, 1) if is_known else None,
         "speedups": [round(value, 4) for value in speedups],
         "seconds": [round(sum(one.seconds), 4) for one in measured],
         "tokens": [sum(one.tokens) for one in measured],
@@ -141,8 +146,8 @@ def details(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and lines: everything about every row."""
     header = ["T, c", "decoding", "tok/s", "speed-up", "least..most", "tokens/step", "with drafts", "acceptance"]
     parts = found and any(row["step_ms"] is not None for row in found)
-    header += ["step ms", "target ms", "draft ms", "draft share"] if parts else ["TTFT ms", "TPOT ms"]
-    return [*header, "identical"], [_line(row, bool(parts)) for row in found]
+    header += ["step ms", "target ms", "draft ms", "draft share"] if parts else []
+    return [*header, "TTFT ms", "TPOT ms", "GPU MiB added", "identical"], [_line(row, bool(parts)) for row in found]
 
 
 def _line(row: Row, parts: bool) -> list[str]:
@@ -163,8 +168,7 @@ def _line(row: Row, parts: bool) -> list[str]:
     if parts:
         columns += [show(key, "{:.2f}") for key in ("step_ms", "target_ms", "draft_ms")]
         columns.append(show("draft_share", "{:.1%}"))
-    else:
-        columns += [show("ttft_ms", "{:.1f}"), show("tpot_ms", "{:.2f}")]
+    columns += [show("ttft_ms", "{:.1f}"), show("tpot_ms", "{:.2f}"), show("gpu_mib_added", "{:.0f}")]
     return [*columns, "-" if row["identical"] is None else "{} of {}".format(*row["identical"])]
 
 

@@ -46,6 +46,7 @@ class Pass:
     plain: Measured | None = None  # what its output is compared with; None for plain itself
     baseline: float = 0.0  # tok/s of plain that its speed is compared with
     runner: str = ""  # the model runner, as its engine says
+    kv_cache_bytes: int | None = None  # left for the KV cache, as an engine on a GPU says
 
     @property
     def speedup(self) -> float:
@@ -100,7 +101,8 @@ class Comparison:
     def measure(self, engine: Engine, decoding: Decoding, cell: Setting, round_: int) -> Pass:
         begun = time.monotonic()
         found = engine.measure(replace(cell, first=round_ * cell.prompts))
-        one = Pass(decoding, cell, round_, replace(found, setting=cell), runner=engine.about["runner"])
+        about = {"runner": engine.about["runner"], "kv_cache_bytes": engine.about.get("kv_cache_bytes")}
+        one = Pass(decoding, cell, round_, replace(found, setting=cell), **about)
         self.made[decoding.name] += 1
         self.progress.passed(one, time.monotonic() - begun)
         return one

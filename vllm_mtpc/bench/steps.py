@@ -130,6 +130,11 @@ def is_v2(runner: Any) -> bool:
 
 def runner_of(llm: Any) -> Any:
     """The model runner of an engine that lives in this process; None where it is in another."""
+    return getattr(worker_of(llm), "model_runner", None)
+
+
+def worker_of(llm: Any) -> Any:
+    """Its worker, likewise."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
-    return getattr(getattr(worker, "worker", worker), "model_runner", None)
+    return getattr(worker, "worker", worker)

@@ -111,6 +111,11 @@ def write_target(folder: Path, shape: Shape, name: str, max_model_len: int) -> A
     return config
 
 
+def default_head(vocab_size: int) -> str:
+    """The kind of head for a vocabulary: leaves of their own would be larger than the target from some size on."""
+    return "linear" if vocab_size <= BYTES else "shared"
+
+
 def write_head(folder: Path, target: Any, args: argparse.Namespace) -> None:
     """A head of random weights, in bfloat16."""
     import torch
@@ -119,7 +124,7 @@ def write_head(folder: Path, target: Any, args: argparse.Namespace) -> None:
     from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.heads import build_head
 
-    kind = args.head or ("linear" if target.vocab_size <= BYTES else "shared")
+    kind = args.head or default_head(target.vocab_size)
     config = HeadConfig.create(
         circuit=args.circuit,
         window=args.window,

@@ -62,6 +62,38 @@ def _on_gpu(call: Callable[[], Any], repeats: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in events[WARM_UP:]]
 
 
+def captured(call: Callable[[], Any]) -> Callable[[], None] | None:
+    """The call as one CUDA graph; None where it cannot be captured."""
+    import torch
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(WARM_UP):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        return None
+    return graph.replay
+
+
+def launches(call: Callable[[], Any]) -> int | None:
+    """Kernels, copies and fills that a call launches on a GPU; None where the profiler sees none."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events()) or None
+
+
 def bytes_per_second(device: Any) -> float:
     """Bandwidth of the device's memory as a large copy has it, reads and writes counted."""
     import torch

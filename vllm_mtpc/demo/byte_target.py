@@ -1,7 +1,9 @@
-"""Byte-level targets that a CPU can train: the demo's own, and smaller ones for examples."""
+"""Byte-level targets that a CPU can train: the demo's own, and smaller ones for examples; larger ones on a GPU."""
 
 import copy
 import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,18 +28,22 @@ STEPS, LONG_STEPS = 1700, 150
 SHORT, LONG, TOKENS_PER_STEP = 256, 1024, 2048
 WARM_UP, COOL_DOWN = 100, 400
 GRAD_CLIP = 1.0
-LAYERS, INTERMEDIATE_SIZE = 8, 1024
+LEARNING_RATE = 3e-3
+LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 8, 128, 1024
 
 
-def target_config(layers: int = LAYERS, intermediate_size: int = INTERMEDIATE_SIZE) -> LlamaConfig:
+def target_config(
+    layers: int = LAYERS, intermediate_size: int = INTERMEDIATE_SIZE, hidden_size: int = HIDDEN_SIZE
+) -> LlamaConfig:
     """Sizes of a target; by default of the demo's (about 3.7M parameters)."""
+    head_dim = max(32, min(64, hidden_size // 4))
     return LlamaConfig(
         vocab_size=corpus.VOCAB_SIZE,
-        hidden_size=128,
+        hidden_size=hidden_size,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=hidden_size // head_dim,
+        head_dim=head_dim,
         intermediate_size=intermediate_size,
         max_position_embeddings=LONG,
         rms_norm_eps=1e-5,
@@ -75,9 +81,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def token_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Mean next-token loss in nats. tokens: [B, T + 1]."""
     # bfloat16 matrix products are about three times faster than float32 ones on CPUs that have them, else far slower.
-    with torch.autocast("cpu", torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=_multiplies_bfloat16(tokens.device)):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # [B, T, V]
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    return device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def schedule(step: int, steps: int) -> float:
@@ -89,19 +99,19 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warm_up, (steps - step) / cool_down)
 
 
-def build_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: PreTrainedModel, rate: float = LEARNING_RATE) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the rest.
 
     With a budget of a few thousand steps Muon reaches the same loss in clearly fewer of them than AdamW alone. Its
     products are bfloat16: a CPU without them gets AdamW for all, and another model from the same seed.
     """
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return [torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05, fused=True)]
+    if not _multiplies_bfloat16(model.device):
+        return [torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05, fused=True)]
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     outer = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in name)]
     return [
-        torch.optim.Muon(inner, lr=3e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(outer, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.Muon(inner, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
@@ -121,21 +131,43 @@ def train_step(
     return loss.item()
 
 
+def pace(steps: int, minutes: float | None) -> Iterator[tuple[int, int]]:
+    """(step, steps in all); with ``minutes``, as many as fit by the time that those so far have taken."""
+    started, step = time.monotonic(), 0
+    while step < steps:
+        yield step, steps
+        step += 1
+        if minutes and step >= 10:
+            steps = round(step * 60 * minutes / (time.monotonic() - started))
+
+
 def train(
-    text: corpus.Corpus, steps: int = STEPS, long_steps: int = LONG_STEPS, config: PretrainedConfig | None = None
+    text: corpus.Corpus,
+    steps: int = STEPS,
+    long_steps: int = LONG_STEPS,
+    config: PretrainedConfig | None = None,
+    tokens_per_step: int | None = None,
+    minutes: float | None = None,
+    device: str = "cpu",
+    learning_rate: float = LEARNING_RATE,
 ) -> PreTrainedModel:
-    """Trains from the fixed seed; the progress bar shows loss in nats, bits per byte and the time left."""
+    """Trains from the fixed seed; the progress bar shows loss in nats, bits per byte and the time left.
+
+    ``minutes``: as many steps as fit, whatever ``steps`` says. ``steps_taken`` of what is returned: how many it were.
+    """
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config or target_config(), dtype=torch.float32)
-    optimizers = build_optimizers(model)
-    bar = tqdm(range(steps), desc="target", unit="step", mininterval=5)
-    for step in bar:
-        length = LONG if step >= steps - long_steps else SHORT
-        tokens = corpus.crops(text.train, TOKENS_PER_STEP // length, length + 1, generator)
-        loss = train_step(model, optimizers, tokens, schedule(step, steps))
+    model = AutoModelForCausalLM.from_config(config or target_config(), dtype=torch.float32).to(device)
+    optimizers = build_optimizers(model, learning_rate)
+    bar = tqdm(pace(steps, minutes), desc="target", unit="step", mininterval=5, total=None if minutes else steps)
+    for step, most in bar:
+        length = LONG if step >= most - long_steps else SHORT
+        count = (tokens_per_step or TOKENS_PER_STEP) // length
+        tokens = corpus.crops(text.train, count, length + 1, generator).to(device)
+        loss = train_step(model, optimizers, tokens, schedule(step, most))
         bar.set_postfix(loss=f"{loss:.3f}", bits=f"{loss / math.log(2):.3f}", refresh=False)
-    return model.eval()
+    model.steps_taken = step + 1
+    return model.cpu().eval()
 
 
 @torch.no_grad()
@@ -150,7 +182,7 @@ def bits_per_byte(model: PreTrainedModel, part: corpus.Split, length: int = SHOR
         starts = starts[torch.linspace(0, len(starts) - 1, windows).long()]
     total = 0.0
     for chunk in starts.split(max(1, 16384 // length)):
-        tokens = part.tokens[chunk[:, None] + torch.arange(length + 1)].long()
+        tokens = part.tokens[chunk[:, None] + torch.arange(length + 1)].long().to(model.device)
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         total += F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").item()
     return total / (len(starts) * length) / math.log(2)

@@ -6,8 +6,10 @@ preceded by the end-of-text token (id 256); every 20th file is held out for vali
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", 
 # The build's own configuration (paths of the machine that built the interpreter): not library text.
 SKIPPED_PREFIX = "_sysconfigdata"
 MIN_BYTES = 64
+PACKAGES_HELP = "installed packages whose source text is added to the standard library's"
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,14 @@ def split(documents: list[bytes]) -> Split:
     return Split(tokens, torch.tensor(starts), after_newline.nonzero()[:, 0] + 1)
 
 
-def load(root: Path | None = None) -> Corpus:
-    """Reads the corpus; ``root`` defaults to the running interpreter's standard library."""
+def load(root: Path | None = None, packages: Sequence[str] = ()) -> Corpus:
+    """Reads the corpus; ``root`` defaults to the running interpreter's standard library.
+
+    ``packages``: installed ones whose source text comes behind it.
+    """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    texts = [data for path in library_files(root) if len(data := path.read_bytes()) >= MIN_BYTES]
+    roots = [root, *(Path(importlib.util.find_spec(name).submodule_search_locations[0]) for name in packages)]
+    texts = [data for root in roots for path in library_files(root) if len(data := path.read_bytes()) >= MIN_BYTES]
     if len(texts) < HOLDOUT:
         raise ValueError(
             f"the corpus folder {root} has {len(texts)} Python files of {MIN_BYTES} bytes or more, at least {HOLDOUT} "
@@ -137,8 +144,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m vllm_mtpc.demo.corpus", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--text", type=Path, metavar="FILE", help="this text in place of the standard library")
+    parser.add_argument("--packages", nargs="*", default=[], metavar="NAME", help=PACKAGES_HELP)
     arguments = parser.parse_args()
-    text = load_file(arguments.text) if arguments.text else load()
+    text = load_file(arguments.text) if arguments.text else load(packages=arguments.packages)
     write_jsonl(text, arguments.out)
     print(f"corpus: {text.files} files, {text.bytes} bytes, sha256 {text.sha256}: {arguments.out}")
 

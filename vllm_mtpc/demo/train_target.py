@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not on the standard library")
     parser.add_argument("--steps", type=int, metavar="N", help="default: the demo's")
     parser.add_argument("--long-steps", type=int, metavar="N", help="the last ones, on long windows")
+    parser.add_argument("--packages", nargs="*", default=[], metavar="NAME", help="and on their source text")
+    parser.add_argument("--tokens-per-step", type=int, metavar="N", help="default: the demo's")
+    parser.add_argument("--minutes", type=float, metavar="M", help="as many steps as fit, on a GPU where there is one")
+    parser.add_argument("--hidden-size", type=int, metavar="N", help="default: the demo's")
     parser.add_argument("--layers", type=int, metavar="N", help="default: the demo's")
     parser.add_argument("--intermediate-size", type=int, metavar="N", help="default: the demo's")
     return parser
@@ -35,34 +40,46 @@ def main() -> None:
     arguments = parser().parse_args()
     # Imported late: --help should not wait for torch and transformers.
     from vllm_mtpc.demo import byte_target, corpus
+    from vllm_mtpc.target import choose_device
 
-    text = corpus.load_file(arguments.text) if arguments.text else corpus.load()
+    text = corpus.load_file(arguments.text) if arguments.text else corpus.load(packages=arguments.packages)
     print(f"corpus: {text.files} files, {text.bytes} bytes, sha256 {text.sha256}", flush=True)
     steps = arguments.steps or byte_target.STEPS
     long_steps = byte_target.LONG_STEPS if arguments.long_steps is None else arguments.long_steps
+    width = arguments.hidden_size or byte_target.HIDDEN_SIZE
     config = byte_target.target_config(
-        arguments.layers or byte_target.LAYERS, arguments.intermediate_size or byte_target.INTERMEDIATE_SIZE
+        arguments.layers or byte_target.LAYERS, arguments.intermediate_size or byte_target.INTERMEDIATE_SIZE, width
     )
+    tokens_per_step = arguments.tokens_per_step or byte_target.TOKENS_PER_STEP
+    how = {
+        "tokens_per_step": tokens_per_step,
+        "minutes": arguments.minutes,
+        "device": str(choose_device("auto" if arguments.minutes else "cpu")),
+        "learning_rate": byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width),
+    }
     started = time.monotonic()
-    byte_target.save(byte_target.train(text, steps, long_steps, config), arguments.out)
+    model = byte_target.train(text, steps, long_steps, config, **how)
+    byte_target.save(model, arguments.out)
+    library = LIBRARY + "".join(f"; and of package {name}" for name in arguments.packages)
     record = describe(
         arguments.out,
         text,
-        steps={"steps": steps, "long_steps": long_steps},
-        data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else LIBRARY,
+        steps={"steps": model.steps_taken, "long_steps": long_steps, "tokens_per_step": tokens_per_step},
+        data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else library,
+        device=how["device"],
         minutes=(time.monotonic() - started) / 60,
     )
     figures = record["figures"]
     print(f"target: {figures['bits_per_byte']:.4f} bits/byte on held-out text, {figures['minutes']} minutes")
 
 
-def describe(folder: Path, text: Any, steps: dict[str, int], data: str, minutes: float) -> dict[str, Any]:
+def describe(folder: Path, text: Any, steps: dict[str, int], data: str, device: str, minutes: float) -> dict[str, Any]:
     """Measures the saved target, writes README.md and provenance.json, and returns the latter's values."""
     from vllm_mtpc.bench.provenance import commit
     from vllm_mtpc.checkpoint.save import package_versions, replace_file
     from vllm_mtpc.demo import byte_target
 
-    model = byte_target.load(folder)
+    model = byte_target.load(folder).to(device)
     figures = {
         "bits_per_byte": byte_target.bits_per_byte(model, text.valid, byte_target.SHORT, LOSS_BYTES),
         "bits_per_byte_long": byte_target.bits_per_byte(model, text.valid, byte_target.LONG, LOSS_BYTES),
@@ -71,7 +88,6 @@ def describe(folder: Path, text: Any, steps: dict[str, int], data: str, minutes:
     }
     settings = {
         **steps,
-        "tokens_per_step": byte_target.TOKENS_PER_STEP,
         "short_window": byte_target.SHORT,
         "long_window": byte_target.LONG,
         "loss_bytes": LOSS_BYTES,
@@ -93,7 +109,7 @@ def describe(folder: Path, text: Any, steps: dict[str, int], data: str, minutes:
 def card(record: dict[str, Any]) -> str:
     """README.md of a target."""
     figures, data, settings = record["figures"], record["data"], record["settings"]
-    licence = " The\n  Python standard library is under the PSF License." if data["description"] == LIBRARY else ""
+    licence = " The\n  Python standard library is under the PSF License." if LIBRARY in data["description"] else ""
     return f"""\
 ---
 library_name: vllm

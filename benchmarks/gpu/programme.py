@@ -1,0 +1,221 @@
+"""Runs a stage of the GPU programme part by part; see run.sh. The stages are declared in stages.py.
+
+A part is a command. Finished parts are kept in gpu-STAGE.json and are not run again on the same commit; one that fails
+says why there, and is tried again at the next call, behind those that have not been tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from vllm_mtpc.bench import provenance
+from vllm_mtpc.bench.process import group, tail
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.guard import guard
+from vllm_mtpc.output import check_file, write_json
+
+LIMIT_S = 480.0
+GRACE_S = 15.0  # for engines to end
+REASON_LINES, KEPT_LINES = 40, 4  # of a log that are kept in the result: of a part that failed, of one that is done
+SAME = ("hardware", "versions", "commit", "time", "command")  # said once for a stage
+DONE, FAILED = "done", "failed"
+
+
+class ProgrammeError(MtpcError):
+    """A stage that cannot be begun."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of a stage."""
+
+    name: str
+    seconds: float  # what it is expected to take on an H200; it begins only where so much is left
+    command: Sequence[str]
+    result: Path | None = None  # JSON that the command writes
+    needs: Sequence[Path] = ()  # what an earlier stage or part writes
+    environment: dict[str, str] = field(default_factory=dict)
+    makes: Path | None = (
+        None  # a model or data in the cache: of use at other commits too, made again where it is not there
+    )
+
+
+@dataclass(frozen=True)
+class Programme:
+    """Where it runs: in full on a GPU, or at toy size on a CPU. ``engine``: more arguments of every engine."""
+
+    is_toy: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cache(self) -> Path:
+        return Path(os.environ.get("MTPC_GPU_CACHE") or ("build/gpu-toy" if self.is_toy else "build/gpu"))
+
+    @property
+    def results(self) -> Path:
+        return Path(os.environ.get("OUT") or (self.cache if self.is_toy else provenance.RESULTS))
+
+    def size(self, full: Any, toy: Any) -> Any:
+        return toy if self.is_toy else full
+
+    def parts(self, stage: str) -> list[Part]:
+        from benchmarks.gpu.stages import STAGES
+
+        return STAGES[stage](self)
+
+
+class Record:
+    """gpu-STAGE.json: the state in the cache, a copy where results go."""
+
+    def __init__(self, programme: Programme, stage: str) -> None:
+        self.stage, name = stage, f"gpu-{stage}.json"
+        self.state, self.copy = programme.cache / name, programme.results / name
+        known = [self.state, self.copy, *([] if programme.is_toy else [provenance.RESULTS / name])]
+        found = next((file for file in known if file.is_file()), None)
+        self.parts: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))["parts"] if found else {}
+
+    def is_done(self, part: Part, commit: str) -> bool:
+        known = self.parts.get(part.name, {})
+        is_of_use = part.makes.exists() if part.makes else known.get("commit") == commit
+        return known.get("state") == DONE and is_of_use
+
+    def keep(self, part: Part, values: dict[str, Any]) -> None:
+        self.parts[part.name] = values
+        about = {"kind": f"gpu {self.stage}", **provenance.collect()}
+        about["command"] = " ".join(["benchmarks/gpu/run.sh", *map(provenance.public, sys.argv[1:])])
+        write_json(self.state, {**about, "parts": self.parts})
+        if self.copy != self.state:
+            self.copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.state, self.copy)
+
+
+def run(part: Part, programme: Programme, stage: str, limit_s: float, commit: str) -> dict[str, Any]:
+    """Runs a part for `limit_s` seconds at most, and says what became of it."""
+    begun = time.monotonic()
+    log = programme.cache / "logs" / f"{stage}-{part.name}.log"
+    missing = [file for file in part.needs if not file.exists()]
+    code: int | None = None
+    if missing:
+        reason = f"{missing[0]} is missing: run the stage that makes it first"
+    else:
+        environment = {**os.environ, "MTPC_COMMIT": commit, **part.environment}
+        late = contextlib.suppress(subprocess.TimeoutExpired)
+        with group(list(part.command), log, environment) as process, _nothing_left(process.pid), late:
+            code = process.wait(timeout=limit_s)
+        reason = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
+    state = DONE if code == 0 else FAILED
+    values: dict[str, Any] = {"state": state, "commit": commit, "seconds": round(time.monotonic() - begun, 1)}
+    values["command"] = " ".join(map(shlex.quote, map(provenance.public, ["python", *part.command[1:]])))
+    if part.environment:
+        values["environment"] = {key: provenance.public(value) for key, value in part.environment.items()}
+    if state == FAILED:
+        values["reason"] = reason
+    values["log"] = [] if missing else tail(log, KEPT_LINES if state == DONE else REASON_LINES).splitlines()
+    if not missing and part.result is not None and part.result.is_file():
+        written = json.loads(part.result.read_text(encoding="utf-8"))
+        values["result"] = {key: value for key, value in written.items() if key not in SAME}
+    return values
+
+
+@contextlib.contextmanager
+def _nothing_left(pid: int) -> Iterator[None]:
+    """Ends what a process that is stopped has begun in sessions of its own: engines, with their memory on the GPU."""
+    try:
+        yield
+    finally:
+        below: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(pid).children(recursive=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGTERM)
+        for one in psutil.wait_procs(below, timeout=GRACE_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: float) -> int:
+    """0 where all parts are done."""
+    deadline = time.monotonic() + limit_s
+    commit = provenance.commit()
+    if commit is None:
+        raise ProgrammeError(
+            "no commit: there is no .git here; type MTPC_COMMIT=... benchmarks/gpu/run.sh, with what git rev-parse "
+            "HEAD says where there is one"
+        )
+    every = {part.name: part for part in programme.parts(stage)}
+    if unknown := [name for name in names if name not in every]:
+        raise ProgrammeError(f"stage {stage} has no part {unknown[0]}; its parts are {', '.join(every)}")
+    record = Record(programme, stage)
+    check_file(record.copy, "OUT")
+    wanted = [every[name] for name in names or every]
+    waiting = [part for part in wanted if not record.is_done(part, commit)]
+    waiting.sort(key=lambda part: part.name in record.parts and record.parts[part.name]["commit"] == commit)
+    left = []
+    for part in waiting:
+        time_left = deadline - time.monotonic()
+        if not programme.is_toy and part.seconds > time_left:
+            left.append(part.name)
+            continue
+        print(f"{stage} {part.name} ...", flush=True)
+        if part.result is not None and part.makes is None:
+            part.result.unlink(missing_ok=True)  # of an earlier try
+        values = run(part, programme, stage, time_left, commit)
+        record.keep(part, values)
+        print(f"{stage} {part.name}: {values['state']}, {values['seconds']} s", flush=True)
+        if values["state"] == FAILED:
+            print("\n".join([*values["log"], f"{stage} {part.name}: {values['reason']}"]), flush=True)
+    if left:
+        print(f"{stage}: no time for {', '.join(left)}; the same command again goes on there")
+    return 0 if all(record.is_done(part, commit) for part in wanted) else 1
+
+
+def listing(programme: Programme) -> int:
+    from benchmarks.gpu.stages import STAGES
+
+    commit = provenance.commit() or ""
+    for stage in STAGES:
+        record = Record(programme, stage)
+        print(stage)
+        for part in programme.parts(stage):
+            known = record.parts.get(part.name)
+            state = known["state"] if known else "not run yet"
+            if known and known["commit"] != commit:
+                state += f" at {known['commit'][:10]}, not at this commit"
+            print(f"  {part.name:34} {state}")
+    return 0
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    from benchmarks.gpu.stages import STAGES
+
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu/run.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("stage", nargs="?", choices=STAGES, help="default: what there is, and what is finished")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of the stage (default: all)")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="default: 480")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine")
+    parser.add_argument("--toy", action="store_true", help="at toy size, on a CPU")
+    args = parser.parse_args(words)
+    programme = Programme(args.toy, args.engine)
+    if args.stage is None:
+        return guard(parser.prog, lambda: listing(programme))
+    return guard(parser.prog, lambda: run_stage(programme, args.stage, args.parts, args.limit))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part is ended on the way out
+    sys.exit(main())

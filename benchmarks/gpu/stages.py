@@ -1,0 +1,343 @@
+"""The stages of the GPU programme, each a list of commands; what they share are models in the cache.
+
+Everything is measured by commands that users have (`vllm-mtpc bench`, `train`, `regenerate`) or by tests.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.programme import Part, Programme
+from vllm_mtpc import demo
+
+MTPC = [sys.executable, "-m", "vllm_mtpc"]
+CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
+EVERY_DRAFT = "every draft=" + json.dumps({"num_speculative_tokens_per_batch_size": "off", "min_survival": 0})
+
+
+def words(*given: Any, **options: Any) -> list[str]:
+    """Words of a command line; options by name, lists as several words, None left out."""
+    found = [str(word) for word in given]
+    for name, value in options.items():
+        if value is not None:
+            found += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return found
+
+
+def bench_serve(
+    programme: Programme,
+    name: str,
+    seconds: float,
+    needs: Sequence[Path] = (),
+    environment: dict[str, str] | None = None,
+    engine: dict[str, Any] | None = None,
+    peers: Sequence[str] = (),
+    **options: Any,
+) -> Part:
+    """`vllm-mtpc bench serve`, on the model runner that vLLM chooses."""
+    out = programme.cache / "serve" / f"{name}.json"
+    common = {"engine": json.dumps({**(engine or {}), **programme.engine}), "rounds": 1, "json": out}
+    command = words(*MTPC, "bench", "serve", peers=list(peers), **common, **options)
+    return Part(name, seconds, command, out, needs, environment or {})
+
+
+# tests
+
+
+def tests(programme: Programme) -> list[Part]:
+    """Tests that have run on a CPU, natively, at vLLM's defaults but for float32 (tests/forks.py, tests/e2e/engine.py).
+
+    In bfloat16 two tokens are often as likely as each other, and another batch decides between them: greedy outputs are
+    compared there with VLLM_BATCH_INVARIANT=1.
+    """
+    on_gpu = {"MTPC_TEST_GPU": "1", "MTPC_TEST_ENGINE": json.dumps(programme.engine)}
+    ieee = {"TRITON_F32_DEFAULT": "ieee"}  # as in tests/forks.py
+
+    def tested(name: str, seconds: float, *selected: str) -> Part:
+        # at toy size the selection alone: these run on the CPU in every run of all tests
+        command = [sys.executable, "-m", "pytest", "-q", "-ra", *programme.size([], ["--collect-only"]), *selected]
+        return Part(name, seconds, command, environment=programme.size(on_gpu, {}))
+
+    def only_a_gpus() -> Part:
+        command = [sys.executable, "-m", "pytest", "-q", "-ra", "tests/e2e/test_on_gpu.py"]
+        return Part("graphs-sleep-seeds", 300, command, environment=programme.size(on_gpu, {"MTPC_TEST_GPU": "toy"}))
+
+    def identity(name: str, heads: Sequence[str], seconds: float, dtype: str, **environment: str) -> Part:
+        sizes = programme.size(
+            {"concurrency": 32, "prompts": 200, "max_tokens": 128},
+            {"concurrency": 2, "prompts": 4, "max_tokens": 16},
+        )
+        folders = {"target": demo.path("target"), "heads": [demo.path(head) for head in heads]}
+        how = {**folders, "dtype": dtype, "temperature": 0, **sizes}
+        return bench_serve(programme, name, seconds, environment=environment, **how)
+
+    law, ptp_law = "tests/e2e/test_law.py::test_law_v2", "tests/e2e/test_ptp_law.py"
+    parts = [
+        tested("kernels", 240, "tests/kernels", "tests/heads/test_draft_params.py"),
+        tested("law", 150, f"{law}[T=1]", "tests/e2e/test_law.py::test_planted_bias_is_caught_on_v2"),
+        only_a_gpus(),
+        identity("identity-float32", programme.size(["ff", "cp", "hmm", "btree"], ["btree"]), 300, "float32", **ieee),
+        identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
+        identity("identity-ptp", ["o-ptp"], 200, "float32", **ieee),
+        tested("greedy", 300, "tests/e2e/test_greedy.py", "-k", "v2"),
+        tested("seeds", 120, "tests/e2e/test_limits.py", "-k", "seed"),
+        tested("ptp", 420, "tests/e2e/test_ptp.py"),
+        tested("ptp-law", 120, f"{ptp_law}::test_law_with_and_without_drafts", f"{ptp_law}::test_law_in_every_setting"),
+        tested("law-settings", 420, law, "--deselect", f"{law}[T=1]"),
+    ]
+    # A CPU has no batch-invariant mode, and PTP heads are interpreted there, for minutes
+    left_out = programme.size((), ("identity-bfloat16", "identity-ptp"))
+    return [part for part in parts if part.name not in left_out]
+
+
+# kernels
+
+SHAPES = {
+    "evabyte-6.5b": {"D": 4096, "V": 320, "heads": [(n, r) for n in (8, 16) for r in (1, 8, 32)]},
+    "llama-8b": {"D": 4096, "V": 128256, "heads": [(8, r) for r in (1, 4, 8)]},
+}
+TOY_SHAPES = {"1x64": {"D": 64, "V": 320, "heads": [(4, 1), (4, 2)]}}
+
+
+def kernels(programme: Programme) -> list[Part]:
+    """Each kernel against its definition, then drafts beside a step of targets of real size."""
+    from vllm_mtpc.bench.kernel_cases import OPERATIONS
+
+    folder, parts = programme.cache / "kernels", []
+    batch, repeats = programme.size([1, 2, 4, 8, 16, 32, 64], [1, 2]), programme.size(50, 2)
+    for name in programme.size(list(OPERATIONS), ["couple"]):
+        out = folder / f"{name}.json"
+        command = words(*MTPC, "bench", "kernels", only=name, repeats=repeats, json=out)
+        parts.append(Part(f"each-{name}", 90, command, out))
+    for shape, sizes in programme.size(SHAPES, TOY_SHAPES).items():
+        curves, windows = folder / f"steps-{shape}.json", sorted({n for n, _ in sizes["heads"]})
+        steps = {"shape": shape, "windows": windows, "batch": batch, "engine": json.dumps(programme.engine)}
+        command = words(sys.executable, "-m", "benchmarks.gpu.steps", **steps, json=curves)
+        parts.append(Part(f"steps-{shape}", 300, command, curves))
+        for n, r in sizes["heads"]:
+            name = f"draft-{shape}-n{n}-r{r}"
+            given = {"shape": f"D={sizes['D']},V={sizes['V']},n={n},r={r}", "curves": curves}
+            given["circuits"] = ["ff"] if r == 1 else ["cp", "hmm", "btree"]
+            out = folder / f"{name}.json"
+            command = words(*MTPC, "bench", "draft", **given, batch=batch, temperature=1, repeats=repeats, json=out)
+            parts.append(Part(name, 40, command, out, [curves]))
+    return parts
+
+
+# target
+
+
+def target(programme: Programme) -> list[Part]:
+    """A byte-level Llama of about 100M parameters, trained on the Python text of this machine; then its own text."""
+    folder, data = programme.cache / "target", programme.cache / "data"
+    text = programme.size(["--packages", "torch", "transformers"], [])
+    sizes = programme.size(
+        {"hidden_size": 768, "layers": 12, "intermediate_size": 2560, "minutes": 6, "tokens_per_step": 65536},
+        {"hidden_size": 64, "layers": 2, "intermediate_size": 128, "steps": 3, "long_steps": 1},
+    )
+    weights = folder / "model.safetensors"
+    train = words(sys.executable, "-m", "vllm_mtpc.demo.train_target", *text, out=folder, **sizes)
+    split = words(sys.executable, "-m", "vllm_mtpc.demo.corpus", *text, out=data)
+
+    def written(name: str, source: str, seconds: float, **options: Any) -> Part:
+        out, dtype = data / f"{name}.jsonl", programme.size("bfloat16", None)
+        given = {"target": folder, "data": data / source, "out": out, "dtype": dtype, **options}
+        command = words(*MTPC, "regenerate", "--ignore-eos", **given)
+        return Part(name, seconds, command, needs=[weights, data / source], makes=out)
+
+    tokens, crops = programme.size(128, 32), {"crops": 4}
+    return [
+        Part("train", 450, train, folder / "provenance.json", makes=weights),
+        Part("text", 120, split, makes=data / "valid.jsonl"),
+        written("sampled", "train.jsonl", 150, **crops, limit=programme.size(12288, 12), max_tokens=tokens),
+        written("greedy", "train.jsonl", 120, **crops, limit=programme.size(2048, 2), max_tokens=tokens, temperature=0),
+        written("heldout", "valid.jsonl", 90, **crops, limit=programme.size(256, 4), max_tokens=8),
+    ]
+
+
+def trained(programme: Programme, name: str, folder: Path, seconds: float, **options: Any) -> Part:
+    """`vllm-mtpc train` on the target's own text; one that was stopped goes on."""
+    data = {name: programme.cache / "data" / f"{name}.jsonl" for name in ("sampled", "greedy", "heldout")}
+    given = {
+        "target": programme.cache / "target",
+        "data": [data["sampled"], data["greedy"]],
+        "validation_data": data["heldout"],
+        "out": folder,
+        "save_minutes": 2,
+        **programme.size(
+            {"seq_len": 160, "evaluation_sequences": 256, "evaluation_tokens": 96, "target_dtype": "bfloat16"},
+            {"seq_len": 40, "evaluation_sequences": 2, "evaluation_tokens": 8},
+        ),
+    }
+    resume = ["--resume"] if (folder / "state" / "trainer.pt").is_file() else []
+    command = words(*MTPC, "train", *resume, **given, **options)
+    weights = folder / ("adapter_model.safetensors" if options.get("head") == "ptp" else "model.safetensors")
+    return Part(name, seconds, command, folder / "provenance.json", list(data.values()), makes=weights)
+
+
+def own_text(programme: Programme) -> dict[str, Any]:
+    """Prompts for that target: text that it was not trained on."""
+    sizes = programme.size({"dtype": "bfloat16"}, {"prompt_tokens": 16, "max_tokens": 16})
+    return {"data": programme.cache / "data" / "valid.jsonl", **sizes}
+
+
+# heads
+
+CIRCUITS = [("ff", 1), *((circuit, r) for circuit in ("cp", "hmm", "btree") for r in (8, 32))]
+WINDOWS = (8, 16)
+AT_ONCE = 4  # heads served by one part
+
+
+def head_folders(programme: Programme) -> dict[tuple[str, int, int], Path]:
+    """Heads on that target by circuit, window and components."""
+    every = [(circuit, n, r) for n in WINDOWS for circuit, r in CIRCUITS]
+    wanted = programme.size(every, [("btree", 4, 2)])
+    return {(name, n, r): programme.cache / "heads" / f"{name}-n{n}-r{r}" for name, n, r in wanted}
+
+
+def heads(programme: Programme) -> list[Part]:
+    """Every circuit on that target, then their speed with one client: verified, and the share of a step they take.
+
+    What the paper calls unverified, all n tokens of every window taken as they are, is rows_per_step by step_ms: a step
+    takes as long whatever is accepted.
+    """
+    folders = head_folders(programme)
+    sizes = programme.size(
+        {"learning_rate": 0.002, "windows_per_step": 1024, "max_steps": 1500}, {"windows_per_step": 16, "max_steps": 2}
+    )
+    parts = []
+    for (circuit, n, r), folder in folders.items():
+        options = {"circuit": circuit, "window": n, "components": r, **sizes}
+        parts.append(trained(programme, f"train-{folder.name}", folder, 150, **options))
+    how = {"concurrency": 1, "prompts": programme.size(32, 2), "variant": EVERY_DRAFT, **own_text(programme)}
+    for window in sorted({n for _, n, _ in folders}):
+        members = [folder for (_, n, _), folder in folders.items() if n == window]
+        for first in range(0, len(members), AT_ONCE):
+            some, name = members[first : first + AT_ONCE], f"table-n{window}-{1 + first // AT_ONCE}"
+            needs = [folder / "config.json" for folder in some]
+            parts.append(bench_serve(programme, name, 440, needs, heads=some, **how))
+    return parts
+
+
+# serve
+
+
+def serve(programme: Programme) -> list[Part]:
+    """Plain vLLM, ngram and heads side by side: on the demo, then on that target.
+
+    Heads are served at their defaults, which verify adaptively, and with every draft verified.
+    """
+    sizes = {
+        "concurrency": programme.size(CLIENTS, [1, 2]),
+        "prompts": programme.size(8, 2),
+        "max_tokens": programme.size(128, 16),
+        "dtype": programme.size("bfloat16", None),
+    }
+    on_demo = {"target": demo.path("target"), **sizes}
+    parts = [bench_serve(programme, "demo-ngram", 250, peers=["ngram"], **on_demo)]
+    for name in programme.size(demo.CIRCUITS, ["btree"]):
+        parts.append(bench_serve(programme, f"demo-{name}", 360, heads=demo.path(name), variant=EVERY_DRAFT, **on_demo))
+    own = programme.cache / "target"
+    on_own = {"target": own, **sizes, **own_text(programme)}
+    weights = own / "model.safetensors"
+    parts.append(bench_serve(programme, "own-ngram", 250, [weights], peers=["ngram"], **on_own))
+    for (_, _, r), folder in head_folders(programme).items():
+        if r != 8:
+            needs = [weights, folder / "config.json"]
+            name = f"own-{folder.name}"
+            parts.append(bench_serve(programme, name, 360, needs, heads=folder, variant=EVERY_DRAFT, **on_own))
+    return parts
+
+
+# shapes
+
+SYNTHETIC = [  # shape, circuit, n, r, chance of each further draft
+    ("evabyte-6.5b", "btree", 16, 32, 0.85),
+    ("llama-8b", "btree", 8, 8, 0.7),
+    ("evabyte-6.5b", "ff", 8, 1, 0.75),
+    ("llama-8b", "ff", 8, 1, 0.6),
+]
+
+
+def shapes(programme: Programme) -> list[Part]:
+    """SYNTHETIC: random weights of real sizes; drafts accepted as random heads' are, hardly ever, and as prescribed."""
+    from vllm_mtpc.bench.decodings import INTERPRETED
+    from vllm_mtpc.bench.synthetic import parse_rates
+
+    parts = []
+    for shape, circuit, n, r, chance in programme.size(SYNTHETIC, [("1x64", "btree", 4, 2, 0.7)]):
+        name = f"{shape}-{circuit}-n{n}-r{r}"
+        folder = programme.cache / "shapes" / name
+        sizes = {"shape": shape, "circuit": circuit, "window": n, "components": r, "out": folder}
+        make = words(sys.executable, "-m", "vllm_mtpc.bench.synthetic", **sizes)
+        head, target = folder / "SYNTHETIC-head", folder / "SYNTHETIC-target"
+        prescribed = {"synthetic_acceptance_rates": parse_rates([chance], n - 1)}
+        variant = f"SYNTHETIC {chance}=" + json.dumps({"rejection_sample_method": "synthetic", **prescribed})
+        how = programme.size(
+            {"concurrency": [1, 4, 16, 64, 256], "prompts": 4, "max_tokens": 64},
+            {"concurrency": 1, "prompts": 2, "max_tokens": 8},
+        )
+        given = {"target": target, "heads": head, "variant": variant, "temperature": 1, **how}
+        parts.append(Part(f"make-{name}", 60, make, makes=head / "model.safetensors"))
+        parts.append(
+            bench_serve(
+                programme,
+                f"serve-{name}",
+                440,
+                [head / "model.safetensors"],
+                engine={"load_format": "dummy"},
+                environment=programme.size({}, INTERPRETED),
+                **given,
+            )
+        )
+    return parts
+
+
+# ptp
+
+
+def ptp(programme: Programme) -> list[Part]:
+    """An O-PTP head with informed rows on that target, drafting in two passes and in one; the demo's likewise."""
+    folder = programme.cache / "heads" / "o-ptp"
+    sizes = programme.size(
+        {
+            "window": 8, "lora_rank": 32, "lora_alpha": 32, "windows_per_step": 512, "max_steps": 1500,
+            "learning_rate": 0.001, "precision": "bf16",
+        },
+        {"window": 4, "lora_rank": 4, "windows_per_step": 8, "max_steps": 2},
+    )  # fmt: skip
+    options = {"head": "ptp", "variant": "o-ptp", "u_embedding": "threshold", "u_features": 64, **sizes}
+    variants = []
+    for way in programme.size(("two-pass", "merged"), ("two-pass",)):
+        variants += ["--variant", f"{way}=" + json.dumps({"draft_pass": way})]
+    how = programme.size(
+        {"concurrency": [1, 4, 16, 64], "prompts": 8}, {"concurrency": 1, "prompts": 1, "temperature": 1}
+    )
+
+    def served(name: str, head: Path, needs: Sequence[Path], **more: Any) -> Part:
+        part = bench_serve(programme, name, 420, needs, heads=head, **how, **more)
+        return replace(part, command=[*part.command, *variants])
+
+    on_demo = programme.size({"dtype": "bfloat16"}, {"max_tokens": 8})
+    own = {**own_text(programme), **programme.size({}, {"max_tokens": 8})}
+    return [
+        *programme.size([served("demo", demo.path("o-ptp"), [], **on_demo)], []),
+        trained(programme, "train", folder, 450, **options),
+        served("own", folder, [folder / "config.json"], **own),
+    ]
+
+
+STAGES: dict[str, Callable[[Programme], list[Part]]] = {
+    "tests": tests,
+    "kernels": kernels,
+    "target": target,
+    "heads": heads,
+    "serve": serve,
+    "shapes": shapes,
+    "ptp": ptp,
+}

@@ -1,0 +1,87 @@
+"""What only a GPU has: CUDA graphs on and off, sleep and wake. For `benchmarks/gpu/run.sh tests`.
+
+At toy size, on a CPU, engines are eager and stay awake: the calls are tried, nothing is shown.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests import forks
+from tests.e2e.engine import Call, Engine, Reply, run
+from tests.e2e.test_greedy import LENGTHS, prompt
+from vllm_mtpc import demo
+
+IS_TOY = os.environ.get("MTPC_TEST_GPU") == "toy"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not forks.ON_GPU and not IS_TOY, reason="needs a GPU: benchmarks/gpu/run.sh tests"),
+]
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}
+SEEDED = {"temperature": 0.8, "seed": 7, "ignore_eos": True, "max_tokens": 40}
+BATCH = [prompt(length, start) for start, length in enumerate(LENGTHS)]
+CALLS = {
+    "greedy": Call(BATCH, [GREEDY] * len(BATCH)),
+    "seeded": Call(BATCH[:1], [SEEDED]),
+    "seeded beside others": Call(BATCH, [SEEDED, *[GREEDY] * (len(BATCH) - 1)]),
+    "after sleep level 1": Call(BATCH, [GREEDY] * len(BATCH), sleep=1),
+    "after sleep level 2": Call(BATCH, [GREEDY] * len(BATCH), sleep=2),
+}
+EAGER = {"graphs": {}, "eager": {"enforce_eager": True}} if forks.ON_GPU else {"eager": {}}
+HEADS = {"btree": "mtpc", "o-ptp": "ptp"} if forks.ON_GPU else {"btree": "mtpc"}
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def said(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
+    """Replies by engine and call."""
+    speculative = {"method": HEADS[request.param], "model": str(demo.path(request.param))}
+    always = {"max_model_len": 240, "enable_prefix_caching": False}
+    target, calls = str(demo.path("target")), list(CALLS.values())
+    engines = {"plain": Engine(target, calls[:1], always)}
+    for name, how in EAGER.items():
+        more = {**how, "speculative_config": speculative, "enable_sleep_mode": forks.ON_GPU}
+        engines[name] = Engine(target, calls, {**always, **more})
+    found = {}
+    for name, engine in engines.items():  # a process each: vLLM lets one engine of a process sleep
+        replies = run({name: engine}, "v2" if forks.ON_GPU else "v1", async_scheduling=True)[name]
+        assert not isinstance(replies, str), (name, replies)
+        found[name] = dict(zip(CALLS, replies, strict=False))
+    return found
+
+
+def accepted(said: dict[str, Reply], name: str) -> float:
+    """Drafts accepted in one call."""
+    counts = [reply.metrics[ACCEPTED] for reply in said.values()]
+    place = list(said).index(name)
+    return counts[place] - (counts[place - 1] if place else 0)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_greedy_text_is_plain_vllms(said: dict[str, dict[str, Reply]], name: str) -> None:
+    assert said[name]["greedy"].tokens == said["plain"]["greedy"].tokens
+    assert accepted(said[name], "greedy") > len(BATCH)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_graphs_change_nothing(said: dict[str, dict[str, Reply]], call: str) -> None:
+    """Float32: what inductor fuses is computed in another order, which moves no token of these."""
+    first, *others = (said[name] for name in EAGER)
+    for other in others:
+        assert other[call].tokens == first[call].tokens
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_a_seeded_text_does_not_depend_on_its_batch(said: dict[str, dict[str, Reply]], name: str) -> None:
+    assert said[name]["seeded beside others"].tokens[0] == said[name]["seeded"].tokens[0]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("name", EAGER)
+def test_sleep_changes_nothing(said: dict[str, dict[str, Reply]], name: str, level: int) -> None:
+    """Nor are drafts accepted less: what the head keeps beside its weights is there again."""
+    asleep = f"after sleep level {level}"
+    assert said[name][asleep].tokens == said[name]["greedy"].tokens
+    assert accepted(said[name], asleep) >= 0.9 * accepted(said[name], "greedy")  # K may depend on what was accepted
