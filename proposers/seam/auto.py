@@ -60,8 +60,8 @@ def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:
 
 
 def check_memory(vllm_config: Any) -> None:
-    """Refuse a head that does not fit beside its target, as far as that is known before a worker starts: files of both,
-    and the logits of drafts. Raises ServeConfigError."""
+    """Refuse a head that does not fit beside its target, as far as that is known before a worker starts: the files of
+    the target, the head and what drafts take. Raises ServeConfigError."""
     from vllm.platforms import current_platform
 
     from vllm_mtpc.errors import ServeConfigError
@@ -71,19 +71,38 @@ def check_memory(vllm_config: Any) -> None:
     except NotImplementedError:
         return
     spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    drafts = vllm_config.scheduler_config.max_num_seqs * spec.num_speculative_tokens
-    needed = {
-        "the target": _weights(_folder(spec.target_model_config.model, spec.target_model_config.revision))
-        / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size),
-        "the head": _weights(Path(spec.model_folder)),
-        "the logits of its drafts": 4 * drafts * spec.head.vocab_size if spec.method == "mtpc" else 0,
-    }
+    target = _weights(_folder(spec.target_model_config.model, spec.target_model_config.revision))
+    target /= parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    head = _head_bytes(vllm_config)
     usable = total * vllm_config.cache_config.gpu_memory_utilization
-    if sum(needed.values()) > usable:
-        parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in needed.items())
+    if target + head > usable:
         raise ServeConfigError(
-            f"{parts}; the device has {usable / 2**30:.2f} GiB for vLLM: allowed is what fits; lower --max-num-seqs"
+            f"the target's {target / 2**30:.2f} GiB, and {head / 2**30:.2f} GiB of the head and its drafts at "
+            f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs}, are more than the {usable / 2**30:.2f} GiB "
+            "that vLLM may take of the device; lower --max-num-seqs"
         )
+
+
+def _head_bytes(vllm_config: Any) -> int:
+    """What a head takes on a device; of a PTP head its files: what else it takes are rows of the target."""
+    spec = vllm_config.speculative_config
+    if spec.method == "ptp":
+        return _weights(Path(spec.model_folder))
+    import torch
+
+    from vllm_mtpc.heads.memory import by_batch, draft_memory
+
+    num_drafts, max_num_seqs = spec.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
+    found = draft_memory(
+        spec.head,
+        by_batch(spec.num_speculative_tokens_per_batch_size, max_num_seqs, num_drafts),
+        num_drafts,
+        vllm_config.model_config.dtype,
+        vllm_config.parallel_config.tensor_parallel_size,
+        vllm_config.device_config.device_type,
+        torch.float32 if spec.draft_sample_method == "probabilistic" else None,
+    )
+    return sum(found)
 
 
 def _weights(folder: Path | None) -> int:

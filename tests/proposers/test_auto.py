@@ -160,17 +160,18 @@ def test_a_head_for_the_other_runner(made: Path, target: Path, said: Lines, monk
 def test_a_head_that_does_not_fit_beside_its_target(
     made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the files of both and the logits of drafts: 1,024 requests x 4 drafts x 32 tokens of 4 bytes here."""
+    """A device that has room for the target, and not for the conditionals of 1,024 x 4 drafts of 32 tokens as well."""
     from vllm.platforms import current_platform
 
     ship(made, target)
-    files = sum(file.stat().st_size for file in target.rglob("*.safetensors"))
-    for more, is_served in ((4 * 1024 * 4 * 32, True), (4 * 1024 * 4 * 31, False)):
+    files = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    drafts = 1024 * 4 * 32 * 4
+    for more, is_served in ((4 * drafts, True), (drafts, False)):
         monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda self, more=more: files + more)
         said.clear()
         spec = spec_of(target, gpu_memory_utilization=1.0, max_num_seqs=1024, max_num_batched_tokens=8192)
         assert (spec is not None) == is_served
-    assert len(said) == 1 and "lower --max-num-seqs" in said[0] and "the logits of its drafts 0.00 GiB" in said[0]
+    assert len(said) == 1 and "of the head and its drafts at --max-num-seqs 1024" in said[0]
 
 
 def test_an_error_of_the_target_is_its_own(made: Path, target: Path, said: Lines) -> None:
