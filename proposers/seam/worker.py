@@ -1,4 +1,4 @@
-"""The worker of an engine that serves a head: vLLM's, whichever it is, with our model runner and drafts that are timed.
+"""The worker of an engine that serves a head: vLLM's, whichever it is, with our model runner.
 
 Engines name it in `parallel_config.worker_cls`; other engines never import this file.
 """
@@ -14,7 +14,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_mtpc.proposers.seam.config_ptp import reserved_blocks
 from vllm_mtpc.proposers.seam.derive import derived, named
 from vllm_mtpc.proposers.seam.patch import refuse_problems
-from vllm_mtpc.proposers.seam.watch import COST, IDLE
 
 
 def __getattr__(name: str) -> Any:
@@ -50,19 +49,6 @@ class HeadWorker(Worker):
         times = super().compile_or_warm_up_model()
         self.model_runner.ready()
         return times
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """A step's output, which takes along what its drafts have cost."""
-        output = super().sample_tokens(grammar_output)
-        runner = self.model_runner
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        made = getattr(output, "model_runner_output", output)
-        if getattr(made, "req_ids", None):
-            if runner.is_idle:
-                setattr(made, IDLE, True)
-            elif hasattr(drafter, "clock"):
-                setattr(made, COST, drafter.clock.take())
-        return output
 
 
 @contextmanager

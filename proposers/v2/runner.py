@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 
 from vllm_mtpc.proposers.v2 import shipped
 from vllm_mtpc.proposers.v2.seeded import draft_apart
-from vllm_mtpc.proposers.watch import watch_speculator
+from vllm_mtpc.proposers.watch import watch_speculator, with_cost
 
 
 def draft_layers(spec: Any) -> int:
@@ -95,6 +95,10 @@ class HeadModelRunner(GPUModelRunner):
     def is_idle(self) -> bool:
         """Whether a head that the target ships has failed, and nothing drafts."""
         return isinstance(self.speculator, shipped.IdleSpeculator)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The step's output, with what its drafts have cost; Ray's executor asks no worker."""
+        return with_cost(super().sample_tokens(grammar_output), self.speculator, self.is_idle)
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Also notes how many rows with logits each request of the step has."""

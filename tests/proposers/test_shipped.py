@@ -10,12 +10,14 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mtpc.proposers import shipped
-from vllm_mtpc.proposers.seam import auto, watch, worker
+from vllm_mtpc.proposers.seam import auto, watch
 from vllm_mtpc.proposers.seam.derive import derived
 from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1 import proposer
+from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v1.shipped import ShippedProposer
 from vllm_mtpc.proposers.v2 import shipped as v2
+from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
 
 CPU = torch.device("cpu")
 
@@ -147,15 +149,17 @@ def test_v2_is_built_or_idle(said: list[str]) -> None:
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_a_steps_output_says_it(is_idle: bool) -> None:
-    class Vllm(worker.HeadWorker.__mro__[1]):
+@pytest.mark.parametrize("ours", [runner_v1, runner_v2])
+def test_a_steps_output_says_it(ours: type, is_idle: bool) -> None:
+    class Vllm(ours.__mro__[1]):
         def sample_tokens(self, grammar_output: Any) -> Any:
-            return SimpleNamespace(req_ids=["a"])
+            return SimpleNamespace(model_runner_output=SimpleNamespace(req_ids=["a"]))  # an asynchronous one
 
-    one = object.__new__(derived(worker.HeadWorker, Vllm))
-    clock = SimpleNamespace(take=lambda: {"draft_passes": 1})
-    one.model_runner = SimpleNamespace(is_idle=is_idle, speculator=SimpleNamespace(clock=clock))
-    output = one.sample_tokens(None)
+    one = object.__new__(derived(ours, Vllm))
+    drafter = object.__new__(v2.IdleSpeculator) if is_idle else SimpleNamespace()
+    drafter.clock, drafter.is_idle = SimpleNamespace(take=lambda: {"draft_passes": 1}), is_idle
+    one.drafter = one.speculator = drafter
+    output = one.sample_tokens(None).model_runner_output
     assert getattr(output, watch.IDLE, False) == is_idle
     assert getattr(output, watch.COST, None) == (None if is_idle else {"draft_passes": 1})
 
