@@ -1,4 +1,4 @@
-"""The V1 proposer of a head that its target ships: one that fails to load drafts nothing."""
+"""The V1 proposer of a head that its target ships: one that fails to load, or to draft once, drafts nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.proposers import shipped
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
@@ -17,8 +18,20 @@ class ShippedProposer(MtpcProposer):
         self._attempt(lambda: super(ShippedProposer, self).__init__(vllm_config))
 
     def load_model(self, target_model: torch.nn.Module) -> None:
+        def load_and_draft() -> None:
+            super(ShippedProposer, self).load_model(target_model)
+            self._draft_once(next(target_model.parameters()).device)
+
         if not self.is_idle:
-            self._attempt(lambda: super(ShippedProposer, self).load_model(target_model))
+            self._attempt(load_and_draft)
+
+    @torch.inference_mode()
+    def _draft_once(self, device: torch.device) -> None:
+        """Kernels are compiled by the first draft; vLLM's profile of V1 runs none."""
+        head = self.model
+        states = torch.zeros(1, head.hidden_size, dtype=self.target_dtype, device=device)
+        params = head.draft_params(states, torch.zeros(1, dtype=torch.int64, device=device), self.num_drafts)
+        naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))
 
     def _attempt(self, call: Any) -> None:
         try:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.heads import build_head
 from vllm_mtpc.proposers import shipped
 from vllm_mtpc.proposers.seam import auto, watch
 from vllm_mtpc.proposers.seam.derive import derived
@@ -64,16 +66,21 @@ def test_ranks_give_up_together(rank: int, says: list[str], said: list[str], mon
     assert shipped.attempt(lambda: "made", "head") == "made"
 
 
-@pytest.mark.parametrize("where", ["__init__", "load_model", "nowhere"])
+@pytest.mark.parametrize("where", ["__init__", "load_model", "draft_params", "nowhere"])
 def test_v1_drafts_nothing(where: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {name: lambda self, *args, name=name: f"{name} of vLLM" for name in ("__init__", "load_model")}
     calls["__init__"] = lambda self, config: None
     calls[where] = raising
     for name in ("__init__", "load_model"):
         monkeypatch.setattr(proposer.MtpcProposer, name, calls[name])
+    target = {"model_type": "llama", "vocab_size": 8, "hidden_size": 4}
+    head = build_head(HeadConfig.create(circuit="ff", window=4, num_components=1, target=target, verifier="x"))
+    if where == "draft_params":
+        monkeypatch.setattr(head, "draft_params", raising)
     monkeypatch.setattr(proposer.MtpcProposer, "propose_drafts", lambda self, *args: "drafts")
     one = ShippedProposer(SimpleNamespace(speculative_config=SimpleNamespace(model_folder="head")))
-    one.load_model(None)
+    one.model, one.target_dtype, one.num_drafts = head, torch.float32, 3
+    one.load_model(torch.nn.Linear(1, 1))
     runner = SimpleNamespace(_draft_probs="stale", _draft_prob_req_ids=["stale"])
     drafts = one.propose_drafts(runner, [[1], [2, 3]], None, None, None, None)
     if where == "nowhere":
