@@ -88,8 +88,6 @@ def _head_bytes(vllm_config: Any) -> int:
     spec = vllm_config.speculative_config
     if spec.method == "ptp":
         return _weights(Path(spec.model_folder))
-    import torch
-
     from vllm_mtpc.heads.memory import by_batch, draft_memory
 
     num_drafts, max_num_seqs = spec.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
@@ -100,7 +98,7 @@ def _head_bytes(vllm_config: Any) -> int:
         vllm_config.model_config.dtype,
         vllm_config.parallel_config.tensor_parallel_size,
         vllm_config.device_config.device_type,
-        torch.float32 if spec.draft_sample_method == "probabilistic" else None,
+        spec.draft_sample_method == "probabilistic",
     )
     return sum(found)
 
