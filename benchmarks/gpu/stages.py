@@ -240,12 +240,13 @@ def serve(programme: Programme) -> list[Part]:
     }
     on_demo = {"target": demo.path("target"), **sizes}
     parts = [bench_serve(programme, "demo-ngram", 250, peers=["ngram"], **on_demo)]
-    for name in programme.size(demo.CIRCUITS, ["btree"]):
+    for name in programme.size(demo.CIRCUITS, []):
         parts.append(bench_serve(programme, f"demo-{name}", 360, heads=demo.path(name), variant=EVERY_DRAFT, **on_demo))
     own = programme.cache / "target"
     on_own = {"target": own, **sizes, **own_text(programme)}
     weights = own / "model.safetensors"
-    parts.append(bench_serve(programme, "own-ngram", 250, [weights], peers=["ngram"], **on_own))
+    if not programme.is_toy:
+        parts.append(bench_serve(programme, "own-ngram", 250, [weights], peers=["ngram"], **on_own))
     for (_, _, r), folder in head_folders(programme).items():
         if r != 8:
             needs = [weights, folder / "config.json"]
