@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,10 @@ from vllm.distributed import (
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import Shard
+from vllm_mtpc.heads.shard import Shard, pays
 from vllm_mtpc.kernels.leaf import fp8
 
 logger = logging.getLogger("vllm.mtpc")
-
-# Unembeddings of this many bytes and more are divided over the ranks: reading them must cost more than that the ranks
-# meet. CPU: 22 GB/s against 0.24 ms to gather one request's logits of the demo and 0.6 ms for 16 (gloo, two ranks).
-# GPU, not measured: 64 MiB are 20 us at 3.3 TB/s, which is what a small all-gather takes. What is gathered is B / D
-# of what is read, so the batch hardly matters there.
-SHARD_BYTES = {"cpu": 16 << 20}
-SHARD_BYTES_GPU = 64 << 20
 
 
 def load_served_head(
@@ -50,7 +43,7 @@ def load_served_head(
     config, head = load_head(folder, torch.float32 if is_fp8 else dtype, "cpu" if is_remade else device)
     if isinstance(head, LinearHead):
         size = head.leaf_weight.numel() * (1 if is_fp8 else dtype.itemsize)
-        if num_ranks > 1 and size >= SHARD_BYTES.get(device.type, SHARD_BYTES_GPU):
+        if pays(size, num_ranks, device.type):
             rank = get_tensor_model_parallel_rank()
             head.shard_leaves(Shard(rank, num_ranks, config.vocab_size, _gather))
             logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)
@@ -66,6 +59,18 @@ def load_served_head(
     if head.needs_lm_head:
         head.bind_lm_head(_lm_head(target_model, target_dtype, config.vocab_size))
     return head
+
+
+def kept(tensors: Iterable[Tensor]) -> nn.Module:
+    """A part of a speculator's model that has vLLM keep these tensors over a sleep of level 2.
+
+    Whatever else was allocated while models were loaded is lost there; vLLM saves the buffers of the target and of the
+    speculator's model. A target's weights are loaded again by whoever woke it up, a head's by nobody.
+    """
+    module = nn.Module()
+    for index, tensor in enumerate(tensors):
+        module.register_buffer(str(index), tensor.data, persistent=False)
+    return module
 
 
 def _weights_dtype(head_dtype: str, default: torch.dtype, device: torch.device) -> torch.dtype:

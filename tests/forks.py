@@ -48,6 +48,10 @@ IMPORTED = (
         "vllm.entrypoints.llm",
         "vllm.model_executor.models.llama",
         "vllm.v1.worker.cpu_worker",
+        "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.entrypoints.anthropic.protocol",
+        "vllm.model_executor.layers.quantization.online.base",
+        "tests.e2e.engine",
         "vllm_mtpc.plugin",
         "vllm_mtpc.proposers.load",
     )
@@ -111,6 +115,8 @@ def _prepare(modules: list[str]) -> None:
     for module in modules:
         import_module(module)
     if "vllm" in sys.modules:
+        # or every fork does so, for 350 loggers
+        import_module("vllm.logger").configure_logging_if_needed(import_module("vllm.config.logging").LoggingConfig())
         _replace_kernels_once()
     gc.collect()
     gc.freeze()  # or every engine that starts walks through all that was imported, five times

@@ -1,4 +1,4 @@
-"""`pytest --outcome FILE`: what a run found, kept as JSON.
+"""`pytest --outcome=FILE`: what a run found, kept as JSON.
 
 From it docs/features.md is written (tests/e2e/features.py) and the files are put in the order in which workers take
 them (tests/conftest.py).

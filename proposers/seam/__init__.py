@@ -1,8 +1,8 @@
-"""The seam: the few vLLM attributes this package wraps so that vLLM knows two more speculative methods.
+"""The seam: how vLLM comes to know two more speculative methods.
 
-`frontend.py` holds what runs where a configuration is made, `engine_core.py` what runs where the KV cache is divided,
-`worker.py` and `lora.py` what runs where a model is.
-docs/internals.md lists every attribute and why.
+`frontend.py` holds what runs where a configuration is made. What runs elsewhere are subclasses of vLLM's classes, which
+the configuration of an engine with a head names: `scheduler.py`, `worker.py`, `proposers/v1/runner.py`,
+`proposers/v2/runner.py`. docs/internals.md lists them, and every attribute that is replaced.
 """
 
 from __future__ import annotations
@@ -14,17 +14,28 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Declare all patches; each takes effect when its module is imported, at once if it already is."""
-    from vllm_mtpc.proposers.seam import versions
+    """Declare the patches of every process; each takes effect when its module is imported, at once if it already is."""
+    from vllm_mtpc.proposers.seam import frontend, sampling, versions
     from vllm_mtpc.proposers.seam.patch import apply
 
-    for patch in patches(versions.vllm_minor()):
+    minor = versions.vllm_minor()
+    for patch in (*frontend.PATCHES, *sampling.PATCHES):
+        if versions.is_replaced(patch.key(), minor):
+            apply(patch)
+
+
+def install_for_a_head() -> None:
+    """And those of a front end that has configured a head."""
+    from vllm_mtpc.proposers.seam import watch
+    from vllm_mtpc.proposers.seam.patch import apply
+
+    for patch in watch.PATCHES:
         apply(patch)
 
 
 def patches(minor: tuple[int, int]) -> list[type[Patch]]:
-    """The patches of a minor release of vLLM."""
-    from vllm_mtpc.proposers.seam import engine_core, frontend, versions, worker
+    """All patches of a minor release of vLLM."""
+    from vllm_mtpc.proposers.seam import frontend, sampling, versions, watch
 
-    every = (*frontend.PATCHES, *engine_core.PATCHES, *worker.PATCHES)
+    every = (*frontend.PATCHES, *sampling.PATCHES, *watch.PATCHES)
     return [patch for patch in every if versions.is_replaced(patch.key(), minor)]

@@ -14,7 +14,7 @@ from typing import Any
 
 logger = logging.getLogger("vllm.mtpc")
 
-VARIABLE = "VLLM_MTPC_AUTO"
+VARIABLE = "MTPC_AUTO"
 OFF = ("0", "false", "off", "no")
 _MARK = "_mtpc_auto"  # attribute of EngineArgs: the head that was engaged, or None where it was given up
 

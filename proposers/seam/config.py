@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, SkipValidation, ValidationError
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
@@ -65,6 +66,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     mask_drafts: bool | None = None
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
     has_default_schedule: bool = False
+    own_schedule: SkipValidation[schedule.Schedule | None] = None  # of dense data-parallel engines, until each has it
 
     def __post_init__(self) -> None:
         self.prompt_lookup_max = self.prompt_lookup_min = 0
@@ -86,6 +88,11 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         """Key of compiled targets: with draft layers their graph hands out the states that enter one of its layers."""
         return f"{SpeculativeConfig.compute_hash(self)}-{getattr(self.head, 'lora_layers', 0)}"
 
+    def take_own_schedule(self) -> None:
+        """Once vLLM has made the configuration: each of the dense data-parallel engines has the schedule to itself."""
+        if self.own_schedule is not None:
+            self.num_speculative_tokens_per_batch_size, self.own_schedule = self.own_schedule, None
+
     def default_schedule(self) -> schedule.Schedule:
         """Drafts by batch size where the user names none."""
         measured = measured_acceptance(Path(self.model_folder)).values()
@@ -97,8 +104,15 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         return schedule.load_of(self.head, self.target_model_config.hf_text_config)
 
 
-def is_ours(speculative_config: Any) -> bool:
-    return isinstance(speculative_config, MtpcSpeculativeConfig)
+class HeadSchedulerConfig(SchedulerConfig):
+    """vLLM's, whose scheduler is derived from the one it would choose: its field `scheduler_cls` warns, and names one
+    class for both synchronous and asynchronous scheduling."""
+
+    def get_scheduler_cls(self) -> type:
+        from vllm_mtpc.proposers.seam.derive import derived
+        from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+
+        return derived(HeadScheduler, super().get_scheduler_cls())
 
 
 def create(**given: Any) -> MtpcSpeculativeConfig:
@@ -139,10 +153,14 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
         )
     except ValidationError as error:
         raise ServeConfigError(f"speculative_config: {one_line(error, list(user_keys))}") from None
-    # no default where data-parallel ranks would choose apart, or prescribed acceptance says nothing about drafts
-    if wants_default and parallel.data_parallel_size == 1 and made.rejection_sample_method != "synthetic":
+    # no default where data-parallel ranks step together, or prescribed acceptance says nothing about drafts
+    together = parallel.data_parallel_size > 1 and target.is_moe
+    if wants_default and not together and made.rejection_sample_method != "synthetic":
         made.num_speculative_tokens_per_batch_size = made.default_schedule()
         made.has_default_schedule = True
+    if parallel.data_parallel_size > 1 and not together:  # vLLM drops it, though each engine runs by itself
+        made.own_schedule = made.num_speculative_tokens_per_batch_size
+        made.num_speculative_tokens_per_batch_size = None
     if made.min_survival is None and made.rejection_sample_method == "synthetic":
         made.min_survival = 0.0
     return made
@@ -207,6 +225,15 @@ def _check_fit(folder: Path, head: HeadConfig | PtpConfig, given: dict[str, Any]
                 f"speculative_config: head {folder} has {name}={ours}, but target {target.model} has {theirs}; "
                 f"use a head trained for this target (this one was trained for "
                 f"{head.speculators_config.verifier.name_or_path})"
+            )
+    if (copies := getattr(target.hf_config, "hc_mult", 1)) > 1:
+        from vllm.model_executor.model_loader.utils import get_model_cls
+
+        if hasattr(get_model_cls(target), "get_mtp_target_hidden_states"):  # as vLLM's speculators find out
+            raise ServeConfigError(
+                f"speculative_config: target {target.model} hands out hidden states of {copies} x {head.hidden_size} "
+                f"numbers, the copies of its residual stream; head {folder} reads hidden_size={head.hidden_size}: "
+                "allowed are targets that hand out what leaves their final norm; drop speculative_config"
             )
     if given.get("head_dtype") == "fp8" and needs_lm_head(head.head):
         raise ServeConfigError(

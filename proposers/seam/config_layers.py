@@ -57,9 +57,20 @@ def check_engine(vllm_config: Any) -> None:
         "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "enable_dbo": getattr(parallel, "enable_dbo", False),
+        "a KV connector that works layer by layer": _is_layerwise(vllm_config.kv_transfer_config),
     }
     for option, is_set in refused.items():
         if is_set:
             raise ServeConfigError(
                 f"a head with lora_layers={count} and {option}: not served together in this version; drop {option}"
             )
+
+
+def _is_layerwise(kv_transfer_config: Any) -> bool:
+    """Whether a KV connector waits for and saves single layers while the target runs; draft layers run after it."""
+    if kv_transfer_config is None or kv_transfer_config.kv_connector is None:
+        return False
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    connector = KVConnectorFactory.get_connector_class(kv_transfer_config)
+    return connector.requires_piecewise_for_cudagraph(kv_transfer_config.kv_connector_extra_config)

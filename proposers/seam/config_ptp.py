@@ -10,13 +10,14 @@ from pydantic import Field, SkipValidation
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.utils import config
+from vllm.platforms import current_platform
 
 from vllm_mtpc.checkpoint.ptp import check_ptp
 from vllm_mtpc.config_ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.seam.config import MtpcSpeculativeConfig
 from vllm_mtpc.proposers.seam.runner import how_to_v2
-from vllm_mtpc.proposers.seam.schedule import Schedule, merged
+from vllm_mtpc.proposers.seam.schedule import Schedule, few_lengths, merged
 
 if TYPE_CHECKING:
     from vllm_mtpc.proposers.v2.ptp.plan import Plan
@@ -51,7 +52,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     method: Literal["ptp"] | None = None
     draft_sample_method: Literal["greedy"] = "greedy"
     head: SkipValidation[PtpConfig] = None  # type: ignore[assignment]
-    draft_pass: Literal["merged", "two-pass"] = "merged"
+    draft_pass: Literal["merged", "two-pass"] = "two-pass"
     max_aux_rows: int = Field(default=256, ge=2)
     aux_rows_per_request: int | None = Field(default=None, ge=1)
     group_sizes: Literal["static", "dynamic"] = "static"
@@ -93,13 +94,17 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         )
 
     def default_schedule(self) -> Schedule:
-        """As many drafts as the rows of each batch size can give: others would be verified for nothing."""
+        """As many drafts as the rows of each batch size can give: others would be verified for nothing.
+
+        On a GPU few lengths: vLLM captures graphs for each.
+        """
         from vllm_mtpc.proposers.v2.ptp.plan import most_drafts
 
         largest = self.max_aux_rows + 1  # a batch with more requests than rows is not drafted for
         plan = self._plan_of(self.num_speculative_tokens, largest)
         by_batch = [most_drafts(plan.bucket(n), self.head.variant, plan.leading) for n in range(1, largest + 1)]
-        return merged([min(drafts, self.num_speculative_tokens) for drafts in by_batch])
+        by_batch = [min(drafts, self.num_speculative_tokens) for drafts in by_batch]
+        return merged(by_batch if current_platform.is_cpu() else few_lengths(by_batch))
 
 
 def check_target(folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:
@@ -163,7 +168,6 @@ def keep_the_order(attention_config: Any) -> None:
     Groups of auxiliary rows stand behind all of a batch's own rows. FlashInfer sorts, and vLLM prefers it on GPUs of
     compute capability 10 (platforms/cuda.py); it is refused where the user named it.
     """
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     named = attention_config.backend
@@ -175,3 +179,20 @@ def keep_the_order(attention_config: Any) -> None:
     if named is None and current_platform.is_cuda() and current_platform.is_device_capability_family(100):
         logger.warning("method 'ptp': attention backend FLASH_ATTN, because FlashInfer sorts a batch by length")
         attention_config.backend = AttentionBackendEnum.FLASH_ATTN
+
+
+def reserved_blocks(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Blocks of auxiliary rows; raises ServeConfigError where too few are left for one request."""
+    if not kv_cache_config.kv_cache_groups:
+        return 0
+    spec, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
+    block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    blocks = spec.plan(vllm_config.scheduler_config.max_num_seqs).num_blocks(block_size)
+    needed = -(-longest // block_size) + 1  # vLLM keeps one block for itself
+    if kv_cache_config.num_blocks - blocks < needed:
+        raise ServeConfigError(
+            f"the KV cache holds {kv_cache_config.num_blocks} blocks of {block_size} tokens; {blocks} of them are for "
+            f"auxiliary rows and {needed} for one request of {longest} tokens; raise --gpu-memory-utilization (or "
+            f"--kv-cache-memory-bytes), or lower max_aux_rows={spec.max_aux_rows} or --max-num-seqs"
+        )
+    return blocks

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.seam import auto, watch
+from vllm_mtpc.proposers.seam import auto
 from vllm_mtpc.proposers.seam.patch import Patch, applied, refuse_problems
 
 logger = logging.getLogger("vllm.mtpc")
@@ -47,10 +47,10 @@ def refuse_misspelt(method: str | None) -> None:
         return
     from vllm.config.speculative import SpeculativeMethod
 
-    from vllm_mtpc.errors import ServeConfigError, did_you_mean
-
     if method in get_args(SpeculativeMethod):
         return
+    from vllm_mtpc.errors import ServeConfigError, did_you_mean
+
     if hint := did_you_mean(str(method), METHODS):
         raise ServeConfigError(f"speculative_config: vLLM knows no method {method!r}{hint}")
 
@@ -89,7 +89,9 @@ class CreateEngineConfig(Patch):
             try:
                 vllm_config = original(self, *args, **kwargs)
                 if getattr(vllm_config.speculative_config, "method", None) in METHODS:
+                    vllm_config.speculative_config.take_own_schedule()
                     check_runner(vllm_config)
+                    name_our_classes(vllm_config)
                     logger.info("%s", _drafts_in_words(vllm_config))
                 if head := auto.engaged(self):
                     auto.announce(head, vllm_config.speculative_config)
@@ -136,14 +138,12 @@ class OverrideWithSpeculators(Patch):
     @classmethod
     def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_override_with_speculators(*args: Any, **kwargs: Any) -> Any:
-            from vllm_mtpc.checkpoint.locate import is_head, resolve_verifier
-
             folder = Path(kwargs.get("model", args[0] if args else ""))
-            if not (folder.is_dir() and is_head(folder)):
+            if not is_head(folder):
                 model, tokenizer, speculative_config = original(*args, **kwargs)
                 check_downloaded(str(folder), kwargs.get("revision"), model, speculative_config)
                 return model, tokenizer, speculative_config
-            from vllm_mtpc.checkpoint import read_config
+            from vllm_mtpc.checkpoint import read_config, resolve_verifier
 
             head = read_config(folder)
             verifier = resolve_verifier(folder, head.speculators_config.verifier.name_or_path)
@@ -179,17 +179,6 @@ class KeepV1Schedule(Patch):
         return _maybe_disable_dynamic_sd_for_v1
 
 
-class EnvironmentVariables(Patch):
-    module = "vllm.envs"
-    attribute = "environment_variables"
-    reason = "vLLM warns of, or refuses, every VLLM_... variable that it does not know"
-    parameters = None
-
-    @classmethod
-    def replace(cls, original: Any) -> Any:
-        return {**original, auto.VARIABLE: auto.is_on, watch.DEBUG: watch.is_debug}
-
-
 PATCHES: tuple[type[Patch], ...] = (
     CreateSpeculativeConfig,
     CreateEngineConfig,
@@ -197,8 +186,32 @@ PATCHES: tuple[type[Patch], ...] = (
     OverrideWithSpeculators,
     AsyncMethods,
     KeepV1Schedule,
-    EnvironmentVariables,
 )
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder is a head of ours; one that does not say so is only looked at, and nothing is imported."""
+    try:
+        with (folder / "config.json").open("rb") as file:
+            if b'"speculators_model_type"' not in file.read(1 << 20):
+                return False
+    except OSError:
+        return False
+    from vllm_mtpc.checkpoint import locate
+
+    return locate.is_head(folder)
+
+
+def name_our_classes(vllm_config: Any) -> None:
+    """Have the engine of this configuration made of our worker and scheduler, and its front end count what they say."""
+    from vllm_mtpc.proposers.seam import install_for_a_head
+    from vllm_mtpc.proposers.seam.config import HeadSchedulerConfig
+    from vllm_mtpc.proposers.seam.derive import name_in
+
+    install_for_a_head()
+    parallel = vllm_config.parallel_config
+    parallel.worker_cls = name_in("vllm_mtpc.proposers.seam.worker", parallel.worker_cls)
+    vllm_config.scheduler_config.__class__ = HeadSchedulerConfig
 
 
 def check_downloaded(name: str, revision: str | None, target: str, speculative_config: dict[str, Any] | None) -> None:

@@ -71,7 +71,11 @@ def _patch_module(patch: type[Patch]) -> None:
         if missing:
             _give_up(patch, f"it no longer takes {', '.join(sorted(missing))}")
             return
-    replacement = patch.replace(function)
+    try:
+        replacement = patch.replace(function)
+    except Exception as error:  # it would be one of importing vLLM, also for who serves no head
+        _give_up(patch, f"{type(error).__name__}: {error}")
+        return
     if patch.parameters is not None:
         functools.update_wrapper(replacement, function)
     setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
@@ -83,13 +87,18 @@ def refuse_problems() -> None:
 
     Modules are imported in different processes, so each finds problems of its own.
     """
-    if not problems:
+    refuse(problems)
+
+
+def refuse(moved: list[str]) -> None:
+    """Raises ServeConfigError that names what vLLM has moved, if anything."""
+    if not moved:
         return
     from vllm_mtpc.errors import ServeConfigError
     from vllm_mtpc.proposers.seam import versions
 
     raise ServeConfigError(
-        f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(problems)}; "
+        f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(moved)}; "
         f"tested with vLLM {', '.join(versions.TESTED)}: install one of these"
     )
 
@@ -122,6 +131,8 @@ class _AfterImport(MetaPathFinder):
             execute(module)
             for callback in self.waiting.pop(fullname, ()):
                 callback()
+            if not self.waiting and self in sys.meta_path:
+                sys.meta_path.remove(self)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

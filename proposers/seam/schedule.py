@@ -26,7 +26,8 @@ MARGIN = 1.1  # expected gain below which nothing is drafted: costs are known to
 # serve --demo`, 1 to 16 clients). Only ratios count. `vllm-mtpc advise --measure` measures another machine.
 CPU_STEP = (3.45, 0.28, 0.145)  # a step, + each request, + each row
 CPU_DRAFT = (0.7, 0.04, 0.145, 0.029)  # drafting and verifying at all, + each request, + each draft, + each of both
-GPU_ROWS = ((8, None), (16, 5), (32, 3), (64, 2), (128, 1))  # largest batch, most drafts (None: all)
+GPU_ROWS, GPU_FEW, GPU_FEW_ROWS = 128, 2, 192  # rows of a step up to which all is drafted, and so few
+GPU_LENGTHS = 3  # distinct K: vLLM captures a graph of the target for each K and size, whether they meet or not
 
 
 def chosen(given: Any, num_drafts: int) -> Schedule | None:
@@ -61,8 +62,8 @@ def default_schedule(
     temperature there are figures of. load: multiplications of the head for one draft, by those of the target for a row.
 
     On a CPU the K of the most tokens per second by these figures and the costs above, on average over the temperatures;
-    0 where one of them would gain less than MARGIN. On a GPU GPU_ROWS, which nobody has measured: a cautious guess that
-    keeps the rows of a step so few that they are computed while weights are read.
+    0 where one of them would gain less than MARGIN. On a GPU GPU_ROWS and GPU_FEW_ROWS, which nobody has measured: a
+    cautious guess that keeps the rows of a step so few that they are computed while weights are read.
     """
     accepted = [_survival(one, num_drafts) for one in measured] or [_survival((), num_drafts)]
     if is_cpu:
@@ -134,8 +135,23 @@ def _cpu_drafts(accepted: Sequence[Sequence[float]], batch: int, load: float) ->
 
 
 def _gpu_drafts(num_drafts: int, batch: int) -> int:
-    most = next((drafts for largest, drafts in GPU_ROWS if batch <= largest), 0)
-    return num_drafts if most is None else min(num_drafts, most)
+    if batch * (1 + num_drafts) <= GPU_ROWS:
+        return num_drafts
+    few = min(num_drafts, GPU_FEW)
+    return few if batch * (1 + GPU_FEW) <= GPU_FEW_ROWS else 0
+
+
+def few_lengths(per_batch: Sequence[int]) -> list[int]:
+    """per_batch with at most GPU_LENGTHS distinct K, none of them raised: the most, the fewest, and the one between
+    that keeps most drafts."""
+    found = sorted(set(per_batch))
+    if len(found) <= GPU_LENGTHS:
+        return list(per_batch)
+
+    def lowered(middle: int) -> list[int]:
+        return [max(kept for kept in (found[0], middle, found[-1]) if kept <= drafts) for drafts in per_batch]
+
+    return max((lowered(middle) for middle in found[1:-1]), key=sum)
 
 
 def _survival(acceptance: Sequence[float], num_drafts: int) -> list[float]:

@@ -1,23 +1,27 @@
-"""Patches that carry what drafts cost, and what became of them, from the worker to vLLM's log and `/metrics`.
+"""What drafts cost, and what became of them: from the worker to vLLM's log and `/metrics`.
 
-worker: a step's output takes along what its drafts have cost and which were cut -> scheduler: adds it, and the steps of
-the target, to the step's figures of speculative decoding -> front end: counts and logs it. vLLM's own figures are of
-steps that verified drafts; tokens/step here is over all steps. Nothing waits for a device (proposers/watch.py).
+worker (seam/worker.py): a step's output takes along what its drafts have cost and which were cut -> scheduler
+(seam/scheduler.py): puts it, and the steps of the target, behind the step's figures of speculative decoding -> front
+end: counts and logs it. vLLM's own figures are of steps that verified drafts; tokens/step here is over all steps.
+Nothing waits for a device (proposers/watch.py).
+
+The two patches below are put in force where a head is configured. A plugin of vLLM's group `stat_logger_plugins` would
+need none, but is made for every engine of the environment, turns --disable-log-stats off, and is not asked by `LLM`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from vllm_mtpc import METHODS
 from vllm_mtpc.proposers.seam.auto import OFF
 from vllm_mtpc.proposers.seam.patch import Patch
 
-DEBUG = "VLLM_MTPC_DEBUG"
-COST = "vllm_mtpc_draft_cost"  # attribute of a ModelRunnerOutput: values of DraftFigures's fields
+DEBUG = "MTPC_DEBUG"
+COST = "vllm_mtpc_draft_cost"  # attribute of a ModelRunnerOutput: fields of DraftFigures but `steps`
 CUTS = ("schedule", "survival", "budget")
 
 
@@ -28,7 +32,7 @@ def is_debug() -> bool:
 
 @dataclass
 class DraftFigures:
-    """Fields added to vLLM's SpecDecodingStats."""
+    """What a step's drafts have cost, and what was cut."""
 
     draft_seconds: float = 0.0
     draft_passes: int = 0
@@ -37,77 +41,21 @@ class DraftFigures:
     cut_by_survival: int = 0
     cut_by_budget: int = 0
 
-    def add(self, other: Any) -> None:
-        """Counts the fields of another object that has them."""
+    def add(self, other: DraftFigures) -> None:
         for one in fields(DraftFigures):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
-
-class WorkerSampleTokens(Patch):
-    module = "vllm.v1.worker.gpu_worker"
-    attribute = "Worker.sample_tokens"
-    reason = "send what drafts have cost along with a step's output"
-    parameters = ("self",)
-
-    @classmethod
-    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
-        def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(self, *args, **kwargs)
-            runner = self.model_runner
-            drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-            made = getattr(output, "model_runner_output", output)
-            if hasattr(drafter, "clock") and getattr(made, "req_ids", None):
-                setattr(made, COST, drafter.clock.take())
-            return output
-
-        return sample_tokens
-
-
-class SchedulerUpdateFromOutput(Patch):
-    module = "vllm.v1.core.sched.scheduler"
-    attribute = "Scheduler.update_from_output"
-    reason = "add what drafts have cost to the figures that the front end gets"
-    parameters = ("self", "scheduler_output", "model_runner_output")
+    def put_into(self, stats: Any) -> None:
+        """Behind the K counts of a list of vLLM's SpecDecodingStats: between its processes nothing is sent but what the
+        class declares. Nothing of vLLM reads that list."""
+        seconds, *counts = astuple(self)
+        stats.num_draft_tokens_per_pos += [round(seconds * 1e6), *counts]
 
     @classmethod
-    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
-        def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-            outputs = original(self, scheduler_output, model_runner_output)
-            cost = getattr(model_runner_output, COST, None)
-            if cost is None or not self.log_stats:
-                return outputs
-            figures = DraftFigures(
-                **cost, steps=sum(len(tokens) > 0 for tokens in model_runner_output.sampled_token_ids)
-            )
-            for sent in outputs.values():
-                if sent.scheduler_stats is not None:
-                    if sent.scheduler_stats.spec_decoding_stats is None:  # a step that verified nothing
-                        from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
-                        sent.scheduler_stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
-                    vars(sent.scheduler_stats.spec_decoding_stats).update(vars(figures))
-                    break
-            return outputs
-
-        return update_from_output
-
-
-class StatsFields(Patch):
-    module = "vllm.v1.spec_decode.metrics"
-    attribute = "SpecDecodingStats"
-    reason = "let vLLM's figures of speculative decoding carry what drafts have cost between its processes"
-    parameters = None
-
-    @classmethod
-    def replace(cls, original: Any) -> Any:
-        """The class itself with two more fields: others have imported it, and vLLM's decoder reads what it declares."""
-        original.__dataclass_fields__.update(DraftFigures.__dataclass_fields__)
-        original.__annotations__.update(DraftFigures.__annotations__)
-        for name in DraftFigures.__annotations__:
-            setattr(original, name, getattr(DraftFigures, name))
-        if "__msgspec_cache__" in vars(original):  # the fields as a decoder saw them before
-            del original.__msgspec_cache__
-        return original
+    def of(cls, stats: Any) -> DraftFigures:
+        """What was put into a SpecDecodingStats; zeros where nothing was: other methods, other engines."""
+        microseconds, *counts = stats.num_draft_tokens_per_pos[stats.num_spec_tokens :] or [0]
+        return cls(microseconds / 1e6, *counts)
 
 
 class Logged(Patch):
@@ -125,12 +73,12 @@ class Logged(Patch):
 
             def observe(self, spec_decoding_stats: Any) -> None:
                 super().observe(spec_decoding_stats)
-                self.figures.add(spec_decoding_stats)
+                self.figures.add(DraftFigures.of(spec_decoding_stats))
                 self.most = spec_decoding_stats.num_spec_tokens
 
             def log(self, log_fn: Callable[..., None]) -> None:
                 figures, most, accepted = self.figures, self.most, sum(self.num_accepted_tokens)
-                if sum(self.num_drafts):
+                if sum(self.num_drafts) or not figures.steps:
                     super().log(log_fn=log_fn)
                 if not figures.steps:
                     return
@@ -184,10 +132,12 @@ class Counted(Patch):
 
             def observe(self, spec_decoding_stats: Any, engine_idx: int = 0) -> None:
                 super().observe(spec_decoding_stats, engine_idx)
-                for name, counter in self.counters.get(engine_idx, {}).items():
-                    counter.inc(getattr(spec_decoding_stats, name))
+                if counters := self.counters.get(engine_idx):
+                    figures = DraftFigures.of(spec_decoding_stats)
+                    for name, counter in counters.items():
+                        counter.inc(getattr(figures, name))
 
         return SpecDecodingProm
 
 
-PATCHES: tuple[type[Patch], ...] = (WorkerSampleTokens, SchedulerUpdateFromOutput, StatsFields, Logged, Counted)
+PATCHES: tuple[type[Patch], ...] = (Logged, Counted)

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from vllm_mtpc.proposers.seam.schedule import CPU_DRAFT, CPU_STEP
 
 Floats = NDArray[np.float64]
+Features = Sequence[float] | Floats  # [4], or [N, 4]
 KEPT = 0.998  # of what was learnt of a kind of step, per step of the kind
 PULL = 0.01  # of each weight towards its prior, in steps
+FLOOR = 0.05  # of a prior that another kind of batch has found to be nothing
 VERIFYING = 0.5  # ms, of the first number of CPU_DRAFT: the rest of it is drafting
 
 
@@ -27,28 +29,39 @@ class Line:
         self.prior = np.array(prior, dtype=np.float64)
         self._products = np.zeros((2, len(prior), len(prior)))  # of plain steps, of drafted ones
         self._sums = np.zeros((2, len(prior)))
-        self._took = self._expected = 0.0
+        self._fit, self._square = 0.0, 0.0  # of what the prior expects, by what it took
+        self._is_known = [False, False]
         self.count, self.weights = 0, self.prior
 
-    def __call__(self, features: Sequence[float]) -> float:
-        return float(np.dot(self.weights, features))
+    def __call__(self, features: Features) -> Floats:
+        return np.asarray(features) @ self.weights
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """A step that took so long. Errors are relative to it: one that another process delayed weighs little."""
-        x = np.array(features, dtype=np.float64)
+        kind = int(features[-1] > 0)  # what is seldom seen is not forgotten because of what is seen often
+        if not self._is_known[kind]:
+            self._is_known[kind] = True  # the first one pays for what is made once, and tells nothing of the others
+            return
+        x = np.array(features, dtype=np.float64) / seconds
+        expected = float(self.prior @ x)
         self.count += 1
-        self._took = KEPT * self._took + seconds
-        self._expected = KEPT * self._expected + float(self.prior @ x)
-        kind = int(x[-1] > 0)  # what is seldom seen is not forgotten because of what is seen often
-        x /= seconds
-        self._products[kind] = KEPT * self._products[kind] + np.outer(x, x)
-        self._sums[kind] = KEPT * self._sums[kind] + x
+        self._fit = KEPT * self._fit + expected
+        self._square = KEPT * self._square + expected * expected
+        self._products[kind] *= KEPT
+        self._products[kind] += x[:, None] * x
+        self._sums[kind] *= KEPT
+        self._sums[kind] += x
+
+    @property
+    def scale(self) -> float:
+        """How many times as long as the prior expects."""
+        return self._fit / self._square if self.count else 1.0
 
     def learn(self) -> None:
         """Weights from everything observed so far."""
         if not self.count:
             return
-        prior = self.prior * self._took / self._expected
+        prior = self.prior * self.scale
         products = self._products.sum(axis=0) + np.diag(PULL / prior**2)
         sums = self._sums.sum(axis=0) + PULL / prior
         used = np.ones(len(prior), dtype=bool)
@@ -64,19 +77,37 @@ class Line:
 class Costs:
     """Seconds of a step of the target without its draft, and of a draft, for batches of one kind."""
 
-    def __init__(self, load: float) -> None:
-        """load: multiplications of the head for one draft, by those of the target for a row."""
+    def __init__(self, load: float, like: Costs | None = None) -> None:
+        """load: multiplications of the head for one draft, by those of the target for a row. like: batches of another
+        kind, whose costs are believed at first."""
         step, per_request, per_row = CPU_STEP
         drafting, of_request, per_draft, per_token = CPU_DRAFT
-        self.steps = Line([1e-3 * ms for ms in (step, per_request, per_row, VERIFYING)])
         per_token = max(per_token, load * per_row)
-        self.drafts = Line([1e-3 * ms for ms in (drafting - VERIFYING, of_request, per_draft, per_token)])
+        priors = 1e-3 * np.array(
+            [[step, per_request, per_row, VERIFYING], [drafting - VERIFYING, of_request, per_draft, per_token]]
+        )
+        if like is not None:
+            found = like.weights
+            scale = (found.sum(axis=1) / priors.sum(axis=1))[:, None]
+            priors = np.maximum(found, FLOOR * scale * priors)
+        self.steps, self.drafts = Line(priors[0]), Line(priors[1])
 
-    def step(self, batch: int, rows: int, is_verifying: bool) -> float:
-        return self.steps(step_features(batch, rows, is_verifying))
+    def step(self, batch: int, rows: Floats | int, is_verifying: Floats | bool) -> Floats:
+        """Seconds of steps with so many rows, each that verifies drafts or not."""
+        return self.steps(np.stack(np.broadcast_arrays(1.0, batch, rows, is_verifying), axis=-1))
 
-    def draft(self, batch: int, drafts: int) -> float:
-        return self.drafts(draft_features(batch, drafts)) if drafts else 0.0
+    def draft(self, batch: int, drafts: Floats | int) -> Floats:
+        drafts = np.asarray(drafts, dtype=np.float64)
+        features = np.stack(np.broadcast_arrays(1.0, batch, drafts, batch * drafts), axis=-1)
+        return np.where(drafts > 0, self.drafts(features), 0.0)
+
+    def learn(self) -> None:
+        """Weights from everything observed; of drafts nobody has seen, as much slower as steps are."""
+        self.steps.learn()
+        if self.drafts.count:
+            self.drafts.learn()
+        else:
+            self.drafts.weights = self.drafts.prior * self.steps.scale
 
     @property
     def row(self) -> float:
@@ -93,9 +124,9 @@ class Costs:
         self.steps.weights, self.drafts.weights = weights
 
 
-def step_features(batch: int, rows: int, is_verifying: bool) -> list[float]:
-    return [1.0, batch, rows, float(is_verifying)]
+def step_features(batch: int, rows: int, is_verifying: bool) -> tuple[float, ...]:
+    return 1.0, batch, rows, float(is_verifying)
 
 
-def draft_features(batch: int, drafts: int) -> list[float]:
-    return [1.0, batch, drafts, batch * drafts]
+def draft_features(batch: int, drafts: int) -> tuple[float, ...]:
+    return 1.0, batch, drafts, batch * drafts

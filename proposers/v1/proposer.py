@@ -47,6 +47,15 @@ def _of_the_first_rank(costs: np.ndarray) -> np.ndarray:
     return get_tp_group().broadcast_object(costs)
 
 
+def _kinds(sampling_metadata: Any, batch: int) -> list[int]:
+    """Of each request, GREEDY or SAMPLED; a tensor is read only where a batch holds both."""
+    if sampling_metadata.all_greedy:
+        return [GREEDY] * batch
+    if sampling_metadata.all_random:
+        return [SAMPLED] * batch
+    return [SAMPLED if one >= GREEDY_BELOW else GREEDY for one in sampling_metadata.temperature.tolist()]
+
+
 class MtpcProposer:
     """Drafts for a batch; `model` is the head, buffers are allocated once."""
 
@@ -131,10 +140,9 @@ class MtpcProposer:
         """The drafts, and what is to be known when they were verified; None where the head was not run."""
         runner._draft_probs = runner._draft_prob_req_ids = None
         batch, seeded = len(sampled_token_ids), sampling_metadata.generators
-        kind = np.full(batch, GREEDY)
-        if not sampling_metadata.all_greedy:
-            kind[(sampling_metadata.temperature >= GREEDY_BELOW).numpy(force=True)] = SAMPLED
-        planned, least = self.survival.plan(int((kind == GREEDY).sum()), int((kind == SAMPLED).sum()), num_scheduled)
+        kind = _kinds(sampling_metadata, batch)
+        num_sampled = kind.count(SAMPLED)
+        planned, least = self.survival.plan(batch - num_sampled, num_sampled, num_scheduled)
         num_drafts = self.num_drafts if seeded else planned
         self.clock.cuts.schedule += (self.num_drafts - planned) * (batch - len(seeded))
         if num_drafts == 0:
@@ -153,14 +161,15 @@ class MtpcProposer:
         masks.rewind()
         confidence, is_seeded = self.confidence.of(batch, num_drafts), np.zeros(batch, dtype=np.bool_)
         is_seeded[list(seeded)] = True
-        lengths = self.survival.lengths(confidence, kind, is_seeded, least)
+        kinds = np.array(kind)
+        lengths = self.survival.lengths(confidence, kinds, is_seeded, least)
         allowed = [num_drafts if row in seeded else planned for row in range(batch)]
         kept = [
             drafts[row][: min(lengths[row], allowed[row], masks.lengths.get(row, num_drafts))] if tokens else []
             for row, tokens in enumerate(sampled_token_ids)
         ]
         rows = {name: row for row, name in enumerate(runner.input_batch.req_ids)}
-        drafted = Drafted(kind, confidence, rows, [len(one) for one in kept])
+        drafted = Drafted(kinds, confidence, rows, [len(one) for one in kept])
         self.clock.cuts.survival += sum(max(most - length, 0) for most, length in zip(allowed, lengths, strict=True))
         return kept, drafted
 

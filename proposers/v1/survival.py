@@ -11,14 +11,14 @@ learnt. The cut never looks at draft k to decide whether draft k stays. Looking 
 are, and the verifier, which takes them for draws from q, would hand out more of them than the target does.
 
 Batches of about one size, all greedy or not, share what was learnt of costs: a row of a batch of 16 costs other than
-one of a single request, and a greedy one needs no distribution. Now and then a step does what the plan does not (all
-drafts, none, or a few), so that nothing is believed for ever.
+one of a single request, and a greedy one needs no distribution. So that nothing is believed for ever, a step now and
+then does what the plan does not (all drafts, none, or a few), as often as what is believed to be lost by it stays a
+small share of the time.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,13 +30,13 @@ from torch import Tensor
 from vllm_mtpc.proposers.v1.acceptance import Acceptance, Floats
 from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
 
-# Steps of a size that try something else than the plan, then every RARE-th
-EARLY, RARE = (2, 5, 9, 14, 20, 40), 128
+TRIED = 0.02  # of the time may be lost by steps that try something else than the plan
+LOST = 0.25  # of its time that a try loses at least, whatever is believed
 FEW = 2  # drafts that are tried where none pay
 # Expected gain below which nothing is drafted. Costs are known to 3 %; and requests of a batch that are accepted
 # unevenly end one after the other, so that the batch runs out (how much that costs was not measured by itself)
 ALONE, MARGIN = 1.03, 1.1
-LEARN_EVERY = 16  # steps
+LEARN_EVERY = 32  # steps
 
 
 class Confidence:
@@ -58,21 +58,30 @@ class Confidence:
         return self.values[:num_reqs, :num_drafts].double().numpy(force=True)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What steps of a batch do."""
+
+    drafts: int  # of each request
+    least: float  # survival that a draft must reach to be verified
+    seconds: float = 0.0  # of such a step with its draft
+    others: tuple[tuple[int, float], ...] = ()  # numbers of drafts that may be tried instead; seconds lost by that
+
+
 class Batches:
     """What is known of batches of about one size, all greedy or not."""
 
-    def __init__(self, load: float) -> None:
-        self.costs, self.turn, self.is_none_next = Costs(load), 0, True
+    def __init__(self, costs: Costs) -> None:
+        self.costs, self._spare, self._turn = costs, 0.0, 0
 
-    def tries(self, best: int, most: int) -> int | None:
+    def tries(self, plan: Plan) -> int | None:
         """How many drafts this step tries in place of the plan's; None: it follows the plan."""
-        self.turn += 1
-        if self.turn not in EARLY and self.turn % RARE:
+        self._spare += TRIED * plan.seconds
+        drafts, lost = plan.others[self._turn % len(plan.others)]
+        if self._spare < lost:
             return None
-        if best == 0:
-            return min(FEW, most)
-        self.is_none_next = not self.is_none_next
-        return most if self.is_none_next else 0
+        self._spare, self._turn = 0.0, self._turn + 1
+        return drafts
 
 
 @dataclass
@@ -98,9 +107,9 @@ class Survival:
         """least: None, drafts are made and cut as it pays; else cut where they are less likely to survive; 0: never.
         load: of Costs. share: makes one rank's costs those of all, who must draft alike."""
         self.acceptance, self.given = Acceptance(rates), least
-        self._batches: defaultdict[tuple[int, bool], Batches] = defaultdict(lambda: Batches(load))
+        self._load, self._batches = load, dict[tuple[int, bool], Batches]()
         self._share, self._is_drawn = share, False
-        self._plans: dict[tuple[int, int, int], tuple[int, float]] = {}
+        self._plans: dict[tuple[int, int, int], Plan] = {}
         self._last: Drafted | None = None
         self._batch: tuple[str, ...] = ()
         self._left = 0.0
@@ -113,24 +122,31 @@ class Survival:
         self._is_drawn = num_sampled > 0
         if key not in self._plans:
             self._plans[key] = self._best(*key)
-        best, least = self._plans[key]
-        tried = self._of(num_greedy + num_sampled, num_sampled > 0).tries(best, most)
-        return (best, least) if tried is None else (tried, 0.0)
+        plan = self._plans[key]
+        tried = self._of(num_greedy + num_sampled, num_sampled > 0).tries(plan)
+        return (plan.drafts, plan.least) if tried is None else (tried, 0.0)
 
     def _of(self, batch: int, is_drawn: bool) -> Batches:
-        return self._batches[batch.bit_length(), is_drawn]
+        key = batch.bit_length(), is_drawn
+        if key not in self._batches:
+            known = {other: one.costs for other, one in self._batches.items() if one.costs.steps.count}
+            like = min(known, key=lambda other: (other[1] != is_drawn, abs(other[0] - key[0])), default=None)
+            self._batches[key] = Batches(Costs(self._load, known.get(like)))
+        return self._batches[key]
 
-    def _best(self, num_greedy: int, num_sampled: int, most: int) -> tuple[int, float]:
-        batch = num_greedy + num_sampled
+    def _best(self, num_greedy: int, num_sampled: int, most: int) -> Plan:
+        batch, drafts = num_greedy + num_sampled, np.arange(most + 1)
         costs = self._of(batch, num_sampled > 0).costs
         gained = np.array([num_greedy, num_sampled]) @ self.acceptance.survival()[:, :most].cumsum(axis=1)
-        rates = [batch / costs.step(batch, batch, False)]
-        for drafts in range(1, most + 1):
-            seconds = costs.step(batch, batch * (1 + drafts), True) + costs.draft(batch, drafts)
-            rates.append((batch + float(gained[drafts - 1])) / seconds)
-        best = int(np.argmax(rates))
+        tokens = batch + np.concatenate([[0.0], gained])
+        seconds = costs.step(batch, batch * (1 + drafts), drafts > 0) + costs.draft(batch, drafts)
+        rates = tokens / seconds
+        best = int(rates.argmax())
         best = best if rates[best] >= (ALONE if batch == 1 else MARGIN) * rates[0] else 0
-        return best, costs.row * rates[best]
+        lost = np.maximum(seconds - tokens / rates[best], LOST * seconds)
+        others = [min(FEW, most)] if best == 0 else sorted({0, most} - {best})
+        tries = tuple((other, float(lost[other])) for other in others)
+        return Plan(best, costs.row * float(rates[best]), float(seconds[best]), tries)
 
     def lengths(
         self, confidence: Floats, kind: NDArray[np.int64], is_kept_whole: NDArray[np.bool_], least: float
@@ -153,7 +169,7 @@ class Survival:
             features = step_features(len(batch), len(batch) + sum(verified), any(verified))
             costs = self._of(len(batch), self._is_drawn).costs
             costs.steps.observe(features, now - self._left)
-            if costs.steps.count % LEARN_EVERY == 0 or costs.steps.count in (2, 4, 8):
+            if costs.steps.count % LEARN_EVERY == 0 or costs.steps.count in (2, 4, 8, 16):
                 self._learn(costs)
         return cut
 
@@ -178,7 +194,6 @@ class Survival:
         return int(sum(last.kept[row] for row in before) - tried.sum())
 
     def _learn(self, costs: Costs) -> None:
-        costs.steps.learn()
-        costs.drafts.learn()
+        costs.learn()
         costs.weights = self._share(costs.weights)
         self._plans.clear()

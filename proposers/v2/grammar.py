@@ -9,7 +9,7 @@ Here the first forbidden draft is verified like any other: its row is masked wit
 What is behind it, whose rows are not masked, stays -1 and is not reached.
 
 With synchronous scheduling vLLM does not schedule forbidden drafts at all, which comes to the same bias; the seam
-(`seam/engine_core.py: UpdateDraftTokenIds`) keeps the first one.
+(`seam/scheduler.py`) keeps the first one.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_mtpc.proposers.load import kept
 from vllm_mtpc.proposers.v2.draft_layers import load_draft_layers
+from vllm_mtpc.proposers.v2.eager import eager_priorities
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
 
@@ -34,6 +36,8 @@ class LayeredSpeculator(MtpcSpeculator):
         self.layers = load_draft_layers(
             Path(spec.model_folder), spec.head, target_model, self.vllm_config, self.dtype, self.device
         )
+        head.kept_layers = kept(self.layers.buffers())
+        self.priorities = eager_priorities(self.vllm_config)
         target_model.set_aux_hidden_state_layers((self.layers.first,))
         return head
 
@@ -62,7 +66,7 @@ class LayeredSpeculator(MtpcSpeculator):
     ) -> Tensor:
         """States [T, D] behind the draft layers."""
         num_rows, names = trunk.shape[0], self.draft_attn_layer_names
-        with set_forward_context(
+        context = set_forward_context(
             attn_metadata and {name: attn_metadata[name] for name in names},
             self.vllm_config,
             num_tokens=num_rows,
@@ -70,6 +74,7 @@ class LayeredSpeculator(MtpcSpeculator):
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping={name: slot_mappings[name][:num_rows] for name in names} if slot_mappings else {},
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
-        ):
+        )
+        with context, self.priorities.set_priority():
             # a copy: norms add to the residual stream in place
             return self.layers(input_batch.positions[:num_rows], trunk.clone())

@@ -14,9 +14,9 @@ Differences from DraftModelSpeculator:
   * `draft_logits` are float32: drawn from and scored with the same numbers.
   * Confidences are the circuit's own; vLLM's acceptance estimator is not used.
 
-The draft runs eagerly between two target graphs: shapes depend on the number of requests and of drafts
-only, there is no host synchronisation, and unscheduled rows are computed and ignored. `_draft` is what a
-graph would hold: it reads and writes buffers made at load time, and allocates only what the head does.
+Shapes depend on the number of requests and of drafts only, and there is no host synchronisation. `_draft` is
+what a CUDA graph holds (`graphs.py`): it reads and writes buffers made at load time. Large batches are drafted
+in goes of as many rows as `vllm_mtpc.heads.memory` allows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax, gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.heads.base import DraftParams, Head
+from vllm_mtpc.heads.memory import by_batch, rows_at_once
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
-from vllm_mtpc.proposers.load import load_served_head
+from vllm_mtpc.proposers.load import kept, load_served_head
 from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.v2.gather import last_rows
 from vllm_mtpc.proposers.v2.grammar import with_residual
+from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.stepped import needs_fresh_noise, step_seeds, with_stepped_noise
 
 
@@ -53,6 +55,9 @@ class MtpcSpeculator(DraftModelSpeculator):
             3, self.max_num_reqs, dtype=torch.int64, device=device
         )
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
+        ranges = self.speculative_config.num_speculative_tokens_per_batch_size
+        self.drafts_by_batch = by_batch(ranges, self.max_num_reqs, self.num_speculative_steps)
+        self.graphs: DraftGraphs | None = None
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
         return torch.float32, 0.0
@@ -60,7 +65,12 @@ class MtpcSpeculator(DraftModelSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         spec = self.speculative_config
         head = load_served_head(spec.model_folder, self.dtype, self.device, target_model, self.dtype, spec.head_dtype)
+        logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        self.rows_at_once = rows_at_once(head, self.drafts_by_batch, self.num_speculative_steps, logits_dtype, sizes)
         self.drafter = self._drafter(head)
+        program = () if self.drafter is None else (self.drafter.code, self.drafter.begins)
+        head.kept = kept((*head.parameters(), *program))
         base = resolve_model_state_cls(self.vllm_config, target_model)
         if self.is_stepped and not keys_noise_by_draft():
             state = with_stepped_noise(base, self.speculative_config, self.device, self.max_num_reqs)
@@ -77,7 +87,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             head.circuit.program,
             head.circuit.num_components,
             head.vocab_size,
-            self.max_num_reqs,
+            max(self.rows_at_once.values()),
             self.num_speculative_steps,
             self.device,
             gumbel_noised_argmax,
@@ -85,10 +95,11 @@ class MtpcSpeculator(DraftModelSpeculator):
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Nothing to manage: the draft is not captured."""
+        self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch)
 
     def capture(self) -> None:
-        """Nothing to capture."""
+        if self.graphs.needs_capture():
+            self.graphs.capture_drafts(self._draft, self.idx_mapping)
 
     @torch.inference_mode()
     def propose(
@@ -106,12 +117,19 @@ class MtpcSpeculator(DraftModelSpeculator):
         seeds: Tensor,  # [max_num_reqs]
         *args: Any,
         dummy_run: bool = False,
-        num_speculative_tokens: int | None = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,  # None: vLLM's dummy runs
         **kwargs: Any,
     ) -> Tensor:
-        """Drafts [R, K], int64: the first `num_speculative_tokens` columns (None: all); the others are stale."""
+        """Drafts [R, K], int64: the first `num_speculative_tokens` columns; the others are stale."""
         num_reqs = input_batch.num_reqs
-        num_drafts = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        scheduled = self.drafts_by_batch[num_reqs]
+        num_drafts = scheduled if num_speculative_tokens is None else num_speculative_tokens
+        if is_profile:  # vLLM measures how much is left for the KV cache
+            self.idx_mapping.fill_(-1)
+            num_drafts, rows = next(iter(self.rows_at_once.items()))
+            self._draft(rows, num_drafts)
+            return self.draft_tokens[:num_reqs]
         if num_drafts > 0:
             self._copy_request_inputs(num_reqs, input_batch.idx_mapping[:num_reqs], temperature, seeds, dummy_run)
             # vLLM keys the noise of a token by the position before it: that of x_1 for the first draft
@@ -121,35 +139,44 @@ class MtpcSpeculator(DraftModelSpeculator):
                 slots = input_batch.idx_mapping[:num_reqs]
                 self.seeds[slots] = step_seeds(self.seeds[slots], self.noise_pos[:num_reqs])
             torch.index_select(last_hidden_states, 0, self.last_rows[:num_reqs], out=self.hidden_states[:num_reqs])
-            self._draft(num_reqs, num_drafts)
+            graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
+            if graph is None:
+                self._draft(num_reqs, num_drafts)
+            else:
+                self.graphs.run_fullgraph(graph)
         return self.draft_tokens[:num_reqs]
 
     def _draft(self, num_reqs: int, num_drafts: int) -> None:
         """Drafts [R, K], their conditionals and confidences, from hidden_states, first_tokens and noise_pos."""
-        params = self.model.draft_params(self.hidden_states[:num_reqs], self.first_tokens[:num_reqs], num_drafts)
+        step = self.rows_at_once.get(num_drafts, 1)
+        for start in range(0, num_reqs, step):
+            self._draft_rows(slice(start, min(start + step, num_reqs)), num_drafts)
+
+    def _draft_rows(self, rows: slice, num_drafts: int) -> None:
+        params = self.model.draft_params(self.hidden_states[rows], self.first_tokens[rows], num_drafts)
         if self.drafter is None:
-            self._draft_by_definition(params)
+            self._draft_by_definition(params, rows)
             return
         self.drafter(
             *params,
-            slots=self.idx_mapping[:num_reqs],
+            slots=self.idx_mapping[rows],
             temperature=self.temperature,
             seeds=self.seeds,
-            pos=self.noise_pos[:num_reqs],
-            tokens=self.draft_tokens[:num_reqs, :num_drafts],
-            confidences=self.draft_token_confidence_probs[:num_reqs, :num_drafts],
+            pos=self.noise_pos[rows],
+            tokens=self.draft_tokens[rows, :num_drafts],
+            confidences=self.draft_token_confidence_probs[rows, :num_drafts],
             cache=self.draft_logits,
             draw=self.draft_logits is not None,
         )
 
-    def _draft_by_definition(self, params: DraftParams) -> None:
+    def _draft_by_definition(self, params: DraftParams, rows: slice) -> None:
         """The same in PyTorch, a few launches per draft and operation of the circuit."""
-        num_reqs, num_drafts = params.leaf.shape[:2]
-        slots, is_drawn = self.idx_mapping[:num_reqs], self.draft_logits is not None
+        num_drafts = params.leaf.shape[1]
+        slots, is_drawn = self.idx_mapping[rows], self.draft_logits is not None
         temperature = torch.where(slots < 0, 0.0, self.temperature[slots.clamp(min=0)])
 
         def pick(log_q: Tensor, k: int) -> Tensor:
-            self.draft_token_confidence_probs[:num_reqs, k] = naive.confidence(log_q, temperature, is_drawn)
+            self.draft_token_confidence_probs[rows, k] = naive.confidence(log_q, temperature, is_drawn)
             if not is_drawn:
                 return log_q.argmax(dim=-1)
             # a draft's number that vLLM mixes in is taken out again: the kernel has none, and it would undo a step's
@@ -159,7 +186,7 @@ class MtpcSpeculator(DraftModelSpeculator):
                 slots,
                 self.temperature,
                 seeds,
-                self.noise_pos[:num_reqs] + k,
+                self.noise_pos[rows] + k,
                 apply_temperature=True,
                 is_drafting=True,
                 logits_cache=self.draft_logits,
@@ -168,4 +195,4 @@ class MtpcSpeculator(DraftModelSpeculator):
             )
 
         program = self.model.circuit.program
-        self.draft_tokens[:num_reqs, :num_drafts] = naive.draft(program, *params, pick)
+        self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.checkpoint.inspect import inspect_head
+from vllm_mtpc.checkpoint.inspect import inspect_head, served_memory
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
 
@@ -153,3 +153,22 @@ def test_a_damaged_head_is_not_reported(folder):
     (folder / "model.safetensors").write_bytes(data[:-1])
     with pytest.raises(MtpcError, match="not a readable safetensors file"):
         inspect_head(folder)
+
+
+def test_memory_before_start(folder, show):
+    """By hand: leaves 4 x 2 x 7 x 4, root and inner 2 x 4 + 2 x 2 x 2 x 4 + 2 x 2 x 2 numbers of two bytes."""
+    memory = json.loads(show(folder, "--json", "--max-num-seqs", 64))["memory"]
+    assert (memory["max_num_seqs"], memory["tensor_parallel_size"]) == (64, 1)
+    found = served_memory(folder, 2**16, 1)
+    # per request: slot, seed, temperature, row, token, position, state; per draft: token, confidence, conditional
+    row = 8 + 8 + 4 + 3 * 8 + 4 * 2 + 3 * (8 + 4 + 7 * 4)
+    assert found["buffers_mib"] == round(2**16 * row / 2**20, 1)
+    assert found["weights_mib"] == round(2 * (4 * 2 * 7 * 4 + 2 * 4 + 2 * 2 * 2 * 4 + 2 * 2 * 2) / 2**20, 1)
+    text = show(folder, "--max-num-seqs", 64, "--tensor-parallel-size", 2)
+    assert "memory per GPU" in text and "64 sequences, 2 GPUs" in " ".join(text.split())
+
+
+def test_memory_of_no_request_is_refused(folder, capsys):
+    assert main(["inspect", str(folder), "--max-num-seqs", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--max-num-seqs" in line

@@ -1,6 +1,6 @@
 """The feature page, docs/features.md: what works with drafts on, as a run of all tests found it.
 
-    scripts/test.sh --all --outcome benchmarks/results/tests-all.json
+    scripts/test.sh --all --outcome=benchmarks/results/tests-all.json
     python -m tests.e2e.features --write docs/features.md
 
 A test says what it shows: `@pytest.mark.feature("top_k", "law")`, for the columns that are named behind or by

@@ -11,9 +11,26 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.e2e.engine import Call, Reply
+
 # One false alarm in about 3 million runs for a normal statistic; seeds are fixed, so a test that
 # passed once passes again.
 SIGMAS = 5.0
+
+
+AT_ONCE = 50  # answers of one request: vLLM looks at its parameters once, a millisecond and more
+
+
+def asking(prompt: list[int], sampling: dict[str, Any], count: int) -> Call:
+    """`count` independent answers to a prompt; a multiple of AT_ONCE."""
+    assert count % AT_ONCE == 0
+    requests = count // AT_ONCE
+    return Call([prompt] * requests, [{**sampling, "n": AT_ONCE}] * requests)
+
+
+def draws_of(reply: Reply) -> list[list[int]]:
+    """All answers of a call."""
+    return [sample for samples in reply.tokens for sample in samples]
 
 
 @dataclass(frozen=True)

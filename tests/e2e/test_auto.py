@@ -32,7 +32,7 @@ def test_a_shipped_head_drafts_and_a_broken_one_does_not_matter(runner: str, tmp
         "shipping": engine(shipping),
         "broken": engine(broken),
     }
-    replies = run(engines, runner, runner == "v2", VLLM_MTPC_AUTO="1")
+    replies = run(engines, runner, runner == "v2", MTPC_AUTO="1")
     for name, reply in replies.items():
         assert not isinstance(reply, str), (name, reply)
     assert all(reply[0].tokens == replies["plain"][0].tokens for reply in replies.values())
@@ -51,7 +51,7 @@ def test_a_served_target_drafts_unasked(tmp_path: Path) -> None:
     words = [str(shipping), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
     words += ["--kv-cache-memory-bytes", str(1 << 26)]
     log = tmp_path / "log"
-    with serve.server(words, log, 600, {"VLLM_MTPC_AUTO": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as client:
+    with serve.server(words, log, 600, {"MTPC_AUTO": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as client:
         said = [client.complete({"model": client.model(), "prompt": prompt, **GREEDY}).tokens for prompt in PROMPTS]
         accepted = client.acceptance().accepted_tokens
     plain = run({"plain": engine(demo.path("target"))}, "v1")["plain"]

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests import forks
 from tests.e2e import grammar_draws
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.laws import noise_floor, total_variation
+from tests.e2e.engine import Engine, Reply, run
+from tests.e2e.laws import asking, draws_of, noise_floor, total_variation
 from tests.e2e.models import make_head, make_target
 
 LETTERS = "abcdef"
@@ -66,11 +66,11 @@ def engine(folder: Path, count: int, plant: str | None = None, **options: object
     every = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
     spec = {"method": "mtpc", "model": str(folder / "btree"), **every, **options}
     arguments = {"speculative_config": spec, "max_model_len": 64, "max_num_seqs": 256}
-    return Engine(str(folder / "target"), [Call([PROMPT] * count, [sampling] * count)], arguments, plant)
+    return Engine(str(folder / "target"), [asking(PROMPT, sampling, count)], arguments, plant)
 
 
 def distance_and_floor(reply: Reply, law: np.ndarray) -> tuple[float, float]:
-    draws = [samples[0] for samples in reply.tokens]
+    draws = draws_of(reply)
     found = total_variation(draws, law, VOCAB), noise_floor(law, len(draws))
     print(f"{len(draws)} draws, TV {found[0]:.5f}, allowed {found[1]:.5f}")
     return found

@@ -12,8 +12,18 @@ import numpy as np
 import pytest
 
 from tests import forks
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.laws import SETTINGS, Setting, coarse, exact_law, law_of, noise_floor, total_variation
+from tests.e2e.engine import Engine, Reply, run
+from tests.e2e.laws import (
+    SETTINGS,
+    Setting,
+    asking,
+    coarse,
+    draws_of,
+    exact_law,
+    law_of,
+    noise_floor,
+    total_variation,
+)
 from tests.e2e.models import make_head, make_target
 
 VOCAB, LENGTH, PROMPT = 6, 4, [0, 3]
@@ -47,7 +57,7 @@ def engine(
     calls = []
     for setting in settings:
         sampling = {**setting.sampling(), "max_tokens": length, "ignore_eos": True, "detokenize": False}
-        calls.append(Call([PROMPT] * count, [sampling] * count))
+        calls.append(asking(PROMPT, sampling, count))
     arguments = {
         "speculative_config": {
             "method": "mtpc",
@@ -63,7 +73,7 @@ def engine(
 
 
 def distance_and_floor(reply: Reply, target, setting: Setting) -> tuple[float, float]:
-    draws = [samples[0] for samples in reply.tokens]
+    draws = draws_of(reply)
     law = exact_law(target, PROMPT, LENGTH, setting)
     return total_variation(draws, law, VOCAB), noise_floor(law, len(draws))
 
@@ -72,7 +82,7 @@ def check(replies: list[Reply] | str, target, settings: list[Setting]) -> None:
     assert not isinstance(replies, str), replies
     for reply, setting in zip(replies, settings, strict=True):
         distance, floor = distance_and_floor(reply, target, setting)
-        print(f"{setting}: {len(reply.tokens)} draws, TV {distance:.5f}, allowed {floor:.5f}")
+        print(f"{setting}: {len(draws_of(reply))} draws, TV {distance:.5f}, allowed {floor:.5f}")
         assert distance < floor, setting
     accepted, drafted = (replies[-1].metrics[f"vllm:spec_decode_num_{what}_tokens"] for what in ("accepted", "draft"))
     assert 0.2 < accepted / drafted < 0.95  # the test sees acceptances and rejections alike
@@ -124,7 +134,7 @@ def pair_and_floor(folder: Path, target, setting: Setting, plant: str | None = N
     replies = run(engines, "v2", timeout=3000)["btree"]
     assert not isinstance(replies, str), replies
     law = coarse(exact_law(target, PROMPT, 3, setting), VOCAB)
-    draws = [samples[0][1:] for samples in replies[0].tokens]
+    draws = [draw[1:] for draw in draws_of(replies[0])]
     distance, floor = total_variation(draws, law, VOCAB), noise_floor(law, len(draws))
     print(f"{setting}, {plant}: {len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
     return distance, floor

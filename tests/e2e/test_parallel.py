@@ -10,7 +10,7 @@ from tests.e2e.models import make_head, make_target
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.proposers.load import SHARD_BYTES
+from vllm_mtpc.heads.shard import SHARD_BYTES
 
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
 RUNNERS = [pytest.param(name.lower(), marks=pytest.mark.column(f"mtpc on {name}")) for name in ("V1", "V2")]
@@ -104,8 +104,8 @@ def test_pipeline_parallel_v2(tiny) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_ranks_are_held_to_the_same_drafts(tiny, runner: str) -> None:
-    """VLLM_MTPC_DEBUG=1: a rank that drafts something else ends the engine; ranks that agree change nothing."""
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "VLLM_MTPC_DEBUG": "1"}
+    """MTPC_DEBUG=1: a rank that drafts something else ends the engine; ranks that agree change nothing."""
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "MTPC_DEBUG": "1"}
     plant = {"worker_extension_cls": "tests.e2e.rank_plants.Differs"}
     engines = {
         "sound": engine(tiny, True, tensor_parallel_size=2),

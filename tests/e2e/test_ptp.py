@@ -59,7 +59,7 @@ def engine(folder, calls: list[Call], head: str | None = None, plant: str | None
     if arguments.get("num_gpu_blocks_override") == "few":  # for one and a half of the longest requests
         reserved = merged_plan(PtpConfig.read(folder / head / "config.json"), 3, SMALL["max_num_seqs"], 16)
         arguments["num_gpu_blocks_override"] = reserved.num_blocks(SMALL["block_size"]) + 5
-    options = {key: arguments.pop(key) for key in list(arguments) if key in OPTIONS}
+    options = {"draft_pass": "merged", **{key: arguments.pop(key) for key in list(arguments) if key in OPTIONS}}
     if head:
         arguments["speculative_config"] = {"method": "ptp", "model": str(folder / head), **options}
     return Engine(str(folder / "target"), calls, {**SMALL, **arguments}, plant)

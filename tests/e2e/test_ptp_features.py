@@ -40,14 +40,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reply]:
         arguments |= {"skip_tokenizer_init": True, "max_model_len": 96, "dtype": "bfloat16"}  # what its kernel reads
         return Engine(str(folder / "target"), [plain], arguments)
 
-    o_ptp = {"num_speculative_tokens": 3, "max_aux_rows": 24}
+    o_ptp = {"num_speculative_tokens": 3, "max_aux_rows": 24, "draft_pass": "merged"}
     replies = run(
         {
             "schema plain": on_demo(),
             "schema ptp": on_demo(**with_head("ptp", demo.path("o-ptp"), **o_ptp)),
             "int8 plain": on_quantised(),
             "int8 ptp": on_quantised(**with_head("ptp", folder / "o-ptp", **o_ptp)),
-            "int8 two passes": on_quantised(**with_head("ptp", folder / "o-ptp", **o_ptp, draft_pass="two-pass")),
+            "int8 two passes": on_quantised(**with_head("ptp", folder / "o-ptp", **o_ptp | {"draft_pass": "two-pass"})),
             "int8 btree": on_quantised(**with_head("mtpc", folder / "btree")),
         },
         "v2",

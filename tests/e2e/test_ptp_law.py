@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.engine import Call, Engine, run
-from tests.e2e.laws import SETTINGS, Setting, exact_law, law_of, noise_floor, total_variation
+from tests.e2e.laws import SETTINGS, Setting, asking, draws_of, exact_law, law_of, noise_floor, total_variation
 from tests.e2e.models import make_ptp_head, make_target
 
 VOCAB, LENGTH, PROMPT, DRAWS = 6, 2, [0, 3], 2_000
@@ -33,9 +33,9 @@ def engine(
 ) -> Engine:
     sampling = {**setting.sampling(), "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
     if with_head:
-        arguments["speculative_config"] = {"method": "ptp", "model": str(folder / "head")}
+        arguments["speculative_config"] = {"method": "ptp", "model": str(folder / "head"), "draft_pass": "merged"}
     small = {"skip_tokenizer_init": True, "max_model_len": 32, "max_num_seqs": 64, "block_size": 32, **arguments}
-    return Engine(str(folder / "target"), [Call([PROMPT] * DRAWS, [sampling] * DRAWS)], small, plant)
+    return Engine(str(folder / "target"), [asking(PROMPT, sampling, DRAWS)], small, plant)
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_law_with_and_without_drafts(tiny) -> None:
     distances = {}
     for name, replies in run(engines, "v2", timeout=3000).items():
         assert not isinstance(replies, str), (name, replies)
-        draws = [samples[0] for samples in replies[0].tokens]
+        draws = draws_of(replies[0])
         distances[name] = total_variation(draws, law, VOCAB)
     allowed = noise_floor(law, DRAWS)
     print(f"{DRAWS} draws, allowed {allowed:.4f}:", {name: round(value, 4) for name, value in distances.items()})
@@ -69,7 +69,7 @@ def test_law_in_every_setting(tiny, setting: Setting) -> None:
     assert not isinstance(replies, str), replies
     law, plain = (exact_law(target, PROMPT, LENGTH, each) for each in (setting, SETTINGS["T=1"]))
     distance, allowed = (
-        total_variation([samples[0] for samples in replies[0].tokens], law, VOCAB),
+        total_variation(draws_of(replies[0]), law, VOCAB),
         noise_floor(law, DRAWS),
     )
     print(f"{setting}: {DRAWS} draws, TV {distance:.4f}, allowed {allowed:.4f}")

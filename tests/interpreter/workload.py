@@ -43,7 +43,7 @@ ENGINES: dict[str, tuple[dict[str, Any] | None, tuple[list[dict[str, Any]], ...]
     "btree": ({"method": "mtpc", "model": "btree"}, (SAMPLED, RESTRICTED)),
     "block": ({"method": "mtpc", "model": "btree", **BLOCK}, (SAMPLED,)),
     "hmm": ({"method": "mtpc", "model": "hmm"}, (SAMPLED,)),
-    "o-ptp": ({**PTP, "model": "o-ptp", "max_aux_rows": 24}, (SAMPLED,)),
+    "o-ptp": ({**PTP, "model": "o-ptp", "max_aux_rows": 24, "draft_pass": "merged"}, (SAMPLED,)),
     "c-ptp": ({**PTP, "model": "c-ptp", "draft_pass": "two-pass"}, (SAMPLED,)),
 }
 

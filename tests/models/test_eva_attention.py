@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_mtpc.models.evabyte import paged
+from vllm_mtpc.models.evabyte import attention, paged
 from vllm_mtpc.models.evabyte.attend import attend, summarise, write_summaries, write_tokens
+from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
 from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment, SummaryPlan, make_plan, make_summary_plan
 
 WINDOW, CHUNK, HEADS, SIZE = 32, 4, 2, 8
@@ -43,7 +45,8 @@ def make_step(token_block: int = BLOCK, pad: int = 3) -> tuple[EvaPlan, SummaryP
     slot_mapping = torch.tensor(slots + [-1] * pad)
     sizes = {"window_size": WINDOW, "chunk_size": CHUNK, "block_size": token_block}
     plan = make_plan(starts, ends, near, slot_mapping, int(rows.max()), 112, **sizes)
-    places = make_summary_plan(starts, ends, far, len(slot_mapping), chunk_size=CHUNK, block_size=BLOCK)
+    sizes["block_size"] = BLOCK
+    places = make_summary_plan(starts, ends, far, len(slot_mapping), int(rows.max()), **sizes)
     return plan, places
 
 
@@ -208,3 +211,111 @@ def test_where_flash_attention_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not paged.fits(torch.float32, 2048, 16, 16)
     assert not paged.fits(torch.bfloat16, 2048, 8, 8)  # pages of 8 entries
     assert not paged.fits(torch.bfloat16, 128, paged.BLOCK, 16)  # windows inside a block
+
+
+@dataclass
+class Common:
+    """What builders read of vLLM's metadata of a step."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+
+
+ROWS, SEQS, LONGEST = 3, 4, 112  # rows of a request that decodes, requests of the graph, positions at most
+CONFIG = SimpleNamespace(
+    model_config=SimpleNamespace(
+        hf_config=SimpleNamespace(window_size=WINDOW, chunk_size=CHUNK), max_model_len=LONGEST
+    ),
+    speculative_config=SimpleNamespace(num_speculative_tokens=ROWS - 1),
+    scheduler_config=SimpleNamespace(max_num_seqs=SEQS),
+)
+
+
+def common_of(positions: list[int], table: Tensor, num_reqs: int, num_rows: int) -> Common:
+    """A step of ROWS rows behind so many positions of each request, padded to num_reqs and num_rows."""
+    slots = torch.full((num_rows,), -1)
+    for request, start in enumerate(positions):
+        for row, position in enumerate(range(start, start + ROWS)):
+            slots[request * ROWS + row] = int(table[request, position // BLOCK]) * BLOCK + position % BLOCK
+    ends = torch.tensor([start + ROWS for start in positions] + [0] * (num_reqs - len(positions)), dtype=torch.int32)
+    starts = (torch.arange(num_reqs + 1) * ROWS).clamp(max=ROWS * len(positions)).int()
+    return Common(starts, ends, table[:num_reqs], slots, num_rows, ROWS, max(positions) + ROWS)
+
+
+def run_step(plan: EvaPlan, places: SummaryPlan, caches: list[Tensor], rows: list[Tensor]) -> Tensor:
+    """A layer's step, whose states [T, H, D] are given: what a graph would hold."""
+    query, key, value = rows
+    write_tokens(caches[0], key, value, plan)
+    write_summaries(caches[1], caches[0], *(torch.full((HEADS, SIZE), value) for value in (0.3, -0.2)), plan, places)
+    return paged.attend(query, *caches, plan, places, lambda **given: paged_attention(**given), SIZE**-0.5)
+
+
+def test_a_captured_plan_is_that_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of a captured graph, in buffers that later steps fill: texts in one window, across two, and padding."""
+    monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    spec, device = SimpleNamespace(block_size=BLOCK), torch.device("cpu")
+    builders = [make(spec, ["layer"], CONFIG, device) for make in (EvaPlanBuilder, SummaryPlanBuilder)]
+    table = torch.zeros(SEQS, LONGEST // BLOCK, dtype=torch.int32)  # vLLM's, at one place
+    captured = [
+        builder.build_for_cudagraph_capture(common_of([0] * SEQS, table, SEQS, ROWS * SEQS)) for builder in builders
+    ]
+    assert captured[0].max_seq_len == LONGEST  # or a graph captured with short texts would not read summaries
+    generator = torch.Generator().manual_seed(4)
+    table += torch.randperm(table.numel(), generator=generator).view_as(table) + 1
+    blocks = table.numel() + 1
+    first = torch.randn(blocks, HEADS, BLOCK, 2 * SIZE, generator=generator)
+    second = torch.randn(blocks, HEADS, BLOCK // CHUNK, 2 * SIZE, generator=generator)
+    for positions in ([40, 30, 5, 61], [63, 95], [7], [33, 31, 94]):
+        padded, real = common_of(positions, table, SEQS, ROWS * SEQS), len(positions)
+        rows = [torch.randn(ROWS * SEQS, HEADS, SIZE, generator=generator) for _ in range(3)]
+        kept = [builder.build(0, padded) for builder in builders]
+        for made, held in zip(kept, captured, strict=True):
+            for name, value in vars(held).items():
+                if isinstance(value, Tensor):
+                    assert (
+                        getattr(made, name).data_ptr() == value.data_ptr() and getattr(made, name).shape == value.shape
+                    )
+        replayed = [first.clone(), second.clone()]
+        out = run_step(*captured, replayed, rows)
+
+        own = common_of(positions, table, real, ROWS * real)
+        wanted = [first.clone(), second.clone()]
+        plans = [
+            builder.plan(own.query_start_loc, own.seq_lens, own.block_table_tensor, own.slot_mapping, ROWS, LONGEST)
+            for builder in builders
+        ]
+        expected = run_step(*plans, wanted, [part[: ROWS * real] for part in rows])
+        assert torch.equal(out[: ROWS * real], expected), positions
+        for cache, same in zip(replayed, wanted, strict=True):
+            assert torch.equal(cache[1:], same[1:]), positions  # block 0 is nobody's
+
+
+def test_prompts_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer rows than a request that decodes has: no graph, and no buffer is touched."""
+    monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    builder = EvaPlanBuilder(SimpleNamespace(block_size=BLOCK), ["layer"], CONFIG, torch.device("cpu"))
+    table = torch.ones(SEQS, LONGEST // BLOCK, dtype=torch.int32)
+    common = replace(common_of([0], table, 1, ROWS), max_query_len=ROWS + 1)
+    builder.build(0, common)
+    assert not builder.buffers
+
+
+@pytest.mark.parametrize("dtype, supported", [(torch.bfloat16, "UNIFORM_BATCH"), (torch.float32, "NEVER")])
+def test_graphs_where_flash_attention_reads_the_caches(monkeypatch, dtype: torch.dtype, supported: str) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(window_size=2048, chunk_size=16)),
+        cache_config=SimpleNamespace(block_size=paged.BLOCK),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    spec = SimpleNamespace(dtype=dtype)
+    assert EvaPlanBuilder.get_cudagraph_support(config, spec).name == "NEVER"  # a CPU
+    monkeypatch.setattr(paged, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    for builder in (EvaPlanBuilder, SummaryPlanBuilder):
+        assert builder.get_cudagraph_support(config, spec).name == supported

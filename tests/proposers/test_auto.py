@@ -74,7 +74,7 @@ def test_a_shipped_head_is_engaged_and_said_once(made: Path, target: Path, said:
     assert (spec.method, spec.model_folder, spec.num_speculative_tokens) == ("mtpc", str(head), 4)
     drafts, *said = sorted(said)
     assert drafts.startswith("0 to 4 drafts per step")
-    assert len(said) == 1 and "VLLM_MTPC_AUTO=0" in said[0] and str(target) in said[0] and "btree" in said[0]
+    assert len(said) == 1 and "MTPC_AUTO=0" in said[0] and str(target) in said[0] and "btree" in said[0]
 
 
 def test_the_arguments_stay_as_the_user_gave_them(made: Path, target: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_arguments_stay_as_the_user_gave_them(made: Path, target: Path) -> N
 def test_turned_off(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     ship(made, target)
     monkeypatch.setenv(auto.VARIABLE, value)
-    assert spec_of(target, fail_on_environ_validation=True) is None and said == []  # vLLM knows the variable
+    assert spec_of(target, fail_on_environ_validation=True) is None and said == []
 
 
 def test_the_users_config_wins(made: Path, target: Path) -> None:

@@ -30,8 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
-    settings |= {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
-    config = HeadConfig.create(**settings)
+    given = {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
+    config = HeadConfig.create(**given | settings)
     save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)
 
 
@@ -102,6 +102,45 @@ def test_draft_layers_of_other_models(layered: Path) -> None:
     assert "is GemmaForCausalLM" in message and "LlamaForCausalLM" in message and "lora_layers 0" in message
 
 
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_draft_layers_with_a_connector_that_works_layer_by_layer(layered: Path, layerwise: bool) -> None:
+    from vllm.config import KVTransferConfig
+
+    from vllm_mtpc.proposers.seam.config_layers import check_engine
+
+    connector = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1",
+        kv_role="kv_both",
+        kv_connector_extra_config={"use_layerwise": layerwise},
+    )
+    parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(head=read_config(layered / "head")),
+        use_v2_model_runner=True,
+        parallel_config=parallel,
+        lora_config=None,
+        kv_transfer_config=connector,
+    )
+    if not layerwise:
+        check_engine(config)
+        return
+    with pytest.raises(MtpcError, match=r"lora_layers=1 and a KV connector that works layer by layer: .*drop"):
+        check_engine(config)
+
+
+def test_a_target_that_hands_out_wider_states(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSeek V4 does: vLLM sizes a speculator's buffers by them."""
+    from vllm.model_executor.model_loader import utils
+
+    file = place / "target" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "hc_mult": 4}))
+    engine_config(place / "target", {"method": "mtpc", "model": str(place / "head")})  # its states are as wide as ever
+    handing = type("Model", (), {"get_mtp_target_hidden_states": lambda self: None})
+    monkeypatch.setattr(utils, "get_model_cls", lambda target: handing)
+    message = refusal(place)
+    assert "hands out hidden states of 4 x 64 numbers" in message and "hidden_size=64" in message
+
+
 def test_draft_layers_of_a_target_with_other_layers(layered: Path) -> None:
     file = layered / "target" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 3}))
@@ -121,6 +160,7 @@ def test_what_draft_layers_are_not_served_with(layered: Path, option: str, value
         speculative_config=SimpleNamespace(head=read_config(layered / "head")),
         parallel_config=SimpleNamespace(**parallel),
         lora_config=None,
+        kv_transfer_config=None,
     )
     check_engine(engine)
     setattr(*((engine, "lora_config", value) if option == "enable_lora" else (engine.parallel_config, option, value)))

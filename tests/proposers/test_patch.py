@@ -105,3 +105,25 @@ def test_other_imports_are_not_touched(module: str) -> None:
     import colorsys
 
     assert "exec_module" not in vars(colorsys.__loader__)
+
+
+def test_the_hook_leaves_when_nothing_waits(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every import of the process goes through sys.meta_path."""
+    monkeypatch.setattr(machinery, "_after_import", hook := machinery._AfterImport())
+    apply(doubling(module))
+    assert hook in sys.meta_path
+    assert __import__(module).work(3, 4) == (12, "twice")
+    assert hook not in sys.meta_path
+
+
+def test_a_patch_that_cannot_be_made_does_not_fail_the_import(module: str) -> None:
+    class Broken(Patch):
+        module, attribute, reason, parameters = "mtpc_patched_module", "work", "a test", ("value",)
+
+        @classmethod
+        def replace(cls, original: Callable) -> Callable:
+            raise ImportError("half an install")
+
+    apply(Broken)
+    assert __import__(module).work(3, 4) == 12
+    assert machinery.problems == ["mtpc_patched_module:work (ImportError: half an install)"]

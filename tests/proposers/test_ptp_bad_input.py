@@ -51,7 +51,7 @@ def rewrite(file: Path, **changes: Any) -> None:
 def test_a_good_head_is_accepted_with_its_defaults(place: Path) -> None:
     config = engine_config(place / "target", {"method": "ptp", "model": str(place / "head")})
     spec = config.speculative_config
-    assert spec.num_speculative_tokens == 4 and spec.draft_pass == "merged" and spec.group_sizes == "static"
+    assert spec.num_speculative_tokens == 4 and spec.draft_pass == "two-pass" and spec.group_sizes == "static"
     assert "variant='o-ptp'" in repr(spec)
     assert config.cache_config.block_size == 32  # of a CPU: groups own blocks, so small ones
     assert engine_config(place / "head", None).speculative_config.method == "ptp"
@@ -132,7 +132,7 @@ def test_a_damaged_head_is_refused_whole(place: Path) -> None:
 def test_too_small_a_cache_is_refused(place: Path) -> None:
     from types import SimpleNamespace
 
-    from vllm_mtpc.proposers.seam.engine_core import reserved_blocks
+    from vllm_mtpc.proposers.seam.config_ptp import reserved_blocks
 
     config = engine_config(place / "target", {"method": "ptp", "model": str(place / "head")}, max_num_seqs=8)
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))

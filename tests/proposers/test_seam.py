@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import importlib
+import pickle
+import re
 import subprocess
 import sys
+import timeit
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from vllm.config.scheduler import SchedulerConfig
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
+from tests.proposers.test_bad_input import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.seam import config, engine_core, frontend, patch, patches, versions, worker
+from vllm_mtpc.models.byte_llama.stop_ids import GenerationConfigStopIds
+from vllm_mtpc.proposers.seam import (
+    config,
+    derive,
+    frontend,
+    install_for_a_head,
+    patch,
+    patches,
+    sampling,
+    scheduler,
+    versions,
+    watch,
+    worker,
+)
+from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
+from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
 
 PATCHES = patches(versions.vllm_minor())
 
@@ -19,6 +48,7 @@ PATCHES = patches(versions.vllm_minor())
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
+    install_for_a_head()
 
 
 @pytest.mark.parametrize("declared", PATCHES, ids=lambda declared: declared.__name__)
@@ -108,18 +138,132 @@ def test_moved_attributes_are_reported_when_a_head_is_asked_for(monkeypatch: pyt
         args.create_speculative_config(None, None)
 
 
-@pytest.mark.parametrize("process", ["worker, V1", "worker, V2", "engine core"])
+@pytest.mark.parametrize("process", ["worker", "engine core"])
 def test_moved_attributes_are_reported_in_every_process(process: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most modules of vLLM are first imported where they run: what is missing there is refused there."""
-    from vllm.v1.worker import gpu_model_runner
-
     monkeypatch.setattr(patch, "problems", ["vllm.somewhere:thing (it no longer takes x)"])
-    config = SimpleNamespace(speculative_config=SimpleNamespace(method="mtpc"))
-    monkeypatch.setattr(worker, "_is_ours", lambda config: True)
+    start = {"worker": worker.HeadWorker.init_device, "engine core": scheduler.HeadScheduler.__init__}[process]
     with pytest.raises(ServeConfigError, match=r"has moved what vllm_mtpc hooks: vllm\.somewhere:thing"):
-        if process == "worker, V1":
-            gpu_model_runner.GPUModelRunner.__init__(SimpleNamespace(), config, "cpu")
-        elif process == "worker, V2":
-            worker.InitSpeculator.replace(lambda *_: None)(config, "cpu")
-        else:
-            engine_core.SchedulerInit.replace(lambda *_: None)(SimpleNamespace(), config)
+        start(SimpleNamespace(), *[None, None][: 0 if process == "worker" else 2])
+
+
+def test_a_method_that_vllm_moved_is_named() -> None:
+    class Theirs:
+        def first(self, x: int) -> None: ...
+
+    class Ours(Theirs):
+        def first(self, x: int, *args: Any) -> None: ...
+
+    class Moved(Theirs):
+        def first(self, y: int) -> None: ...
+
+    assert issubclass(derive.derived(Ours, Theirs), Ours)
+    with pytest.raises(
+        ServeConfigError, match=r"has moved what vllm_mtpc hooks: .*Moved\.first \(it no longer takes x"
+    ):
+        derive.derived(Ours, Moved)
+
+
+BASES = {
+    "worker": (worker.HeadWorker, "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"),
+    "V1": (
+        runner_v1,
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        "vllm.v1.worker.cpu_model_runner.CPUModelRunner",
+    ),
+    "V2": (
+        runner_v2,
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+        "vllm.v1.worker.cpu.model_runner.CPUModelRunner",
+    ),
+    "scheduler": (
+        scheduler.HeadScheduler,
+        "vllm.v1.core.sched.scheduler.Scheduler",
+        "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+    ),
+}
+
+
+@pytest.mark.parametrize("of", BASES)
+def test_our_classes_fit_every_class_of_this_vllm(of: str) -> None:
+    ours, *bases = BASES[of]
+    for name in bases:
+        made = derive.named(ours, name.replace(".", ":"))
+        assert issubclass(made, ours) and issubclass(made, resolve_obj_by_qualname(name))
+
+
+def test_a_configuration_names_our_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They survive the way to an engine's process, and follow what vLLM would choose; nothing is warned of."""
+    given = {"method": "mtpc", "model": str(demo.path("btree"))}
+    made = engine_config(demo.path("target"), given)
+    sent = pickle.loads(pickle.dumps(made))
+    assert issubclass(resolve_obj_by_qualname(sent.parallel_config.worker_cls), CPUWorker)
+    assert issubclass(resolve_obj_by_qualname(sent.parallel_config.worker_cls), worker.HeadWorker)
+    warned: list[str] = []
+    monkeypatch.setattr("vllm.config.scheduler.logger.warning_once", lambda *args: warned.append(args[0]))
+    for is_async, base in ((False, Scheduler), (True, AsyncScheduler)):
+        sent.scheduler_config.async_scheduling = is_async
+        chosen = sent.scheduler_config.get_scheduler_cls()
+        assert chosen.__mro__[1:3] == (scheduler.HeadScheduler, base)
+    assert warned == [] and sent.scheduler_config.scheduler_cls is None
+
+
+def test_users_without_a_head_get_vllms_classes() -> None:
+    made = engine_config(demo.path("target"), {"method": "ngram", "num_speculative_tokens": 2})
+    assert resolve_obj_by_qualname(made.parallel_config.worker_cls) is CPUWorker
+    assert type(made.scheduler_config) is SchedulerConfig
+
+
+# What plugin.register() imports: the rest of the package is for those who serve a head.
+REGISTERED = ("", ".plugin", ".proposers", ".proposers.seam", ".proposers.v1", ".proposers.v1.expand", ".models")
+REGISTERED += tuple(f".proposers.seam.{name}" for name in ("auto", "frontend", "patch", "sampling", "versions"))
+REGISTERED += tuple(f".models.{name}" for name in ("registration", "byte_llama", "byte_llama.stop_ids"))
+
+
+def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With everything else of this package broken, vLLM is configured as if it were not installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_mtpc"]:
+        if name.removeprefix("vllm_mtpc") not in REGISTERED:
+            monkeypatch.setitem(sys.modules, name, None)  # importing it raises
+    for broken in ("config", "watch", "worker", "scheduler", "derive"):
+        monkeypatch.setitem(sys.modules, f"vllm_mtpc.proposers.seam.{broken}", None)
+    with pytest.raises(ImportError):
+        engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
+    for given in (None, {"method": "ngram", "num_speculative_tokens": 2}):
+        made = engine_config(demo.path("target"), given)
+        assert made.speculative_config is None or made.speculative_config.method == "ngram"
+        resolve_obj_by_qualname(made.parallel_config.worker_cls)
+        made.scheduler_config.get_scheduler_cls()
+
+
+def test_what_runs_at_every_step_without_a_head_costs_less_than_a_microsecond() -> None:
+    """On a GPU, where there is nothing to mend; the least of many rounds, since the machine does other work."""
+
+    def theirs(*args: Any) -> None: ...
+
+    wrapped, x = sampling.ExpandBatchToTokens.replace(theirs), SimpleNamespace(device=torch.device("meta"))
+
+    def seconds(call: Any) -> float:
+        return min(timeit.repeat(lambda: call(x, None, 3, 0, 0), number=1000, repeat=50)) / 1000
+
+    assert seconds(wrapped) - seconds(theirs) < 1e-6
+
+
+def test_only_config_and_the_mend_are_replaced_without_a_head() -> None:
+    """In the classes that run at every step nothing is."""
+    for made in (GPUModelRunner, runner_v2.__mro__[1], Worker, Scheduler, AsyncScheduler):
+        assert not [name for name, value in vars(made).items() if getattr(value, "__module__", "").startswith("vllm_m")]
+    assert len(PATCHES) <= 10 and {one.module for one in (*frontend.PATCHES, *sampling.PATCHES)} == {
+        "vllm.engine.arg_utils",
+        "vllm.config.vllm",
+        "vllm.v1.sample.rejection_sampler",
+    }
+
+
+def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
+    page = (root / "docs" / "internals.md").read_text(encoding="utf-8")
+    table = page.partition("\n| vLLM attribute |")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
+    every = {one.key() for one in (*frontend.PATCHES, *sampling.PATCHES, *watch.PATCHES)}
+    every |= {GenerationConfigStopIds.key(), "vllm.v1.worker.gpu.model_runner:init_speculator"}
+    assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 12

@@ -97,7 +97,7 @@ def test_the_plan_is_the_best_of_a_strange_machine(row: float, draft: float, bat
             costs.drafts.observe(draft_features(batch, drafts), drafting)
         survival._learn(costs)
     speed = [batch * (1 + acceptance[:drafts].sum()) / sum(took(batch, drafts)) for drafts in range(8)]
-    chosen, margin = survival._best(batch, 0, 7)[0], 1.03 if batch == 1 else 1.1
+    chosen, margin = survival._best(batch, 0, 7).drafts, 1.03 if batch == 1 else 1.1
     assert speed[chosen] >= 0.97 * max(speed) or (chosen == 0 and max(speed) < margin * speed[0] / 0.97)
 
 
@@ -109,10 +109,40 @@ def test_a_delayed_step_moves_nothing_far() -> None:
     assert costs.step(4, 32, True) == pytest.approx(0.02, rel=0.1)
 
 
-def test_plans_are_doubted_now_and_then() -> None:
-    survival = Survival(np.full((2, 3), 0.02), 9.0)
-    plans = [survival.plan(1, 0, 3)[0] for _ in range(1000)]
-    assert plans.count(0) > 980 and plans.count(2) >= 8  # a useless head is tried in 1 % of all steps
+@pytest.mark.parametrize(("accepted", "load", "usual"), [(0.02, 9.0, 0), (0.98, 0.1, 7)])
+def test_plans_are_doubted_for_a_small_share_of_the_time(accepted: float, load: float, usual: int) -> None:
+    """A useless head is tried, and one that is nearly always right goes without a draft, at a loss of at most 2 %."""
+    survival = Survival(np.full((2, 7), accepted), load)
+    plans = [survival.plan(1, 0, 7)[0] for _ in range(3000)]
+    plan = survival._best(1, 0, 7)
+    assert plan.drafts == usual
+    tries = [drafts for drafts in plans if drafts != usual]
+    assert len(tries) >= 8
+    assert sum(dict(plan.others)[drafts] for drafts in tries) <= 0.02 * 3000 * plan.seconds
+
+
+def test_a_slow_first_draft_decides_nothing() -> None:
+    """The first one pays for what is made once; a head that pays goes on drafting."""
+    survival = Survival(np.full((2, 7), 0.9), 0.1)
+    costs = survival._of(1, False).costs
+    for turn in range(4):
+        costs.steps.observe(step_features(1, 8, True), 0.3 if turn == 0 else 0.006)
+        costs.drafts.observe(draft_features(1, 7), 0.3 if turn == 0 else 0.002)
+        survival._learn(costs)
+        assert survival._best(1, 0, 7).drafts == 7
+
+
+def test_batches_of_a_new_size_begin_with_what_is_known_of_others() -> None:
+    """A slow machine with a dear head: no draft of a new size has to be seen to be taken for dear."""
+    survival, took = Survival(np.full((2, 7), 0.5), 0.1), machine(0.001, 0.05)
+    costs = survival._of(1, True).costs
+    for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
+        step, drafting = took(1, drafts)
+        costs.steps.observe(step_features(1, 1 + drafts, drafts > 0), step)
+        if drafts:
+            costs.drafts.observe(draft_features(1, drafts), drafting)
+    survival._learn(costs)
+    assert survival._best(0, 12, 7).drafts == 0
 
 
 def look_at_the_law(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:

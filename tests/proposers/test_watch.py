@@ -11,10 +11,17 @@ import msgspec
 import prometheus_client
 import pytest
 import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.spec_decode import metrics
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc import plugin
 from vllm_mtpc.proposers import watch
+from vllm_mtpc.proposers.seam import auto, install_for_a_head
 from vllm_mtpc.proposers.seam import watch as seam
+from vllm_mtpc.proposers.seam.derive import derived
+from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 
 CPU = torch.device("cpu")
 
@@ -22,6 +29,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
+    install_for_a_head()
 
 
 def test_passes_are_timed_and_taken_once() -> None:
@@ -91,56 +99,68 @@ def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert propose().shape == (2, 3)
 
 
-def test_vllm_knows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_variables_are_no_part_of_vllms_compile_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that depends on this package would have every model compiled again, heads or not."""
     import vllm.envs as envs
 
-    monkeypatch.setenv(seam.DEBUG, "true")
-    assert envs.environment_variables[seam.DEBUG]() is True
-    monkeypatch.delenv(seam.DEBUG)
-    assert envs.environment_variables[seam.DEBUG]() is False
+    plain = envs.compile_factors()
+    assert not [name for name in plain if "MTPC" in name]
+    for variable in (auto.VARIABLE, seam.DEBUG):
+        monkeypatch.setenv(variable, "1")
+    assert envs.compile_factors() == plain
 
 
 def sent(stats: Any) -> SimpleNamespace:
     return SimpleNamespace(scheduler_stats=SimpleNamespace(spec_decoding_stats=stats))
 
 
+def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
+    """A scheduler of a head, whose vLLM part answers a step with the next of `answers`."""
+
+    class Answering(Scheduler):
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+            return answers.pop(0)
+
+    made = object.__new__(derived(HeadScheduler, Answering))
+    made.log_stats, made.num_spec_tokens = True, 3
+    return made
+
+
 def test_figures_go_with_every_step() -> None:
     """Those of steps that verified nothing, too: tokens/step is over all of them."""
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
     stats, plain = SpecDecodingStats.new(3), sent(None)
-    answers = [{0: SimpleNamespace(scheduler_stats=None)}, {0: plain}, {}, {0: sent(stats)}]
-    scheduler = SimpleNamespace(log_stats=True, num_spec_tokens=3)
-    update = seam.SchedulerUpdateFromOutput.replace(lambda self, scheduler_output, output: answers.pop(0))
+    scheduler = scheduler_that([{0: SimpleNamespace(scheduler_stats=None)}, {0: plain}, {}, {0: sent(stats)}])
     for seconds in (1.0, 0.25, 0.5, 0.125):
         cost = {"draft_seconds": seconds, "draft_passes": 1, "cut_by_survival": 4}
-        update(scheduler, None, SimpleNamespace(**{seam.COST: cost}, sampled_token_ids=[[5], [], [7, 8]]))
-    assert (stats.draft_seconds, stats.draft_passes, stats.steps, stats.cut_by_survival) == (0.125, 1, 2, 4)
+        output = SimpleNamespace(**{seam.COST: cost}, sampled_token_ids=[[5], [], [7, 8]])
+        scheduler.update_from_output(None, output)
+    assert seam.DraftFigures.of(stats) == seam.DraftFigures(0.125, 1, steps=2, cut_by_survival=4)
     made = plain.scheduler_stats.spec_decoding_stats
-    assert (made.draft_seconds, made.steps, made.num_drafts, made.num_spec_tokens) == (0.25, 2, 0, 3)
+    assert seam.DraftFigures.of(made) == seam.DraftFigures(0.25, 1, steps=2, cut_by_survival=4)
+    assert (made.num_drafts, made.num_spec_tokens) == (0, 3)
 
 
-def test_other_methods_get_no_figures() -> None:
+def test_steps_without_a_head_get_no_figures() -> None:
     answer = {0: sent(None)}
-    update = seam.SchedulerUpdateFromOutput.replace(lambda self, scheduler_output, output: answer)
-    update(SimpleNamespace(log_stats=True), None, SimpleNamespace())
+    scheduler_that([answer]).update_from_output(None, SimpleNamespace())
     assert answer[0].scheduler_stats.spec_decoding_stats is None
+    assert seam.DraftFigures.of(SpecDecodingStats.new(3)) == seam.DraftFigures()
 
 
 def test_costs_travel_between_processes() -> None:
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
+    """As vLLM sends them, without a field that its classes do not have."""
     stats = SpecDecodingStats.new(3)
-    stats.draft_seconds, stats.draft_passes = 0.5, 7
+    sent_figures = seam.DraftFigures(0.5, 7, 1, 2, 3, 4)
+    sent_figures.put_into(stats)
     wire = msgspec.msgpack.encode(SchedulerStats(spec_decoding_stats=stats))
     arrived = msgspec.msgpack.Decoder(SchedulerStats).decode(wire).spec_decoding_stats
-    assert (arrived.draft_seconds, arrived.draft_passes, arrived.num_spec_tokens) == (0.5, 7, 3)
+    assert arrived.num_spec_tokens == 3 and seam.DraftFigures.of(arrived) == sent_figures
+    assert {field.name for field in fields(SpecDecodingStats)} >= {"num_draft_tokens_per_pos"}
+    assert not {field.name for field in fields(SpecDecodingStats)} & {field.name for field in fields(sent_figures)}
 
 
 def test_the_log_says_what_a_pass_takes() -> None:
     from vllm.v1.metrics.loggers import SpecDecodingLogging
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     logging, said = SpecDecodingLogging(), []
 
@@ -150,7 +170,7 @@ def test_the_log_says_what_a_pass_takes() -> None:
     for seconds, passes, steps in ((0.006, 3, 4), (0.002, 1, 4)):
         stats = SpecDecodingStats.new(2)
         stats.observe_draft(2, 1)
-        stats.draft_seconds, stats.draft_passes, stats.steps, stats.cut_by_survival = seconds, passes, steps, 4
+        seam.DraftFigures(seconds, passes, steps, cut_by_survival=4).put_into(stats)
         logging.observe(stats)
     logging.log(log_fn=log)
     assert said[0].startswith("SpecDecoding metrics: Mean acceptance length: 2.00")  # vLLM's: of steps with drafts
@@ -161,7 +181,7 @@ def test_the_log_says_what_a_pass_takes() -> None:
     logging.log(log_fn=log)
     assert len(said) == 2  # nothing has run since
     stats = SpecDecodingStats.new(2)
-    stats.steps, stats.cut_by_schedule = 3, 6
+    seam.DraftFigures(steps=3, cut_by_schedule=6).put_into(stats)
     logging.observe(stats)
     logging.log(log_fn=log)
     assert said[2:] == [
@@ -172,10 +192,27 @@ def test_the_log_says_what_a_pass_takes() -> None:
     assert len(said) == 3
 
 
+def test_the_log_of_other_methods_is_vllms() -> None:
+    """In a process that serves a head and, in another engine, something else."""
+    from vllm.v1.metrics.loggers import SpecDecodingLogging
+
+    assert SpecDecodingLogging is not metrics.SpecDecodingLogging
+    said: dict[type, list[str]] = {}
+    for kind in (SpecDecodingLogging, metrics.SpecDecodingLogging):
+        logging, said[kind] = kind(), []
+        stats = SpecDecodingStats.new(2)
+        stats.observe_draft(2, 1)
+        logging.observe(stats)
+        logging.last_log_time = float("inf")  # throughputs of 0
+        logging.log(log_fn=lambda text, *values, kind=kind: said[kind].append(text % values))
+        logging.log(log_fn=lambda text, *values, kind=kind: said[kind].append(text % values))
+    ours, theirs = said.values()
+    assert ours == theirs and len(ours) == 1
+
+
 @pytest.mark.parametrize(("method", "counted"), [("mtpc", 0.75), ("ngram", None)])
 def test_prometheus_counts(method: str, counted: float | None) -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     registry = prometheus_client.CollectorRegistry()
 
@@ -188,7 +225,7 @@ def test_prometheus_counts(method: str, counted: float | None) -> None:
     prom = Prom(spec, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, is_diffusion=False)
     for engine, seconds in ((0, 0.5), (0, 0.25), (1, 8.0)):
         stats = SpecDecodingStats.new(2)
-        stats.draft_seconds, stats.draft_passes, stats.steps, stats.cut_by_budget = seconds, 2, 5, 3
+        seam.DraftFigures(seconds, 2, 5, cut_by_budget=3).put_into(stats)
         prom.observe(stats, engine)
     of = {"model_name": "m", "engine": "0"}
     assert registry.get_sample_value("vllm:spec_decode_draft_seconds_total", of) == counted

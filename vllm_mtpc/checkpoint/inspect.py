@@ -36,10 +36,21 @@ FOUND = {True: "found", False: "not found", None: "a name on the hub, not looked
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="head folder, target folder that ships mtpc/, or hub name")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="print the GPU memory that serving the head to N requests takes"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="T", help="with --max-num-seqs: GPUs (default: 1)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_mtpc.eval.arguments import check_positive
+
+    check_positive(args, "max_num_seqs", "tensor_parallel_size")
     report = inspect_head(args.path)
+    if args.max_num_seqs is not None:
+        report["memory"] = served_memory(Path(report["path"]), args.max_num_seqs, args.tensor_parallel_size)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -82,6 +93,39 @@ def inspect_head(path: str | Path) -> Report:
         },
         "format_version": config.format_version,
         "provenance": _provenance(folder / PROVENANCE_FILE),
+    }
+
+
+def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
+    """MiB on each GPU of Model Runner V2: target in bfloat16, head_dtype auto, default schedule of drafts.
+
+    Raises CheckpointError for a PTP head, whose rows are the target's own.
+    """
+    import torch
+
+    from vllm_mtpc.checkpoint.load import read_config
+    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.heads.memory import by_batch, draft_memory
+    from vllm_mtpc.proposers.seam.schedule import default_schedule
+
+    config = read_config(folder)
+    if not isinstance(config, HeadConfig):
+        raise CheckpointError(
+            f"--max-num-seqs with the PTP head {folder}: allowed are heads of method mtpc, what a PTP head takes are "
+            "rows of the target; drop --max-num-seqs"
+        )
+    drafts, is_drawn = config.num_speculative_tokens, config.draft_sample_method == "probabilistic"
+    ranges = default_schedule(measured_acceptance(folder).values(), drafts, is_cpu=False)
+    found = draft_memory(
+        config,
+        by_batch(ranges, max_num_seqs, drafts),
+        drafts,
+        torch.bfloat16,
+        num_ranks,
+        cache_dtype=torch.float32 if is_drawn else None,
+    )
+    return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks} | {
+        f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()
     }
 
 
@@ -165,6 +209,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("target is", f"{target['resolved']} ({FOUND[target['found']]})"),
         ("trained for", f"temperature {sampling['temperature']}, top-k {top_k}, top-p {top_p}"),
         ("format version", str(report["format_version"])),
+        *_memory_rows(report.get("memory")),
         *_provenance_rows(report["provenance"]),
     ]
 
@@ -179,6 +224,15 @@ def _measured_rows(report: Report) -> list[tuple[str, str]]:
     for key, values in report["accepted_up_to"].items():
         rows.append((f"accepted, {names[key]}", ", ".join(f"up to {k}: {p:.0%}" for k, p in enumerate(values, 1))))
     return rows
+
+
+def _memory_rows(memory: Report | None) -> list[tuple[str, str]]:
+    if memory is None:
+        return []
+    parts = (("weights", "head"), ("buffers", "buffers"), ("activation", "the largest draft"))
+    sizes = ", ".join(f"{words} {memory[f'{name}_mib']:,.1f} MiB" for name, words in parts)
+    served = f"{memory['max_num_seqs']} sequences, {memory['tensor_parallel_size']} GPUs, target in bfloat16"
+    return [("memory per GPU", f"{sizes}; {served}; draft layers' adapters and KV cache not among it")]
 
 
 def _provenance_rows(record: Report | None) -> list[tuple[str, str]]:

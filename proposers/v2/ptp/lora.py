@@ -43,8 +43,11 @@ class GatedLinear(nn.Module):
         super().__init__()
         self.base, self.gate = base, gate
         self.is_split_input = isinstance(base, RowParallelLinear) and base.tp_size > 1
-        self.down = torch.cat([down for down, _ in parts])  # [parts * r, in]
+        # buffers: vLLM keeps them over a sleep of level 2
+        self.register_buffer("down", torch.cat([down for down, _ in parts]), persistent=False)  # [parts * r, in]
         self.up = [up * scale for _, up in parts]  # each [out part, r]
+        for index, up in enumerate(self.up):
+            self.register_buffer(f"up{index}", up, persistent=False)
         self.rank = parts[0][0].shape[0]
 
     def forward(self, x: Tensor) -> Any:

@@ -39,7 +39,9 @@ from vllm_mtpc.checkpoint.ptp import load_ptp
 from vllm_mtpc.heads.ptp.embedding import lookup
 from vllm_mtpc.heads.ptp.trust import draft_tokens, reads_u
 from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.proposers.load import kept
 from vllm_mtpc.proposers.v2.coupled import u_of, with_coupled_sampler
+from vllm_mtpc.proposers.v2.eager import eager_priorities
 from vllm_mtpc.proposers.v2.ptp.attention import builder_config, check_attention
 from vllm_mtpc.proposers.v2.ptp.lora import Gate
 from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
@@ -64,6 +66,7 @@ class PtpSpeculator(DraftModelSpeculator):
         self.group_index = torch.arange(groups, device=device)
         self.draft_index = torch.arange(self.num_speculative_steps, device=device)
         self.sampler: Any = None
+        self.priorities = eager_priorities(vllm_config)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
@@ -74,7 +77,10 @@ class PtpSpeculator(DraftModelSpeculator):
         base = resolve_model_state_cls(self.vllm_config, target_model)
         state = self.model_state_cls(with_coupled_sampler(base, self.speculative_config, self.device, self._on_sampler))
         target_model.get_model_state_cls = lambda: state
-        return student_tree(target_model, head.lora, scale, self.gate, self.writes)
+        student = student_tree(target_model, head.lora, scale, self.gate, self.writes)
+        parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
+        student.kept = kept(parts if self.table is None else [*parts, self.table])
+        return student
 
     def model_state_cls(self, base: type) -> type:
         """The ModelState class of the engine; `base` brings the u-coupled sampler."""
@@ -220,7 +226,8 @@ class PtpSpeculator(DraftModelSpeculator):
         """What the largest pass allocates besides buffers, while vLLM measures how much is left for the KV cache."""
         rows = self.embeds.shape[0]  # of drafts, and those of the target where they share a pass
         self.writes.source, self.gate.rows = None, self.row_index[: self.plan.max_rows]
-        with set_forward_context(None, self.vllm_config, num_tokens=rows, slot_mapping={}, skip_compiled=True):
+        context = set_forward_context(None, self.vllm_config, num_tokens=rows, slot_mapping={}, skip_compiled=True)
+        with context, self.priorities.set_priority():
             hidden = self.model(input_ids=None, positions=self.row_positions[:rows], inputs_embeds=self.embeds[:rows])
         drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
         logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
@@ -284,7 +291,7 @@ class PtpSpeculator(DraftModelSpeculator):
             positions=positions,
             is_prefilling=torch.zeros(num_seqs, dtype=torch.bool) if is_prefilling is None else is_prefilling,
         )
-        with set_forward_context(
+        context = set_forward_context(
             metadata,
             self.vllm_config,
             num_tokens=num_rows,
@@ -292,7 +299,8 @@ class PtpSpeculator(DraftModelSpeculator):
             slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
             skip_compiled=True,
-        ):
+        )
+        with context, self.priorities.set_priority():
             return self.model(input_ids=None, positions=positions, inputs_embeds=embeds)
 
     def _first_draft(

@@ -1,8 +1,9 @@
 """The student: the target's module tree once more, around the same weights and the same attention layers.
 
 Containers are copied; everything that holds weights is shared, so the student costs its adapters and nothing else.
-Two kinds of modules differ: linear layers that have adapters (`GatedLinear`), and attention layers, whose copy writes
-keys and values in an order of its own (`GroupAttention`). The target's tree is not changed and stays compiled.
+Three kinds of modules differ: linear layers that have adapters (`GatedLinear`), attention layers, whose copy writes
+keys and values in an order of its own (`GroupAttention`), and what runs as a kernel here and is compiled there
+(`eager.py`). The target's tree is not changed and stays compiled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.proposers.v2.eager import with_kernel
 from vllm_mtpc.proposers.v2.ptp.lora import Gate, adapted
 
 
@@ -69,7 +71,7 @@ def student_tree(target: nn.Module, lora: dict[str, Tensor], scale: float, gate:
             return GroupAttention(module, writes)
         if isinstance(module, LinearBase):
             return adapted(name, module, left, packed, scale, gate)
-        return None
+        return with_kernel(module)
 
     student = copied(target, "", replace)
     if left:

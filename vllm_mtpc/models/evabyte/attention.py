@@ -9,6 +9,7 @@ managers do prefix caching, preemption and the rollback of drafts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,12 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_mtpc.models.evabyte import paged
@@ -27,44 +33,92 @@ from vllm_mtpc.models.evabyte.window import WindowSpec, frees_windows
 from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder
 
 
-class EvaPlanBuilder(PlanBuilder):
-    """Builds the plan that all layers of a step share."""
+class _StepBuilder(PlanBuilder):
+    """Builds a plan that all layers of a step share.
+
+    Plans of decode steps lie at fixed addresses: a captured graph reads them there. Its plan is that of the largest
+    text, and rows that pad a batch belong to no request.
+    """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        config = vllm_config.model_config.hf_config
+        config, spec = vllm_config.model_config.hf_config, vllm_config.speculative_config
         self.sizes = {"window_size": config.window_size, "chunk_size": config.chunk_size}
+        self.max_rows = 1 + (spec.num_speculative_tokens if spec is not None else 0)  # of a request that decodes
+        self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self.max_seq_len = vllm_config.model_config.max_model_len
+        self.buffers: dict[str, Tensor] = {}
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """For batches that decode, where no loop over segments on the host is needed."""
+        config, block = vllm_config.model_config.hf_config, vllm_config.cache_config.block_size
+        states = block // config.chunk_size
+        tokens = states if frees_windows(vllm_config, config.window_size) else block
+        fits = paged.fits(kv_cache_spec.dtype, config.window_size, tokens, states)
+        return AttentionCGSupport.UNIFORM_BATCH if fits else AttentionCGSupport.NEVER
+
+    def plan(
+        self, starts: Tensor, ends: Tensor, block_table: Tensor, slots: Tensor, max_query_len: int, max_seq_len: int
+    ) -> Any:
+        """The plan of R requests: starts [R + 1] of their rows, ends [R] positions, block_table [R, M], slots [T]."""
+        raise NotImplementedError
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> EvaPlan:
+    ) -> Any:
         common = common_attn_metadata
+        slots = common.slot_mapping[: common.num_actual_tokens]
+        table, rows = common.block_table_tensor, common.max_query_len
+        made = self.plan(common.query_start_loc, common.seq_lens, table, slots, rows, common.max_seq_len)
+        if rows > self.max_rows or current_platform.is_cpu():
+            return made
+        if not self.buffers:
+            self._allocate(table)
+        kept = {name: buffer[: len(getattr(made, name))] for name, buffer in self.buffers.items()}
+        for name, buffer in kept.items():
+            buffer.copy_(getattr(made, name))
+        return replace(made, **kept)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        return self.build(0, replace(common_attn_metadata, max_seq_len=self.max_seq_len))
+
+    def _allocate(self, table: Tensor) -> None:
+        """Buffers as large as the largest plan of a decode step."""
+        requests, rows = self.max_num_seqs, self.max_rows
+        starts = torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=table.device)
+        slots = torch.zeros(requests * rows, dtype=torch.int64, device=table.device)
+        tables = table.new_zeros(requests, table.shape[1])
+        largest = self.plan(starts, torch.full_like(starts[1:], rows), tables, slots, rows, self.max_seq_len)
+        # vLLM's block tables lie at fixed addresses already
+        self.buffers = {
+            field.name: torch.zeros_like(value)
+            for field in fields(largest)
+            if isinstance(value := getattr(largest, field.name), Tensor) and field.name != "block_table"
+        }
+
+
+class EvaPlanBuilder(_StepBuilder):
+    """What concerns tokens."""
+
+    def plan(
+        self, starts: Tensor, ends: Tensor, block_table: Tensor, slots: Tensor, max_query_len: int, max_seq_len: int
+    ) -> EvaPlan:
+        block_size = self.kv_cache_spec.block_size
         return make_plan(
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            common.slot_mapping[: common.num_actual_tokens],
-            common.max_query_len,
-            common.max_seq_len,
-            block_size=self.kv_cache_spec.block_size,
-            **self.sizes,
+            starts, ends, block_table, slots, max_query_len, max_seq_len, block_size=block_size, **self.sizes
         )
 
 
-class SummaryPlanBuilder(PlanBuilder):
-    """Builds what summaries need beside it, from their group's block table."""
+class SummaryPlanBuilder(_StepBuilder):
+    """What summaries need beside it, from their group's block table."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    def plan(
+        self, starts: Tensor, ends: Tensor, block_table: Tensor, slots: Tensor, max_query_len: int, max_seq_len: int
     ) -> SummaryPlan:
-        common = common_attn_metadata
+        block_size = self.kv_cache_spec.block_size
         return make_summary_plan(
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            common.num_actual_tokens,
-            chunk_size=self.kv_cache_spec.tokens_per_state,
-            block_size=self.kv_cache_spec.block_size,
+            starts, ends, block_table, len(slots), max_query_len, block_size=block_size, **self.sizes
         )
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's configuration needs for EvaByte: checks, the tokenizer, no compilation."""
+"""What vLLM's configuration needs for EvaByte: checks, the tokenizer, how it is compiled."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class EvaByteHook(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuse what EVA's caches cannot do; run eagerly."""
+        """Refuse what EVA's caches cannot do; not compiled, decode steps in CUDA graphs unless the user has none."""
         check_limits(vllm_config, "EvaByte")
         _check_caches(vllm_config)
-        vllm_config.compilation_config.mode = CompilationMode.NONE
-        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode != CUDAGraphMode.NONE:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def _check_caches(vllm_config: VllmConfig) -> None:

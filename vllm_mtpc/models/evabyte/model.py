@@ -3,7 +3,7 @@
 Weights have the names of the published checkpoints. Of its eight lm_heads, rows [V h, V (h + 1)) of lm_head.weight,
 the target is the first one (the next byte); the others can be made a draft head (docs/models.md).
 
-Runs eagerly: EVA's steps are not in vLLM's compiled graphs yet (`EvaByteHook`).
+Not compiled; decode steps run in vLLM's full CUDA graphs where FlashAttention can read the caches (`EvaByteHook`).
 """
 
 from __future__ import annotations

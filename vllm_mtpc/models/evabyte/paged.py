@@ -61,7 +61,7 @@ def attend(
         seqused_k=plan.segment_tokens,
         max_seqlen_k=min(plan.max_seq_len, plan.window_size),
         causal=True,
-        block_table=_window_blocks(plan),
+        block_table=plan.window_blocks,
         return_softmax_lse=True,
     )[:2]
     if plan.max_seq_len <= plan.window_size:
@@ -74,7 +74,7 @@ def attend(
         seqused_k=plan.segment_chunks,
         max_seqlen_k=plan.max_seq_len // plan.chunk_size,
         causal=False,
-        block_table=places.block_table.repeat_interleave(plan.segments_per_request, dim=0),
+        block_table=places.segment_blocks,
         return_softmax_lse=True,
     )[:2]
     out = torch.empty_like(query)
@@ -88,12 +88,3 @@ def _pages(cache: Tensor) -> tuple[Tensor, Tensor]:
 
     key, value = cache.transpose(1, 2).chunk(2, dim=-1)
     return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
-
-
-def _window_blocks(plan: EvaPlan) -> Tensor:
-    """Blocks of each segment's window, [R * S, W / block size] int32."""
-    per_window = plan.window_size // plan.block_size
-    within = torch.arange(per_window, device=plan.block_table.device)
-    column = plan.segment_window[:, None] * per_window + within
-    table = plan.block_table.repeat_interleave(plan.segments_per_request, dim=0)
-    return table.gather(1, column.clamp(max=table.shape[1] - 1))

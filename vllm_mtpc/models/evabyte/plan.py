@@ -51,15 +51,11 @@ class EvaPlan:
     segment_start: Tensor  # [R * S + 1] int32, first row of each segment
     segment_window: Tensor  # [R * S]
     segment_tokens: Tensor  # [R * S] int32, tokens of its own window that its last row sees; 0 where it has no rows
+    segment_chunks: Tensor  # [R * S] int32, summaries that it sees
+    window_blocks: Tensor  # [R * S, W / block size] int32, blocks of its window
     segments_per_request: int
     max_rows: int  # bound on the rows of a segment
     max_seq_len: int  # bound on the positions of a request
-
-    @property
-    def segment_chunks(self) -> Tensor:
-        """Summaries that each segment sees, [R * S] int32."""
-        chunks = self.segment_window * (self.window_size // self.chunk_size)
-        return torch.where(self.segment_tokens > 0, chunks, 0).to(torch.int32)
 
     def segments(self) -> list[Segment]:
         """The segments that have rows, on the host."""
@@ -80,10 +76,24 @@ class SummaryPlan:
     chunk_block: Tensor  # [n], block of the summary of each chunk candidate of the EvaPlan
     chunk_state: Tensor  # [n], its place in the block
     block_table: Tensor  # [R, M] int32
+    segment_blocks: Tensor  # [R * S, M] int32, the same for each segment of the EvaPlan
+
+
+def segments_of(max_query_len: int, window_size: int) -> int:
+    """S: windows that so many rows of a request can touch."""
+    return (max(max_query_len, 1) + window_size - 2) // window_size + 1
 
 
 def make_summary_plan(
-    query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, num_rows: int, *, chunk_size: int, block_size: int
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_rows: int,
+    max_query_len: int,
+    *,
+    window_size: int,
+    chunk_size: int,
+    block_size: int,
 ) -> SummaryPlan:
     """The plan of the same step for summaries, `block_size` tokens in a block; num_rows = T."""
     ends = seq_lens.long()
@@ -97,6 +107,7 @@ def make_summary_plan(
         chunk_block=torch.where(chunk >= 0, block, 0),
         chunk_state=place % states,
         block_table=block_table,
+        segment_blocks=block_table.repeat_interleave(segments_of(max_query_len, window_size), dim=0),
     )
 
 
@@ -121,7 +132,7 @@ def make_plan(
     of_chunk = (chunk * chunk_size).clamp(min=0)[:, None] + torch.arange(chunk_size, device=slots.device)
     chunk_block = block_table[request[:, None], of_chunk // block_size].long()
 
-    per_request = (max(max_query_len, 1) + window_size - 2) // window_size + 1  # windows that so many rows can touch
+    per_request = segments_of(max_query_len, window_size)
     window = (starts // window_size)[:, None] + torch.arange(per_request, device=slots.device)  # [R, S]
     low = torch.maximum(window * window_size, starts[:, None])
     high = torch.minimum((window + 1) * window_size, ends[:, None])
@@ -129,6 +140,9 @@ def make_plan(
     tokens = torch.where(high > low, high - window * window_size, 0)
     segment_start = torch.zeros(segment_rows.numel() + 1, dtype=torch.int32, device=slots.device)
     torch.cumsum(segment_rows, 0, dtype=torch.int32, out=segment_start[1:])
+    per_window = window_size // block_size
+    column = (window[..., None] * per_window + torch.arange(per_window, device=slots.device)).flatten(1)
+    window_blocks = block_table.gather(1, column.clamp(max=block_table.shape[1] - 1)).view(window.numel(), per_window)
     return EvaPlan(
         window_size=window_size,
         chunk_size=chunk_size,
@@ -141,6 +155,8 @@ def make_plan(
         segment_start=segment_start,
         segment_window=window.flatten(),
         segment_tokens=tokens.flatten().to(torch.int32),
+        segment_chunks=torch.where(tokens > 0, window * (window_size // chunk_size), 0).flatten().to(torch.int32),
+        window_blocks=window_blocks,
         segments_per_request=per_request,
         max_rows=min(max_query_len, window_size),
         max_seq_len=max_seq_len,

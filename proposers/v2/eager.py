@@ -1,0 +1,44 @@
+"""Modules of the target in passes that are not compiled: with kernels in the place of what inductor fuses.
+
+Where vLLM compiles a target, its CustomOps and IR operations (norms, activations, rotary positions) are their PyTorch
+definitions, for inductor to fuse. Our passes run copies of the same modules eagerly, where a definition is half a dozen
+launches and the kernel is one.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CompilationMode
+from vllm.config.kernel import IrOpPriorityConfig
+from vllm.model_executor.custom_op import CustomOp
+from vllm.platforms import current_platform
+
+
+def with_kernel(module: nn.Module) -> nn.Module | None:
+    """A copy of a CustomOp that runs the device's kernel, around the same tensors; None for any other module.
+
+    One that holds layers with weights is no single kernel: what is in it is looked at instead.
+    """
+    if not isinstance(module, CustomOp) or any(any(True for _ in child.parameters()) for child in module.children()):
+        return None
+    twin = copy.copy(module)
+    twin._enforce_enable = True
+    twin._forward_method = twin.dispatch_forward(compile_native=False)
+    return twin
+
+
+def eager_priorities(vllm_config: VllmConfig) -> IrOpPriorityConfig:
+    """The providers of IR operations outside of compiled code: the user's first, then what vLLM takes uncompiled."""
+    config, compilation = copy.copy(vllm_config), copy.copy(vllm_config.compilation_config)
+    # object.__setattr__: the configs validate assignments against each other, and these are nobody's options
+    object.__setattr__(compilation, "mode", CompilationMode.NONE)
+    object.__setattr__(config, "compilation_config", compilation)
+    uncompiled = asdict(current_platform.get_default_ir_op_priority(config))
+    for name, given in asdict(vllm_config.kernel_config.ir_op_priority).items():
+        named = [provider for provider in given if provider != "native"]
+        uncompiled[name] = list(dict.fromkeys([*named, *uncompiled[name]]))
+    return IrOpPriorityConfig(**uncompiled)

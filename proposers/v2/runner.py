@@ -1,0 +1,88 @@
+"""vLLM's Model Runner V2, with our speculators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.lora_utils import LoraState
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
+
+from vllm_mtpc.proposers.v2.seeded import draft_apart
+from vllm_mtpc.proposers.watch import watch_speculator
+
+
+def draft_layers(spec: Any) -> int:
+    """How many LoRA draft layers the head of a speculative config reads."""
+    return getattr(spec.head, "lora_layers", 0)
+
+
+def speculator_class(spec: Any) -> type:
+    """The speculator of one of our configs."""
+    if draft_layers(spec):
+        from vllm_mtpc.proposers.v2.layered import LayeredSpeculator
+
+        return LayeredSpeculator
+    if spec.method == "mtpc":
+        from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+        return MtpcSpeculator
+    if spec.draft_pass == "merged":
+        from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator
+
+        return MergedSpeculator
+    from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
+
+    return PtpSpeculator
+
+
+@contextmanager
+def our_speculator() -> Iterator[None]:
+    """While a runner is made: vLLM's factory knows a closed list of methods, and the runner has no other hook."""
+
+    def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return speculator_class(vllm_config.speculative_config)(vllm_config, device)
+
+    model_runner.init_speculator = init_speculator
+    try:
+        yield
+    finally:
+        model_runner.init_speculator = theirs
+
+
+class RowLoraState(LoraState):
+    """Says whose adapter each row with logits takes. vLLM 0.32 says it once per request; with drafts a request has
+    1 + K rows: a CPU raises, and a GPU would apply an adapter of lm_head to the wrong rows."""
+
+    rows: Any = None  # [R] rows with logits, of the step's requests
+
+    def make_lora_inputs(self, req_ids: list[str], idx_mapping: Any, num_scheduled_tokens: Any, *args: Any) -> Any:
+        adapters, *rest = super().make_lora_inputs(req_ids, idx_mapping, num_scheduled_tokens, *args)
+        if self.rows is not None:
+            adapters = tuple(self.lora_ids[idx_mapping].repeat(self.rows))
+        return (adapters, *rest)
+
+
+class HeadModelRunner(GPUModelRunner):
+    """What is added to the V2 runner of any device."""
+
+    def begin(self) -> None:
+        """Called once vLLM has made the runner, before it loads the target."""
+        if draft_layers(self.speculative_config):  # let the target hand out the states that draft layers read
+            self.use_aux_hidden_state_outputs = True
+        if self.lora_config and self.speculative_config.method == "mtpc":
+            self.lora_state = RowLoraState(self.max_num_reqs)
+        if self.speculator is not None:  # it is where the last pipeline stage is
+            draft_apart(self)
+            watch_speculator(self.speculator)
+
+    def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Also notes how many rows with logits each request of the step has."""
+        input_batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
+        if isinstance(self.lora_state, RowLoraState):
+            ends = input_batch.cu_num_logits_np
+            self.lora_state.rows = ends[1:] - ends[:-1]
+        return input_batch

@@ -1,0 +1,102 @@
+"""The draft in CUDA graphs, with a stand-in for CUDA: which there are, and what rows behind the last request do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import forks
+from tests.e2e.models import make_target
+from tests.proposers.speculators import Recorder, Setting, drafted, speculator
+from tests.proposers.test_bad_input import write_head
+
+SCHEDULE = [(1, 3, 4), (4, 5, 2), (6, 6, 1), (7, 8, 0)]
+SIZES = (1, 2, 4, 8)
+# vLLM's sizes that hold a batch of SCHEDULE, the largest first: 8 pads batches of 5 (two drafts) and 6 (one)
+KEYS = [(8, 2), (8, 1), (4, 4), (4, 2), (2, 4), (1, 4)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graphs")
+    target = make_target(folder / "target", vocab_size=32, seed=0).config.to_dict()
+    torch.manual_seed(1)
+    write_head(folder / "head", target)
+    return folder
+
+
+def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
+    """In a fork: keys by mode; then drafts of every batch size with graphs and without."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    recorder, said = Recorder(), {"keys": {}, "needs": {}, "drafts": [], "replayed": [], "untouched": []}
+    with recorder.in_place(), speculator(setting) as made:
+        eager = {
+            (num_reqs, drafts): drafted(made, num_reqs, drafts)
+            for num_reqs in range(1, 9)
+            for drafts in {made.drafts_by_batch[num_reqs], 4} - {0}
+        }
+        for mode in modes:
+            recorder.captured.clear()
+            made.init_cudagraph_manager(CUDAGraphMode[mode])
+            said["needs"][mode] = made.graphs.needs_capture()
+            made.idx_mapping.fill_(0)
+            made.draft_logits.fill_(7)
+            made.capture()
+            said["keys"][mode] = [(desc.num_reqs, desc.num_speculative_tokens) for desc in recorder.captured]
+            said["untouched"].append(bool((made.draft_logits == 7).all()))
+        for (num_reqs, drafts), wanted in eager.items():
+            # what an earlier batch left in rows behind this one
+            made.hidden_states.fill_(torch.nan)
+            made.first_tokens.fill_(31)
+            made.noise_pos.fill_(2**40)
+            made.draft_logits.fill_(7)
+            wanted[2][: 8 - num_reqs] = 7
+            wanted[2][:, drafts:] = 7
+            recorder.replayed.clear()
+            got = drafted(made, num_reqs, drafts)
+            said["drafts"].append(((num_reqs, drafts), got, wanted))
+            sizes = [(desc.num_reqs, desc.num_speculative_tokens) for desc in recorder.replayed]
+            said["replayed"] += [((num_reqs, drafts), size) for size in sizes]
+        names = [name for name, value in vars(made).items() if type(value).__mro__[1].__name__ == "CudaGraphManager"]
+        said["dropped by profiling"] = names
+    return said
+
+
+@pytest.fixture(scope="module")
+def said(place: Path) -> dict[str, Any]:
+    modes = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+    return forks.call(
+        "v2", "tests.proposers.test_graphs:captured", Setting(place, 8, SCHEDULE, graph_sizes=SIZES), modes
+    )
+
+
+def test_graphs_are_made_for_scheduled_batches_alone(said: dict[str, Any]) -> None:
+    for mode in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
+        assert said["keys"][mode] == KEYS and said["needs"][mode], mode
+    for mode in ("NONE", "PIECEWISE"):
+        assert said["keys"][mode] == [] and not said["needs"][mode], mode
+    assert said["dropped by profiling"] == ["graphs"]
+
+
+def test_capturing_writes_no_conditionals(said: dict[str, Any]) -> None:
+    assert all(said["untouched"])
+
+
+def test_a_replayed_draft_is_the_uncaptured_one(said: dict[str, Any]) -> None:
+    """Token for token; the conditionals of every slot, those of no request included: there poison stays."""
+    for case, (tokens, *numbers), (same_tokens, *same_numbers) in said["drafts"]:
+        assert torch.equal(tokens, same_tokens), case
+        for ours, theirs in zip(numbers, same_numbers, strict=True):
+            # a product with more rows may add float32 numbers in another order
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0, msg=lambda text, case=case: f"{case}: {text}")
+
+
+def test_the_smallest_graph_that_holds_a_batch_is_replayed(said: dict[str, Any]) -> None:
+    batches = {1: (1, 4), 2: (2, 4), 3: (4, 4), 4: (4, 2), 5: (8, 2), 6: (8, 1)}
+    expected = {(num_reqs, drafts): (size, drafts) for num_reqs, (size, drafts) in batches.items()}
+    expected |= {(4, 4): (4, 4)}  # of a seed: more drafts than its batch is scheduled; other sizes have no such graph
+    assert dict(said["replayed"]) == expected and len(said["replayed"]) == len(expected)

@@ -1,0 +1,165 @@
+"""What a head takes of a device's memory while it is served, in bytes, known before anything is loaded.
+
+The head, the kernels' buffers and a draft's products are made on torch's "meta" device, where tensors have a shape and
+no contents, and what lives at once is counted: no size is written down a second time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.linear import LinearHead
+from vllm_mtpc.heads.shard import Shard, pays
+from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.filter import MAX_COMPONENTS
+
+if TYPE_CHECKING:
+    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.heads.base import Head
+
+# Logits of a draft that exist at once, and the float32 ones of x_1; larger batches are drafted in several goes. At
+# V=128,256 and r=8 in bfloat16 each batch of the default schedule on a GPU is one go: 256 positions, 2,048 rows of the
+# lm_head, many times what keeps a GPU busy with one product.
+LOGITS_BYTES = 1 << 30
+
+
+class DraftMemory(NamedTuple):
+    """Bytes on one rank."""
+
+    weights: int  # the head's parameters and buffers
+    buffers: int  # made at start: conditionals of the last drafts, what kernels hand on, a row per request
+    activation: int  # at once during the largest draft, beside both
+
+
+def by_batch(ranges: Sequence[tuple[int, int, int]] | None, max_num_seqs: int, num_drafts: int) -> list[int]:
+    """Drafts of each batch size up to max_num_seqs, as vLLM's scheduler looks them up; [0] means nothing.
+
+    ranges: (smallest batch, largest batch, drafts), from batch 1 on; what is between two is the former's. None:
+    num_drafts in all.
+    """
+    ranges = ranges or [(1, max_num_seqs, num_drafts)]
+    table = [0]
+    for end, (_, _, drafts) in zip([low for low, _, _ in ranges[1:]] + [max_num_seqs + 1], ranges, strict=True):
+        table += [drafts] * (end - len(table))
+    return table[: max_num_seqs + 1]
+
+
+def rows_at_once(
+    head: Head,
+    drafts_by_batch: Sequence[int],
+    num_drafts: int,
+    logits_dtype: torch.dtype,
+    graph_sizes: Sequence[int] = (),
+) -> dict[int, int]:
+    """Requests that are drafted for at once, by their number of drafts, the largest draft first.
+
+    As many as drafts_by_batch[n] (drafts of a batch of n; [0] means nothing) gives so many, and LOGITS_BYTES hold; one
+    at least; CUDA graphs pad batches to graph_sizes. Requests with a seed get num_drafts in any batch, a few of them
+    at a time (`proposers/v2/seeded.py`).
+    """
+    largest = {num_drafts: 1} | {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts}
+    largest = {
+        drafts: min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)
+        for drafts, batch in largest.items()
+    }
+
+    def size(drafts: int) -> int:
+        """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 beside them."""
+        position = head.circuit.num_components * head.vocab_size
+        return position * ((1 + drafts) * logits_dtype.itemsize + torch.float32.itemsize)
+
+    rows = {drafts: min(batch, max(1, LOGITS_BYTES // size(drafts))) for drafts, batch in largest.items()}
+    return dict(sorted(rows.items(), key=lambda item: item[1] * size(item[0]), reverse=True))
+
+
+def draft_memory(
+    config: HeadConfig,
+    drafts_by_batch: Sequence[int],
+    num_drafts: int,
+    dtype: torch.dtype,
+    num_ranks: int = 1,
+    device_type: str = "cuda",
+    cache_dtype: torch.dtype | None = torch.float32,
+) -> DraftMemory:
+    """Memory on one rank of Model Runner V2, for a target in `dtype` and head_dtype auto.
+
+    drafts_by_batch as in `rows_at_once`, one entry for each batch size up to max_num_seqs. cache_dtype: of the
+    conditionals that drafts are verified with; None: there are none (draft_sample_method greedy).
+    """
+    with torch.device("meta"), torch.inference_mode():
+        head = build_head(config).to(dtype)
+        if isinstance(head, LinearHead) and pays(head.leaf_weight.numel() * dtype.itemsize, num_ranks, device_type):
+            head.shard_leaves(Shard(0, num_ranks, config.vocab_size, lambda own: torch.cat([own] * num_ranks)))
+        if head.needs_lm_head:
+            head.bind_lm_head(lambda states: _gathered_logits(states, config.vocab_size, num_ranks))
+        found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
+        drafts, rows = next(iter(found.items()))
+        hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
+        with LiveBytes() as live:
+            params = head.draft_params(hidden, first, drafts)
+            if head.circuit.num_components > MAX_COMPONENTS:
+                naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))
+        weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
+        buffers = _kernel_buffers(head, max(found.values()), num_drafts)
+    requests = len(drafts_by_batch) - 1
+    cached = 0 if cache_dtype is None else config.vocab_size * cache_dtype.itemsize
+    # per draft: token, confidence, conditional; per request: slot, temperature, seed, row, first token, position, state
+    row = num_drafts * (8 + 4 + cached) + 8 + 4 + 4 * 8 + config.hidden_size * dtype.itemsize
+    return DraftMemory(weights, buffers + requests * row + 4 * num_drafts, live.peak)
+
+
+def _gathered_logits(states: Tensor, vocab_size: int, num_ranks: int) -> Tensor:
+    """vLLM's `compute_logits` by what it allocates: a rank's columns, those of all ranks, and these side by side."""
+    flat = states.reshape(-1, states.shape[-1])  # a copy where the head's product left them in another order
+    logits = flat.new_empty(len(flat), -(-vocab_size // num_ranks))
+    if num_ranks > 1:
+        logits = logits.new_empty(num_ranks, *logits.shape).movedim(0, 1).reshape(len(flat), -1)
+    return logits[:, :vocab_size].view(*states.shape[:-1], vocab_size)
+
+
+def _kernel_buffers(head: Head, rows: int, num_drafts: int) -> int:
+    if head.circuit.num_components > MAX_COMPONENTS:
+        return 0
+    from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
+
+    sizes = (head.circuit.num_components, head.vocab_size, rows, num_drafts)
+    drafter = Drafter(head.circuit.program, *sizes, torch.device("meta"), None)
+    return sum(part.nbytes for part in tree_leaves(vars(drafter)) if isinstance(part, Tensor))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made while it is entered and still alive; `peak`: the most at once."""
+
+    now = peak = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(part.untyped_storage()) for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for part in tree_leaves(out):
+            if isinstance(part, Tensor) and id(storage := part.untyped_storage()) not in given:
+                self._add(storage)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage in self.storages:
+            return
+        self.storages.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, size)
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
