@@ -127,7 +127,7 @@ ROOMS = {
     **dict.fromkeys(("benchmarks", "scripts", "tests"), ("cpu", "train", "ray", "s3", "test")),
 }
 OPTIONAL = {"triton", "arctic_inference", "speculators"}  # looked for before they are imported
-SCRIPTS = {"benchmarks", "check_vllm", "numpy_interpreter", "sitecustomize"}  # of this checkout, beside those that import them
+SCRIPTS = {"benchmarks", "check_vllm", "numpy_interpreter", "sitecustomize"}  # of this checkout
 
 
 @cache
