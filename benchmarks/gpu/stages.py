@@ -266,7 +266,7 @@ SYNTHETIC = [  # shape, circuit, n, r, chance of each further draft
 
 
 def shapes(programme: Programme) -> list[Part]:
-    """SYNTHETIC: random weights of real sizes. Their laws are nearly flat: all drafts are accepted, or as prescribed."""
+    """SYNTHETIC: random weights of real sizes. Laws are nearly flat: all drafts are accepted, or as prescribed."""
     from vllm_mtpc.bench.decodings import INTERPRETED
     from vllm_mtpc.bench.synthetic import parse_rates
 
