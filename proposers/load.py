@@ -38,7 +38,7 @@ def load_served_head(
     (None: all of the window) at most are its drafts.
     """
     is_fp8, num_ranks = head_dtype == "fp8", _num_ranks()
-    dtype = _weights_dtype(head_dtype, dtype, device)
+    dtype = weights_dtype(head_dtype, dtype, device)
     is_remade = is_fp8 or num_ranks > 1  # before it is moved: the device needs no room for what is not kept
     config, head = load_head(folder, torch.float32 if is_fp8 else dtype, "cpu" if is_remade else device)
     if isinstance(head, LinearHead):
@@ -73,7 +73,7 @@ def kept(tensors: Iterable[Tensor]) -> nn.Module:
     return module
 
 
-def _weights_dtype(head_dtype: str, default: torch.dtype, device: torch.device) -> torch.dtype:
+def weights_dtype(head_dtype: str, default: torch.dtype, device: torch.device) -> torch.dtype:
     if head_dtype == "fp8":
         return default if default.itemsize == 2 or device.type == "cpu" else torch.bfloat16
     return default if head_dtype == "auto" else getattr(torch, head_dtype)

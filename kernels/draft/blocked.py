@@ -12,7 +12,7 @@ from vllm_mtpc.kernels.draft import parts
 from vllm_mtpc.kernels.filter import machine
 
 
-@triton.jit(do_not_specialize=["num_drafts"])
+@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts"])
 def leaf_blocks(
     leaf_ptr,
     leaf_stride,
@@ -25,19 +25,20 @@ def leaf_blocks(
     vocab_size,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Maximum and sum of every component in one block of one leaf."""
     block, k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    tile = parts.tile(
-        leaf_ptr + row * leaf_stride + k * k_stride, z_stride, block * BLOCK + tl.arange(0, BLOCK), vocab_size, r, R
-    )
+    leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    tile = parts.tile(leaf, z_stride.to(tl.int64) * UNIT, token, vocab_size, r, R)
     top, total = parts.add_block(tile, tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32))
     at = ((row * num_drafts + k) * tl.num_programs(0) + block) * R + tl.arange(0, R)
     tl.store(top_ptr + at, top)
     tl.store(total_ptr + at, total)
 
 
-@triton.jit(do_not_specialize=["num_drafts"])
+@triton.jit(do_not_specialize=["num_drafts", "num_inner"])
 def start_rows(
     evidence_ptr,
     root_ptr,
@@ -82,7 +83,7 @@ def start_rows(
         tl.store(depth_ptr + row, depth)
 
 
-@triton.jit(do_not_specialize=["k", "num_drafts"])
+@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "k", "num_drafts"])
 def draft_blocks(
     leaf_ptr,
     leaf_stride,
@@ -109,6 +110,7 @@ def draft_blocks(
     USE_FP64: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """One block of the conditional of draft k: into the cache, its noised argmax, its moments."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -118,9 +120,10 @@ def draft_blocks(
     norm = tl.load(norm_ptr + (row * num_drafts + k) * R + z)
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab_size
-    leaf = leaf_ptr + row * leaf_stride + k.to(tl.int64) * k_stride
-    log_q = parts.mixture(parts.tile(leaf, z_stride, token, vocab_size, r, R), weights, norm)
+    leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
+    log_q = parts.mixture(parts.tile(leaf, z_stride.to(tl.int64) * UNIT, token, vocab_size, r, R), weights, norm)
     if cache_ptr is not None:
+        log_q = parts.rounded(log_q, cache_ptr)
         cached = cache_ptr + slot * cache_stride + k.to(tl.int64) * cache_k_stride
         tl.store(cached + token, log_q, mask=mask & (slot >= 0))
     q_top, first, second = parts.add_moments(
@@ -135,7 +138,7 @@ def draft_blocks(
     tl.store(moments_ptr + 3 * at + 2, second)
 
 
-@triton.jit(do_not_specialize=["k", "num_drafts"])
+@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "k", "num_drafts", "num_inner"])
 def choose(
     leaf_ptr,
     leaf_stride,
@@ -166,9 +169,11 @@ def choose(
     R: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Draft k and its confidence from its blocks; then the weights of draft k + 1."""
     row = tl.program_id(0).to(tl.int64)
+    leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
     blocks = tl.arange(0, BLOCKS)
     mask = blocks < num_blocks
     at = row * num_blocks + blocks
@@ -185,7 +190,6 @@ def choose(
     if k + 1 < num_drafts:
         z = tl.arange(0, R)
         at_stack = (row * DEPTH + tl.arange(0, DEPTH)[:, None]) * R + z[None, :]
-        leaf = leaf_ptr + row * leaf_stride + k.to(tl.int64) * k_stride
         norm = tl.load(norm_ptr + (row * num_drafts + k) * R + z)
         weights, stack, depth = machine.advance(
             code_ptr,
@@ -194,7 +198,7 @@ def choose(
             tl.load(weights_ptr + row * R + z),
             tl.load(stack_ptr + at_stack),
             tl.load(depth_ptr + row),
-            parts.evidence(leaf, z_stride, token, norm, r, R),
+            parts.evidence(leaf, z_stride.to(tl.int64) * UNIT, token, norm, r, R),
             inner_ptr + row * num_inner * r * r,
             r,
             R,

@@ -17,14 +17,16 @@ from vllm_mtpc.kernels.filter import MAX_COMPONENTS, machine
 from vllm_mtpc.kernels.filter.program import Program
 
 # Sizes are reasoned, not measured: README.md says what they rest on.
-TILE = 16384  # elements of a leaf that one program instance has in registers: 64 per thread of 8 warps
-SMALL_LEAF, SMALL_VOCAB = 2 * TILE, TILE // 2  # up to these one instance drafts for a request
+TILE = 8192  # elements of a leaf that one program instance has in registers: 32 per thread of 8 warps; 64 spill
+SMALL_LEAF, SMALL_VOCAB = 4 * TILE, TILE  # up to these one instance drafts for a request
+# One instance drafts for a request, so registers are there; ptxas would spill 16 bytes to have more instances at once.
+REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 BLOCKED_TILE = 4096  # beyond: many instances share a leaf
 MIN_BLOCK = 64
 
 
 class Drafter:
-    """Drafts of batches of up to `max_batch` circuits of one program; everything it needs is allocated once.
+    """Drafts of batches of circuits of one program.
 
     noised_argmax is a jit function of one vector, (logits, keys, mask, seed, pos, temp, IS_DRAFTING, USE_FP64) ->
     (value, index): vLLM's `gumbel_noised_argmax`, from which alone a served draft has its noise. use_fp64: what it
@@ -36,8 +38,6 @@ class Drafter:
         program: Program,
         num_components: int,
         vocab_size: int,
-        max_batch: int,
-        max_drafts: int,
         device: torch.device,
         noised_argmax: Any,
         use_fp64: bool = False,
@@ -57,21 +57,6 @@ class Drafter:
         self.block, self.num_blocks = block, triton.cdiv(vocab_size, block)
         self.num_warps = 8 if size * block > BLOCKED_TILE else 4
         self.noise = {"NOISED_ARGMAX": noised_argmax, "USE_FP64": use_fp64}
-        if not self.one_launch:
-            self._allocate(max_batch, max_drafts, device, torch.float64 if use_fp64 else torch.float32)
-
-    def _allocate(self, batch: int, drafts: int, device: torch.device, value_dtype: torch.dtype) -> None:
-        """State of the circuits and what blocks hand on, between launches."""
-        size, depth, blocks = self.sizes["R"], self.sizes["DEPTH"], self.num_blocks
-
-        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.tops, self.totals = buffer(batch, drafts, blocks, size), buffer(batch, drafts, blocks, size)
-        self.norms = buffer(batch, drafts, size)
-        self.state = (buffer(batch, size), buffer(batch, depth, size), buffer(batch, dtype=torch.int32))
-        self.values = buffer(batch, blocks, dtype=value_dtype)
-        self.indices, self.moments = buffer(batch, blocks, dtype=torch.int32), buffer(batch, blocks, 3)
 
     def __call__(
         self,
@@ -89,12 +74,13 @@ class Drafter:
         cache: Tensor | None = None,
         draw: bool = True,
     ) -> None:
-        """Fills tokens and confidences [B, K] and, where not None, cache [slots, K or more, V] float32.
+        """Fills tokens and confidences [B, K] and, where not None, cache [slots, K or more, V] of any float dtype.
 
         evidence [B, r], leaf [B, K, r, V], root [B, r], inner [B, F, r, r] as in `naive.draft`; any float dtype.
         slots [B] int: where a request's temperature, seed and part of the cache are; -1: a padded row, drafted by
         argmax and not cached. pos [B]: keys the noise of the first draft, pos + k that of draft k. draw False: every
-        draft is the argmax. cache[slot, k] is log q_k before temperature, the very numbers the noise was added to.
+        draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the dtype of the cache: the very
+        numbers the noise was added to.
         """
         if not tokens.numel():
             return
@@ -109,10 +95,10 @@ class Drafter:
     def _rows(self, params: tuple, requests: tuple, cached: tuple, out: tuple, draw: bool) -> None:
         evidence, leaf, root, inner = params
         batch, num_drafts, r, vocab_size = leaf.shape
+        from_leaf, unit = _strided(leaf)
         rows.draft_rows[(batch,)](
             evidence,
-            leaf,
-            *leaf.stride()[:3],
+            *from_leaf,
             root,
             inner,
             self.code,
@@ -129,40 +115,53 @@ class Drafter:
             DRAW=draw,
             BLOCK=self.block,
             BLOCKS=self.num_blocks,
+            UNIT=unit,
             num_warps=self.num_warps,
+            **REGISTERS,
         )
+
+    def buffers(self, batch: int, drafts: int, device: torch.device) -> tuple[Any, ...]:
+        """State of the circuits and what blocks hand on, between launches: as large as this batch needs."""
+        size, depth, blocks = self.sizes["R"], self.sizes["DEPTH"], self.num_blocks
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        of_leaves = (buffer(batch, drafts, blocks, size), buffer(batch, drafts, blocks, size))
+        state = (buffer(batch, size), buffer(batch, depth, size), buffer(batch, dtype=torch.int32))
+        values = buffer(batch, blocks, dtype=torch.float64 if self.noise["USE_FP64"] else torch.float32)
+        per_block = (values, buffer(batch, blocks, dtype=torch.int32), buffer(batch, blocks, 3))
+        return of_leaves, buffer(batch, drafts, size), state, per_block
 
     def _blocks(self, params: tuple, requests: tuple, cached: tuple, out: tuple, draw: bool) -> None:
         evidence, leaf, root, inner = params
         batch, num_drafts, r, vocab_size = leaf.shape
-        from_leaf = (leaf, *leaf.stride()[:3])
+        from_leaf, unit = _strided(leaf)
         code = (inner, self.code, self.begins)
         of_blocks = {"BLOCKS": triton.next_power_of_2(self.num_blocks)}
-        tile = {"R": self.sizes["R"], "BLOCK": self.block, "num_warps": self.num_warps}
-        blocked.leaf_blocks[(self.num_blocks, num_drafts, batch)](
-            *from_leaf, self.tops, self.totals, num_drafts, r, vocab_size, **tile
-        )
+        tile = {"R": self.sizes["R"], "BLOCK": self.block, "UNIT": unit, "num_warps": self.num_warps}
+        blocks = self.num_blocks
+        of_leaves, norms, state, per_block = self.buffers(batch, num_drafts, leaf.device)
+        blocked.leaf_blocks[(blocks, num_drafts, batch)](*from_leaf, *of_leaves, num_drafts, r, vocab_size, **tile)
         blocked.start_rows[(num_drafts, batch)](
             evidence,
             root,
             *code,
-            self.tops,
-            self.totals,
-            self.norms,
-            *self.state,
+            *of_leaves,
+            norms,
+            *state,
             num_drafts,
             inner.shape[1],
             r,
-            self.num_blocks,
+            blocks,
             **self.sizes,
             CHUNK=max(1, BLOCKED_TILE // self.sizes["R"]),
         )
-        per_block = (self.values, self.indices, self.moments)
         for k in range(num_drafts):
-            blocked.draft_blocks[(self.num_blocks, batch)](
+            blocked.draft_blocks[(blocks, batch)](
                 *from_leaf,
-                self.norms,
-                self.state[0],
+                norms,
+                state[0],
                 *requests,
                 *cached,
                 *per_block,
@@ -177,8 +176,8 @@ class Drafter:
             blocked.choose[(batch,)](
                 *from_leaf,
                 *code,
-                self.norms,
-                *self.state,
+                norms,
+                *state,
                 *requests[:2],
                 *per_block,
                 *out,
@@ -186,8 +185,20 @@ class Drafter:
                 num_drafts,
                 inner.shape[1],
                 r,
-                self.num_blocks,
+                blocks,
                 DRAW=draw,
+                UNIT=unit,
                 **self.sizes,
                 **of_blocks,
             )
+
+
+def _strided(leaf: Tensor) -> tuple[tuple[Any, ...], int]:
+    """The leaf, its strides in multiples of a unit, and the unit: 16 where rows are aligned, so that loads are wide.
+
+    Strides may depend on the batch and on K; whether all of them are multiples of 16 depends on the vocabulary alone.
+    What is compiled therefore does not change while serving.
+    """
+    strides = leaf.stride()[:3]
+    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    return (leaf, *(stride // unit for stride in strides)), unit

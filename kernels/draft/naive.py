@@ -14,12 +14,19 @@ Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, which draft) ->
 
 
 def draft(
-    program: Program, evidence: Tensor, leaf_logits: Tensor, root_logits: Tensor, inner_logits: Tensor, pick: Pick
+    program: Program,
+    evidence: Tensor,
+    leaf_logits: Tensor,
+    root_logits: Tensor,
+    inner_logits: Tensor,
+    pick: Pick,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Tokens [B, K] int64 of positions 1 .. K of the window, one after the other, each picked from log q(. | before).
 
     evidence [B, r]: log p(x_0 | z) of the verifier's token, normalised; leaf_logits [B, K, r, V], root_logits [B, r]
-    and inner_logits [B, F, r, r] are not normalised. All arithmetic is float32.
+    and inner_logits [B, F, r, r] are not normalised. All arithmetic is float32; log q is rounded to `dtype`, in which
+    it is kept for whoever scores the tokens, before one is picked from it.
     """
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
@@ -27,7 +34,7 @@ def draft(
     columns = []
     for k in range(leaf_logits.shape[1]):
         leaf = leaf_logits[:, k].float().log_softmax(dim=-1)  # [B, r, V]
-        columns.append(pick(torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1), k))
+        columns.append(pick(torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype).float(), k))
         if k + 1 < leaf_logits.shape[1]:
             index = columns[-1].view(-1, 1, 1).expand(-1, leaf.shape[1], 1)
             weights, stack = advance(program[k + 2], weights, stack, leaf.gather(2, index)[..., 0], inner)

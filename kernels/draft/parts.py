@@ -1,6 +1,7 @@
 """What both paths of the draft kernel are made of: a leaf's tiles, mixtures, moments; the start of a circuit.
 
-Vectors [R] and the stack are those of `kernels.filter.machine`; a tile is [R, BLOCK], components by tokens.
+Vectors [R] and the stack are those of `kernels.filter.machine`; a tile is [R, BLOCK], components by tokens. Strides of
+a leaf are given to the kernels in multiples of UNIT (`kernel._strided`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ def mixture(tile, weights, norm):
     x = tl.where(tile > float("-inf"), tile - norm[:, None], float("-inf")) + weights[:, None]
     log_q = machine.log_sum_exp(x, 0)
     return tl.where(log_q > float("-inf"), log_q, float("-inf"))
+
+
+@triton.jit
+def rounded(log_q, cache_ptr):
+    """log q as the cache holds it, float32: with what is stored the draft is scored, so from that it is drawn."""
+    return log_q.to(cache_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from vllm_mtpc.kernels.draft import parts
 from vllm_mtpc.kernels.filter import machine
 
 
-@triton.jit(do_not_specialize=["num_drafts"])
+@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "num_inner"])
 def draft_rows(
     evidence_ptr,
     leaf_ptr,
@@ -42,6 +42,7 @@ def draft_rows(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """All drafts of one request; a leaf of one block is read once and stays in registers."""
     row = tl.program_id(0).to(tl.int64)
@@ -49,9 +50,11 @@ def draft_rows(
     weights, stack, depth = parts.start(
         evidence_ptr, root_ptr, inner_ptr, code_ptr, begins_ptr, row, num_inner, r, R, DEPTH
     )
+    leaf_ptr += row * leaf_stride * UNIT
+    z_stride *= UNIT
     in_block = tl.arange(0, BLOCK)
     for k in range(num_drafts):
-        leaf = leaf_ptr + row * leaf_stride + k * k_stride
+        leaf = leaf_ptr + k * k_stride * UNIT
         top = tl.full([R], float("-inf"), tl.float32)
         total = tl.full([R], 0.0, tl.float32)
         if BLOCKS == 1:
@@ -76,6 +79,7 @@ def draft_rows(
                 log_q = parts.mixture(parts.tile(leaf, z_stride, token, vocab_size, r, R), weights, norm)
             mask = token < vocab_size
             if cache_ptr is not None:
+                log_q = parts.rounded(log_q, cache_ptr)
                 cached = cache_ptr + slot * cache_stride + k * cache_k_stride
                 tl.store(cached + token, log_q, mask=mask & (slot >= 0))
             q_top, first, second = parts.add_moments(log_q, scale, q_top, first, second)

@@ -31,7 +31,7 @@ from vllm_mtpc.kernels.filter.machine import (
 from vllm_mtpc.kernels.filter.program import CHANGE, Program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "num_inner", "num_kept"])
 def _filter(
     code_ptr,
     begins_ptr,
@@ -156,7 +156,7 @@ def _retreat(
     return weights, stack, depth, message
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "num_inner", "num_kept", "depth"])
 def _filter_backward(
     code_ptr,
     begins_ptr,

@@ -39,7 +39,7 @@ def uniform_kernel(seed, pos):
     return (h >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _uniform_rows(seed_ptr, pos_ptr, u_ptr, num_rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows

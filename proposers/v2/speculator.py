@@ -11,7 +11,7 @@ conditionals alone and never from the drawn tokens, so lengths chosen by it keep
 Differences from DraftModelSpeculator:
   * No model pass, no attention, no KV cache: the head reads the target's own hidden state.
   * The window's first token is given, so K <= n - 1 and a step yields at most n tokens.
-  * `draft_logits` are float32: drawn from and scored with the same numbers.
+  * `draft_logits` have the head's dtype, and drafts are drawn from them as rounded: what is scored is drawn from.
   * Confidences are the circuit's own; vLLM's acceptance estimator is not used.
 
 Shapes depend on the number of requests and of drafts only, and there is no host synchronisation. `_draft` is
@@ -37,7 +37,8 @@ from vllm_mtpc.heads.memory import by_batch, rows_at_once
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
-from vllm_mtpc.proposers.load import kept, load_served_head
+from vllm_mtpc.kernels.leaf.kernel import batches
+from vllm_mtpc.proposers.load import kept, load_served_head, weights_dtype
 from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.v2.gather import last_rows
 from vllm_mtpc.proposers.v2.grammar import with_residual
@@ -60,7 +61,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         self.graphs: DraftGraphs | None = None
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
-        return torch.float32, 0.0
+        return weights_dtype(self.speculative_config.head_dtype, self.dtype, self.device), 0.0
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         spec = self.speculative_config
@@ -87,8 +88,6 @@ class MtpcSpeculator(DraftModelSpeculator):
             head.circuit.program,
             head.circuit.num_components,
             head.vocab_size,
-            max(self.rows_at_once.values()),
-            self.num_speculative_steps,
             self.device,
             gumbel_noised_argmax,
             self.use_fp64_gumbel,
@@ -126,9 +125,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         scheduled = self.drafts_by_batch[num_reqs]
         num_drafts = scheduled if num_speculative_tokens is None else num_speculative_tokens
         if is_profile:  # vLLM measures how much is left for the KV cache
-            self.idx_mapping.fill_(-1)
-            num_drafts, rows = next(iter(self.rows_at_once.items()))
-            self._draft(rows, num_drafts)
+            self._warm_up()
             return self.draft_tokens[:num_reqs]
         if num_drafts > 0:
             self._copy_request_inputs(num_reqs, input_batch.idx_mapping[:num_reqs], temperature, seeds, dummy_run)
@@ -145,6 +142,18 @@ class MtpcSpeculator(DraftModelSpeculator):
             else:
                 self.graphs.run_fullgraph(graph)
         return self.draft_tokens[:num_reqs]
+
+    def _warm_up(self) -> None:
+        """The largest draft, and on a GPU one of every shape that Triton compiles for, for nobody.
+
+        While vLLM measures memory: there is room then, and what the compiler takes is not taken for a graph's.
+        """
+        self.idx_mapping.fill_(-1)
+        for num_drafts, most in self.rows_at_once.items():
+            for num_reqs in batches(most) if self.device.type == "cuda" else ():
+                self._draft(num_reqs, num_drafts)
+        num_drafts, rows = next(iter(self.rows_at_once.items()))
+        self._draft(rows, num_drafts)
 
     def _draft(self, num_reqs: int, num_drafts: int) -> None:
         """Drafts [R, K], their conditionals and confidences, from hidden_states, first_tokens and noise_pos."""
@@ -182,7 +191,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             # a draft's number that vLLM mixes in is taken out again: the kernel has none, and it would undo a step's
             seeds = self.seeds ^ (k << 32) if keys_noise_by_draft() else self.seeds
             return gumbel_sample(
-                log_q,
+                log_q.to(self.draft_logits.dtype),  # exact: it is rounded already; vLLM reads it as float32
                 slots,
                 self.temperature,
                 seeds,
@@ -195,4 +204,5 @@ class MtpcSpeculator(DraftModelSpeculator):
             )
 
         program = self.model.circuit.program
-        self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick)
+        dtype = self.draft_logits.dtype if is_drawn else torch.float32
+        self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick, dtype)

@@ -33,6 +33,7 @@ class Case:
     one_launch: bool | None = None
     draw: bool = True
     with_cache: bool = True
+    cache_dtype: torch.dtype = torch.float32
     use_fp64: bool = False
 
 
@@ -74,8 +75,6 @@ def _draft(case: Case, device: str) -> Drafts:
         case.program,
         r,
         vocab_size,
-        batch + 1,  # more than there are, as in serving
-        num_drafts + 1,
         torch.device(device),
         noised_argmax,
         case.use_fp64,
@@ -84,7 +83,7 @@ def _draft(case: Case, device: str) -> Drafts:
     tokens = torch.full((batch, num_drafts + 2), POISON, device=device)[:, :num_drafts]
     confidences = torch.full((batch, num_drafts + 1), float("nan"), device=device)[:, :num_drafts]
     shape = (len(case.temperature), num_drafts + 1, vocab_size)
-    cache = torch.full(shape, float("nan"), device=device) if case.with_cache else None
+    cache = torch.full(shape, float("nan"), dtype=case.cache_dtype, device=device) if case.with_cache else None
     drafter(
         *(_moved(part, device) for part in case.params),
         slots=case.slots.to(device),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -54,23 +52,3 @@ def test_what_is_tested_varies() -> None:
     counts = naive.accept(*CASES["8"][1])[1]
     assert set(range(5)) <= set(counts.tolist())
     assert naive.accept(*CASES["all right"][1])[1].tolist() == [4, 4]
-
-
-COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from vllm_mtpc.kernels.couple.kernel import _accept_rows as kernel
-kinds = dict(token_ptr="*i64", draft_ptr="*i64", begins_ptr="*i32", kept_ptr="*i64", count_ptr="*i32", width="i32")
-source = ASTSource(kernel, kinds | {"WIDTH": "constexpr"}, constexprs={"WIDTH": 16})
-assert len(compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]) > 0
-"""
-
-
-@pytest.mark.skipif(interpreted.ON_GPU, reason="there is a GPU: the kernel has run on it")
-def test_it_compiles_for_a_gpu(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    child = subprocess.run(
-        [sys.executable, "-c", COMPILE], cwd=interpreted.ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert child.returncode == 0, child.stderr[-4000:]

@@ -7,11 +7,7 @@ position does not hide what follows.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,13 +93,19 @@ def padded() -> Case:
     return replace(base, slots=torch.tensor([-1, 4, -1]))
 
 
+def rounded(dtype: torch.dtype) -> Case:
+    """Laws that are kept in a half precision, at temperatures that make much of what was rounded off."""
+    base = case("hmm", 5, 7, 63, 100, 4, scale=0.3)
+    return replace(base, cache_dtype=dtype, temperature=base.temperature * 0.05)
+
+
 def of_recipe() -> Case:
     """The circuit of CONTRIBUTING.md."""
     with recipe.registered():
         return case(recipe.NAME, 8, 7, 63, 2, 5)
 
 
-BLOCKS = case("btree", 8, 32, 700, 2, 3)  # two blocks of 512 tokens, or six of 128
+BLOCKS = case("btree", 8, 32, 700, 2, 3)  # three blocks of 256 tokens, or six of 128
 CASES: dict[str, Case] = {
     "btree 16": case("btree", 16, 8, 63, 1, 15),
     "hmm 15": case("hmm", 15, 7, 320, 3, 4),
@@ -128,9 +130,15 @@ CASES: dict[str, Case] = {
     "strided": strided(),
     "strided, blocks": replace(strided(), one_launch=False),
     "recipe": of_recipe(),
+    "bfloat16 cache": rounded(torch.bfloat16),
+    "float16 cache": rounded(torch.float16),
+    "bfloat16 cache, blocks": replace(rounded(torch.bfloat16), one_launch=False),
     "padded": padded(),
     "padded, blocks": replace(padded(), one_launch=False),
 }
+
+
+ROUNDED = [name for name, asked in CASES.items() if asked.cache_dtype != torch.float32]
 
 
 @pytest.fixture(scope="module")
@@ -144,32 +152,41 @@ def of_rows(asked: Case) -> tuple[Tensor, Tensor]:
     return asked.temperature[at].masked_fill(is_padded, 0.0), asked.seeds[at].masked_fill(is_padded, 0)
 
 
-def conditionals(asked: Case, tokens: Tensor) -> Tensor:
-    """log q [B, K, V] along tokens [B, K], by the definition."""
+def conditionals(asked: Case, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """log q [B, K, V] along tokens [B, K], by the definition, rounded to `dtype`; float32."""
     found = []
 
     def follow(log_q: Tensor, k: int) -> Tensor:
         found.append(log_q)
         return tokens[:, k]
 
-    naive.draft(asked.program, *asked.params, follow)
+    naive.draft(asked.program, *asked.params, follow, dtype)
     return torch.stack(found, dim=1)
+
+
+def scored(asked: Case, got: Drafts) -> Tensor:
+    """log q [B, K, V] that vLLM reads: by the definition, or where it is rounded the very numbers in the cache."""
+    if asked.cache_dtype == torch.float32:
+        return conditionals(asked, got.tokens)
+    return got.cache[asked.slots, : got.tokens.shape[1]].float()
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_conditionals_and_confidences(name: str, drafts: dict[str, Drafts]) -> None:
     asked, got = CASES[name], drafts[name]
     temperature, _ = of_rows(asked)
-    wanted = conditionals(asked, got.tokens)
+    wanted, law = conditionals(asked, got.tokens), scored(asked, got)
     for k in range(wanted.shape[1]):
         confidence = naive.confidence(
-            wanted[:, k], temperature if asked.draw else asked.temperature[asked.slots], asked.draw
+            law[:, k], temperature if asked.draw else asked.temperature[asked.slots], asked.draw
         )
         torch.testing.assert_close(got.confidences[:, k], confidence, atol=CONFIDENCE, rtol=0)
     if got.cache is not None:
         rows = asked.slots >= 0
         cached = got.cache[asked.slots[rows], : wanted.shape[1]]
-        torch.testing.assert_close(cached, wanted[rows], atol=LOG_Q, rtol=1e-6)
+        # a half precision's last place: Triton's interpreter cuts to bfloat16 where a GPU rounds
+        rtol = 1e-6 if asked.cache_dtype == torch.float32 else torch.finfo(asked.cache_dtype).eps
+        torch.testing.assert_close(cached.float(), wanted[rows], atol=LOG_Q, rtol=rtol)
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -178,7 +195,7 @@ def test_tokens_are_the_noised_argmax(name: str, drafts: dict[str, Drafts]) -> N
 
     asked, got = CASES[name], drafts[name]
     temperature, seeds = of_rows(asked)
-    wanted = conditionals(asked, got.tokens)
+    wanted = scored(asked, got)
     assert ((got.tokens >= 0) & (got.tokens < wanted.shape[2])).all()
     for k in range(wanted.shape[1]):
         values = noised(wanted[:, k], seeds, asked.pos + k, temperature if asked.draw else temperature * 0)
@@ -187,12 +204,36 @@ def test_tokens_are_the_noised_argmax(name: str, drafts: dict[str, Drafts]) -> N
         assert (chosen > -INF).all(), "a token without mass"
 
 
+@pytest.mark.parametrize("name", ROUNDED)
+def test_drawing_from_what_was_not_rounded_would_be_found(name: str, drafts: dict[str, Drafts]) -> None:
+    """Tokens drawn from float32 and scored by what is stored fail the test above."""
+    from tests.kernels.draft_noise import noised
+
+    asked, got = CASES[name], drafts[name]
+    temperature, seeds = of_rows(asked)
+    law, exact, found = scored(asked, got), conditionals(asked, got.tokens), 0
+    for k in range(law.shape[1]):
+        planted = noised(exact[:, k], seeds, asked.pos + k, temperature).argmax(dim=1)
+        values = noised(law[:, k], seeds, asked.pos + k, temperature)
+        found += int((values.gather(1, planted[:, None])[:, 0] < values.amax(dim=1) - NOISED).sum())
+    assert found > 0
+
+
+def test_the_definition_picks_from_what_it_rounded() -> None:
+    asked = CASES["bfloat16 cache"]
+    tokens = torch.zeros(asked.params[1].shape[:2], dtype=torch.int64)
+    exact, law = conditionals(asked, tokens), conditionals(asked, tokens, torch.bfloat16)
+    assert torch.equal(law, exact.bfloat16().float()) and not torch.equal(law, exact)
+
+
 def test_tokens_are_those_of_the_definition(drafts: dict[str, Drafts]) -> None:
     """Ties aside: with the same noise, nearly all rows are the same tokens."""
     from tests.kernels.draft_noise import noised
 
     rows = same = 0
     for name, asked in CASES.items():
+        if name in ROUNDED:  # the interpreter rounds otherwise than PyTorch
+            continue
         temperature, seeds = of_rows(asked)
         temperature = temperature if asked.draw else temperature * 0
 
@@ -231,7 +272,7 @@ def test_too_many_components_are_refused() -> None:
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     with pytest.raises(ValueError, match="num_components=129"):
-        Drafter(get_circuit("cp", 4, 129).program, 129, 10, 1, 3, torch.device("cpu"), None)
+        Drafter(get_circuit("cp", 4, 129).program, 129, 10, torch.device("cpu"), None)
 
 
 def test_confidence_is_the_probability_of_meeting_the_draft_again() -> None:
@@ -242,40 +283,3 @@ def test_confidence_is_the_probability_of_meeting_the_draft_again() -> None:
     torch.testing.assert_close(naive.confidence(law.log(), temperature), wanted)
     wanted = torch.tensor([0.5, 25 / 38, 1.0])
     torch.testing.assert_close(naive.confidence(law.log(), temperature, draw=False), wanted)
-
-
-COMPILE = """
-import warnings
-warnings.simplefilter("ignore")
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from tests.kernels.draft_noise import noised_argmax
-from vllm_mtpc.kernels.draft import blocked, rows
-
-KINDS = dict(token="*i64", slot="*i64", seed="*i64", pos="*i64", code="*i32", begins="*i32", index="*i32", depth="*i32")
-def kind(name):
-    return KINDS.get(name.removesuffix("_ptr"), "*fp32") if name.endswith("_ptr") else "i32"
-def check(kernel, **constants):
-    signature = {name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names}
-    built = compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
-    assert len(built.asm["cubin"]) > 0
-noise = dict(NOISED_ARGMAX=noised_argmax, USE_FP64=False)
-check(rows.draft_rows, **noise, DRAW=True, R=8, DEPTH=4, BLOCK=512, BLOCKS=1)
-check(rows.draft_rows, NOISED_ARGMAX=noised_argmax, USE_FP64=True, DRAW=True, R=8, DEPTH=1, BLOCK=512, BLOCKS=2)
-check(rows.draft_rows, **noise, DRAW=False, R=1, DEPTH=1, BLOCK=512, BLOCKS=1, cache_ptr=None)
-check(blocked.leaf_blocks, R=8, BLOCK=512)
-check(blocked.start_rows, R=8, DEPTH=4, CHUNK=512)
-check(blocked.draft_blocks, **noise, DRAW=True, R=8, BLOCK=512)
-check(blocked.choose, DRAW=True, R=8, DEPTH=4, BLOCKS=64)
-"""
-
-
-@pytest.mark.skipif(draft_runner.ON_GPU, reason="there is a GPU: the kernels have run on it")
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter takes more than the compiler does; Triton compiles for a GPU without one."""
-    env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
-    env.pop("TRITON_INTERPRET", None)
-    child = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=env, cwd=draft_runner.ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert child.returncode == 0, child.stderr[-4000:]

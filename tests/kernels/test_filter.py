@@ -6,11 +6,7 @@ The reference is `naive.py` in float64, of the numbers that the kernel reads.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -228,37 +224,3 @@ def test_training_through_the_kernel(name: str, outputs: dict) -> None:
     """Loss and gradients of a head, likelihood and law terms, in recomputed chunks: as with the definition."""
     for got, wanted in zip(outputs["trained"][name], training_gradients(name), strict=True):
         close(got, wanted.double(), rtol=1e-5)  # float32 on both sides
-
-
-COMPILE = """
-import warnings
-warnings.simplefilter("ignore")
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from vllm_mtpc.kernels.filter import kernel
-
-def check(function, half, **constants):
-    read = dict.fromkeys(("evidence_ptr", "root_ptr", "inner_ptr"), "*" + half)
-    kinds = dict(code_ptr="*i32", begins_ptr="*i32", **read)
-    signature = {name: kinds.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in function.arg_names}
-    signature.update(dict.fromkeys(constants, "constexpr"))
-    options = dict(num_warps=kernel._num_warps(constants["R"]))
-    built = compile(ASTSource(function, signature, constexprs=constants), GPUTarget("cuda", 80, 32), options)
-    assert len(built.asm["cubin"]) > 0
-check(kernel._filter, "bf16", R=8, DEPTH=4)
-check(kernel._filter, "fp32", R=32, DEPTH=4, tape_ptr=None)
-check(kernel._filter, "fp32", R=1, DEPTH=1, r=1, num_inner=1, tape_ptr=None)
-check(kernel._filter_backward, "fp32", R=32, DEPTH=4)
-check(kernel._filter_backward, "bf16", R=1, DEPTH=1, r=1, m=1, num_inner=1, num_kept=1, depth=1)
-"""
-
-
-@needs_triton
-@pytest.mark.skipif(filter_runner.ON_GPU, reason="there is a GPU: the kernels have run on it")
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter takes more than the compiler does; an integer argument of 1 is a constant to the compiler."""
-    env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
-    env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILE]
-    child = subprocess.run(command, env=env, cwd=filter_runner.ROOT, capture_output=True, text=True, timeout=300)
-    assert child.returncode == 0, child.stderr[-4000:]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -141,37 +137,3 @@ def test_float8_is_as_near_as_its_format_allows() -> None:
     assert ((back - weight).abs() <= bound).all() and not back[1, 4].any()
     assert torch.equal(fp8.dequantise(small, scale, HALF).float(), back), "exact in bfloat16"
     assert (small.float().abs().amax(-1)[weight.abs().amax(-1) > 0] >= 224).all(), "the range of the format is used"
-
-
-COMPILE = """
-import warnings
-warnings.simplefilter("ignore")
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from vllm_mtpc.kernels.leaf import kernel
-
-def check(function, capability, state, weight, **constants):
-    kinds = dict(state=state, weight=weight, token="*i64")
-    signature = {name: "constexpr" if name in constants else kinds.get(name.removesuffix("_ptr"), "*fp32")
-                 if name.endswith("_ptr") else "i32" for name in function.arg_names}
-    built = compile(ASTSource(function, signature, constexprs=constants), target=GPUTarget("cuda", capability, 32))
-    assert len(built.asm["cubin"]) > 0
-    assert built.metadata.shared <= 99 << 10, "more than GPUs of 8.6 and 8.9 have"
-V = dict(BLOCK_V=kernel.BLOCK_V)
-check(kernel._term_blocks, 80, "*bf16", "*bf16", HAS_SCALE=False, BLOCK_B=64, BLOCK_D=128, **V)
-check(kernel._term_blocks, 80, "*fp32", "*fp32", HAS_SCALE=False, BLOCK_B=16, BLOCK_D=32, **V)
-check(kernel._term_blocks, 90, "*bf16", "*u8", HAS_SCALE=True, BLOCK_B=16, BLOCK_D=128, **V)
-check(kernel._logit_tiles, 89, "*bf16", "*u8", BLOCK_B=16, BLOCK_D=128, **V)
-check(kernel._join_terms, 80, "", "", BLOCKS=64)
-"""
-
-
-@needs_triton
-@pytest.mark.skipif(interpreted.ON_GPU, reason="there is a GPU: the kernels have run on it")
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
-    env.pop("TRITON_INTERPRET", None)
-    child = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=env, cwd=interpreted.ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert child.returncode == 0, child.stderr[-4000:]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -132,34 +128,3 @@ def test_pick_at_exact_edges(outputs: dict[str, Tensor]) -> None:
 
 def test_pick_does_not_depend_on_the_batch(outputs: dict[str, Tensor]) -> None:
     assert outputs["alone"][0] == outputs["150x13000"][7]
-
-
-COMPILE = """
-import warnings
-warnings.simplefilter("ignore")
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from vllm_mtpc.kernels.pick import kernel as pick
-from vllm_mtpc.kernels.uniform import kernel as uniform
-
-KINDS = dict(logits="*fp32", seed="*i64", pos="*i64", u="*fp32", top="*fp32", sum="*fp64", token="*i64")
-def check(kernel, **constants):
-    signature = {name: "constexpr" if name in constants else KINDS.get(name.removesuffix("_ptr"), "i32")
-                 for name in kernel.arg_names}
-    built = compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 80, 32))
-    assert len(built.asm["cubin"]) > 0
-check(uniform._uniform_rows, BLOCK=uniform.BLOCK)
-check(pick._sum_blocks, BLOCK=pick.BLOCK)
-check(pick._pick_rows, BLOCK=pick.BLOCK, BLOCKS=64)
-"""
-
-
-@pytest.mark.skipif(interpreted.ON_GPU, reason="there is a GPU: the kernels have run on it")
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter takes more than the compiler does; Triton compiles for a GPU without one."""
-    env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
-    env.pop("TRITON_INTERPRET", None)
-    child = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=env, cwd=interpreted.ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert child.returncode == 0, child.stderr[-4000:]

@@ -59,8 +59,10 @@ def _allocated(setting: Setting) -> dict[str, Any]:
             return draft_params(hidden, first, num_drafts)
 
         head.draft_params = noting
-        if drafter is not None:
-            made.drafter = lambda *params, **buffers: None  # the interpreter moves numbers that a kernel does not
+        if drafter is not None:  # the interpreter moves numbers that a kernel does not
+            made.drafter = lambda evidence, leaf, *params, **given: (
+                None if drafter.one_launch else drafter.buffers(*leaf.shape[:2], leaf.device)
+            )
         arguments = batch(made, BATCH)
         with LiveBytes() as live:
             made.propose(**arguments, dummy_run=True, is_profile=True)

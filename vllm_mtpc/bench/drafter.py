@@ -21,7 +21,7 @@ def kernel(
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, drafts, r, vocab_size = shape
-    drafter = Drafter(program, r, vocab_size, batch, drafts, device, _noise())
+    drafter = Drafter(program, r, vocab_size, device, _noise())
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     given = {
         "slots": slots,

@@ -122,7 +122,7 @@ def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
         drafts,
         torch.bfloat16,
         num_ranks,
-        cache_dtype=torch.float32 if is_drawn else None,
+        is_drawn=is_drawn,
     )
     return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks} | {
         f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()

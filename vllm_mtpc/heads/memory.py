@@ -24,6 +24,7 @@ from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 if TYPE_CHECKING:
     from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.heads.base import Head
+    from vllm_mtpc.kernels.draft.kernel import Drafter
 
 # Logits of a draft that exist at once, and the float32 ones of x_1; larger batches are drafted in several goes. At
 # V=128,256 and r=8 in bfloat16 each batch of the default schedule on a GPU is one go: 256 positions, 2,048 rows of the
@@ -35,7 +36,7 @@ class DraftMemory(NamedTuple):
     """Bytes on one rank."""
 
     weights: int  # the head's parameters and buffers
-    buffers: int  # made at start: conditionals of the last drafts, what kernels hand on, a row per request
+    buffers: int  # made at start: conditionals of the last drafts, a row per request
     activation: int  # at once during the largest draft, beside both
 
 
@@ -87,12 +88,12 @@ def draft_memory(
     dtype: torch.dtype,
     num_ranks: int = 1,
     device_type: str = "cuda",
-    cache_dtype: torch.dtype | None = torch.float32,
+    is_drawn: bool = True,
 ) -> DraftMemory:
     """Memory on one rank of Model Runner V2, for a target in `dtype` and head_dtype auto.
 
-    drafts_by_batch as in `rows_at_once`, one entry for each batch size up to max_num_seqs. cache_dtype: of the
-    conditionals that drafts are verified with; None: there are none (draft_sample_method greedy).
+    drafts_by_batch as in `rows_at_once`, one entry for each batch size up to max_num_seqs. is_drawn: False where
+    draft_sample_method is greedy, and no conditionals are kept to verify drafts with.
     """
     with torch.device("meta"), torch.inference_mode():
         head = build_head(config).to(dtype)
@@ -103,14 +104,17 @@ def draft_memory(
         found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
         drafts, rows = next(iter(found.items()))
         hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
+        drafter = _drafter(head)
         with LiveBytes() as live:
             params = head.draft_params(hidden, first, drafts)
-            if head.circuit.num_components > MAX_COMPONENTS:
+            if drafter is None:
                 naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))
+            elif not drafter.one_launch:
+                drafter.buffers(rows, drafts, hidden.device)
         weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
-        buffers = _kernel_buffers(head, max(found.values()), num_drafts)
+        buffers = sum(part.nbytes for part in (drafter.code, drafter.begins)) if drafter else 0
     requests = len(drafts_by_batch) - 1
-    cached = 0 if cache_dtype is None else config.vocab_size * cache_dtype.itemsize
+    cached = config.vocab_size * dtype.itemsize if is_drawn else 0
     # per draft: token, confidence, conditional; per request: slot, temperature, seed, row, first token, position, state
     row = num_drafts * (8 + 4 + cached) + 8 + 4 + 4 * 8 + config.hidden_size * dtype.itemsize
     return DraftMemory(weights, buffers + requests * row + 4 * num_drafts, live.peak)
@@ -125,14 +129,13 @@ def _gathered_logits(states: Tensor, vocab_size: int, num_ranks: int) -> Tensor:
     return logits[:, :vocab_size].view(*states.shape[:-1], vocab_size)
 
 
-def _kernel_buffers(head: Head, rows: int, num_drafts: int) -> int:
+def _drafter(head: Head) -> Drafter | None:
+    """What launches the kernels, as in `proposers/v2/speculator.py`; None: there are too many components for them."""
     if head.circuit.num_components > MAX_COMPONENTS:
-        return 0
+        return None
     from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
 
-    sizes = (head.circuit.num_components, head.vocab_size, rows, num_drafts)
-    drafter = Drafter(head.circuit.program, *sizes, torch.device("meta"), None)
-    return sum(part.nbytes for part in tree_leaves(vars(drafter)) if isinstance(part, Tensor))
+    return Drafter(head.circuit.program, head.circuit.num_components, head.vocab_size, torch.device("meta"), None)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -1,0 +1,125 @@
+"""Every kernel compiled for GPUs that are not there; nothing is compiled once requests are served."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import forks
+
+NO_TRITON = "triton is not installed: nothing can be compiled (pip install triton)"
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
+
+FOLDERS = (forks.ROOT / "kernels", forks.ROOT / "proposers")
+# One of each kernel, at the sizes with most in registers; the other circuits are the same code with a smaller stack.
+QUICK = (
+    *("demo btree, K=2", "demo btree, float64", "EvaByte btree", "Llama btree", "Qwen btree, K=2", "EvaByte B=64"),
+    *("training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def check(chip: int, names: tuple[str, ...] = ("",)) -> None:
+    from tests.kernels import compiled
+
+    rows = []
+    for row in compiled.rows(chip, names):
+        compiled.show(row)
+        rows.append(row)
+    assert {row["kernel"] for row in rows} == launched()
+    assert not [row for row in rows if row["spilled"]]
+    assert not [row for row in rows if row["shared"] > compiled.SHARED]
+
+
+def launched() -> set[str]:
+    """Names of the kernels that our sources launch."""
+    sources = (file.read_text(encoding="utf-8") for folder in FOLDERS for file in folder.rglob("*.py"))
+    return {name for source in sources for name in re.findall(r"\b(\w+)\[\(", source)}
+
+
+def test_every_kernel_compiles_and_does_not_spill() -> None:
+    """The interpreter takes more than the compiler does; Triton compiles for a GPU without one."""
+    check(90, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", [80, 90, 100])
+def test_so_do_all_shapes_on_all_chips(chip: int) -> None:
+    check(chip)
+
+
+def test_a_spill_would_be_found() -> None:
+    from tests.kernels import compiled
+
+    variant = next(iter(compiled.variants(lambda: compiled.filters("cp", 8, 8)).values()))
+    squeezed = replace(variant, options={**variant.options, "maxnreg": 24})
+    assert compiled.row_of(variant, 90)["spilled"] == 0 < compiled.row_of(squeezed, 90)["spilled"]
+
+
+HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # sizes and options of a head, whether it is float8
+    "linear": ({"vocab_size": 257, "hidden_size": 128}, False),
+    "float8": ({"vocab_size": 257, "hidden_size": 128}, True),
+    "mlp": ({"vocab_size": 257, "hidden_size": 128, "expander_layers": 1}, False),
+    "shared": ({"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64}, False),
+}
+
+
+@pytest.mark.parametrize("name", list(HEADS))
+def test_nothing_is_compiled_while_serving(name: str) -> None:
+    """The speculator's own warm-up, then every batch up to 1,024 with one number of drafts or another."""
+    warm, new = forks.call("v1", "tests.kernels.test_compiled:_count", name)
+    print(f"{name}: {len(warm)} variants compiled at the start")
+    assert warm and not new
+
+
+def _count(name: str) -> tuple[list[str], list[str]]:
+    """Variants that the warm-up compiles, and those that batches of 1 .. 1,024 need beside them."""
+    from tests.kernels.compiled import META, variants, vllms_noise
+    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.heads import build_head
+    from vllm_mtpc.proposers.v2 import speculator as module
+
+    sizes, is_float8 = HEADS[name]
+    target = {"model_type": "llama", **{key: sizes[key] for key in ("vocab_size", "hidden_size")}}
+    options = {key: value for key, value in sizes.items() if key not in target}
+    kind = "linear" if is_float8 else name
+    config = HeadConfig.create(
+        circuit="btree", window=8, num_components=8, target=target, verifier="../target", head=kind, **options
+    )
+    with META:
+        head = build_head(config).bfloat16()
+    if is_float8:
+        head.quantise_leaves(torch.bfloat16, keep=True)
+    if head.needs_lm_head:
+        head.bind_lm_head(lambda states: states.new_empty(*states.shape[:-1], sizes["vocab_size"]))
+
+    module.gumbel_noised_argmax = vllms_noise()
+    served = object.__new__(module.MtpcSpeculator)
+    served.max_num_reqs, served.num_speculative_steps, served.use_fp64_gumbel = 1024, 7, False
+    served.model, served.device = head, META
+    served.drafter = served._drafter(head)
+    served.idx_mapping, served.seeds, served.first_tokens, served.noise_pos = torch.zeros(
+        4, 1024, dtype=torch.int64, device=META
+    )
+    served.temperature = torch.zeros(1024, device=META)
+    served.hidden_states = torch.zeros(1024, sizes["hidden_size"], dtype=torch.bfloat16, device=META)
+    served.draft_tokens = torch.zeros(1024, 7, dtype=torch.int64, device=META)
+    served.draft_token_confidence_probs = torch.zeros(1024, 7, device=META)
+    served.draft_logits = torch.zeros(1024, 7, sizes["vocab_size"], dtype=torch.bfloat16, device=META)
+
+    served.device = torch.device("cuda")
+    torch.Tensor.is_cuda = True  # for good: this process ends with the answer
+    with torch.inference_mode():
+        warm = variants(served._warm_up)
+        new = variants(lambda: [served._draft(batch, 1 + batch % 7) for batch in range(1, 1025)])
+    return [str(key) for key in warm], [str(key) for key in new.keys() - warm.keys()]
