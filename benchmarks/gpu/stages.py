@@ -78,7 +78,7 @@ def tests(programme: Programme) -> list[Part]:
 
     law, ptp_law = "tests/e2e/test_law.py::test_law_v2", "tests/e2e/test_ptp_law.py"
     parts = [
-        tested("kernels", 240, "tests/kernels", "tests/heads/test_draft_params.py"),
+        tested("kernels", 240, "tests/kernels", "tests/heads/test_draft_params.py", "-m", "not slow"),
         tested("law", 150, f"{law}[T=1]", "tests/e2e/test_law.py::test_planted_bias_is_caught_on_v2"),
         only_a_gpus(),
         identity("identity-float32", programme.size(["ff", "cp", "hmm", "btree"], ["btree"]), 300, "float32", **ieee),
