@@ -124,7 +124,10 @@ def record_real_rows() -> Callable[[], None]:
 
 
 def replayed() -> Callable[[], None]:
-    """The student's passes are captured at the first step and replayed, with a stand-in for CUDA's graphs."""
+    """The student's passes are captured at the first step and replayed, with a stand-in for CUDA's graphs.
+
+    Notes whether each step was replayed, and whether it drafts what it drafts without graphs.
+    """
     from contextlib import ExitStack
     from unittest import mock
 
@@ -144,12 +147,16 @@ def replayed() -> Callable[[], None]:
         init(self, CUDAGraphMode.FULL_DECODE_ONLY)
 
     def captured(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not kwargs.get("dummy_run") and not self.graphs.graphs:
+        if kwargs.get("dummy_run"):
+            return propose(self, *args, **kwargs)
+        if not self.graphs.graphs:
             self.capture()
             assert self.graphs.graphs
         before = len(recorder.replayed)
-        drafts = propose(self, *args, **kwargs)
-        engine.RECORDED.append(len(recorder.replayed) - before)
+        drafts = propose(self, *args, **kwargs).clone()
+        replays = len(recorder.replayed) - before
+        with mock.patch.object(self.graphs, "find", lambda *batch: None):
+            engine.RECORDED.append((replays, torch.equal(drafts, propose(self, *args, **kwargs))))
         return drafts
 
     stack.enter_context(mock.patch.object(Owner, "init_cudagraph_manager", init_cudagraph_manager))

@@ -130,11 +130,9 @@ def test_every_number_of_drafts_is_accepted(said) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_replayed_pass_drafts_the_same(said, call: str) -> None:
-    """In batches of 1 to 4, padded to 2 and 4: what the uncaptured pass drafts, and as many are accepted."""
-    replayed, uncaptured = said["two passes replayed"][call], said["two passes 3"][call]
-    assert sum(replayed.recorded) > len(replayed.recorded) / 2
-    for what in ("vllm:spec_decode_num_drafts", "per_position"):
-        assert replayed.metrics[what] == uncaptured.metrics[what]
+    """Token for token, in batches of 1 to 4 that are padded to 2 and 4."""
+    steps = said["two passes replayed"][call].recorded
+    assert len(steps) > 5 and all(replays == 1 and is_same for replays, is_same in steps)
 
 
 def test_first_draft_of_two_passes_is_exact(said) -> None:
