@@ -124,10 +124,10 @@ ROOMS = {
     "train": ("train", "cpu", "ray"),
     "bench": ("train", "cpu", "ray"),
     **dict.fromkeys(("batch", "ray_serve"), ("ray",)),
-    **dict.fromkeys(("scripts", "tests"), ("cpu", "train", "ray", "s3", "test")),
+    **dict.fromkeys(("benchmarks", "scripts", "tests"), ("cpu", "train", "ray", "s3", "test")),
 }
 OPTIONAL = {"triton", "arctic_inference", "speculators"}  # looked for before they are imported
-SCRIPTS = {"check_vllm", "numpy_interpreter", "sitecustomize"}  # of this checkout, beside those that import them
+SCRIPTS = {"benchmarks", "check_vllm", "numpy_interpreter", "sitecustomize"}  # of this checkout
 
 
 @cache
@@ -158,7 +158,7 @@ def test_imports_are_declared(wheel: Path, root: Path, build: str) -> None:
         declared.setdefault(extra[1] if extra else "", set()).add(distribution_name(one.name))
     names_of = packages_distributions()
     missing = []
-    for folder in ("vllm_mtpc", "proposers", "kernels", "scripts", "tests"):
+    for folder in ("vllm_mtpc", "proposers", "kernels", "benchmarks", "scripts", "tests"):
         for file in (root / folder).rglob("*.py"):
             room = file.relative_to(root / "vllm_mtpc").parts[0] if folder == "vllm_mtpc" else folder
             extras = [build if extra == "cpu" else extra for extra in ROOMS.get(room, ())]

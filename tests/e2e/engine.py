@@ -66,6 +66,7 @@ class Reply:
     recorded: list[Any] = field(default_factory=list)  # what a plant noted while the engine ran
     prompt_logprobs: list[Any] = field(default_factory=list)
     error: str = ""
+    modes: tuple[str, bool] = ("", False)  # CUDA graphs, asynchronous scheduling
 
 
 def run(
@@ -174,6 +175,7 @@ def _answer(engine: Engine) -> list[Reply]:
                 metrics={**metrics, "per_position": per_position},
                 recorded=list(RECORDED),
                 prompt_logprobs=[output.prompt_logprobs for output in outputs],
+                modes=_modes(llm.llm_engine.vllm_config),
             )
         )
         RECORDED.clear()
@@ -193,6 +195,10 @@ def _generate(llm: Any, prompts: list[Any], call: Call) -> list[Any]:
     if call.sleep and forks.ON_GPU:
         _sleep(llm, call.sleep)
     return llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+
+
+def _modes(config: Any) -> tuple[str, bool]:
+    return config.compilation_config.cudagraph_mode.name, config.scheduler_config.async_scheduling
 
 
 def _sleep(llm: Any, level: int) -> None:

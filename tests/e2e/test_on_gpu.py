@@ -65,6 +65,14 @@ def test_greedy_text_is_plain_vllms(said: dict[str, dict[str, Reply]], name: str
     assert accepted(said[name], "greedy") > len(BATCH)
 
 
+@pytest.mark.skipif(not forks.ON_GPU, reason="a CPU has no CUDA graphs")
+def test_engines_have_graphs_and_asynchronous_scheduling(said: dict[str, dict[str, Reply]]) -> None:
+    modes = {name: replies["greedy"].modes for name, replies in said.items()}
+    print(modes)
+    assert all(is_async for _, is_async in modes.values())
+    assert [mode == "NONE" for mode, _ in modes.values()] == [name == "eager" for name in modes]
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_graphs_change_nothing(said: dict[str, dict[str, Reply]], call: str) -> None:
     """Float32: what inductor fuses is computed in another order, which moves no token of these."""
