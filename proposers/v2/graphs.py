@@ -1,8 +1,8 @@
 """The draft step in CUDA graphs: one for each size that vLLM captures and each number of drafts its batches have.
 
-A graph holds what `MtpcSpeculator` does from its buffers on: products of the head, gathers of its ranks, the kernels.
-What fills the buffers runs before it. Rows behind a batch's last request have slot -1: nothing is read from the request
-states or cached for them, and what is drafted for them goes to rows of `draft_tokens` that nobody looks at.
+A graph holds what a speculator does from its buffers on: of `MtpcSpeculator` the head's products, gathers of its ranks
+and the kernels, of `PtpSpeculator` the student's pass. What fills the buffers runs before it. Rows behind a batch's
+last request have slot -1: nothing is written for them but to rows of our own that nobody looks at.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
@@ -18,10 +17,18 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 
 
 class DraftGraphs(CudaGraphManager):
-    """vLLM's manager, whose descriptors say how many drafts are made; drafts_by_batch[n]: of a batch of n, 0: none."""
+    """vLLM's manager, whose descriptors say how many drafts are made (or auxiliary rows computed) for each request.
+
+    drafts_by_batch[n]: of a batch of n, 0: none. fits(requests, drafts each): whether the speculator's buffers hold it.
+    """
 
     def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, mode: CUDAGraphMode, drafts_by_batch: Sequence[int]
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        mode: CUDAGraphMode,
+        drafts_by_batch: Sequence[int],
+        fits: Callable[[int, int], bool] = lambda num_reqs, num_drafts: True,
     ) -> None:
         is_full = mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if is_full else CUDAGraphMode.NONE
@@ -29,18 +36,19 @@ class DraftGraphs(CudaGraphManager):
         descs, below = [], 0
         for desc in reversed(self._capture_descs.pop(CUDAGraphMode.FULL, [])):
             drafts = set(drafts_by_batch[below + 1 : desc.num_reqs + 1]) - {0}
+            drafts = [count for count in drafts if fits(desc.num_reqs, count)]
             descs += [SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=count) for count in drafts]
             below = desc.num_reqs
         if descs:  # the largest first, whose memory the others use again
             descs.sort(key=lambda desc: (desc.num_reqs, desc.num_speculative_tokens), reverse=True)
             self._capture_descs[CUDAGraphMode.FULL] = descs
 
-    def capture_drafts(self, draft: Callable[[int, int], None], slots: Tensor) -> None:
-        """Captures draft(requests, drafts each); slots [max_num_reqs]: -1 in every row while that goes on."""
+    def capture_drafts(self, prepare: Callable[[int, int], Callable[[], None]]) -> None:
+        """Captures what prepare(requests, drafts each) returns, for a batch of padding alone."""
 
         def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
-            slots.fill_(-1)
-            return lambda mode: draft(desc.num_reqs, desc.num_speculative_tokens)
+            draft = prepare(desc.num_reqs, desc.num_speculative_tokens)
+            return lambda mode: draft()
 
         super().capture(create_forward_fn, "Capturing drafts of the head")
 

@@ -21,6 +21,8 @@ in goes of as many rows as `vllm_mtpc.heads.memory` allows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,8 +99,12 @@ class MtpcSpeculator(DraftModelSpeculator):
         self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch)
 
     def capture(self) -> None:
+        def prepare(num_reqs: int, num_drafts: int) -> Callable[[], None]:
+            self.idx_mapping.fill_(-1)
+            return partial(self._draft, num_reqs, num_drafts)
+
         if self.graphs.needs_capture():
-            self.graphs.capture_drafts(self._draft, self.idx_mapping)
+            self.graphs.capture_drafts(prepare)
 
     @torch.inference_mode()
     def propose(

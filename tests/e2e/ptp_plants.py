@@ -123,6 +123,40 @@ def record_real_rows() -> Callable[[], None]:
     return _replaced(Owner, "_merged_pass", _merged_pass)
 
 
+def replayed() -> Callable[[], None]:
+    """The student's passes are captured at the first step and replayed, with a stand-in for CUDA's graphs."""
+    from contextlib import ExitStack
+    from unittest import mock
+
+    from vllm.config.compilation import CUDAGraphMode
+
+    from tests.proposers.speculators import Recorder
+    from vllm_mtpc.proposers.v2.ptp import speculator as module
+
+    stack, recorder, Owner = ExitStack(), Recorder(), module.PtpSpeculator
+    stack.enter_context(recorder.in_place())
+    stack.enter_context(mock.patch.object(module, "CAPTURED", ("CPU_ATTN",)))
+    init, propose = Owner.init_cudagraph_manager, Owner.propose
+
+    def init_cudagraph_manager(self: Any, mode: CUDAGraphMode) -> None:
+        compilation = self.vllm_config.compilation_config
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [2, 4], 4
+        init(self, CUDAGraphMode.FULL_DECODE_ONLY)
+
+    def captured(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not kwargs.get("dummy_run") and not self.graphs.graphs:
+            self.capture()
+            assert self.graphs.graphs
+        before = len(recorder.replayed)
+        drafts = propose(self, *args, **kwargs)
+        engine.RECORDED.append(len(recorder.replayed) - before)
+        return drafts
+
+    stack.enter_context(mock.patch.object(Owner, "init_cudagraph_manager", init_cudagraph_manager))
+    stack.enter_context(mock.patch.object(Owner, "propose", captured))
+    return stack.close
+
+
 def squared_u() -> Callable[[], None]:
     """A fault: u is no longer uniform, for drafter and verifier alike, so that only the law can tell."""
     from vllm_mtpc.proposers.v2 import coupled
@@ -144,4 +178,5 @@ PLANTS = {
     "record_groups": record_groups,
     "record_drafts": record_drafts,
     "record_real_rows": record_real_rows,
+    "replayed": replayed,
 }

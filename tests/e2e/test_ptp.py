@@ -74,6 +74,12 @@ DRAFTED = {
     "dynamic": {"head": "o-ptp", "num_speculative_tokens": 3, "group_sizes": "dynamic", "max_aux_rows": 32},
     "two passes 3": {"head": "o-ptp", "num_speculative_tokens": 3, "draft_pass": "two-pass"},
     "two passes c-ptp": {"head": "c-ptp", "num_speculative_tokens": 6, "draft_pass": "two-pass", "u_table": True},
+    "two passes replayed": {
+        "head": "o-ptp",
+        "num_speculative_tokens": 3,
+        "draft_pass": "two-pass",
+        "plant": "replayed",
+    },
     "merged late": {"head": "late o-ptp", "num_speculative_tokens": 3},
     "oracle": {"head": "o-ptp", "num_speculative_tokens": 4, "plant": "oracle"},
     "few blocks": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 16, "num_gpu_blocks_override": "few"},
@@ -120,6 +126,15 @@ def test_every_number_of_drafts_is_accepted(said) -> None:
     per_position = reply.metrics["per_position"]
     assert all(earlier > later > 0 for earlier, later in itertools.pairwise(per_position))
     assert per_position[0] < reply.metrics["vllm:spec_decode_num_drafts"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_replayed_pass_drafts_the_same(said, call: str) -> None:
+    """In batches of 1 to 4, padded to 2 and 4: what the uncaptured pass drafts, and as many are accepted."""
+    replayed, uncaptured = said["two passes replayed"][call], said["two passes 3"][call]
+    assert sum(replayed.recorded) > len(replayed.recorded) / 2
+    for what in ("vllm:spec_decode_num_drafts", "per_position"):
+        assert replayed.metrics[what] == uncaptured.metrics[what]
 
 
 def test_first_draft_of_two_passes_is_exact(said) -> None:

@@ -163,10 +163,8 @@ class MergedSpeculator(PtpSpeculator):
         self.sequence_ends[num_reqs:sequences] = (prefix + layout.sizes).flatten()
         ends_upper = step.seq_lens_cpu_upper_bound[:num_reqs]
         starts, starts_cpu = self._starts(step, layout, real)
-        hidden = self._run(
-            self.embeds[:total],
-            self.row_positions[:total],
-            self.row_slots[:total],
+        self.metadata = self._metadata(
+            total,
             starts,
             starts_cpu,
             max(int(step.num_scheduled_tokens.max()), layout.longest),
@@ -175,6 +173,7 @@ class MergedSpeculator(PtpSpeculator):
             self.sequence_tables[:sequences],
             torch.cat([torch.from_numpy(step.is_prefilling_np), torch.zeros(num_groups, dtype=torch.bool)]),
         )
+        hidden = self._forward(total)
         self.drafted = Drafted(hidden[real:], layout, position)
         return hidden
 

@@ -20,6 +20,8 @@ u is a hash of (seed, position) made anew by drafter and verifier: nothing is ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +44,14 @@ from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.load import kept
 from vllm_mtpc.proposers.v2.coupled import u_of, with_coupled_sampler
 from vllm_mtpc.proposers.v2.eager import eager_priorities
+from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.ptp.attention import builder_config, check_attention
 from vllm_mtpc.proposers.v2.ptp.lora import Gate
 from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
 from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
 
+# Attention backends whose metadata is where its tensors are: others plan each pass on the host.
+CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
 UNINFORMED = 0.5  # on every row, for a head that was trained without u
 
 
@@ -59,12 +64,17 @@ class PtpSpeculator(DraftModelSpeculator):
         self.gate, self.writes = Gate(), Writes()
         rows, groups = self.plan.max_rows, self.plan.max_groups
         self.embeds = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
+        self.states = torch.zeros_like(self.embeds)  # that a captured pass leaves
         self.row_positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.row_slots = torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self.group_ends = torch.zeros(groups, dtype=torch.int32, device=device)
         self.row_index = torch.arange(rows, device=device)
         self.group_index = torch.arange(groups, device=device)
         self.draft_index = torch.arange(self.num_speculative_steps, device=device)
+        self.copied = torch.zeros(groups, dtype=torch.int64, device=device)  # block that each group starts in
+        self.places: dict[int, tuple[Tensor, Tensor]] = {}  # by auxiliary rows: where requests and such rows stand
+        self.graphs: DraftGraphs | None = None
+        self.metadata: dict[str, Any] | None = None  # of the pass under way
         self.sampler: Any = None
         self.priorities = eager_priorities(vllm_config)
 
@@ -115,10 +125,33 @@ class PtpSpeculator(DraftModelSpeculator):
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Nothing to manage: the student's pass is not captured."""
+        groups = [group for groups in self.aux_groups for group in groups]
+        is_fit = all(group.backend.get_name() in CAPTURED for group in groups)
+        mode = cudagraph_mode if is_fit else CUDAGraphMode.NONE
+        for group in groups if mode.decode_mode() == CUDAGraphMode.FULL else ():
+            # FlashAttention 3: no schedule made ahead for each step, where a captured pass would not look
+            group.get_metadata_builder(0).aot_schedule = False
+        buckets = [self.plan.bucket(batch) for batch in range(self.max_num_reqs + 1)]
+        rows = [0, *(bucket.sizes[0] if bucket else 0 for bucket in buckets[1:])]
+        self.graphs = DraftGraphs(
+            self.vllm_config,
+            self.device,
+            mode,
+            rows,
+            lambda batch, size: batch <= len(self.copied) and batch * (1 + size) <= len(self.embeds),
+        )
 
     def capture(self) -> None:
-        """Nothing to capture."""
+        if self.graphs.needs_capture():
+            self.graphs.capture_drafts(self._prepare_capture)
+
+    def _prepare_capture(self, num_reqs: int, size: int) -> Callable[[], None]:
+        self._pad(0, num_reqs, 1 + size)
+        self._set_pass(size, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
+        return partial(self._pass, num_reqs * (1 + size))
+
+    def _pass(self, num_rows: int) -> None:
+        self.states[:num_rows] = self._forward(num_rows)
 
     @torch.inference_mode()
     def propose(
@@ -193,8 +226,6 @@ class PtpSpeculator(DraftModelSpeculator):
         index = self.row_index[:rows].view(num_reqs, width)
         at = prefix[:, None] + index[0]  # [R, 1 + size]: slots follow each other
         keys = prefix[:, None] + index[0, :size]  # an auxiliary row carries the u of the token at its slot
-        self.gate.rows = index[:, 1:].flatten()
-
         embeds = self.embeds[:rows].view(num_reqs, width, -1)
         embeds[:, 0] = self.target.embed_input_ids(first)
         embeds[:, 1:] = self._embed(keys, slots, temperature, seeds)
@@ -203,24 +234,50 @@ class PtpSpeculator(DraftModelSpeculator):
         positions[:, 1:] = at[:, 1:] - 1 if self.is_onehot else at[:, 1:]
         positions.clamp_(max=self.max_model_len - 1)
 
-        table, source, target = self.scratch.place(prefix, self.block_tables.input_block_tables[0][:num_reqs])
+        _, self.copied[:num_reqs], _ = self.scratch.place(prefix, self.block_tables.input_block_tables[0][:num_reqs])
         group = self.group_index[:num_reqs, None].expand(-1, width)
         self.row_slots[:rows] = self.scratch.slots(group, prefix[:, None], at).flatten()
         self.group_ends[:num_reqs] = prefix + width
-        self.writes.num_real, self.writes.source, self.writes.target = 0, source, target
         upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs] + width + 1
-        hidden = self._run(
-            self.embeds[:rows],
-            self.row_positions[:rows],
-            self.row_slots[:rows],
-            (self.row_index[: num_reqs + 1] * width).int(),
+        graph = self.graphs.find(num_reqs, size)
+        if graph is None:
+            self._set_pass(size, upper)
+            hidden = self._forward(rows)
+        else:
+            self._pad(num_reqs, graph.num_reqs, width)
+            self._set_pass(size, torch.cat([upper, upper.new_full((graph.num_reqs - num_reqs,), width)]))
+            self.graphs.run_fullgraph(graph)
+            hidden = self.states[:rows]
+        return hidden.view(num_reqs, width, -1)
+
+    def _pad(self, num_reqs: int, padded: int, width: int) -> None:
+        """Rows of requests num_reqs .. padded - 1: they read their own rows, and write to no slot."""
+        self.row_slots[num_reqs * width : padded * width] = PAD_SLOT_ID
+        self.group_ends[num_reqs:padded] = width
+        self.copied[num_reqs:padded] = 0
+
+    def _set_pass(self, size: int, upper: Tensor) -> None:
+        """What the pass over [x_1 | u ..] of R requests reads beside its rows: parts of buffers, as graphs want it.
+
+        upper [R], on the host: bounds on the tokens that they see.
+        """
+        num_reqs, width = len(upper), 1 + size
+        if size not in self.places:  # made once and kept: a graph reads them where they are
+            starts = torch.arange(len(self.copied) + 1, device=self.device) * width
+            self.places[size] = starts.int(), (starts[:-1, None] + torch.arange(1, width, device=self.device)).flatten()
+        starts, aux_rows = self.places[size]
+        self.gate.rows = aux_rows[: num_reqs * size]
+        writes = self.writes
+        writes.num_real, writes.source, writes.target = 0, self.copied[:num_reqs], self.scratch.own[:num_reqs, 0]
+        self.metadata = self._metadata(
+            num_reqs * width,
+            starts[: num_reqs + 1],
             torch.arange(num_reqs + 1, dtype=torch.int32) * width,
             width,
             self.group_ends[:num_reqs],
             upper,
-            table,
+            self.scratch.tables[:num_reqs],
         )
-        return hidden.view(num_reqs, width, -1)
 
     def _fill_memory(self) -> None:
         """What the largest pass allocates besides buffers, while vLLM measures how much is left for the KV cache."""
@@ -259,11 +316,9 @@ class PtpSpeculator(DraftModelSpeculator):
         drafts = self.late.draft(hidden, first, self.target.embed_input_ids, choose)
         return drafts, torch.stack(logits, dim=1)
 
-    def _run(
+    def _metadata(
         self,
-        embeds: Tensor,  # [T, D]
-        positions: Tensor,  # [T]
-        row_slots: Tensor,  # [T]
+        num_rows: int,
         starts: Tensor,  # [S + 1] of the rows of each sequence
         starts_cpu: Tensor,
         longest: int,  # rows of the longest sequence
@@ -271,11 +326,10 @@ class PtpSpeculator(DraftModelSpeculator):
         ends_upper: Tensor,  # [S], on the host
         table: Tensor,  # [S, W] block tables
         is_prefilling: Tensor | None = None,
-    ) -> Tensor:
-        """States [T, D] of one pass of the student over sequences of rows."""
-        num_seqs, num_rows = ends.shape[0], embeds.shape[0]
-        slots = row_slots[None].expand(1, -1)  # one KV cache group
-        metadata = build_attn_metadata(
+    ) -> dict[str, Any]:
+        """What attention reads in a pass of the student over the first rows of the buffers, as sequences."""
+        num_seqs = ends.shape[0]
+        return build_attn_metadata(
             attn_groups=self.aux_groups,
             num_reqs=num_seqs,
             num_tokens=num_rows,
@@ -285,22 +339,29 @@ class PtpSpeculator(DraftModelSpeculator):
             seq_lens=ends,
             max_seq_len=int(ends_upper.max()),
             block_tables=[table],
-            slot_mappings=slots,
+            slot_mappings=self._slots(num_rows),
             kv_cache_config=self.kv_cache_config,
             seq_lens_cpu_upper_bound=ends_upper,
-            positions=positions,
+            positions=self.row_positions[:num_rows],
             is_prefilling=torch.zeros(num_seqs, dtype=torch.bool) if is_prefilling is None else is_prefilling,
         )
+
+    def _slots(self, num_rows: int) -> Tensor:
+        return self.row_slots[None, :num_rows]  # one KV cache group
+
+    def _forward(self, num_rows: int) -> Tensor:
+        """States [T, D] of that pass."""
         context = set_forward_context(
-            metadata,
+            self.metadata,
             self.vllm_config,
             num_tokens=num_rows,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
+            slot_mapping=build_slot_mappings_by_layer(self._slots(num_rows), self.kv_cache_config),
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
             skip_compiled=True,
         )
         with context, self.priorities.set_priority():
+            positions, embeds = self.row_positions[:num_rows], self.embeds[:num_rows]
             return self.model(input_ids=None, positions=positions, inputs_embeds=embeds)
 
     def _first_draft(
