@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group
 
-from vllm_mtpc.proposers.seam.watch import DEBUG, is_debug
+from vllm_mtpc.proposers.seam.watch import COST, DEBUG, IDLE, is_debug
 
 
 @dataclass
@@ -91,6 +91,17 @@ def watch_speculator(speculator: Any) -> None:
         return drafts
 
     speculator.propose = watched
+
+
+def with_cost(output: Any, drafter: Any, is_idle: bool) -> Any:
+    """The output of a step, of either runner, which takes along what its drafts have cost, or that nothing drafts."""
+    made = getattr(output, "model_runner_output", output)  # in the place of which vLLM may have one that is to come
+    if getattr(made, "req_ids", None):
+        if is_idle:
+            setattr(made, IDLE, True)
+        elif hasattr(drafter, "clock"):
+            setattr(made, COST, drafter.clock.take())
+    return output
 
 
 def check_ranks(drafts: list[list[int]]) -> None:

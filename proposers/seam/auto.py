@@ -49,6 +49,7 @@ def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:
     engine_args.speculative_config = {"method": head_method(head) or "mtpc", "model": str(head)}
     try:
         made = create()
+        made.is_shipped = True
     except Exception as error:  # whatever is wrong with the head: the target is served
         warn(head, error)
         return None
@@ -56,6 +57,55 @@ def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:
         engine_args.speculative_config = None  # as the user gave it
     setattr(engine_args, _MARK, head)
     return made
+
+
+def check_memory(vllm_config: Any) -> None:
+    """Refuse a head that does not fit beside its target, as far as that is known before a worker starts: the files of
+    the target, the head and what drafts take. Raises ServeConfigError."""
+    from vllm.platforms import current_platform
+
+    from vllm_mtpc.errors import ServeConfigError
+
+    try:
+        total = current_platform.get_device_total_memory()
+    except NotImplementedError:
+        return
+    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    target = _weights(_folder(spec.target_model_config.model, spec.target_model_config.revision))
+    target /= parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    head = _head_bytes(vllm_config)
+    usable = total * vllm_config.cache_config.gpu_memory_utilization
+    if target + head > usable:
+        raise ServeConfigError(
+            f"the target's {target / 2**30:.2f} GiB, and {head / 2**30:.2f} GiB of the head and its drafts at "
+            f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs}, are more than the {usable / 2**30:.2f} GiB "
+            "that vLLM may take of the device; lower --max-num-seqs"
+        )
+
+
+def _head_bytes(vllm_config: Any) -> int:
+    """What a head takes on a device; of a PTP head its files: what else it takes are rows of the target."""
+    spec = vllm_config.speculative_config
+    if spec.method == "ptp":
+        return _weights(Path(spec.model_folder))
+    from vllm_mtpc.heads.memory import by_batch, draft_memory
+
+    num_drafts, max_num_seqs = spec.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
+    found = draft_memory(
+        spec.head,
+        by_batch(spec.num_speculative_tokens_per_batch_size, max_num_seqs, num_drafts),
+        num_drafts,
+        vllm_config.model_config.dtype,
+        vllm_config.parallel_config.tensor_parallel_size,
+        vllm_config.device_config.device_type,
+        spec.draft_sample_method == "probabilistic",
+    )
+    return sum(found)
+
+
+def _weights(folder: Path | None) -> int:
+    """Bytes of the safetensors in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder else 0
 
 
 def begin(engine_args: Any) -> None:
@@ -76,7 +126,7 @@ def announce(head: Path, made: Any) -> None:
     logger.info("The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off", head, made, VARIABLE)
 
 
-def warn(head: Path, error: Exception) -> None:
+def warn(head: Path | str, error: Exception | str) -> None:
     reason = " ".join(str(error).split()) or type(error).__name__
     logger.warning("Serving without drafts: the head that the target ships, %s, is not served here: %s", head, reason)
 

@@ -66,6 +66,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     mask_drafts: bool | None = None
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
     has_default_schedule: bool = False
+    is_shipped: bool = False  # the target ships the head and nobody has named it: where it fails, the target is served
     own_schedule: SkipValidation[schedule.Schedule | None] = None  # of dense data-parallel engines, until each has it
 
     def __post_init__(self) -> None:

@@ -90,6 +90,8 @@ class CreateEngineConfig(Patch):
                 vllm_config = original(self, *args, **kwargs)
                 if getattr(vllm_config.speculative_config, "method", None) in METHODS:
                     vllm_config.speculative_config.take_own_schedule()
+                    if auto.engaged(self):
+                        auto.check_memory(vllm_config)
                     check_runner(vllm_config)
                     name_our_classes(vllm_config)
                     logger.info("%s", _drafts_in_words(vllm_config))

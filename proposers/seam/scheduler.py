@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc.proposers.seam.config_ptp import reserved_blocks
 from vllm_mtpc.proposers.seam.patch import refuse_problems
-from vllm_mtpc.proposers.seam.watch import COST, DraftFigures
+from vllm_mtpc.proposers.seam.watch import COST, IDLE, DraftFigures
 
 
 class HeadScheduler(Scheduler):
@@ -79,6 +79,9 @@ class HeadScheduler(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Adds what drafts have cost, and the target's steps, to the figures that the front end gets."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if getattr(model_runner_output, IDLE, False):  # a head that the target ships, and that has failed
+            self.dynamic_sd_lookup, self.is_mtpc_on_v2 = [0] * (1 + self.max_num_running_reqs), False
+            self.seeded.clear()
         cost = getattr(model_runner_output, COST, None)
         if cost is None or not self.log_stats:
             return outputs

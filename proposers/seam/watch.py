@@ -1,9 +1,9 @@
 """What drafts cost, and what became of them: from the worker to vLLM's log and `/metrics`.
 
-worker (seam/worker.py): a step's output takes along what its drafts have cost and which were cut -> scheduler
-(seam/scheduler.py): puts it, and the steps of the target, behind the step's figures of speculative decoding -> front
-end: counts and logs it. vLLM's own figures are of steps that verified drafts; tokens/step here is over all steps.
-Nothing waits for a device (proposers/watch.py).
+model runner (v1/runner.py, v2/runner.py): a step's output takes along what its drafts have cost and which were cut ->
+scheduler (seam/scheduler.py): puts it, and the steps of the target, behind the step's figures of speculative decoding
+-> front end: counts and logs it. vLLM's own figures are of steps that verified drafts; tokens/step here is over all
+steps. Nothing waits for a device (proposers/watch.py).
 
 The two patches below are put in force where a head is configured. A plugin of vLLM's group `stat_logger_plugins` would
 need none, but is made for every engine of the environment, turns --disable-log-stats off, and is not asked by `LLM`.
@@ -22,6 +22,7 @@ from vllm_mtpc.proposers.seam.patch import Patch
 
 DEBUG = "MTPC_DEBUG"
 COST = "vllm_mtpc_draft_cost"  # attribute of a ModelRunnerOutput: fields of DraftFigures but `steps`
+IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the head that the target ships has failed
 CUTS = ("schedule", "survival", "budget")
 
 

@@ -1,4 +1,4 @@
-"""The worker of an engine that serves a head: vLLM's, whichever it is, with our model runner and drafts that are timed.
+"""The worker of an engine that serves a head: vLLM's, whichever it is, with our model runner.
 
 Engines name it in `parallel_config.worker_cls`; other engines never import this file.
 """
@@ -14,7 +14,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_mtpc.proposers.seam.config_ptp import reserved_blocks
 from vllm_mtpc.proposers.seam.derive import derived, named
 from vllm_mtpc.proposers.seam.patch import refuse_problems
-from vllm_mtpc.proposers.seam.watch import COST
 
 
 def __getattr__(name: str) -> Any:
@@ -46,15 +45,10 @@ class HeadWorker(Worker):
             reserved_blocks(self.vllm_config, kv_cache_config)  # raises where they leave too few
         super().initialize_from_config(kv_cache_config)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """A step's output, which takes along what its drafts have cost."""
-        output = super().sample_tokens(grammar_output)
-        runner = self.model_runner
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        made = getattr(output, "model_runner_output", output)
-        if hasattr(drafter, "clock") and getattr(made, "req_ids", None):
-            setattr(made, COST, drafter.clock.take())
-        return output
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.ready()
+        return times
 
 
 @contextmanager
@@ -63,7 +57,8 @@ def _custom_class(spec: Any) -> Iterator[None]:
     ours = spec.method, spec.model
     # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
     object.__setattr__(spec, "method", "custom_class")
-    object.__setattr__(spec, "model", "vllm_mtpc.proposers.v1.proposer.MtpcProposer")
+    proposer = "shipped.ShippedProposer" if spec.is_shipped else "proposer.MtpcProposer"
+    object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.{proposer}")
     try:
         yield
     finally:

@@ -6,12 +6,26 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_mtpc.proposers.watch import with_cost
+
 
 class HeadModelRunner(GPUModelRunner):
     """What is added to the V1 runner of any device; `drafter` is a `MtpcProposer`."""
 
     def begin(self) -> None:
         """Called once vLLM has made the runner."""
+
+    def ready(self) -> None:
+        """Called before the first request."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a head that the target ships has failed, and nothing drafts."""
+        return getattr(getattr(self, "drafter", None), "is_idle", False)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The step's output, with what its drafts have cost; Ray's executor asks no worker."""
+        return with_cost(super().sample_tokens(grammar_output), getattr(self, "drafter", None), self.is_idle)
 
     def propose_draft_token_ids(
         self,

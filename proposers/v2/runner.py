@@ -11,8 +11,9 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 
+from vllm_mtpc.proposers.v2 import shipped
 from vllm_mtpc.proposers.v2.seeded import draft_apart
-from vllm_mtpc.proposers.watch import watch_speculator
+from vllm_mtpc.proposers.watch import watch_speculator, with_cost
 
 
 def draft_layers(spec: Any) -> int:
@@ -44,7 +45,10 @@ def our_speculator() -> Iterator[None]:
     """While a runner is made: vLLM's factory knows a closed list of methods, and the runner has no other hook."""
 
     def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-        return speculator_class(vllm_config.speculative_config)(vllm_config, device)
+        spec = vllm_config.speculative_config
+        if spec.is_shipped:
+            return shipped.made(lambda: speculator_class(spec)(vllm_config, device), vllm_config, device)
+        return speculator_class(spec)(vllm_config, device)
 
     model_runner.init_speculator = init_speculator
     try:
@@ -75,9 +79,26 @@ class HeadModelRunner(GPUModelRunner):
             self.use_aux_hidden_state_outputs = True
         if self.lora_config and self.speculative_config.method == "mtpc":
             self.lora_state = RowLoraState(self.max_num_reqs)
-        if self.speculator is not None:  # it is where the last pipeline stage is
-            draft_apart(self)
-            watch_speculator(self.speculator)
+        if self.speculator is None or self.is_idle:  # None: not the last pipeline stage
+            return
+        draft_apart(self)
+        watch_speculator(self.speculator)
+        if self.speculative_config.is_shipped:
+            shipped.guard(self)
+
+    def ready(self) -> None:
+        """Called before the first request."""
+        if self.speculator is not None and self.speculative_config.is_shipped:
+            shipped.unguard(self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a head that the target ships has failed, and nothing drafts."""
+        return isinstance(self.speculator, shipped.IdleSpeculator)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The step's output, with what its drafts have cost; Ray's executor asks no worker."""
+        return with_cost(super().sample_tokens(grammar_output), self.speculator, self.is_idle)
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Also notes how many rows with logits each request of the step has."""

@@ -34,7 +34,7 @@ def draft_apart(runner: Any) -> None:
         input_batch: InputBatch,
         attn_metadata: Any,
         slot_mappings: Any,
-        states: Tensor,
+        last_hidden_states: Tensor,
         aux_hidden_states: Any,
         num_sampled: Tensor,
         num_rejected: Tensor,
@@ -45,7 +45,7 @@ def draft_apart(runner: Any) -> None:
     ) -> Tensor:
         asked = most if num_speculative_tokens is None else num_speculative_tokens
         usual = asked if dummy_run else min(asked, table[input_batch.num_reqs])
-        batch = (attn_metadata, slot_mappings, states, aux_hidden_states, num_sampled, num_rejected, *given)
+        batch = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, *given)
         if usual == asked:
             kwargs |= {"dummy_run": dummy_run, "num_speculative_tokens": num_speculative_tokens}
             return propose(input_batch, *batch, **kwargs)
@@ -56,7 +56,8 @@ def draft_apart(runner: Any) -> None:
         for start in range(0, len(seeded), at_once):
             some = seeded[start : start + at_once]
             rows = torch.from_numpy(some).to(drafts.device, non_blocking=True)
-            part = (attn_metadata, slot_mappings, states_of(states), None, num_sampled[rows], num_rejected[rows])
+            states = states_of(last_hidden_states)
+            part = (attn_metadata, slot_mappings, states, None, num_sampled[rows], num_rejected[rows])
             few = _only(input_batch, some, rows)
             drafts[rows] = MtpcSpeculator.propose(
                 speculator, few, *part, *given, num_speculative_tokens=asked, **kwargs

@@ -161,7 +161,7 @@ def test_memory_before_start(folder, show):
     assert (memory["max_num_seqs"], memory["tensor_parallel_size"]) == (64, 1)
     found = served_memory(folder, 2**16, 1)
     # per request: slot, seed, temperature, row, token, position, state; per draft: token, confidence, conditional
-    row = 8 + 8 + 4 + 3 * 8 + 4 * 2 + 3 * (8 + 4 + 7 * 4)
+    row = 8 + 8 + 4 + 3 * 8 + 4 * 2 + 3 * (8 + 4 + 7 * 2)
     assert found["buffers_mib"] == round(2**16 * row / 2**20, 1)
     assert found["weights_mib"] == round(2 * (4 * 2 * 7 * 4 + 2 * 4 + 2 * 2 * 2 * 4 + 2 * 2 * 2) / 2**20, 1)
     text = show(folder, "--max-num-seqs", 64, "--tensor-parallel-size", 2)

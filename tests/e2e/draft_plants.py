@@ -74,5 +74,23 @@ def note_drafts() -> Callable[[], None]:
     return undo
 
 
+def does_not_load() -> Callable[[], None]:
+    """The head raises where a worker loads it, on either runner."""
+    from vllm_mtpc.proposers.v1 import proposer
+    from vllm_mtpc.proposers.v2 import speculator
+
+    original = proposer.load_served_head
+
+    def load_served_head(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("half of the head")
+
+    def undo() -> None:
+        proposer.load_served_head = speculator.load_served_head = original
+
+    proposer.load_served_head = speculator.load_served_head = load_served_head
+    return undo
+
+
 PLANTS = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}
 PLANTS["note drafts"] = note_drafts
+PLANTS["does_not_load"] = does_not_load

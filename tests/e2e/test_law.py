@@ -52,6 +52,7 @@ def engine(
     plant: str | None = None,
     length: int = LENGTH,
     least: float = 0.0,
+    head_dtype: str = "auto",
 ) -> Engine:
     """least: drafts whose estimated survival is below are cut, by acceptance as it was observed (V1)."""
     calls = []
@@ -64,6 +65,7 @@ def engine(
             "model": str(folder / circuit),
             "num_speculative_tokens_per_batch_size": "off",  # or so large a batch has no drafts
             "min_survival": least,
+            "head_dtype": head_dtype,
         },
         "skip_tokenizer_init": True,
         "max_model_len": 64,
@@ -128,9 +130,11 @@ def test_planted_bias_is_caught(tiny) -> None:
     assert distance > floor
 
 
-def pair_and_floor(folder: Path, target, setting: Setting, plant: str | None = None) -> tuple[float, float]:
+def pair_and_floor(
+    folder: Path, target, setting: Setting, plant: str | None = None, head_dtype: str = "auto"
+) -> tuple[float, float]:
     """On V2: how far the law of tokens 2 and 3 is, of which one is drafted in most steps, and the allowed distance."""
-    engines = {"btree": engine(folder, "btree", [setting], V2_DRAWS, plant, length=3)}
+    engines = {"btree": engine(folder, "btree", [setting], V2_DRAWS, plant, length=3, head_dtype=head_dtype)}
     replies = run(engines, "v2", timeout=3000)["btree"]
     assert not isinstance(replies, str), replies
     law = coarse(exact_law(target, PROMPT, 3, setting), VOCAB)
@@ -145,6 +149,13 @@ def pair_and_floor(folder: Path, target, setting: Setting, plant: str | None = N
 def test_law_v2(tiny, setting: Setting) -> None:
     """Fewer draws, as kernels are interpreted."""
     distance, floor = pair_and_floor(*tiny, setting)
+    assert distance < floor
+
+
+@pytest.mark.slow
+def test_law_v2_of_a_head_in_bfloat16(tiny) -> None:
+    """Draft laws are kept in the head's dtype; what an error of their rounding does, test_rounded_law.py says."""
+    distance, floor = pair_and_floor(*tiny, Setting(temperature=0.7), head_dtype="bfloat16")
     assert distance < floor
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
 
-from vllm_mtpc.models.evabyte import attention, paged
+from vllm_mtpc.models.evabyte import attention, hook, paged
 from vllm_mtpc.models.evabyte.attend import attend, summarise, write_summaries, write_tokens
 from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
 from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment, SummaryPlan, make_plan, make_summary_plan
@@ -319,3 +320,14 @@ def test_graphs_where_flash_attention_reads_the_caches(monkeypatch, dtype: torch
     monkeypatch.setattr(paged, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     for builder in (EvaPlanBuilder, SummaryPlanBuilder):
         assert builder.get_cudagraph_support(config, spec).name == supported
+
+
+@pytest.mark.parametrize(
+    "given, made", [(None, "FULL_DECODE_ONLY"), ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"), ("NONE", "NONE")]
+)
+def test_decode_steps_have_graphs_unless_the_user_wants_none(monkeypatch, given: str | None, made: str) -> None:
+    for name in ("check_limits", "_check_caches"):
+        monkeypatch.setattr(hook, name, lambda *args: None)
+    compilation = SimpleNamespace(mode=None, cudagraph_mode=given and CUDAGraphMode[given])
+    hook.EvaByteHook.verify_and_update_config(SimpleNamespace(compilation_config=compilation))
+    assert (compilation.mode.name, compilation.cudagraph_mode.name) == ("NONE", made)

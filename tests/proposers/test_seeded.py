@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import timeit
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.config.parallel import ParallelConfig
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from tests.proposers.test_bad_input import engine_config, made, place  # noqa: F401 (fixtures)
 from vllm_mtpc.proposers.seam.derive import derived
@@ -141,13 +143,14 @@ class Speculator:
         input_batch: Batch,
         attn_metadata: None,
         slot_mappings: None,
-        states: Tensor,
+        last_hidden_states: Tensor,
         aux_hidden_states: None,
         num_sampled: Tensor,
         num_rejected: Tensor,
         *given: Any,
         dummy_run: bool = False,
         num_speculative_tokens: int | None = None,
+        **others: Any,
     ) -> Tensor:
         batch, count = input_batch.num_reqs, MOST if num_speculative_tokens is None else num_speculative_tokens
         self.asked.append((batch, count))
@@ -195,6 +198,13 @@ def test_a_scheduled_batch_is_drafted_for_at_once(runner: SimpleNamespace) -> No
     propose(runner, 2, MOST)
     propose(runner, 10, None, dummy_run=True)
     assert runner.speculator.asked == [(4, 2), (2, MOST), (10, MOST)]
+
+
+def test_vllm_names_what_it_passes_in_dummy_runs(runner: SimpleNamespace) -> None:
+    names = list(inspect.signature(BaseSpeculator.propose).parameters)[1:]
+    batch = Batch(["0"], 1, 1, torch.zeros(1), np.zeros(1), torch.tensor([0, 3]))
+    given = dict.fromkeys(names) | {"input_batch": batch, "num_rejected": torch.ones(1), "dummy_run": True}
+    assert runner.speculator.propose(**given).shape == (1, MOST)
 
 
 def test_many_seeds_are_drafted_for_a_few_at_a_time(runner: SimpleNamespace) -> None:

@@ -69,7 +69,7 @@ def lost(place: Path, names: list[str]) -> dict[str, list[Any]]:
 
 
 def _load(config: Any, target: Any) -> Any:
-    from vllm_mtpc.proposers.seam.worker import speculator_class
+    from vllm_mtpc.proposers.v2.runner import speculator_class
 
     made = speculator_class(config.speculative_config)(config, CPU)
     before = _tensors()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
 # Logits of a draft that exist at once, and the float32 ones of x_1; larger batches are drafted in several goes. At
-# V=128,256 and r=8 in bfloat16 each batch of the default schedule on a GPU is one go: 256 positions, 2,048 rows of the
+# V=128,256 and r=8 in bfloat16 each batch of the default schedule on a GPU is one go: 192 positions, 1,536 rows of the
 # lm_head, many times what keeps a GPU busy with one product.
 LOGITS_BYTES = 1 << 30
 

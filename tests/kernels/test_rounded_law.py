@@ -1,0 +1,79 @@
+"""Drafts from a law kept in a half precision, verified by vLLM's own kernels: the output's law is the target's.
+
+At a low temperature what rounding takes away matters, so that few draws show a law that is scored otherwise than drawn.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests import forks
+from tests.e2e.laws import noise_floor, total_variation
+
+NO_TRITON = "triton is not installed: the draft kernel cannot run here (pip install triton)"
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
+
+VOCAB, COMPONENTS, DRAWS, TEMPERATURE = 6, 2, 1200, 0.003
+TARGET = [0.3, 0.25, 0.2, 0.15, 0.07, 0.03]
+
+
+def _first_tokens(is_planted: bool) -> list[list[int]]:
+    """First tokens of DRAWS requests that draft one token each, and whether it was kept.
+
+    is_planted: the draft is drawn from the law in float32, and only what is stored of it is rounded.
+    """
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    from vllm_mtpc.circuits import get_circuit
+    from vllm_mtpc.kernels.draft.kernel import Drafter
+
+    generator, program = torch.Generator().manual_seed(4), get_circuit("cp", 2, COMPONENTS).program
+    leaf = torch.randn(1, 1, COMPONENTS, VOCAB, generator=generator) * 2 * TEMPERATURE
+    root = torch.randn(1, COMPONENTS, generator=generator)
+    params = (root.sigmoid().log(), leaf, root, torch.zeros(1, 0, COMPONENTS, COMPONENTS))
+    requests, rows = torch.arange(DRAWS), torch.arange(2 * DRAWS)
+    temperature, seeds = torch.full((DRAWS,), TEMPERATURE), torch.randint(2**40, (DRAWS,), generator=generator)
+    drafts, cache = torch.zeros(DRAWS, 1, dtype=torch.int64), torch.zeros(DRAWS, 1, VOCAB)
+    cache = cache if is_planted else cache.bfloat16()
+    drafter = Drafter(program, COMPONENTS, VOCAB, torch.device("cpu"), gumbel_noised_argmax)
+    drafter(
+        *(part.expand(DRAWS, *part.shape[1:]) for part in params),
+        slots=requests,
+        temperature=temperature,
+        seeds=seeds,
+        pos=torch.full((DRAWS,), 9),
+        tokens=drafts,
+        confidences=torch.zeros(DRAWS, 1),
+        cache=cache,
+    )
+    fed = torch.stack([torch.zeros(DRAWS, dtype=torch.int64), drafts[:, 0]], dim=1).flatten()
+    sampled, num_sampled = rejection_sample(
+        torch.tensor(TARGET).log().expand(2 * DRAWS, VOCAB).contiguous(),  # temperature is in it
+        cache.bfloat16(),
+        fed,
+        torch.arange(DRAWS + 1, dtype=torch.int32) * 2,
+        9 + rows % 2,
+        requests.int(),
+        (rows // 2).int(),
+        (rows % 2).int(),
+        temperature,
+        seeds,
+        1,
+    )
+    return [[first, int(kept > 1)] for first, kept in zip(sampled[:, 0].tolist(), num_sampled.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("is_planted", [False, True], ids=["exact", "planted"])
+def test_law_of_drafts_from_bfloat16(is_planted: bool) -> None:
+    """The fault must be found: rounding what is stored, and not what is drawn from. It moves the law by 0.28."""
+    answers = forks.call("v2", "tests.kernels.test_rounded_law:_first_tokens", is_planted, timeout=600)
+    law = torch.tensor(TARGET).double().numpy()
+    distance, floor = total_variation([[first] for first, _ in answers], law, VOCAB), noise_floor(law, DRAWS)
+    kept = sum(kept for _, kept in answers) / DRAWS
+    print(f"TV {distance:.4f}, allowed {floor:.4f}, kept {kept:.2f}")
+    assert 0.2 < kept < 0.9  # acceptances and rejections alike
+    assert (distance > floor) == is_planted

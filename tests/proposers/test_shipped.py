@@ -1,0 +1,185 @@
+"""Heads that a target ships and that fail once a worker runs: the target is served, with one warning and no drafts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.proposers import shipped
+from vllm_mtpc.proposers.seam import auto, watch
+from vllm_mtpc.proposers.seam.derive import derived
+from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+from vllm_mtpc.proposers.v1 import proposer
+from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
+from vllm_mtpc.proposers.v1.shipped import ShippedProposer
+from vllm_mtpc.proposers.v2 import shipped as v2
+from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(name="said")
+def fixture_said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings of the package, on a machine with one rank."""
+    lines: list[str] = []
+    monkeypatch.setattr(auto.logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(shipped, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
+    return lines
+
+
+def raising(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("out of shared memory:\n  block size 16")
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, own: int, others_fail: int) -> None:
+    group = SimpleNamespace(world_size=2, rank_in_group=own, cpu_group=None)
+    monkeypatch.setattr(shipped, "get_tp_group", lambda: group)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda failed, group: failed.add_(others_fail))
+
+
+def test_what_works_is_left_alone(said: list[str]) -> None:
+    assert shipped.attempt(lambda: "made", "head") == "made" and said == []
+
+
+def test_one_warning_in_one_line(said: list[str]) -> None:
+    with pytest.raises(shipped.GivenUp):
+        shipped.attempt(raising, "head")
+    assert said == [
+        "Serving without drafts: the head that the target ships, head, is not served here: "
+        "out of shared memory: block size 16"
+    ]
+
+
+@pytest.mark.parametrize(("rank", "says"), [(0, ["it failed on another rank"]), (1, [])])
+def test_ranks_give_up_together(rank: int, says: list[str], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks(monkeypatch, rank, others_fail=1)
+    with pytest.raises(shipped.GivenUp):
+        shipped.attempt(lambda: "made", "head")
+    assert [line.rpartition(": ")[2] for line in said] == says
+    ranks(monkeypatch, rank, others_fail=0)
+    assert shipped.attempt(lambda: "made", "head") == "made"
+
+
+@pytest.mark.parametrize("where", ["__init__", "load_model", "draft_params", "nowhere"])
+def test_v1_drafts_nothing(where: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {name: lambda self, *args, name=name: f"{name} of vLLM" for name in ("__init__", "load_model")}
+    calls["__init__"] = lambda self, config: None
+    calls[where] = raising
+    for name in ("__init__", "load_model"):
+        monkeypatch.setattr(proposer.MtpcProposer, name, calls[name])
+    target = {"model_type": "llama", "vocab_size": 8, "hidden_size": 4}
+    head = build_head(HeadConfig.create(circuit="ff", window=4, num_components=1, target=target, verifier="x"))
+    if where == "draft_params":
+        monkeypatch.setattr(head, "draft_params", raising)
+    monkeypatch.setattr(proposer.MtpcProposer, "propose_drafts", lambda self, *args: "drafts")
+    one = ShippedProposer(SimpleNamespace(speculative_config=SimpleNamespace(model_folder="head")))
+    one.model, one.target_dtype, one.num_drafts = head, torch.float32, 3
+    one.load_model(torch.nn.Linear(1, 1))
+    runner = SimpleNamespace(_draft_probs="stale", _draft_prob_req_ids=["stale"])
+    drafts = one.propose_drafts(runner, [[1], [2, 3]], None, None, None, None)
+    if where == "nowhere":
+        assert drafts == "drafts" and said == []
+        return
+    assert drafts == [[], []] and runner._draft_probs is None and len(said) == 1
+
+
+class Speculator:
+    """Takes hold of the target's forward and registers a layer, then loads; notes what is called."""
+
+    def __init__(self, context: dict[str, Any], fails: str) -> None:
+        self.context, self.fails, self.buffer = context, fails, torch.zeros(1 << 10)
+
+    def _called(self, name: str) -> str:
+        if name == self.fails:
+            raising()
+        return name
+
+    def load_model(self, target: torch.nn.Module) -> str:
+        target.forward, self.context["layer.draft"] = raising, object()
+        return self._called("load_model")
+
+    def propose(self, input_batch: Any, **given: Any) -> str:
+        return self._called("propose")
+
+    def init_cudagraph_manager(self, mode: Any) -> str:
+        return self._called("init_cudagraph_manager")
+
+    def capture(self) -> str:
+        return self._called("capture")
+
+
+def runner_with(fails: str) -> SimpleNamespace:
+    context: dict[str, Any] = {"layer.0": object()}
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(model_folder="head", num_speculative_tokens=3),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        compilation_config=SimpleNamespace(static_forward_context=context),
+    )
+    runner = SimpleNamespace(vllm_config=config, device=CPU, speculator=Speculator(context, fails))
+    v2.guard(runner)
+    return runner
+
+
+@pytest.mark.parametrize("fails", v2.GUARDED)
+def test_v2_drafts_nothing(fails: str, said: list[str]) -> None:
+    runner, target = runner_with(fails), torch.nn.Linear(2, 2)
+    runner.speculator.load_model(target)
+    runner.speculator.init_cudagraph_manager(None)
+    runner.speculator.propose(input_batch=SimpleNamespace(num_reqs=2), dummy_run=True)
+    runner.speculator.capture()
+    v2.unguard(runner)
+    assert isinstance(runner.speculator, v2.IdleSpeculator) and len(said) == 1
+    assert runner.speculator.propose(SimpleNamespace(num_reqs=2)).tolist() == [[0] * 3] * 2
+    if fails == "load_model":  # the target is what it was
+        assert target(torch.ones(2)).shape == (2,)
+        assert set(runner.vllm_config.compilation_config.static_forward_context) == {"layer.0"}
+
+
+def test_v2_fails_once_requests_have_come(said: list[str]) -> None:
+    runner = runner_with("propose")
+    v2.unguard(runner)
+    with pytest.raises(RuntimeError, match="out of shared memory"):
+        runner.speculator.propose(None)
+    assert said == [] and not set(v2.GUARDED) & set(vars(runner.speculator))
+
+
+def test_v2_is_built_or_idle(said: list[str]) -> None:
+    config = runner_with("").vllm_config
+    assert v2.made(lambda: "made", config, CPU) == "made"
+    assert isinstance(v2.made(raising, config, CPU), v2.IdleSpeculator) and len(said) == 1
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("ours", [runner_v1, runner_v2])
+def test_a_steps_output_says_it(ours: type, is_idle: bool) -> None:
+    class Vllm(ours.__mro__[1]):
+        def sample_tokens(self, grammar_output: Any) -> Any:
+            return SimpleNamespace(model_runner_output=SimpleNamespace(req_ids=["a"]))  # an asynchronous one
+
+    one = object.__new__(derived(ours, Vllm))
+    drafter = object.__new__(v2.IdleSpeculator) if is_idle else SimpleNamespace()
+    drafter.clock, drafter.is_idle = SimpleNamespace(take=lambda: {"draft_passes": 1}), is_idle
+    one.drafter = one.speculator = drafter
+    output = one.sample_tokens(None).model_runner_output
+    assert getattr(output, watch.IDLE, False) == is_idle
+    assert getattr(output, watch.COST, None) == (None if is_idle else {"draft_passes": 1})
+
+
+def test_the_scheduler_plans_no_drafts_from_then_on() -> None:
+    class Vllm(Scheduler):
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+            return {}
+
+    one = object.__new__(derived(HeadScheduler, Vllm))
+    one.dynamic_sd_lookup, one.max_num_running_reqs, one.log_stats = None, 8, True
+    one.seeded, one.is_mtpc_on_v2 = {"a"}, True
+    one.update_from_output(None, SimpleNamespace())
+    assert one.dynamic_sd_lookup is None
+    one.update_from_output(None, SimpleNamespace(**{watch.IDLE: True}))
+    assert one.dynamic_sd_lookup == [0] * 9 and not one.seeded and not one.is_mtpc_on_v2
