@@ -190,7 +190,7 @@ def own_text(programme: Programme) -> dict[str, Any]:
 
 CIRCUITS = [("ff", 1), *((circuit, r) for circuit in ("cp", "hmm", "btree") for r in (8, 32))]
 WINDOWS = (8, 16)
-AT_ONCE = 4  # heads served by one part
+AT_ONCE = 2  # heads served by one part: six starts of an engine
 
 
 def head_folders(programme: Programme) -> dict[tuple[str, int, int], Path]:
@@ -214,13 +214,13 @@ def heads(programme: Programme) -> list[Part]:
     for (circuit, n, r), folder in folders.items():
         options = {"circuit": circuit, "window": n, "components": r, **sizes}
         parts.append(trained(programme, f"train-{folder.name}", folder, 150, **options))
-    how = {"concurrency": 1, "prompts": programme.size(32, 2), "variant": EVERY_DRAFT, **own_text(programme)}
+    how = {"concurrency": 1, "prompts": programme.size(16, 2), "variant": EVERY_DRAFT, **own_text(programme)}
     for window in sorted({n for _, n, _ in folders}):
         members = [folder for (_, n, _), folder in folders.items() if n == window]
         for first in range(0, len(members), AT_ONCE):
             some, name = members[first : first + AT_ONCE], f"table-n{window}-{1 + first // AT_ONCE}"
             needs = [folder / "config.json" for folder in some]
-            parts.append(bench_serve(programme, name, 440, needs, heads=some, **how))
+            parts.append(bench_serve(programme, name, 360, needs, heads=some, **how))
     return parts
 
 

@@ -83,7 +83,10 @@ def start_rows(
         tl.store(depth_ptr + row, depth)
 
 
-@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "k", "num_drafts"])
+@triton.jit(
+    do_not_specialize=["leaf_stride", "k_stride", "z_stride", "k", "num_drafts"],
+    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr"],
+)
 def draft_blocks(
     leaf_ptr,
     leaf_stride,
@@ -138,7 +141,10 @@ def draft_blocks(
     tl.store(moments_ptr + 3 * at + 2, second)
 
 
-@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "k", "num_drafts", "num_inner"])
+@triton.jit(
+    do_not_specialize=["leaf_stride", "k_stride", "z_stride", "k", "num_drafts", "num_inner"],
+    do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "confidence_ptr"],
+)
 def choose(
     leaf_ptr,
     leaf_stride,

@@ -9,7 +9,10 @@ from vllm_mtpc.kernels.draft import parts
 from vllm_mtpc.kernels.filter import machine
 
 
-@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "num_inner"])
+@triton.jit(
+    do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "num_inner"],
+    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "token_ptr", "confidence_ptr"],
+)
 def draft_rows(
     evidence_ptr,
     leaf_ptr,

@@ -61,7 +61,7 @@ def _tile(
     return total
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["token_ptr"])
 def _term_blocks(
     state_ptr,
     state_stride,
@@ -112,7 +112,7 @@ def _term_blocks(
     tl.store(picked_ptr + out, tl.sum(tl.where(is_token, x, 0.0), axis=0), mask=is_here & (b < batch))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ptr"])
 def _join_terms(top_ptr, sum_ptr, picked_ptr, token_ptr, out_ptr, r, vocab_size, num_blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     z = tl.program_id(1)

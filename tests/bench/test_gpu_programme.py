@@ -133,7 +133,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("toy")
 
 
-NEEDS = {"heads": ["target"], "serve": ["target", "heads"], "ptp": ["target", "heads"]}
+NEEDS = {"heads": ["target"], "serve": ["target", "heads"], "ptp": ["target"]}
 
 
 @pytest.mark.slow

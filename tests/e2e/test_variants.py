@@ -84,7 +84,7 @@ def said(folder: Path) -> Any:
     made: dict[str, dict[str, list[Reply]]] = {}
 
     def engines_of(runner: str) -> dict[str, Engine]:
-        heads = [None, *(head for where, head in COLUMNS if where == runner)]
+        heads = [None, *(head for (where, head), _, _ in COLUMNS if where == runner)]
         engines = {}
         for head in heads:
             for bits in ("int8", "int4"):

@@ -25,7 +25,15 @@ from tests.kernels import test_triton as test_others
 FEW = {
     *("alone", "empty rows", "int32 positions"),
     *("wide-btree", "bfloat16", "holes-hmm"),
-    *("two tokens", "padded", "padded, blocks", "one block, several launches", "no draws", "float64 noise, blocks"),
+    *(
+        "two tokens",
+        "padded",
+        "padded, blocks",
+        "one block, several launches",
+        "no draws",
+        "float64 noise, blocks",
+        "bfloat16 cache, blocks",
+    ),
 }
 
 

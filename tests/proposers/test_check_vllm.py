@@ -54,9 +54,15 @@ def test_the_installed_vllm_fits(check: ModuleType) -> None:
 
 
 def test_a_replaced_attribute_that_is_gone(check: ModuleType) -> None:
+    sampler = "vllm/v1/sample/rejection_sampler.py"
+    (found,) = moved(check, sampler, "def expand_batch_to_tokens(", "def expand_elsewhere(")
+    assert found[:3] == ("replaced", "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", "gone")
+
+
+def test_an_overridden_method_that_is_gone(check: ModuleType) -> None:
     runner = "vllm/v1/worker/gpu_model_runner.py"
     (found,) = moved(check, runner, "def propose_draft_token_ids(", "def propose_drafts_elsewhere(")
-    assert found[:3] == ("replaced", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids", "gone")
+    assert found[:3] == ("overridden", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids", "gone")
 
 
 def test_a_parameter_that_is_gone(check: ModuleType) -> None:
@@ -98,11 +104,11 @@ def test_an_imported_name_that_is_gone(check: ModuleType) -> None:
         ),
         (  # bench/steps.py wraps it
             "v1/worker/gpu/model_runner.py",
-            "def sample_tokens(",
-            "def sample_rows(",
-            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+            "def execute_model(",
+            "def execute_rows(",
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
         ),
-        (  # a patch reads it of the scheduler whose method it replaces
+        (  # our scheduler reads it of the one it derives from
             "v1/core/sched/scheduler.py",
             "self.use_v2_model_runner",
             "self.is_v2",
