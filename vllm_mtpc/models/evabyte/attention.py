@@ -55,7 +55,9 @@ class _StepBuilder(PlanBuilder):
         config, block = vllm_config.model_config.hf_config, vllm_config.cache_config.block_size
         states = block // config.chunk_size
         tokens = states if frees_windows(vllm_config, config.window_size) else block
-        fits = paged.fits(kv_cache_spec.dtype, config.window_size, tokens, states)
+        # V1 asks with the specs of a whole group, of tokens and of summaries, whose dtype is one
+        spec = next(iter(getattr(kv_cache_spec, "kv_cache_specs", {}).values()), kv_cache_spec)
+        fits = paged.fits(spec.dtype, config.window_size, tokens, states)
         return AttentionCGSupport.UNIFORM_BATCH if fits else AttentionCGSupport.NEVER
 
     def plan(
