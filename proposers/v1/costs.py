@@ -18,6 +18,7 @@ Floats = NDArray[np.float64]
 Features = Sequence[float] | Floats  # [4], or [N, 4]
 KEPT = 0.998  # of what was learnt of a kind of step, per step of the kind
 PULL = 0.01  # of each weight towards its prior, in steps
+LEARN_EVERY = 32  # steps of a kind, behind its 1st, 2nd, 4th, 8th, 16th
 FLOOR = 0.05  # of a prior that another kind of batch has found to be nothing
 VERIFYING = 0.5  # ms, of the first number of CPU_DRAFT: the rest of it is drafting
 
@@ -30,36 +31,44 @@ class Line:
         self._products = np.zeros((2, len(prior), len(prior)))  # of plain steps, of drafted ones
         self._sums = np.zeros((2, len(prior)))
         self._fit, self._square = 0.0, 0.0  # of what the prior expects, by what it took
-        self._is_known = [False, False]
-        self.count, self.weights = 0, self.prior
+        self.counts, self.weights = [0, 0], self.prior  # observed, by the same kinds
 
     def __call__(self, features: Features) -> Floats:
         return np.asarray(features) @ self.weights
 
-    def observe(self, features: Sequence[float], seconds: float) -> None:
-        """A step that took so long. Errors are relative to it: one that another process delayed weighs little."""
+    def observe(self, features: Sequence[float], seconds: float) -> bool:
+        """A step that took so long. Errors are relative to it: one that another process delayed weighs little.
+
+        Returns whether it is time to learn: its kind is new, or many were observed.
+        """
         kind = int(features[-1] > 0)  # what is seldom seen is not forgotten because of what is seen often
-        if not self._is_known[kind]:
-            self._is_known[kind] = True  # the first one pays for what is made once, and tells nothing of the others
-            return
+        self.counts[kind] += 1
+        if kind and self.counts[kind] == 1:
+            return False  # the first draft pays for what is made once, and tells nothing of the others
         x = np.array(features, dtype=np.float64) / seconds
         expected = float(self.prior @ x)
-        self.count += 1
         self._fit = KEPT * self._fit + expected
         self._square = KEPT * self._square + expected * expected
         self._products[kind] *= KEPT
         self._products[kind] += x[:, None] * x
         self._sums[kind] *= KEPT
         self._sums[kind] += x
+        count = self.counts[kind]
+        return count & (count - 1) == 0 or count % LEARN_EVERY == 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was observed."""
+        return self._square > 0
 
     @property
     def scale(self) -> float:
         """How many times as long as the prior expects."""
-        return self._fit / self._square if self.count else 1.0
+        return self._fit / self._square if self.is_known else 1.0
 
     def learn(self) -> None:
         """Weights from everything observed so far."""
-        if not self.count:
+        if not self.is_known:
             return
         prior = self.prior * self.scale
         products = self._products.sum(axis=0) + np.diag(PULL / prior**2)
@@ -104,7 +113,7 @@ class Costs:
     def learn(self) -> None:
         """Weights from everything observed; of drafts nobody has seen, as much slower as steps are."""
         self.steps.learn()
-        if self.drafts.count:
+        if self.drafts.is_known:
             self.drafts.learn()
         else:
             self.drafts.weights = self.drafts.prior * self.steps.scale

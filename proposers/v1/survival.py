@@ -19,6 +19,7 @@ small share of the time.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,11 +33,11 @@ from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
 
 TRIED = 0.02  # of the time may be lost by steps that try something else than the plan
 LOST = 0.25  # of its time that a try loses at least, whatever is believed
+SOON = 4  # drafted steps of a size behind which one without drafts is tried: what others are measured by
 FEW = 2  # drafts that are tried where none pay
 # Expected gain below which nothing is drafted. Costs are known to 3 %; and requests of a batch that are accepted
 # unevenly end one after the other, so that the batch runs out (how much that costs was not measured by itself)
 ALONE, MARGIN = 1.03, 1.1
-LEARN_EVERY = 32  # steps
 
 
 class Confidence:
@@ -72,16 +73,19 @@ class Batches:
     """What is known of batches of about one size, all greedy or not."""
 
     def __init__(self, costs: Costs) -> None:
-        self.costs, self._spare, self._turn = costs, 0.0, 0
+        self.costs, self._spare = costs, defaultdict[int, float](float)  # seconds, by what may be tried
 
     def tries(self, plan: Plan) -> int | None:
         """How many drafts this step tries in place of the plan's; None: it follows the plan."""
-        self._spare += TRIED * plan.seconds
-        drafts, lost = plan.others[self._turn % len(plan.others)]
-        if self._spare < lost:
-            return None
-        self._spare, self._turn = 0.0, self._turn + 1
-        return drafts
+        plain, drafted = self.costs.steps.counts
+        if plan.drafts and not plain and drafted >= SOON:
+            return 0
+        for drafts, lost in plan.others:
+            self._spare[drafts] += TRIED / len(plan.others) * plan.seconds
+            if self._spare[drafts] >= lost:
+                self._spare[drafts] = 0.0
+                return drafts
+        return None
 
 
 @dataclass
@@ -129,7 +133,7 @@ class Survival:
     def _of(self, batch: int, is_drawn: bool) -> Batches:
         key = batch.bit_length(), is_drawn
         if key not in self._batches:
-            known = {other: one.costs for other, one in self._batches.items() if one.costs.steps.count}
+            known = {other: one.costs for other, one in self._batches.items() if one.costs.steps.is_known}
             like = min(known, key=lambda other: (other[1] != is_drawn, abs(other[0] - key[0])), default=None)
             self._batches[key] = Batches(Costs(self._load, known.get(like)))
         return self._batches[key]
@@ -168,8 +172,7 @@ class Survival:
         if self.given is None and is_plain_decoding and batch == self._batch:
             features = step_features(len(batch), len(batch) + sum(verified), any(verified))
             costs = self._of(len(batch), self._is_drawn).costs
-            costs.steps.observe(features, now - self._left)
-            if costs.steps.count % LEARN_EVERY == 0 or costs.steps.count in (2, 4, 8, 16):
+            if costs.steps.observe(features, now - self._left):
                 self._learn(costs)
         return cut
 

@@ -132,6 +132,29 @@ def test_a_slow_first_draft_decides_nothing() -> None:
         assert survival._best(1, 0, 7).drafts == 7
 
 
+def test_a_plan_that_loses_is_soon_given_up() -> None:
+    """Believed to pay by what is known of another size, until one step was without drafts."""
+    survival, accepted = Survival(np.full((2, 5), 0.55), 0.1), 0.55 ** np.arange(1, 6)
+    small = survival._of(4, False).costs
+    for drafts in (5, 0, 5, 5, 0, 5, 3, 5):
+        small.steps.observe(step_features(4, 4 * (1 + drafts), drafts > 0), 0.0095)  # rows seem to cost nothing
+        if drafts:
+            small.drafts.observe(draft_features(4, drafts), 0.001)
+        survival._learn(small)
+    costs, plans = survival._of(12, False).costs, []
+    for _ in range(30):
+        drafts = survival.plan(12, 0, 5)[0]
+        plans.append(drafts)
+        step = 0.0071 if drafts == 0 else 0.009 + 0.0002 * 12 * (1 + drafts)
+        is_time = costs.steps.observe(step_features(12, 12 * (1 + drafts), drafts > 0), step)
+        if drafts:
+            costs.drafts.observe(draft_features(12, drafts), 0.005)
+        if is_time:
+            survival._learn(costs)
+    assert plans[0] > 0 and 1 + accepted.sum() < (0.009 + 0.0002 * 72 + 0.005) / 0.0071  # it did, and does not
+    assert all(plans[:4]) and plans.count(0) >= 20  # a few more drafted steps, some of them tries
+
+
 def test_batches_of_a_new_size_begin_with_what_is_known_of_others() -> None:
     """A slow machine with a dear head: no draft of a new size has to be seen to be taken for dear."""
     survival, took = Survival(np.full((2, 7), 0.5), 0.1), machine(0.001, 0.05)
