@@ -113,9 +113,12 @@ def run(part: Part, programme: Programme, stage: str, limit_s: float, commit: st
     if missing:
         reason = f"{missing[0]} is missing: run the stage that makes it first"
     else:
-        environment = {**os.environ, "MTPC_COMMIT": commit, **part.environment}
         late = contextlib.suppress(subprocess.TimeoutExpired)
-        with group(list(part.command), log, environment) as process, _nothing_left(process.pid), late:
+        with (
+            group(list(part.command), log, {**os.environ, **part.environment}) as process,
+            _nothing_left(process.pid),
+            late,
+        ):
             code = process.wait(timeout=limit_s)
         reason = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
     state = DONE if code == 0 else FAILED

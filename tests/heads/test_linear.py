@@ -179,7 +179,7 @@ def test_components_and_positions_started_from_the_lm_head_differ_and_the_seed_d
     assert not torch.equal(head.leaf_weight, first)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the same head there and on a CPU")
 def test_a_head_on_the_gpu_starts_from_the_same_numbers():
     head, lm_head = build("cp", 3, 2), torch.randn(V, D, generator=torch.Generator().manual_seed(3))
     head.init_from_lm_head(lm_head, seed=0)

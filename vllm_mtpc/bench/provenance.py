@@ -49,8 +49,6 @@ def commit() -> str | None:
 
     MTPC_COMMIT names it where the files lie without their .git.
     """
-    if given := os.environ.get("MTPC_COMMIT"):
-        return given
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -58,7 +56,7 @@ def commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         differs = git("status", "--porcelain", "--", ":/", f":(top,exclude){RESULTS.relative_to(ROOT)}")
         return git("rev-parse", "HEAD") + (CHANGED if differs else "")
-    return None
+    return os.environ.get("MTPC_COMMIT") or None
 
 
 def public(value: Any) -> Any:
