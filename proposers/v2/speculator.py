@@ -93,6 +93,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             self.device,
             gumbel_noised_argmax,
             self.use_fp64_gumbel,
+            shard=head.leaf_shard,
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -211,4 +212,4 @@ class MtpcSpeculator(DraftModelSpeculator):
 
         program = self.model.circuit.program
         dtype = self.draft_logits.dtype if is_drawn else torch.float32
-        self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick, dtype)
+        self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick, dtype, self.model.leaf_shard)
