@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from tests import forks
 from tests.e2e.models import make_target
 from tests.proposers import speculators
-from tests.proposers.speculators import Setting, batch, drafted, speculator
+from tests.proposers.speculators import CPU, Setting, batch, drafted, speculator
 from tests.proposers.test_bad_input import engine_config, write_head
+from vllm_mtpc.heads.memory import LiveBytes, draft_memory
+from vllm_mtpc.kernels.draft import naive
 
 # Divided into 2 x 576 columns, of which the second rank has 514 tokens. 32 components of it are no small leaf.
 VOCAB, WINDOW, BATCH, DRAFTS = 1090, 5, 6, 4
@@ -64,7 +66,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def on_ranks(num_ranks: int, settings: dict[str, tuple[Setting, str]], store: str) -> list[dict[str, Any]]:
-    """In a fork: of every rank, by case, drafts [R, K], confidences, conditionals, and the numbers of every gather."""
+    """In a fork: of every rank, by case, drafts, confidences, conditionals; the numbers of every gather; memory."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     ranks = [
@@ -91,7 +93,7 @@ def _rank(rank: int, num_ranks: int, settings: dict[str, tuple[Setting, str]], s
     answers.send_bytes(pickle.dumps(found))
 
 
-def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int]]:
+def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int], tuple[int, int]]:
     from vllm.distributed.parallel_state import GroupCoordinator
 
     gather, numbers = GroupCoordinator.all_gather, []
@@ -104,11 +106,42 @@ def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int
         stack.enter_context(mock.patch.object(Target, "kind", kind))
         stack.enter_context(mock.patch.object(speculators, "Target", Target))
         made = stack.enter_context(speculator(setting))
+        memory = _memory(made)
         stack.enter_context(mock.patch.object(GroupCoordinator, "all_gather", counting))
         if made.draft_logits is not None:
-            return drafted(made, BATCH, DRAFTS), numbers
+            return drafted(made, BATCH, DRAFTS), numbers, memory
         made.propose(**batch(made, BATCH), num_speculative_tokens=DRAFTS)
-        return [made.draft_tokens[:BATCH, :DRAFTS], made.draft_token_confidence_probs[:BATCH, :DRAFTS], None], numbers
+        return (
+            [made.draft_tokens[:BATCH, :DRAFTS], made.draft_token_confidence_probs[:BATCH, :DRAFTS], None],
+            numbers,
+            memory,
+        )
+
+
+def _memory(made: Any) -> tuple[int, int]:
+    """Bytes that a draft has at once, and that it was said to have."""
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    head, drafter = made.model, made.drafter
+    given = made.hidden_states[:BATCH], made.first_tokens[:BATCH], DRAFTS
+    dtype = None if made.draft_logits is None else made.draft_logits.dtype
+    with LiveBytes() as live, torch.inference_mode():
+        params = head.draft_params(*given)
+        if drafter is None:
+            naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
+        else:  # the interpreter moves numbers that a kernel does not
+            *_, law = drafter.buffers(BATCH, DRAFTS, CPU, dtype)
+            law is None or head.leaf_shard.gather(law.flatten(1))
+    said = draft_memory(
+        made.speculative_config.head,
+        [0, *[DRAFTS] * BATCH],
+        DRAFTS,
+        made.dtype,
+        get_tensor_model_parallel_world_size(),
+        "cpu",
+        is_drawn=dtype is not None,
+    )
+    return live.peak, said.activation
 
 
 CASES = {
@@ -132,7 +165,7 @@ def found(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_two_ranks_draft_what_one_does(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
-    ((tokens, *numbers), _), *_ = (rank[name] for rank in found[1])
+    tokens, *numbers = found[1][0][name][0]
     ranks = [rank[name][0] for rank in found[2]]
     for mine, theirs in zip(*ranks, strict=True):
         assert mine is theirs is None or torch.equal(mine, theirs), "the ranks differ"
@@ -147,7 +180,7 @@ def test_two_ranks_draft_what_one_does(name: str, found: dict[int, list[dict[str
 
 @pytest.mark.parametrize("name", [name for name in CASES if "forbids" not in name])
 def test_what_ranks_exchange_is_an_rth_of_the_logits(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
-    (_, numbers), *_ = (rank[name] for rank in found[2])
+    _, numbers, _ = found[2][0][name]
     r, rows = COMPONENTS[name.partition(",")[0]], 576
     law = DRAFTS * (0 if "argmax" in name else rows)
     # x_1: two numbers per component. Per draft: a normaliser and the drafted token's evidence per component, and what
@@ -158,9 +191,17 @@ def test_what_ranks_exchange_is_an_rth_of_the_logits(name: str, found: dict[int,
     assert sum(numbers) < gathered / (r / 1.3)
 
 
+@pytest.mark.parametrize("name", ["kernel, plain", "kernel, argmax", "definition, plain"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_memory_of_a_rank_is_what_was_said(name: str, size: int, found: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in found[size]:
+        there, said = rank[name][2]
+        assert there == said
+
+
 def test_a_target_that_changes_its_logits_afterwards_is_gathered(found: dict[int, list[dict[str, Any]]]) -> None:
     """A token that such a target never says has no mass in the drafts either."""
     for size in (1, 2):
-        (_, _, law), numbers = found[size][0]["kernel, forbids a token"]
+        (_, _, law), numbers, _ = found[size][0]["kernel, forbids a token"]
         assert (law[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()
         assert numbers == ([BATCH * (1 + DRAFTS) * 32 * 576] if size == 2 else [])

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # V=128,256 and r=8 in bfloat16 each batch of the default schedule on a GPU is one go: 192 positions, 1,536 rows of the
 # lm_head, many times what keeps a GPU busy with one product.
 LOGITS_BYTES = 1 << 30
+VOCAB_PADDING = 64  # of vLLM's lm_heads
 
 
 class DraftMemory(NamedTuple):
@@ -134,7 +135,8 @@ def _lm_head(vocab_size: int, num_components: int, num_ranks: int) -> tuple[Call
     A rank's columns; of small leaves then those of all ranks, and these side by side.
     """
     is_divided = num_ranks > 1 and not is_small(num_components, vocab_size)
-    shard = Shard(0, num_ranks, vocab_size, lambda own: torch.cat([own] * num_ranks))
+    padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+    shard = Shard(0, num_ranks, vocab_size, lambda own: torch.cat([own] * num_ranks), padded)
 
     def logits(states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])  # a copy where the head's product left them in another order
