@@ -20,9 +20,10 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import Shard, pays
+from vllm_mtpc.heads.shard import pays
 from vllm_mtpc.kernels.draft import is_small
 from vllm_mtpc.kernels.leaf import fp8
+from vllm_mtpc.kernels.shard import Shard
 
 logger = logging.getLogger("vllm.mtpc")
 

@@ -7,7 +7,7 @@ vocabulary is divided over take the second, and meet once before the first draft
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -16,9 +16,7 @@ from torch import Tensor
 from vllm_mtpc.kernels.draft import TILE, blocked, is_small, rows
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS, machine
 from vllm_mtpc.kernels.filter.program import Program
-
-if TYPE_CHECKING:
-    from vllm_mtpc.heads.shard import Shard
+from vllm_mtpc.kernels.shard import Shard
 
 # Sizes are reasoned, not measured: README.md says what they rest on.
 # One instance drafts for a request, so registers are there; ptxas would spill 16 bytes to have more instances at once.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
-
-if TYPE_CHECKING:
-    from vllm_mtpc.heads.shard import Shard
+from vllm_mtpc.kernels.shard import Shard
 
 Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, which draft) -> tokens [B]
 

@@ -35,10 +35,10 @@ from triton.runtime.driver import driver
 
 from vllm_mtpc.bench import provenance
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
-from vllm_mtpc.heads.shard import Shard
 from vllm_mtpc.kernels.draft import SMALL_VOCAB
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.leaf import fp8
+from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.output import check_file, write_json
 
 ROOT = Path(__file__).parents[2]

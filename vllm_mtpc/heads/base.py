@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.shard import Shard
 from vllm_mtpc.kernels.leaf import evidence_of
+from vllm_mtpc.kernels.shard import Shard
 
 # Probability of keeping the latent at initialisation: HMM and BTree then start (nearly) as the CP
 # with the same leaves, and the softmax is not yet so saturated that its rows cannot move.

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import Shard, pays
+from vllm_mtpc.heads.shard import pays
 from vllm_mtpc.kernels.draft import is_small, naive
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
+from vllm_mtpc.kernels.shard import Shard
 
 if TYPE_CHECKING:
     from vllm_mtpc.config import HeadConfig

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD, Head
-from vllm_mtpc.heads.shard import Shard
 from vllm_mtpc.kernels import leaf
+from vllm_mtpc.kernels.shard import Shard
 
 
 class SharedHead(Head):
