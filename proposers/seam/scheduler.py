@@ -60,7 +60,7 @@ class HeadScheduler(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """With synchronous scheduling: drafts beyond the schedule are kept for requests with a seed alone; the first
         draft that a grammar forbids is verified: vLLM drops it, and the token there has another law."""
-        if not self.is_mtpc_on_v2:  # V1's drafts are never cut in a way that matters (v1/grammar.py), PTP's have no law
+        if not self.is_mtpc_on_v2:  # V1's drafts are never cut in a way that matters (grammar.py), PTP's have no law
             super().update_draft_token_ids(draft_token_ids)
             return
         if self.seeded:
