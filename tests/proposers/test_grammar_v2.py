@@ -48,11 +48,14 @@ def followed(kept: Any) -> Any:
     return made
 
 
-def steps(place: Path, logits_bytes: int) -> dict[str, Any]:
+def steps(place: Path, at_once: int) -> dict[str, Any]:
     """In a fork: a step without grammars and one with, and the tokens that vLLM draws from what is to be scored."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    with speculator(Setting(place, 6, logits_bytes=logits_bytes)) as made:
+    from vllm_mtpc.proposers.v2 import speculator as module
+
+    small = mock.patch.object(module, "SMALL_LEAVES", at_once)
+    with small, speculator(Setting(place, 6, logits_bytes=at_once)) as made:
         given = batch(made, REQUESTS)
         names = given["input_batch"].req_ids = [f"r{row}" for row in range(REQUESTS)]
         given["num_sampled"][UNREAD] = 0
@@ -98,7 +101,7 @@ def steps(place: Path, logits_bytes: int) -> dict[str, Any]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("masked")
     target = make_target(folder / "target", vocab_size=VOCAB, seed=0).config.to_dict()
-    write_head(folder / "head", target)
+    write_head(folder / "head", target, window=DRAFTS + 1)
     return folder
 
 
@@ -112,7 +115,7 @@ def test_rows_without_a_grammar_are_drafted_as_ever(found: dict[str, Any]) -> No
     for name, part in found["masked"].items():
         assert torch.equal(part[others], found["free"][name][others])
     goes = found["goes"]
-    assert goes in ([REQUESTS, len(STRUCTURED)], [1] * (REQUESTS + 2)), "the whole batch first; then the structured"
+    assert goes in ([REQUESTS, len(STRUCTURED)], [1] * (REQUESTS + 2)), goes  # that of the unread prompt is left out
 
 
 def test_drafts_are_allowed_and_scored_by_the_law_they_are_drawn_from(found: dict[str, Any]) -> None:
