@@ -132,7 +132,7 @@ def draft_blocks(
     q_top, first, second = parts.add_moments(
         log_q, scale, tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     )
-    value, index = NOISED_ARGMAX(log_q, token, mask, seed, pos + k, temperature, IS_DRAFTING=True, USE_FP64=USE_FP64)
+    value, index = NOISED_ARGMAX(log_q, token, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64)
     at = row * tl.num_programs(0) + block
     tl.store(value_ptr + at, value)
     tl.store(index_ptr + at, block * BLOCK + index)

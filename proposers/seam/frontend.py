@@ -325,6 +325,11 @@ def check_runner(vllm_config: Any) -> None:
             "mask_drafts=true on Model Runner V2: grammars live on the host, which sees drafts when a step is over; "
             "allowed: false; drop it"
         )
+    if not is_v2 and spec.verify == "coupled":
+        raise ServeConfigError(
+            "verify='coupled' on Model Runner V1, where requests without a seed have no noise that can be drawn again; "
+            f"allowed: 'rejection'; drop it, or {how_to_v2()}"
+        )
     if not is_v2 and spec.rejection_sample_method == "block":
         raise ServeConfigError(
             "rejection_sample_method 'block' on Model Runner V1, which verifies token by token: allowed are 'standard' "

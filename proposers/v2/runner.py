@@ -12,7 +12,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 
 from vllm_mtpc.proposers.v2 import shipped
-from vllm_mtpc.proposers.v2.seeded import draft_apart
 from vllm_mtpc.proposers.watch import watch_speculator, with_cost
 
 
@@ -81,7 +80,6 @@ class HeadModelRunner(GPUModelRunner):
             self.lora_state = RowLoraState(self.max_num_reqs)
         if self.speculator is None or self.is_idle:  # None: not the last pipeline stage
             return
-        draft_apart(self)
         watch_speculator(self.speculator)
         if self.speculative_config.is_shipped:
             shipped.guard(self)

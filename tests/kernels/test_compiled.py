@@ -120,6 +120,7 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     served.hidden_states = torch.zeros(1024, sizes["hidden_size"], dtype=torch.bfloat16, device=META)
     served.draft_tokens = torch.zeros(1024, 7, dtype=torch.int64, device=META)
     served.draft_token_confidence_probs = torch.zeros(1024, 7, device=META)
+    served.is_drawn = True
     served.draft_logits = torch.zeros(1024, 7, sizes["vocab_size"], dtype=torch.bfloat16, device=META)
 
     served.device = torch.device("cuda")
