@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from vllm_mtpc.kernels.couple import naive
@@ -17,3 +18,10 @@ def accept(
     from vllm_mtpc.kernels.couple import kernel  # importing it imports triton
 
     return kernel.accept(tokens, drafts, cu_num_logits, width, others)
+
+
+def warm_up(width: int, device: torch.device) -> None:
+    """On a GPU compiles what vLLM's verification of `width` rows will launch, before the first request."""
+    whole, index = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    kept, count = accept(whole, index, index, width)  # one request without rows
+    accept(whole, index, index, width, (count > 0, kept, count))

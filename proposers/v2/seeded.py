@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.kernels.couple import accept
+from vllm_mtpc.kernels.couple import accept, warm_up
 from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
 from vllm_mtpc.proposers.v2.stepped import SteppedRejectionSampler, needs_fresh_noise
@@ -147,6 +147,7 @@ def with_verification(
                         ": only vLLM's plain Sampler can be given such a verifier; drop these options"
                     )
                 return own
+            warm_up(spec_config.num_speculative_tokens + 1, device)
             on_states(CoupledStates.of(sampler.sampling_states, spec_config.verify))
             return sampler, kind(sampler, spec_config, device)
 
