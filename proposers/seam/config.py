@@ -63,8 +63,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     head_dtype: HeadDtype = "auto"
     # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: as few or many as pay
     min_survival: float | None = Field(default=None, ge=0, lt=1)
-    # Model Runner V1: structured requests' drafts are masked with their grammar; None: where the runner can
-    mask_drafts: bool | None = None
+    mask_drafts: bool = True  # structured requests' drafts are masked with their grammar
     # How a drafted token is verified; None: requests with a seed by coupling, others by rejection
     verify: Literal["coupled", "rejection"] | None = None
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts

@@ -36,7 +36,7 @@ class HeadScheduler(Scheduler):
         """With synchronous scheduling: the first draft that a grammar forbids is verified; vLLM drops it, and the token
         there has another law."""
         super().update_draft_token_ids(draft_token_ids)
-        if not self.is_mtpc_on_v2:  # V1's drafts are never cut in a way that matters (v1/grammar.py), PTP's have no law
+        if not self.is_mtpc_on_v2:  # V1's drafts are never cut in a way that matters (grammar.py), PTP's have no law
             return
         for name, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(name)

@@ -22,11 +22,12 @@ from vllm.distributed import get_tp_group
 
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.proposers.grammar import Grammars, Masks
 from vllm_mtpc.proposers.load import load_served_head
 from vllm_mtpc.proposers.seam.watch import is_debug
 from vllm_mtpc.proposers.v1 import seeded
 from vllm_mtpc.proposers.v1.acceptance import GREEDY, SAMPLED, card_rates
-from vllm_mtpc.proposers.v1.grammar import Grammars, Masks, as_point
+from vllm_mtpc.proposers.v1.grammar import as_point
 from vllm_mtpc.proposers.v1.survival import Confidence, Drafted, Survival
 from vllm_mtpc.proposers.watch import DraftClock, check_ranks
 
@@ -72,7 +73,7 @@ class MtpcProposer:
         self.confidence = Confidence(max_num_reqs, self.num_drafts)
         self.clock = DraftClock()  # the host's clock: a draft ends with its tokens on the host
         self.is_debug = is_debug()
-        self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts is not False)
+        self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, vocab_size)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32)

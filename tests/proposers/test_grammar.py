@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_mtpc.proposers.v1.grammar import Follower, Grammars, Masks, as_point
+from vllm_mtpc.proposers.grammar import Follower, Grammars, Masks
+from vllm_mtpc.proposers.v1.grammar import as_point
 
 VOCAB = 40
 
@@ -203,27 +203,6 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
     untouched = {"cut": [1, 2], "whole": [1, 2, 3], "free": [1, 2], "prompt": []}
     assert run(True) == untouched | {"cut": [1, 2, -1]}
     assert run(False) == untouched
-
-
-@pytest.mark.feature(
-    "drafts masked with the grammar", "refused", "mtpc on V2", why="grammars live on the host, drafts on the device"
-)
-def test_masks_on_v2_are_refused(tmp_path: Path) -> None:
-    from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.seam.frontend import check_runner
-
-    spec = SimpleNamespace(
-        method="mtpc", head=SimpleNamespace(head="linear", lora_layers=0), min_survival=None, mask_drafts=True
-    )
-    config = SimpleNamespace(
-        speculative_config=spec,
-        use_v2_model_runner=True,
-        scheduler_config=SimpleNamespace(async_scheduling=True),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        lora_config=None,
-    )
-    with pytest.raises(ServeConfigError, match=r"mask_drafts=true on Model Runner V2.*allowed: false; drop it"):
-        check_runner(config)
 
 
 @pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")
