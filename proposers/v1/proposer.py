@@ -155,7 +155,8 @@ class MtpcProposer:
         else:
             pick = self._argmax
         params = self.model.draft_params(hidden, first, num_drafts)
-        drafts = naive.draft(self.model.circuit.program, *params, masks.around(pick)).tolist()
+        program, shard = self.model.circuit.program, self.model.leaf_shard
+        drafts = naive.draft(program, *params, masks.around(pick), shard=shard).tolist()
         masks.rewind()
         confidence, kinds = self.confidence.of(batch, num_drafts), np.array(kind)
         lengths = self.survival.lengths(confidence, kinds, least)

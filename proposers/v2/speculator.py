@@ -99,6 +99,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             self.device,
             gumbel_noised_argmax,
             self.use_fp64_gumbel,
+            shard=head.leaf_shard,
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -238,4 +239,4 @@ class MtpcSpeculator(DraftModelSpeculator):
 
         program = self.model.circuit.program
         pick = pick if masks is None else masks.around(pick)
-        self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick, dtype)
+        self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick, dtype, self.model.leaf_shard)
