@@ -64,7 +64,6 @@ class MtpcSpeculator(DraftModelSpeculator):
         if self.speculative_config.verify == "coupled":  # which scores no draft
             self.draft_logits = None
         self.states: CoupledStates | None = None  # None: nothing is coupled
-        self.drafting = torch.full((self.max_num_reqs,), DRAFTING, dtype=torch.int64, device=device)
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         ranges = self.speculative_config.num_speculative_tokens_per_batch_size
         self.drafts_by_batch = by_batch(ranges, self.max_num_reqs, self.num_speculative_steps)
@@ -146,8 +145,8 @@ class MtpcSpeculator(DraftModelSpeculator):
             starts = (self.last_rows, self.first_tokens, self.noise_pos)
             last_rows(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens, *starts)
             slots = input_batch.idx_mapping[:num_reqs]
-            stream = (self.drafting if self.states is None else self.states.stream.gpu)[slots]
-            if self.is_stepped:
+            stream = DRAFTING if self.states is None else self.states.stream.gpu[slots]
+            if self.is_stepped:  # and there are states
                 own = self.seeds[slots]
                 self.seeds[slots] = torch.where(stream == 0, own, step_seeds(own, self.noise_pos[:num_reqs]))
             self.noise_pos[:num_reqs] += stream
