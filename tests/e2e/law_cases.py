@@ -6,7 +6,6 @@ kinds of request that it is asked together, a plant, options. All cases are aske
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +59,10 @@ def _cases() -> dict[str, Case]:
         "fault: a cut that looks at the drawn token": Case("btree, good", one, "drawn cut", True),
         "fault: drafting stream = sampling stream": Case("btree, bad", one, "one stream", True),
         "fault: the recovered token is dropped": Case("btree, good", one, "drop_recovered_v2", True),
+        "coupled": Case("btree, good", options={"verify": "coupled"}),
+        "fault: coupled, noise of the first row": Case(
+            "btree, good", one, "noise of the first row", True, options={"verify": "coupled"}
+        ),
         "pairs of concurrent requests": Case("btree, good", one, together=2),
         "pairs of siblings, n=4": Case("btree, good", one, together=2, is_one_request=True),
         "3, 1, 0, 2 drafts in turns": Case("btree, good", plant="switching"),
