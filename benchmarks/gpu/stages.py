@@ -85,7 +85,7 @@ def tests(programme: Programme) -> list[Part]:
         identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
         identity("identity-ptp", ["o-ptp"], 200, "float32", **ieee),
         tested("greedy", 300, "tests/e2e/test_greedy.py", "-k", "v2"),
-        tested("seeds", 120, "tests/e2e/test_limits.py", "-k", "seed"),
+        tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2 or law"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
         tested("ptp-law", 120, f"{ptp_law}::test_law_with_and_without_drafts", f"{ptp_law}::test_law_in_every_setting"),
         tested("law-settings", 420, law, "--deselect", f"{law}[T=1]"),
