@@ -66,7 +66,7 @@ def _cases() -> dict[str, Case]:
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),
         "fault: o-ptp, u squared": Case("o-ptp", one, "squared_u", True),
-        "ptp's sampler without drafts": Case(None, ptp, "coupled_without_drafts"),
+        "ptp's sampler without drafts": Case(None, plant="coupled_without_drafts"),
         "block verification": Case("btree, good", options={"rejection_sample_method": "block"}),
         "no head": Case(None),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),

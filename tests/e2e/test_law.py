@@ -25,6 +25,8 @@ FEW_DRAWS = {  # in every run; a fault needs as many to show in the first tokens
     "V1: fault: the recovered token is dropped": 2_000,
     "13 kinds, btree, bad": FEW,
     "fault: the recovered token is dropped": 2_000,
+    "o-ptp": FEW,
+    "fault: o-ptp, u squared": FEW,
 }
 
 
@@ -47,7 +49,7 @@ def case(name: str) -> Any:
     made = CASES[name]
     column = "mtpc on V1" if made.runner == "v1" else "ptp on V2" if "ptp" in name else "mtpc on V2"
     marks = []
-    if made.settings == law_cases.MIXED and made.head:
+    if made.settings == law_cases.MIXED and name != "no head":
         marks = [pytest.mark.feature(row, "law", column) for row in laws.FEATURES]
     elif made.head:
         marks = [pytest.mark.feature("temperature", "law", column)]
