@@ -10,7 +10,7 @@ Undo = Callable[[], None]
 
 def unmasked() -> Undo:
     """V1: drafts are drawn and scored as if there were no grammar, and vLLM cuts them at the first forbidden one."""
-    from vllm_mtpc.proposers.v1.grammar import Grammars, Masks
+    from vllm_mtpc.proposers.grammar import Grammars, Masks
 
     original = Grammars.masks
     Grammars.masks = lambda self, *args: Masks(None)
@@ -23,7 +23,7 @@ def unmasked() -> Undo:
 
 def scored_unmasked() -> Undo:
     """V1: drafts are drawn from the masked law, and the verifier is told the unmasked one."""
-    from vllm_mtpc.proposers.v1.grammar import Masks
+    from vllm_mtpc.proposers.grammar import Masks
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
     around, propose = Masks.around, MtpcProposer.propose_drafts

@@ -60,6 +60,10 @@ def _cases() -> dict[str, Case]:
         "fault: a cut that looks at the drawn token": Case("btree, good", one, "drawn cut", True),
         "fault: drafting stream = sampling stream": Case("btree, bad", one, "one stream", True),
         "fault: the recovered token is dropped": Case("btree, good", one, "drop_recovered_v2", True),
+        "coupled": Case("btree, good", options={"verify": "coupled"}),
+        "fault: coupled, noise of the first row": Case(
+            "btree, good", one, "noise of the first row", True, options={"verify": "coupled"}
+        ),
         "pairs of concurrent requests": Case("btree, good", one, together=2),
         "pairs of siblings, n=4": Case("btree, good", one, together=2, is_one_request=True),
         "3, 1, 0, 2 drafts in turns": Case("btree, good", ("T=1", "T=1.3, top-p 0.8", "bad words"), "switching"),

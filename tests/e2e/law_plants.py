@@ -27,11 +27,17 @@ def other_temperature() -> Undo:
 
 
 def one_stream() -> Undo:
-    """Drafts are drawn from the noise that samples (IS_DRAFTING off)."""
-    import vllm.v1.worker.gpu.sample.gumbel as module
-    from triton.language import constexpr
+    """Drafts of requests that are verified by rejection are drawn from the noise that samples."""
+    from vllm_mtpc.proposers.v2.seeded import DRAFTING
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
-    return _replaced(module, "_DRAFT_NOISE_SALT", constexpr(0))
+    original = MtpcSpeculator._draft
+
+    def _draft(self: Any, *args: Any) -> None:
+        self.noise_pos %= DRAFTING
+        original(self, *args)
+
+    return _replaced(MtpcSpeculator, "_draft", _draft)
 
 
 def drawn_cut() -> Undo:

@@ -1,11 +1,11 @@
-"""Drafts on Model Runner V1 are what a grammar allows, more of them are accepted, and the text is the same."""
+"""Drafts are what a grammar allows, more of them are accepted, and the text is the same, on either model runner."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.test_features import SCHEMA
+from tests.e2e.test_features import EOS, SCHEMA
 from vllm_mtpc import demo
 
 STARTS = ("import os\n\n\ndef walk(path):\n    ", "import json\n\nconfig = ")
@@ -26,7 +26,7 @@ GRAMMARS = (
     {"choice": ["import os, sys", "import json, os", "return None, None"]},
     {"grammar": 'root ::= "f(" arg (", " arg)* ")"\narg ::= [a-z]{1,6} "=" [0-9]{1,3}'},
 )
-MORE = 1.5  # tokens/step; measured: 3.64 in place of 1.47, 3.69 in place of 1.41
+MORE = 2.4  # tokens/step; measured: 3.73 in place of 1.48 at T=0; at T=1 3.61 in place of 1.44 (V1), 3.82 (V2)
 
 
 def calls() -> dict[str, Call]:
@@ -47,42 +47,50 @@ def engine(plant: str | None = None, drafts: bool = True, **options: object) -> 
     arguments = {
         "speculative_config": {**spec, **options} if drafts else None,
         "max_model_len": 256,
+        "max_num_seqs": 12,  # all at once: interpreted, a step takes as long for few
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
     return Engine(str(demo.path("target")), list(calls().values()), arguments, plant)
 
 
-@pytest.fixture(scope="module")
-def said() -> dict[str, dict[str, Reply]]:
-    engines = {
-        "plain": engine(drafts=False),
-        "unmasked": engine("unmasked drafts"),
-        "masked": engine("noted drafts"),
-        "off": engine("noted drafts", mask_drafts=False),
-    }
-    replies = run(engines, "v1")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("v1", marks=pytest.mark.column("mtpc on V1")),
+        pytest.param("v2", marks=pytest.mark.column("mtpc on V2")),
+    ],
+)
+def said(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
+    off = engine("noted drafts", mask_drafts=False)
+    engines = {"plain": engine(drafts=False), "masked": engine("noted drafts"), "off": off}
+    if request.param == "v1":  # which drafts the argmax where it does not mask
+        engines["unmasked"] = engine("unmasked drafts")
+    replies = run(engines, request.param, async_scheduling=True)
     for name, reply in replies.items():
         assert not isinstance(reply, str), (name, reply)
-    return {name: dict(zip(calls(), reply, strict=True)) for name, reply in replies.items()}
+    by_call = {name: dict(zip(calls(), reply, strict=True)) for name, reply in replies.items()}
+    return {"unmasked": by_call["off"], **by_call}
 
 
-@pytest.mark.feature("JSON schema", "exact", "mtpc on V1")
+@pytest.mark.feature("JSON schema", "exact")
 @pytest.mark.parametrize("name", ["masked", "off", "unmasked"])
 def test_greedy_text_is_plain_vllms(said: dict[str, dict[str, Reply]], name: str) -> None:
     assert said[name]["greedy"].tokens == said["plain"]["greedy"].tokens
     assert said[name]["greedy"].finish == said["plain"]["greedy"].finish
 
 
-@pytest.mark.feature("drafts masked with the grammar", "exact", "mtpc on V1")
+@pytest.mark.feature("drafts masked with the grammar", "exact")
 def test_every_draft_is_allowed_by_the_grammar(said: dict[str, dict[str, Reply]]) -> None:
     drafts = [noted for reply in said["masked"].values() for noted in reply.recorded]
     assert sum(len(drafted) for drafted, _ in drafts) > 500
-    assert all(drafted == valid for drafted, valid in drafts)
+    assert all(drafted == valid or valid[-1:] == [EOS] for drafted, valid in drafts)  # V2 drafts on behind the end
     unmasked = [noted for reply in said["off"].values() for noted in reply.recorded]
-    assert any(drafted != valid for drafted, valid in unmasked), "the test sees forbidden drafts where there are any"
+    assert any(drafted != valid and valid[-1:] != [EOS] for drafted, valid in unmasked), (
+        "the test sees forbidden drafts where there are any"
+    )
 
 
-@pytest.mark.feature("drafts masked with the grammar", "exact", "mtpc on V1")
+@pytest.mark.feature("drafts masked with the grammar", "exact")
 @pytest.mark.parametrize("call", ["greedy", "drawn"])
 def test_more_tokens_per_step(said: dict[str, dict[str, Reply]], call: str) -> None:
     """tokens/step = emitted / (emitted - accepted drafts)."""

@@ -25,6 +25,8 @@ FEW_DRAWS = {  # in every run; a fault needs as many to show in the first tokens
     "V1: fault: the recovered token is dropped": 2_000,
     "13 kinds, btree, bad": FEW,
     "fault: the recovered token is dropped": 2_000,
+    "coupled": FEW,
+    "fault: coupled, noise of the first row": FEW,
     "o-ptp": FEW,
     "fault: o-ptp, u squared": FEW,
 }
