@@ -173,9 +173,9 @@ def total_variation(draws: Sequence[Sequence[int]], law: np.ndarray, vocab_size:
     return float(np.abs(empirical - law).sum() / 2)
 
 
-def coarse(law: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The law of the second and third token, for runs too short to fill every cell."""
-    return law.reshape((vocab_size,) * 3 + (-1,)).sum(axis=(0, 3)).ravel()
+def of_the_first(law: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
+    """The law of the first `length` tokens, for runs too short to fill every cell."""
+    return law.reshape(vocab_size**length, -1).sum(axis=1)
 
 
 def noise_floor(law: np.ndarray, count: int) -> float:

@@ -70,12 +70,12 @@ def make_head(
     components: int,
     steps: int = 60,
     seed: int = 0,
-    shift: int = 0,
+    is_bad: bool = False,
     **options: Any,
 ) -> None:
     """A head fitted a little to its target's own samples, so that drafts are accepted and rejected.
 
-    shift: it learns to say the token so many further on: a bad head.
+    is_bad: it learns to say what the target finds least likely.
     """
     config = HeadConfig.create(
         circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target", **options
@@ -88,9 +88,10 @@ def make_head(
     tokens = sample_target(target, 64, 24, seed)
     with torch.no_grad():
         hidden = target.model(tokens).last_hidden_state
+        if is_bad:
+            tokens = torch.cat([tokens[:, :1], target.lm_head(hidden)[:, :-1].argmin(-1)], dim=1)
     windows = tokens[:, 1:].unfold(1, window, 1)  # [S, T, n]
     hidden = hidden[:, : windows.shape[1]].flatten(0, 1)
-    windows = torch.cat([windows[..., :1], (windows[..., 1:] + shift) % target.config.vocab_size], dim=-1)
     windows = windows.flatten(0, 1)
     optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
     for _ in range(steps):

@@ -7,21 +7,16 @@ without a seed, four answers per request.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import forks
 from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.laws import Setting, coarse, draws_of, exact_law, noise_floor, total_variation
 from tests.e2e.test_greedy import CODE
-from tests.e2e.test_law import PROMPT, VOCAB, tiny  # noqa: F401 (fixture)
-from tests.e2e.test_law import engine as law_engine
 from vllm_mtpc import demo
 
 KEY = "num_speculative_tokens_per_batch_size"
-LAW_DRAWS = 4_000  # the planted fault moves the pair by far more than these allow
 
 PROMPTS, TOKENS = 200, 12
 PROCESSED: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.8}, {"presence_penalty": 1.0}]
@@ -121,25 +116,6 @@ def test_what_may_not_matter_has_happened(said: dict[str, list[Reply]]) -> None:
     assert last.metrics["vllm:prefix_cache_hits"] > 0
     accepted = first.metrics["vllm:spec_decode_num_accepted_tokens"]
     assert accepted > 0.2 * first.metrics["vllm:spec_decode_num_draft_tokens"]
-
-
-@pytest.mark.column("mtpc on V2")
-@pytest.mark.feature("temperature", "law")
-def test_law_of_coupled_requests(tiny: tuple[Path, Any]) -> None:  # noqa: F811
-    """`verify: coupled`, requests without a seed: tokens 2 and 3, of which one is drafted in most steps."""
-    setting = Setting(temperature=0.7)
-    plants = {"right": None, "fault": "noise of the first row"}
-    engines = {}
-    for name, plant in plants.items():
-        engines[name] = law_engine(tiny[0], "btree", [setting], LAW_DRAWS, plant, length=3)
-        engines[name].arguments["speculative_config"]["verify"] = "coupled"
-    law = coarse(exact_law(tiny[1], PROMPT, 3, setting), VOCAB)
-    floor, distance = noise_floor(law, LAW_DRAWS), {}
-    for name, replies in run(engines, "v2").items():
-        assert not isinstance(replies, str), replies
-        distance[name] = total_variation([draw[1:] for draw in draws_of(replies[0])], law, VOCAB)
-    print(f"{LAW_DRAWS} draws: TV {distance}, allowed {floor:.5f}")
-    assert distance["right"] < floor < distance["fault"]
 
 
 def tokens_per_step(circuit: str, temperature: float) -> dict[str, float]:

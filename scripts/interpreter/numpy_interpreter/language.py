@@ -5,7 +5,7 @@ What Triton itself writes in terms of these (`tl.rand`, `tl.cdiv`, `tl.sigmoid`)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -236,9 +236,14 @@ def _dot(
     return Value(np.matmul(input.data, other.data, dtype=np.float32) + before, FLOAT32)
 
 
-def _range(start: Any, end: Any = None, step: Any = None, **hints: Any) -> range:
+def _range(start: Any, end: Any = None, step: Any = None, **hints: Any) -> Iterable[Any]:
     start, end = (0, start) if end is None else (start, end)
-    return range(start, end, 1 if step is None else step)
+    step = 1 if step is None else step
+    if not any(bound.__class__ is Value and bound.data.__class__ is Lanes for bound in (start, end)):
+        return range(start, end, step)
+    # instances may begin at different numbers, as long as they take as many turns
+    turns = int((as_value(end) - start + (int(step) - 1)) // step)
+    return (as_value(start) + turn * int(step) for turn in range(turns))
 
 
 def _assert(condition: Any, message: str = "", mask: Any = None) -> None:
