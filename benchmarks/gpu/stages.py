@@ -85,7 +85,9 @@ def tests(programme: Programme) -> list[Part]:
         identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
         identity("identity-ptp", ["o-ptp"], 200, "float32", **ieee),
         tested("greedy", 300, "tests/e2e/test_greedy.py", "-k", "v2"),
-        tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2 or law"),
+        tested("grammar", 400, "tests/e2e/test_grammar.py", "-k", "v2"),  # 10,000 answers among them
+        tested("grammar-law", 200, "tests/e2e/test_grammar_law.py", "-k", "v2"),
+        tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
         tested("ptp-law", 180, f"{law}::test_law[o-ptp]", f"{law}::test_law[fault: o-ptp, u squared]"),
         tested("law-13-kinds", 600, f"{law}::test_law[13 kinds, btree, bad]"),
