@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,16 @@ from vllm.distributed import (
     model_parallel_is_initialized,
     tensor_model_parallel_all_gather,
 )
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import Shard, pays
+from vllm_mtpc.heads.shard import pays
+from vllm_mtpc.kernels.draft import is_small
 from vllm_mtpc.kernels.leaf import fp8
+from vllm_mtpc.kernels.shard import Shard
 
 logger = logging.getLogger("vllm.mtpc")
 
@@ -57,7 +62,9 @@ def load_served_head(
             head.pack(num_drafts + 1 if num_drafts else config.window)
     head.to(device)
     if head.needs_lm_head:
-        head.bind_lm_head(_lm_head(target_model, target_dtype, config.vocab_size))
+        is_divided = num_ranks > 1 and not is_small(head.circuit.num_components, config.vocab_size)
+        own = _own_columns(target_model, target_dtype, config) if is_divided else None
+        head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, config.vocab_size),))
     return head
 
 
@@ -87,16 +94,53 @@ def _gather(own: Tensor) -> Tensor:
     return tensor_model_parallel_all_gather(own, dim=0)
 
 
-def _lm_head(target_model: nn.Module, target_dtype: torch.dtype, vocab_size: int) -> Callable[[Tensor], Tensor]:
+@torch.inference_mode()
+def _own_columns(
+    target_model: nn.Module, target_dtype: torch.dtype, config: HeadConfig
+) -> tuple[Callable[[Tensor], Tensor], Shard] | None:
+    """This rank's columns of vLLM's `compute_logits`, as its `compute_logits_local`, which few models have.
+
+    None where `compute_logits` does something else than call a LogitsProcessor once; that is found out by a call.
+    """
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(processor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((processor, args, kwargs))
+
+    processors = [part for part in target_model.modules() if isinstance(part, LogitsProcessor)]
+    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in processors]
+    device = next(target_model.parameters()).device
+    states = torch.randn(2, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(device, target_dtype)
+    logits = target_model.compute_logits(states)
+    for hook in hooks:
+        hook.remove()
+    if len(calls) != 1 or len(calls[0][1]) < 2:
+        return None
+    ((processor, (lm_head, _, *args), kwargs),) = calls
+
+    def own(states: Tensor) -> Tensor:
+        return processor(lm_head, states, *args, **kwargs, skip_gather=True)
+
+    rank, size, columns = get_tensor_model_parallel_rank(), _num_ranks(), own(states)
+    shard = Shard(rank, size, config.vocab_size, _gather, columns.shape[1] * size)
+    if not torch.equal(shard.whole(columns), logits[:, : config.vocab_size]):
+        return None
+    logger.info("Logits of the head: columns of rank %d of %d", rank, size)
+    return _lm_head(own, target_dtype, shard.rows), shard
+
+
+def _lm_head(
+    compute_logits: Callable[[Tensor], Tensor], target_dtype: torch.dtype, vocab_size: int
+) -> Callable[[Tensor], Tensor]:
     """vLLM's `compute_logits` for states [..., D]: logits [..., V], with the model's scale and soft cap.
 
-    Under tensor parallelism vLLM gathers the logits on every rank (Platform.use_all_gather), so every rank drafts from
-    the same numbers. States take the dtype of the target's own; a quantised or padded lm_head is vLLM's business, and
+    Under tensor parallelism vLLM gathers them on every rank (Platform.use_all_gather), so every rank drafts from the
+    same numbers. States take the dtype of the target's own; a quantised or padded lm_head is vLLM's business, and
     padding beyond V is cut.
     """
 
     def logits(states: Tensor) -> Tensor:
-        flat = target_model.compute_logits(states.reshape(-1, states.shape[-1]).to(target_dtype))
+        flat = compute_logits(states.reshape(-1, states.shape[-1]).to(target_dtype))
         return flat[:, :vocab_size].view(*states.shape[:-1], vocab_size)
 
     return logits

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
+from vllm_mtpc.kernels.shard import Shard
 
 Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, which draft) -> tokens [B]
 
@@ -21,24 +22,39 @@ def draft(
     inner_logits: Tensor,
     pick: Pick,
     dtype: torch.dtype = torch.float32,
+    shard: Shard | None = None,
 ) -> Tensor:
     """Tokens [B, K] int64 of positions 1 .. K of the window, one after the other, each picked from log q(. | before).
 
     evidence [B, r]: log p(x_0 | z) of the verifier's token, normalised; leaf_logits [B, K, r, V], root_logits [B, r]
     and inner_logits [B, F, r, r] are not normalised. All arithmetic is float32; log q is rounded to `dtype`, in which
-    it is kept for whoever scores the tokens, before one is picked from it.
+    it is kept for whoever scores the tokens, before one is picked from it. shard: leaf_logits are this rank's columns
+    [B, K, r, rows]; every rank picks from the same log q [B, V].
     """
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
     weights, stack = advance(program[1], weights, stack, evidence, inner)
     columns = []
+    norms = None if shard is None else _norms(leaf_logits, shard)
     for k in range(leaf_logits.shape[1]):
-        leaf = leaf_logits[:, k].float().log_softmax(dim=-1)  # [B, r, V]
-        columns.append(pick(torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype).float(), k))
+        leaf = leaf_logits[:, k].float()  # [B, r, V]
+        leaf = leaf.log_softmax(dim=-1) if shard is None else leaf - norms[:, k, :, None]
+        log_q = torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype)
+        columns.append(pick((log_q if shard is None else shard.whole(log_q)).float(), k))
         if k + 1 < leaf_logits.shape[1]:
-            index = columns[-1].view(-1, 1, 1).expand(-1, leaf.shape[1], 1)
-            weights, stack = advance(program[k + 2], weights, stack, leaf.gather(2, index)[..., 0], inner)
+            if shard is None:
+                index = columns[-1].view(-1, 1, 1).expand(-1, leaf.shape[1], 1)
+                evidence = leaf.gather(2, index)[..., 0]
+            else:
+                evidence = shard.at(leaf, columns[-1])
+            weights, stack = advance(program[k + 2], weights, stack, evidence, inner)
     return torch.stack(columns, dim=1)
+
+
+def _norms(leaf_logits: Tensor, shard: Shard) -> Tensor:
+    """Log-normalisers [B, K, r] float32 over the vocabulary; position by position, as float32 is a copy."""
+    own = leaf_logits[..., : shard.stop - shard.start]
+    return shard.normalisers(torch.stack([own[:, k].float().logsumexp(-1) for k in range(own.shape[1])], dim=1))
 
 
 def confidence(log_q: Tensor, temperature: Tensor, draw: bool = True) -> Tensor:

@@ -107,3 +107,74 @@ def start(
             code_ptr, begins_ptr, k, weights, stack, depth, message, inner_ptr, r, R, DEPTH
         )
     return weights, stack, depth
+
+
+@triton.jit
+def total(top_ptr, first_ptr, second_ptr, mask):
+    """The moments of parts of a vocabulary put together: maximum, sum of exp(. - maximum) and of its square."""
+    tops = tl.load(top_ptr, mask=mask, other=float("-inf")).to(tl.float32)
+    top = tl.max(tops, axis=0)
+    old = tl.exp(tops - finite(top))
+    first = tl.sum(old * tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32), axis=0)
+    second = tl.sum(old * old * tl.load(second_ptr, mask=mask, other=0.0).to(tl.float32), axis=0)
+    return top, first, second
+
+
+@triton.jit
+def best(value_ptr, index_ptr, moments_ptr, row, num_blocks, BLOCKS: tl.constexpr):
+    """Of the blocks of a conditional: the largest noised value, its token, the moments of all of them."""
+    blocks = tl.arange(0, BLOCKS)
+    mask = blocks < num_blocks
+    at = row * num_blocks + blocks
+    value, block = tl.max(tl.load(value_ptr + at, mask=mask, other=float("-inf")), axis=0, return_indices=True)
+    token = tl.load(index_ptr + row * num_blocks + block).to(tl.int64)
+    moments_ptr += 3 * at
+    top, first, second = total(moments_ptr, moments_ptr + 1, moments_ptr + 2, mask)
+    return value, token, top, first, second
+
+
+@triton.jit
+def keep(token_ptr, confidence_ptr, token, first, second, slot_ptr, temperature_ptr, DRAW: tl.constexpr):
+    """A draft and its confidence, written down."""
+    slot = tl.load(slot_ptr).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
+    tl.store(token_ptr, token)
+    tl.store(confidence_ptr, confidence(first, second, temperature, DRAW))
+
+
+@triton.jit
+def step(
+    code_ptr,
+    begins_ptr,
+    weights_ptr,
+    stack_ptr,
+    depth_ptr,
+    row,
+    k,
+    message,
+    inner_ptr,
+    r,
+    R: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A circuit's state in memory, from draft k to draft k + 1."""
+    z = tl.arange(0, R)
+    weights_ptr += row * R + z
+    stack_ptr += (row * DEPTH + tl.arange(0, DEPTH)[:, None]) * R + z[None, :]
+    depth_ptr += row
+    weights, stack, depth = machine.advance(
+        code_ptr,
+        begins_ptr,
+        k + 2,
+        tl.load(weights_ptr),
+        tl.load(stack_ptr),
+        tl.load(depth_ptr),
+        message,
+        inner_ptr,
+        r,
+        R,
+        DEPTH,
+    )
+    tl.store(weights_ptr, weights)
+    tl.store(stack_ptr, stack)
+    tl.store(depth_ptr, depth)

@@ -320,6 +320,11 @@ def check_runner(vllm_config: Any) -> None:
             f"min_survival={spec.min_survival} on Model Runner V2: the host does not see drafts there; allowed: 0; "
             "drop it, or type enable_adaptive_verification: true"
         )
+    if not is_v2 and spec.verify == "coupled":
+        raise ServeConfigError(
+            "verify='coupled' on Model Runner V1, where requests without a seed have no noise that can be drawn again; "
+            f"allowed: 'rejection'; drop it, or {how_to_v2()}"
+        )
     if not is_v2 and spec.rejection_sample_method == "block":
         raise ServeConfigError(
             "rejection_sample_method 'block' on Model Runner V1, which verifies token by token: allowed are 'standard' "

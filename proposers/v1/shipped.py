@@ -31,7 +31,7 @@ class ShippedProposer(MtpcProposer):
         head = self.model
         states = torch.zeros(1, head.hidden_size, dtype=self.target_dtype, device=device)
         params = head.draft_params(states, torch.zeros(1, dtype=torch.int64, device=device), self.num_drafts)
-        naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))
+        naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
 
     def _attempt(self, call: Any) -> None:
         try:

@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -102,16 +101,3 @@ class ResidualRejectionSampler(RejectionSampler):
         if draft_logits is not None and invalid_drafts is not None:
             invalid_drafts = behind_the_first(invalid_drafts)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-
-
-def with_residual(base: type, spec_config: SpeculativeConfig, device: torch.device) -> type:
-    """`base`, a ModelState class, whose rejection sampler is this one, where vLLM's plain sampler is in use."""
-
-    class ResidualModelState(base):
-        def custom_sampler(self, sampler: Any) -> Any:
-            own = super().custom_sampler(sampler)
-            if own is not None or type(sampler) is not Sampler:
-                return own
-            return sampler, ResidualRejectionSampler(sampler, spec_config, device)
-
-    return ResidualModelState

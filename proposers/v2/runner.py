@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 
 from vllm_mtpc.proposers.v2 import shipped
 from vllm_mtpc.proposers.v2.grammar import StructuredRequests
-from vllm_mtpc.proposers.v2.seeded import draft_apart
 from vllm_mtpc.proposers.watch import watch_speculator, with_cost
 
 
@@ -84,7 +83,6 @@ class HeadModelRunner(GPUModelRunner):
             return
         if self.speculative_config.method == "mtpc" and self.speculative_config.mask_drafts:
             self.speculator.structured = StructuredRequests(self.vllm_config, self.req_states)
-        draft_apart(self)
         watch_speculator(self.speculator)
         if self.speculative_config.is_shipped:
             shipped.guard(self)

@@ -13,8 +13,8 @@ from tests.heads.test_heads import ALL, LM_HEAD, B, N, V, build, hidden_states
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import Shard
 from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.shard import Shard
 
 torch.set_num_threads(1)
 FIRST = torch.tensor([0, V - 1, 3])

@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy_interpreter.values import Value
 from tests.interpreter import odd_kernels
 from tests.kernels import draft_runner, filter_runner, interpreted, test_couple, test_draft, test_filter, test_leaf
 from tests.kernels import test_triton as test_others
+from vllm_mtpc.kernels.shard import Shard
 
 # Small ones, and what others do not have: types, paths, constants
 FEW = {
@@ -36,6 +38,9 @@ FEW = {
     ),
 }
 
+# The second of two ranks, which hears its own from both
+ON_A_RANK = replace(test_draft.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.repeat(2, 1), 1400))
+
 
 def launch_all() -> None:
     _launch(test_couple.CASES, interpreted._launch, {"couple": "accept"})
@@ -44,6 +49,7 @@ def launch_all() -> None:
         _launch({name: ("leaf", case) for name, case in cases.items()}, interpreted._launch, {"leaf": function})
     _launch(test_filter.CASES, filter_runner._launch)
     _launch(test_draft.CASES, draft_runner._draft_all)
+    draft_runner._draft_all({"a rank": ON_A_RANK}, "cpu")
     odd_kernels.launch_all()
 
 

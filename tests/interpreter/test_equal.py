@@ -23,7 +23,10 @@ OURS = {
         "couple.kernel._accept_rows",
         "draft.blocked.choose",
         "draft.blocked.draft_blocks",
+        "draft.blocked.elect",
         "draft.blocked.leaf_blocks",
+        "draft.blocked.nominate",
+        "draft.blocked.spread",
         "draft.blocked.start_rows",
         "draft.rows.draft_rows",
         "filter.kernel._filter",
@@ -134,3 +137,11 @@ def test_every_launch_of_ours_writes_the_same_bits() -> None:
 @pytest.mark.slow
 def test_every_launch_of_served_requests_writes_the_same_bits() -> None:
     assert_equal(launched("check", "workload", "24", *workload.ENGINES)["report"], VLLMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["btree", "block", "o-ptp"])
+def test_all_instances_at_once_say_the_same(engine: str) -> None:
+    """MTPC_INTERPRETER=lanes is equal to rounding, which turns no token here."""
+    one, other = (launched(mode, "workload", "16", engine)["tokens"] for mode in ("numpy", "lanes"))
+    assert one == other

@@ -35,8 +35,10 @@ from triton.runtime.driver import driver
 
 from vllm_mtpc.bench import provenance
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
+from vllm_mtpc.kernels.draft import SMALL_VOCAB
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.leaf import fp8
+from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.output import check_file, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +156,11 @@ def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
+def last_of(ranks: int, vocab: int) -> Shard:
+    """What vLLM leaves the last of `ranks` of an lm_head, filled up to a multiple of 64."""
+    return Shard(ranks - 1, ranks, vocab, lambda own: own.repeat(ranks, 1), -(-vocab // 64) * 64)
+
+
 def draft(
     noise: Any,
     name: str,
@@ -164,11 +171,14 @@ def draft(
     dtype: torch.dtype = HALF,
     draw: bool = True,
     use_fp64: bool = False,
+    ranks: int = 1,
 ) -> None:
-    """The draft kernel on two requests; leaf and cache have a dtype."""
+    """The draft kernel on two requests; leaf and cache have a dtype. ranks: on the last one of so many."""
     circuit = get_circuit(name, n, r)
-    drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64)
-    params = (empty(2, r, dtype=WHOLE), empty(2, drafts, r, vocab, dtype=dtype), empty(2, r, dtype=WHOLE))
+    shard = last_of(ranks, vocab) if ranks > 1 else None
+    drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
+    leaf = empty(2, drafts, r, shard.rows if shard else vocab, dtype=dtype)
+    params = (empty(2, r, dtype=WHOLE), leaf, empty(2, r, dtype=WHOLE))
     drafter(
         *params,
         empty(2, circuit.num_inner, r, r, dtype=WHOLE),
@@ -241,6 +251,13 @@ def served() -> Iterator[tuple[str, Callable[[], Any], int]]:
         yield f"{model} {others[-1]}, K=2", lambda given=given: draft(*given, 2), 0
         yield f"{model} {others[-1]}, float32", lambda given=given, n=n: draft(*given, n - 1, WHOLE), 0
         yield f"{model} {others[-1]}, argmax", lambda given=given, n=n: draft(*given, n - 1, draw=False), 0
+        if vocab > SMALL_VOCAB:
+            for ranks in (2, 8):
+                yield (
+                    f"{model} {others[-1]}, {ranks} ranks",
+                    lambda given=given, ranks=ranks: draft(*given, 2, ranks=ranks),
+                    0,
+                )
         yield f"{model} {others[-1]}, float64", lambda given=given, n=n: draft(*given, n - 1, use_fp64=True), 0
     for model, sizes in {
         "demo": (8, 8, 257, 128),

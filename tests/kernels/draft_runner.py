@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests import forks
 from vllm_mtpc.kernels.filter import Program
+from vllm_mtpc.kernels.shard import Shard
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
@@ -35,6 +36,7 @@ class Case:
     with_cache: bool = True
     cache_dtype: torch.dtype = torch.float32
     use_fp64: bool = False
+    shard: Shard | None = None  # params are those of a rank
 
 
 @dataclass
@@ -71,6 +73,7 @@ def _draft(case: Case, device: str) -> Drafts:
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, num_drafts, r, vocab_size = case.params[1].shape
+    vocab_size = case.shard.vocab_size if case.shard else vocab_size
     drafter = Drafter(
         case.program,
         r,
@@ -79,6 +82,7 @@ def _draft(case: Case, device: str) -> Drafts:
         noised_argmax,
         case.use_fp64,
         case.one_launch,
+        case.shard,
     )
     tokens = torch.full((batch, num_drafts + 2), POISON, device=device)[:, :num_drafts]
     confidences = torch.full((batch, num_drafts + 1), float("nan"), device=device)[:, :num_drafts]

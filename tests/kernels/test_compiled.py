@@ -20,6 +20,7 @@ FOLDERS = (forks.ROOT / "kernels", forks.ROOT / "proposers")
 # One of each kernel, at the sizes with most in registers; the other circuits are the same code with a smaller stack.
 QUICK = (
     *("demo btree, float64", "EvaByte btree, K=2", "EvaByte btree, float32", "Llama btree, K=2", "Qwen btree, K=2"),
+    "Qwen btree, 2 ranks",
     *("EvaByte B=64", "training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
 )
 
@@ -73,6 +74,8 @@ HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # sizes and options of a head
     "float8": ({"vocab_size": 257, "hidden_size": 128}, True),
     "mlp": ({"vocab_size": 257, "hidden_size": 128, "expander_layers": 1}, False),
     "shared": ({"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64}, False),
+    # 16,040 columns a rank, no multiple of 16
+    "shared, 8 ranks": ({"vocab_size": 128_264, "hidden_size": 4096, "expander_rank": 64}, False),
 }
 
 
@@ -86,7 +89,7 @@ def test_nothing_is_compiled_while_serving(name: str) -> None:
 
 def _count(name: str) -> tuple[list[str], list[str]]:
     """Variants that the warm-up compiles, and those that batches of 1 .. 1,024 need beside them."""
-    from tests.kernels.compiled import META, variants, vllms_noise
+    from tests.kernels.compiled import META, last_of, variants, vllms_noise
     from vllm_mtpc.config import HeadConfig
     from vllm_mtpc.heads import build_head
     from vllm_mtpc.heads.memory import by_batch, rows_at_once
@@ -95,7 +98,7 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     sizes, is_float8 = HEADS[name]
     target = {"model_type": "llama", **{key: sizes[key] for key in ("vocab_size", "hidden_size")}}
     options = {key: value for key, value in sizes.items() if key not in target}
-    kind = "linear" if is_float8 else name
+    kind = "linear" if is_float8 else name.partition(",")[0]
     config = HeadConfig.create(
         circuit="btree", window=8, num_components=8, target=target, verifier="../target", head=kind, **options
     )
@@ -104,7 +107,9 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     if is_float8:
         head.quantise_leaves(torch.bfloat16, keep=True)
     if head.needs_lm_head:
-        head.bind_lm_head(lambda states: states.new_empty(*states.shape[:-1], sizes["vocab_size"]))
+        shard = last_of(8, sizes["vocab_size"]) if "ranks" in name else None
+        width = shard.rows if shard else sizes["vocab_size"]
+        head.bind_lm_head(lambda states: states.new_empty(*states.shape[:-1], width), shard)
 
     module.gumbel_noised_argmax = vllms_noise()
     served = object.__new__(module.MtpcSpeculator)
@@ -120,6 +125,7 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     served.hidden_states = torch.zeros(1024, sizes["hidden_size"], dtype=torch.bfloat16, device=META)
     served.draft_tokens = torch.zeros(1024, 7, dtype=torch.int64, device=META)
     served.draft_token_confidence_probs = torch.zeros(1024, 7, device=META)
+    served.is_drawn = True
     served.draft_logits = torch.zeros(1024, 7, sizes["vocab_size"], dtype=torch.bfloat16, device=META)
 
     served.device = torch.device("cuda")
@@ -128,3 +134,25 @@ def _count(name: str) -> tuple[list[str], list[str]]:
         warm = variants(served._warm_up)
         new = variants(lambda: [served._draft(batch, served.drafts_by_batch[batch]) for batch in range(1, 1025)])
     return [str(key) for key in warm], [str(key) for key in new.keys() - warm.keys()]
+
+
+def test_coupling_is_compiled_at_the_start() -> None:
+    warm, new = forks.call("v1", "tests.kernels.test_compiled:_count_coupled")
+    assert len(warm) == 2 and not new
+
+
+def _count_coupled() -> tuple[list[str], list[str]]:
+    from tests.kernels.compiled import META, variants
+    from vllm_mtpc.kernels import couple
+
+    torch.Tensor.is_cuda = True  # for good: this process ends with the answer
+
+    def serve(width: int = 8) -> None:
+        for requests in (*range(1, 40), 257, 1024):
+            rows = torch.zeros(requests * width, dtype=torch.int64, device=META)
+            begins = torch.zeros(requests + 1, dtype=torch.int32, device=META)
+            kept, count = couple.accept(rows, rows.int(), begins, width)
+            couple.accept(rows, rows.int(), begins, width, (count > 0, kept, count))
+
+    warm = variants(lambda: couple.warm_up(8, META))
+    return list(map(str, warm)), [str(key) for key in variants(serve).keys() - warm.keys()]

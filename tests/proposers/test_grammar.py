@@ -163,26 +163,16 @@ def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
 
 
 def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from tests.proposers.stand_ins import spec_config
-    from vllm_mtpc.proposers.v2.grammar import with_residual
+    from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
 
-    class State:
-        def custom_sampler(self, sampler: Any) -> Any:
-            return None
-
-    state = with_residual(State, spec_config(2), torch.device("cpu"))()
-    sampler = object.__new__(Sampler)
-    kept, verifier = state.custom_sampler(sampler)
-    assert kept is sampler
+    verifier = object.__new__(ResidualRejectionSampler)
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
     invalid, probabilities = torch.tensor([False, True, True]), torch.zeros(1, 2, 3)
     assert verifier(None, None, probabilities, invalid).tolist() == [False, False, True]
     assert verifier(None, None, None, invalid) is invalid, "argmax drafts have no residual law"
     assert verifier(None, None, probabilities, None) is None
-    assert state.custom_sampler(SimpleNamespace()) is None, "another sampler keeps its own verifier"
 
 
 def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
@@ -206,7 +196,7 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
             "prompt": request(is_prefill_chunk=True, spec_token_ids=[]),
         }
         scheduler = object.__new__(derived(HeadScheduler, Silent))
-        scheduler.requests, scheduler.is_mtpc_on_v2, scheduler.seeded = requests, is_mtpc_on_v2, set()
+        scheduler.requests, scheduler.is_mtpc_on_v2 = requests, is_mtpc_on_v2
         scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*requests, "gone"], draft_token_ids=[[1, 2, 3]] * 5))
         return {name: one.spec_token_ids for name, one in requests.items()}
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.kernels.leaf import evidence_of
+from vllm_mtpc.kernels.shard import Shard
 
 # Probability of keeping the latent at initialisation: HMM and BTree then start (nearly) as the CP
 # with the same leaves, and the softmax is not yet so saturated that its rows cannot move.
@@ -34,7 +35,7 @@ class DraftParams(NamedTuple):
     """What drafting needs of a batch of circuits once x_1 is known; logits are not normalised."""
 
     evidence: Tensor  # [B, r] float32, log p(x_1 | z)
-    leaf: Tensor  # [B, K, r, V], logits of x_2 .. x_(1+K)
+    leaf: Tensor  # [B, K, r, V], logits of x_2 .. x_(1+K); of a head with a `leaf_shard` [B, K, r, rows]
     root: Tensor  # [B, r], logits
     inner: Tensor  # [B, F, r, r], logits
 
@@ -55,6 +56,7 @@ class Head(nn.Module, ABC):
         "inner_bias": (1, 2),
     }
     noise_in: ClassVar[str]  # the parameter of the leaves in which noise tells equal components apart
+    leaf_shard: Shard | None = None  # the tokens that `draft_params` has logits of; None: the vocabulary
 
     def __init__(self, circuit: Circuit, vocab_size: int, hidden_size: int, **options: int) -> None:
         super().__init__()
@@ -93,8 +95,11 @@ class Head(nn.Module, ABC):
         """What `unembed` reads, from hidden[B, D]: work that positions share is done here, once."""
         return hidden
 
-    def bind_lm_head(self, logits: Callable[[Tensor], Tensor]) -> None:
-        """Lend the target's lm_head, hidden[..., D] -> logits[..., V]; only for heads that need it."""
+    def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
+        """Lend the target's lm_head, hidden[..., D] -> logits[..., V]; only for heads that need it.
+
+        shard: what is lent are this rank's columns, logits[..., shard.rows], and so are then those of the leaves.
+        """
         raise HeadConfigError(f"{type(self).__name__} has its own unembedding; bind no lm_head to it")
 
     def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

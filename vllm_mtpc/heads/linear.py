@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY, DraftParams, Head
-from vllm_mtpc.heads.shard import Shard
 from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.leaf import fp8
+from vllm_mtpc.kernels.shard import Shard
 
 __all__ = ["INIT_STD", "STAY_PROBABILITY", "LinearHead"]
 

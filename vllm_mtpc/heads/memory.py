@@ -7,7 +7,7 @@ no contents, and what lives at once is counted: no size is written down a second
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import Shard, pays
-from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.heads.shard import pays
+from vllm_mtpc.kernels.draft import is_small, naive
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
+from vllm_mtpc.kernels.shard import Shard
 
 if TYPE_CHECKING:
     from vllm_mtpc.config import HeadConfig
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # V=128,256 and r=8 in bfloat16 each batch of the default schedule on a GPU is one go: 192 positions, 1,536 rows of the
 # lm_head, many times what keeps a GPU busy with one product.
 LOGITS_BYTES = 1 << 30
+VOCAB_PADDING = 64  # of vLLM's lm_heads
 
 
 class DraftMemory(NamedTuple):
@@ -63,19 +65,23 @@ def rows_at_once(
     """Requests that are drafted for at once, by their number of drafts, the largest draft first.
 
     As many as drafts_by_batch[n] (drafts of a batch of n; [0] means nothing) gives so many, and LOGITS_BYTES hold; one
-    at least; CUDA graphs pad batches to graph_sizes. Requests with a seed get num_drafts in any batch, a few of them
-    at a time (`proposers/v2/seeded.py`).
+    at least; CUDA graphs pad batches to graph_sizes. num_drafts: what is said where no batch gets a draft.
     """
-    largest = {num_drafts: 1} | {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts}
+    largest = {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts} or {num_drafts: 1}
     largest = {
         drafts: min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)
         for drafts, batch in largest.items()
     }
 
     def size(drafts: int) -> int:
-        """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 beside them."""
-        position = head.circuit.num_components * head.vocab_size
-        return position * ((1 + drafts) * logits_dtype.itemsize + torch.float32.itemsize)
+        """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 beside them.
+
+        A rank that has some columns only has the conditionals [1, K, V] beside them twice: its own, and all.
+        """
+        shard = head.leaf_shard
+        position = head.circuit.num_components * (shard.rows if shard else head.vocab_size)
+        laws = drafts * shard.rows * (1 + shard.size) if shard else 0
+        return (position * (1 + drafts) + laws) * logits_dtype.itemsize + position * torch.float32.itemsize
 
     rows = {drafts: min(batch, max(1, LOGITS_BYTES // size(drafts))) for drafts, batch in largest.items()}
     return dict(sorted(rows.items(), key=lambda item: item[1] * size(item[0]), reverse=True))
@@ -100,7 +106,7 @@ def draft_memory(
         if isinstance(head, LinearHead) and pays(head.leaf_weight.numel() * dtype.itemsize, num_ranks, device_type):
             head.shard_leaves(Shard(0, num_ranks, config.vocab_size, lambda own: torch.cat([own] * num_ranks)))
         if head.needs_lm_head:
-            head.bind_lm_head(lambda states: _gathered_logits(states, config.vocab_size, num_ranks))
+            head.bind_lm_head(*_lm_head(config.vocab_size, head.circuit.num_components, num_ranks))
         found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
         drafts, rows = next(iter(found.items()))
         hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
@@ -108,9 +114,12 @@ def draft_memory(
         with LiveBytes() as live:
             params = head.draft_params(hidden, first, drafts)
             if drafter is None:
-                naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))
+                pick, shard = lambda log_q, k: log_q.argmax(dim=-1), head.leaf_shard
+                naive.draft(head.circuit.program, *params, pick, shard=shard)
             elif not drafter.one_launch:
-                drafter.buffers(rows, drafts, hidden.device)
+                held = drafter.buffers(rows, drafts, hidden.device, dtype if is_drawn else None)
+                if held[-1] is not None:
+                    head.leaf_shard.gather(held[-1].flatten(1))
         weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
         buffers = sum(part.nbytes for part in (drafter.code, drafter.begins)) if drafter else 0
     requests = len(drafts_by_batch) - 1
@@ -120,13 +129,24 @@ def draft_memory(
     return DraftMemory(weights, buffers + requests * row + 4 * num_drafts, live.peak)
 
 
-def _gathered_logits(states: Tensor, vocab_size: int, num_ranks: int) -> Tensor:
-    """vLLM's `compute_logits` by what it allocates: a rank's columns, those of all ranks, and these side by side."""
-    flat = states.reshape(-1, states.shape[-1])  # a copy where the head's product left them in another order
-    logits = flat.new_empty(len(flat), -(-vocab_size // num_ranks))
-    if num_ranks > 1:
-        logits = logits.new_empty(num_ranks, *logits.shape).movedim(0, 1).reshape(len(flat), -1)
-    return logits[:, :vocab_size].view(*states.shape[:-1], vocab_size)
+def _lm_head(vocab_size: int, num_components: int, num_ranks: int) -> tuple[Callable[[Tensor], Tensor], Shard | None]:
+    """vLLM's `compute_logits` by what it allocates, as `proposers/load.py` lends it.
+
+    A rank's columns; of small leaves then those of all ranks, and these side by side.
+    """
+    is_divided = num_ranks > 1 and not is_small(num_components, vocab_size)
+    padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+    shard = Shard(0, num_ranks, vocab_size, lambda own: torch.cat([own] * num_ranks), padded)
+
+    def logits(states: Tensor) -> Tensor:
+        flat = states.reshape(-1, states.shape[-1])  # a copy where the head's product left them in another order
+        columns = flat.new_empty(len(flat), shard.rows)
+        if num_ranks > 1 and not is_divided:
+            columns = columns.new_empty(num_ranks, *columns.shape).movedim(0, 1).reshape(len(flat), -1)
+        width = shard.rows if is_divided else vocab_size
+        return columns[:, :width].view(*states.shape[:-1], width)
+
+    return logits, shard if is_divided else None
 
 
 def _drafter(head: Head) -> Drafter | None:
@@ -135,7 +155,10 @@ def _drafter(head: Head) -> Drafter | None:
         return None
     from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
 
-    return Drafter(head.circuit.program, head.circuit.num_components, head.vocab_size, torch.device("meta"), None)
+    circuit = head.circuit
+    return Drafter(
+        circuit.program, circuit.num_components, head.vocab_size, torch.device("meta"), None, shard=head.leaf_shard
+    )
 
 
 class LiveBytes(TorchDispatchMode):

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD, Head
+from vllm_mtpc.kernels import leaf
+from vllm_mtpc.kernels.shard import Shard
 
 
 class SharedHead(Head):
@@ -41,9 +43,17 @@ class SharedHead(Head):
         self.down_weight.normal_().mul_(self.hidden_size**-0.5)  # keeps the size of h
         self.up_weight.normal_().mul_(INIT_STD)
 
-    def bind_lm_head(self, logits: Callable[[Tensor], Tensor]) -> None:
-        """Lend the target's lm_head: hidden[..., D] of any float dtype -> logits[..., V]."""
-        self._lm_head = (logits,)
+    def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
+        """Lend the target's lm_head: hidden[..., D] of any float dtype -> logits[..., V], or [..., shard.rows]."""
+        self._lm_head, self.leaf_shard = (logits,), shard
+
+    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        shard = self.leaf_shard
+        if shard is None:
+            return super().draft_leaves(prepared, first, num_drafts)
+        logits = self.unembed(prepared, 0, num_drafts + 1)
+        own = logits[:, 0, :, : shard.stop - shard.start]
+        return shard.evidence(leaf.terms_of(own, first - shard.start)), logits[:, 1:]
 
     def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
         """As in Head; raises HeadConfigError where no lm_head is bound."""

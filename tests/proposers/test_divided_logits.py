@@ -1,0 +1,207 @@
+"""A shared head on two ranks that keep the columns of their part of the lm_head: as on one, for an r-th of the numbers.
+
+Model Runner V2's speculator on vLLM's own layers and groups (gloo); the kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import forks
+from tests.e2e.models import make_target
+from tests.proposers import speculators
+from tests.proposers.speculators import CPU, Setting, batch, drafted, speculator
+from tests.proposers.test_bad_input import engine_config, write_head
+from vllm_mtpc.heads.memory import LiveBytes, draft_memory
+from vllm_mtpc.kernels.draft import naive
+
+# Divided into 2 x 576 columns, of which the second rank has 514 tokens. 32 components of it are no small leaf.
+VOCAB, WINDOW, BATCH, DRAFTS = 1090, 5, 6, 4
+COMPONENTS = {"kernel": 32, "definition": 65}
+GREEDY = {"draft_sample_method": "greedy"}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0, "scale": 0.7}}
+
+
+class Target(nn.Module):
+    """vLLM's layers behind `compute_logits`; what `kind` names is set beside."""
+
+    kind = "plain"
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        super().__init__()
+        whole = torch.randn(vocab_size, hidden_size, generator=torch.Generator().manual_seed(5))
+        self.lm_head = ParallelLMHead(vocab_size, hidden_size)
+        self.lm_head.weight_loader(self.lm_head.weight, whole)
+        self.lm_head.quant_method.process_weights_after_loading(self.lm_head)
+        self.logits_processor = LogitsProcessor(vocab_size, **KINDS.get(self.kind, {}))
+
+    def compute_logits(self, states: Tensor) -> Tensor:
+        logits = self.logits_processor(self.lm_head, states)
+        if self.kind == "forbids a token":
+            logits[:, VOCAB - 2] = -torch.inf
+        return logits
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("divided")
+    target = make_target(folder / "target", vocab_size=VOCAB, seed=0).config.to_dict()
+    for name, r in COMPONENTS.items():
+        (folder / name).mkdir()
+        (folder / name / "target").symlink_to(folder / "target")
+        write_head(folder / name / "head", target, head="shared", num_components=r, window=WINDOW)
+    return {name: folder / name for name in COMPONENTS}
+
+
+def on_ranks(num_ranks: int, settings: dict[str, tuple[Setting, str]], store: str) -> list[dict[str, Any]]:
+    """In a fork: of every rank, by case, drafts, confidences, conditionals; the numbers of every gather; memory."""
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, num_ranks, settings, store, pipes[rank][1]))
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    for _, theirs in pipes:
+        theirs.close()
+    return [pickle.loads(ours.recv_bytes()) for ours, _ in pipes]
+
+
+def _rank(rank: int, num_ranks: int, settings: dict[str, tuple[Setting, str]], store: str, answers: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    torch.set_num_threads(1)
+    config = engine_config(next(iter(settings.values()))[0].place / "target", None)
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(num_ranks, rank, f"file://{store}", rank, "gloo")
+        parallel_state.ensure_model_parallel_initialized(num_ranks, 1)
+        found = {name: _drafted(*setting) for name, setting in settings.items()}
+    answers.send_bytes(pickle.dumps(found))
+
+
+def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int], tuple[int, int]]:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    gather, numbers = GroupCoordinator.all_gather, []
+
+    def counting(group: Any, own: Tensor, dim: int = -1) -> Tensor:
+        numbers.append(own.numel())
+        return gather(group, own, dim)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Target, "kind", kind))
+        stack.enter_context(mock.patch.object(speculators, "Target", Target))
+        made = stack.enter_context(speculator(setting))
+        memory = _memory(made)
+        stack.enter_context(mock.patch.object(GroupCoordinator, "all_gather", counting))
+        if made.draft_logits is not None:
+            return drafted(made, BATCH, DRAFTS), numbers, memory
+        made.propose(**batch(made, BATCH), num_speculative_tokens=DRAFTS)
+        return (
+            [made.draft_tokens[:BATCH, :DRAFTS], made.draft_token_confidence_probs[:BATCH, :DRAFTS], None],
+            numbers,
+            memory,
+        )
+
+
+def _memory(made: Any) -> tuple[int, int]:
+    """Bytes that a draft has at once, and that it was said to have."""
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    head, drafter = made.model, made.drafter
+    given = made.hidden_states[:BATCH], made.first_tokens[:BATCH], DRAFTS
+    dtype = None if made.draft_logits is None else made.draft_logits.dtype
+    with LiveBytes() as live, torch.inference_mode():
+        params = head.draft_params(*given)
+        if drafter is None:
+            naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
+        else:  # the interpreter moves numbers that a kernel does not
+            *_, law = drafter.buffers(BATCH, DRAFTS, CPU, dtype)
+            law is None or head.leaf_shard.gather(law.flatten(1))
+    said = draft_memory(
+        made.speculative_config.head,
+        [0, *[DRAFTS] * BATCH],
+        DRAFTS,
+        made.dtype,
+        get_tensor_model_parallel_world_size(),
+        "cpu",
+        is_drawn=dtype is not None,
+    )
+    return live.peak, said.activation
+
+
+CASES = {
+    **{f"{name}, {kind}": (name, None, kind) for name in COMPONENTS for kind in KINDS},
+    "kernel, argmax": ("kernel", GREEDY, "plain"),
+    "kernel, forbids a token": ("kernel", None, "forbids a token"),
+    "kernel, bfloat16": ("kernel", {"head_dtype": "bfloat16"}, "plain"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    store = tmp_path_factory.mktemp("store")
+    settings = {
+        name: (Setting(places[which], BATCH + 2, options=options), kind)
+        for name, (which, options, kind) in CASES.items()
+    }
+    here = "tests.proposers.test_divided_logits:on_ranks"
+    return {size: forks.call("v2", here, size, settings, str(store / str(size))) for size in (1, 2)}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_two_ranks_draft_what_one_does(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
+    tokens, *numbers = found[1][0][name][0]
+    ranks = [rank[name][0] for rank in found[2]]
+    for mine, theirs in zip(*ranks, strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs), "the ranks differ"
+    same_tokens, *same_numbers = ranks[0]
+    assert torch.equal(tokens, same_tokens)
+    assert len(tokens.unique()) > 4 and (tokens >= 576).any() and (tokens < 576).any(), "tokens of both ranks"
+    # float32 sums in another order; what is rounded to bfloat16 may fall on the number beside
+    rtol = 2**-7 if name == "kernel, bfloat16" else 0
+    for one, other in zip(numbers, same_numbers, strict=True):
+        assert one is other is None or torch.testing.assert_close(one, other, atol=2e-5, rtol=rtol) is None
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "forbids" not in name])
+def test_what_ranks_exchange_is_an_rth_of_the_logits(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
+    _, numbers, _ = found[2][0][name]
+    r, rows = COMPONENTS[name.partition(",")[0]], 576
+    law = DRAFTS * (0 if "argmax" in name else rows)
+    # x_1: two numbers per component. Per draft: a normaliser and the drafted token's evidence per component, and what
+    # the candidates are compared by; components are filled up to a power of two, columns to a multiple of 16.
+    assert sum(numbers) <= BATCH * (2 * r + DRAFTS * (2 * r + 5) + law)
+    assert len(numbers) <= 3 + 2 * DRAFTS
+    gathered = BATCH * (1 + DRAFTS) * r * rows
+    assert sum(numbers) < gathered / (r / 1.3)
+
+
+@pytest.mark.parametrize("name", ["kernel, plain", "kernel, argmax", "definition, plain"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_memory_of_a_rank_is_what_was_said(name: str, size: int, found: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in found[size]:
+        there, said = rank[name][2]
+        assert there == said
+
+
+def test_a_target_that_changes_its_logits_afterwards_is_gathered(found: dict[int, list[dict[str, Any]]]) -> None:
+    """A token that such a target never says has no mass in the drafts either."""
+    for size in (1, 2):
+        (_, _, law), numbers, _ = found[size][0]["kernel, forbids a token"]
+        assert (law[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()
+        assert numbers == ([BATCH * (1 + DRAFTS) * 32 * 576] if size == 2 else [])
