@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import outcome
-from tests.e2e import features
+from tests.e2e import features, law_table
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,6 +29,7 @@ for _name, _value in ENGINE_DEFAULTS.items():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcome", type=Path, metavar="FILE", help="keep what this run finds as JSON (tests/outcome.py)")
+    parser.addoption("--laws", type=Path, metavar="FILE", help="keep measured laws as JSON (tests/e2e/law_table.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--outcome")
     if file and not hasattr(config, "workerinput"):
         config.pluginmanager.register(outcome.Outcome(file))
+    if (file := config.getoption("--laws")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(law_table.Laws(file))
 
 
 @pytest.hookimpl(trylast=True)  # when what is not selected is gone

@@ -29,8 +29,14 @@ ROOT = Path(__file__).parents[1]
 INTERPRETER = os.pathsep.join(filter(None, [str(ROOT / "scripts" / "interpreter"), os.environ.get("PYTHONPATH")]))
 # Variables that vLLM and Triton read while they are imported; a call's own are set in its fork.
 V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
-# "v2 on triton": with Triton's own interpreter
-ENVIRONMENTS = {"v1": {}, "v2": V2, "v2 on triton": {**V2, "MTPC_INTERPRETER": "triton"}}
+# "v2 on triton": with Triton's own interpreter;
+# "v2 at once": all instances of a launch at once, for many requests
+ENVIRONMENTS = {
+    "v1": {},
+    "v2": V2,
+    "v2 on triton": {**V2, "MTPC_INTERPRETER": "triton"},
+    "v2 at once": {**V2, "MTPC_INTERPRETER": "lanes"},
+}
 # MTPC_TEST_GPU=1: on a GPU, nothing interpreted. What has imported vLLM may have touched the GPU, which a fork must not
 # inherit: each imports it anew. Attention on float32, Triton's, would multiply in TF32, whose errors of 1e-3 turn a
 # greedy token now and then, as a drafted token is verified by other launches than a plain one.
@@ -38,7 +44,7 @@ ON_GPU = os.environ.get("MTPC_TEST_GPU") == "1"
 if ON_GPU:
     ENVIRONMENTS = {
         name: {"VLLM_USE_V2_MODEL_RUNNER": runner, "TRITON_F32_DEFAULT": "ieee"}
-        for name, runner in (("v1", "0"), ("v2", "1"))
+        for name, runner in (("v1", "0"), ("v2", "1"), ("v2 at once", "1"))
     }
 QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 IMPORTED = (

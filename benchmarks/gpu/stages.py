@@ -76,19 +76,22 @@ def tests(programme: Programme) -> list[Part]:
         how = {**folders, "dtype": dtype, "temperature": 0, **sizes}
         return bench_serve(programme, name, seconds, environment=environment, **how)
 
-    law, ptp_law = "tests/e2e/test_law.py::test_law_v2", "tests/e2e/test_ptp_law.py"
+    law = "tests/e2e/test_law.py"
     parts = [
         tested("kernels", 240, "tests/kernels", "tests/heads/test_draft_params.py", "-m", "not slow"),
-        tested("law", 150, f"{law}[T=1]", "tests/e2e/test_law.py::test_planted_bias_is_caught_on_v2"),
+        tested("law", 150, f"{law}::test_law_of_the_first_tokens", "-k", "not V1"),
         only_a_gpus(),
         identity("identity-float32", programme.size(["ff", "cp", "hmm", "btree"], ["btree"]), 300, "float32", **ieee),
         identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
         identity("identity-ptp", ["o-ptp"], 200, "float32", **ieee),
         tested("greedy", 300, "tests/e2e/test_greedy.py", "-k", "v2"),
-        tested("seeds", 120, "tests/e2e/test_limits.py", "-k", "seed"),
+        tested("grammar", 400, "tests/e2e/test_grammar.py", "-k", "v2"),  # 10,000 answers among them
+        tested("grammar-law", 200, "tests/e2e/test_grammar_law.py", "-k", "v2"),
+        tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
-        tested("ptp-law", 120, f"{ptp_law}::test_law_with_and_without_drafts", f"{ptp_law}::test_law_in_every_setting"),
-        tested("law-settings", 420, law, "--deselect", f"{law}[T=1]"),
+        tested("ptp-law", 180, f"{law}::test_law[o-ptp]", f"{law}::test_law[fault: o-ptp, u squared]"),
+        tested("law-13-kinds", 600, f"{law}::test_law[13 kinds, btree, bad]"),
+        tested("law-faults", 300, f"{law}::test_law", "-k", "fault and not V1 and not ptp"),
     ]
     # A CPU has no batch-invariant mode, and PTP heads are interpreted there, for minutes
     left_out = programme.size((), ("identity-bfloat16", "identity-ptp"))

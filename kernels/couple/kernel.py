@@ -7,10 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_mtpc.kernels.couple.naive import Others
 
-@triton.jit
-def _accept_rows(token_ptr, draft_ptr, begins_ptr, kept_ptr, count_ptr, width, WIDTH: tl.constexpr):
+
+@triton.jit(
+    do_not_specialize_on_alignment=["token_ptr", "draft_ptr", "begins_ptr", "coupled_ptr", "kept_ptr", "count_ptr"]
+)
+def _accept_rows(
+    token_ptr, draft_ptr, begins_ptr, coupled_ptr, kept_ptr, count_ptr, width, WIDTH: tl.constexpr, SOME: tl.constexpr
+):
     request = tl.program_id(0).to(tl.int64)
+    if SOME and tl.load(coupled_ptr + request) == 0:
+        return
     first = tl.load(begins_ptr + request).to(tl.int64)
     rows = tl.load(begins_ptr + request + 1).to(tl.int64) - first
     column = tl.arange(0, WIDTH)
@@ -23,14 +31,19 @@ def _accept_rows(token_ptr, draft_ptr, begins_ptr, kept_ptr, count_ptr, width, W
     tl.store(count_ptr + request, num_kept.to(tl.int32))
 
 
-def accept(tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """As `naive.accept`."""
+def accept(
+    tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, width: int, others: Others | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `naive.accept`; kept and count of others are contiguous."""
     num_reqs = cu_num_logits.shape[0] - 1
-    kept = torch.empty(num_reqs, width, dtype=torch.int64, device=tokens.device)
-    count = torch.empty(num_reqs, dtype=torch.int32, device=tokens.device)
+    if others is None:
+        kept = torch.empty(num_reqs, width, dtype=torch.int64, device=tokens.device)
+        is_coupled = count = torch.empty(num_reqs, dtype=torch.int32, device=tokens.device)
+    else:
+        is_coupled, kept, count = others
     if num_reqs:
         # one column more than there are: where it stands nothing equals, so a minimum exists
-        size = triton.next_power_of_2(width + 1)
-        parts = (part.contiguous() for part in (tokens, drafts, cu_num_logits))
-        _accept_rows[(num_reqs,)](*parts, kept, count, width, WIDTH=size, num_warps=1)
+        sizes = {"WIDTH": triton.next_power_of_2(width + 1), "SOME": others is not None}
+        given = (part.contiguous() for part in (tokens, drafts, cu_num_logits, is_coupled.int()))
+        _accept_rows[(num_reqs,)](*given, kept, count, width, **sizes, num_warps=1)
     return kept, count

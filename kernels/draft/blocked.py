@@ -139,7 +139,7 @@ def draft_blocks(
         log_q, scale, tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     )
     key = token if begin is None else token + begin
-    value, index = NOISED_ARGMAX(log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=True, USE_FP64=USE_FP64)
+    value, index = NOISED_ARGMAX(log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64)
     at = row * tl.num_programs(0) + block
     tl.store(value_ptr + at, value)
     tl.store(index_ptr + at, block * BLOCK + index)

@@ -82,9 +82,9 @@ class Drafter:
 
         evidence [B, r], leaf [B, K, r, V], root [B, r], inner [B, F, r, r] as in `naive.draft`; any float dtype.
         slots [B] int: where a request's temperature, seed and part of the cache are; -1: a padded row, drafted by
-        argmax and not cached. pos [B]: keys the noise of the first draft, pos + k that of draft k. draw False: every
-        draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the dtype of the cache: the very
-        numbers the noise was added to.
+        argmax and not cached. pos [B]: keys the noise of the first draft, pos + k that of draft k; it says the
+        stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
+        dtype of the cache: the very numbers the noise was added to.
         """
         if not tokens.numel():
             return

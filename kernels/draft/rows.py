@@ -87,7 +87,7 @@ def draft_rows(
                 tl.store(cached + token, log_q, mask=mask & (slot >= 0))
             q_top, first, second = parts.add_moments(log_q, scale, q_top, first, second)
             value, index = NOISED_ARGMAX(
-                log_q, token, mask, seed, pos + k, temperature, IS_DRAFTING=True, USE_FP64=USE_FP64
+                log_q, token, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
             )
             is_better = value > best
             best = tl.where(is_better, value, best)

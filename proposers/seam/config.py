@@ -37,6 +37,7 @@ USER_KEYS = (
     "enable_adaptive_verification",
     "draft_sample_method",
     "head_dtype",
+    "verify",
     "rejection_sample_method",
     "synthetic_acceptance_rates",
     "synthetic_acceptance_length",
@@ -62,8 +63,9 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     head_dtype: HeadDtype = "auto"
     # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: as few or many as pay
     min_survival: float | None = Field(default=None, ge=0, lt=1)
-    # Model Runner V1: structured requests' drafts are masked with their grammar; None: where the runner can
-    mask_drafts: bool | None = None
+    mask_drafts: bool = True  # structured requests' drafts are masked with their grammar
+    # How a drafted token is verified; None: requests with a seed by coupling, others by rejection
+    verify: Literal["coupled", "rejection"] | None = None
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
     has_default_schedule: bool = False
     is_shipped: bool = False  # the target ships the head and nobody has named it: where it fails, the target is served
@@ -162,8 +164,10 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
     if parallel.data_parallel_size > 1 and not together:  # vLLM drops it, though each engine runs by itself
         made.own_schedule = made.num_speculative_tokens_per_batch_size
         made.num_speculative_tokens_per_batch_size = None
-    if made.min_survival is None and made.rejection_sample_method == "synthetic":
-        made.min_survival = 0.0
+    if made.rejection_sample_method == "synthetic":  # whatever the drafts are
+        if made.min_survival is None:
+            made.min_survival = 0.0
+        made.verify = "rejection"
     return made
 
 
@@ -179,6 +183,11 @@ def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
         raise ServeConfigError(
             f"speculative_config: rejection_sample_method={rule!r} does not keep the target's law or is not known; "
             f"allowed: {', '.join(REJECTION_METHODS)}; drop it"
+        )
+    if rule != "standard" and given.get("verify") == "coupled":
+        raise ServeConfigError(
+            f"speculative_config: rejection_sample_method={rule!r} with verify='coupled', which rejects nothing; "
+            "allowed: 'standard'; drop one of them"
         )
 
 

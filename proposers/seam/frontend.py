@@ -320,10 +320,10 @@ def check_runner(vllm_config: Any) -> None:
             f"min_survival={spec.min_survival} on Model Runner V2: the host does not see drafts there; allowed: 0; "
             "drop it, or type enable_adaptive_verification: true"
         )
-    if is_v2 and spec.mask_drafts:
+    if not is_v2 and spec.verify == "coupled":
         raise ServeConfigError(
-            "mask_drafts=true on Model Runner V2: grammars live on the host, which sees drafts when a step is over; "
-            "allowed: false; drop it"
+            "verify='coupled' on Model Runner V1, where requests without a seed have no noise that can be drawn again; "
+            f"allowed: 'rejection'; drop it, or {how_to_v2()}"
         )
     if not is_v2 and spec.rejection_sample_method == "block":
         raise ServeConfigError(

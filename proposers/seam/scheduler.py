@@ -21,9 +21,8 @@ from vllm_mtpc.proposers.seam.watch import COST, IDLE, DraftFigures
 class HeadScheduler(Scheduler):
     """What is added to any scheduler of vLLM's.
 
-    PTP: the KV blocks of its auxiliary rows are kept from requests. Model Runner V2: requests with a seed are drafted
-    for in full, whatever the schedule gives their batch; a draft that a grammar forbids is verified. Both: the counts
-    of a step's drafts go to the front end.
+    PTP: the KV blocks of its auxiliary rows are kept from requests. Model Runner V2: a draft that a grammar forbids is
+    verified. Both: the counts of a step's drafts go to the front end.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -31,44 +30,14 @@ class HeadScheduler(Scheduler):
         if vllm_config.speculative_config.method == "ptp":
             kv_cache_config = _without_reserved(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        # V1's proposer gives requests with a seed their drafts one by one, PTP's text does not depend on them
         self.is_mtpc_on_v2 = vllm_config.speculative_config.method == "mtpc" and self.use_v2_model_runner
-        self.seeded: set[str] = set()  # names of requests with a seed, running or waiting
-        self.usual = self.num_spec_tokens  # drafts that the schedule gives the last step's batch
-
-    def add_request(self, request: Any) -> None:
-        super().add_request(request)
-        if self.is_mtpc_on_v2 and self.dynamic_sd_lookup is not None and is_seeded(request):
-            self.seeded.add(request.request_id)
-
-    def _update_after_schedule(self, scheduler_output: Any) -> None:
-        """Asks for all drafts where a request with a seed will need them, and plans them for such requests alone."""
-        super()._update_after_schedule(scheduler_output)
-        self.usual = scheduler_output.num_spec_tokens_to_schedule
-        if not self.seeded:
-            return
-        self.seeded &= self.requests.keys()
-        scheduled = (self.requests[name] for name in self.seeded & scheduler_output.num_scheduled_tokens.keys())
-        decoding = [request for request in scheduled if not request.is_prefill_chunk]
-        if not decoding or self.usual == self.num_spec_tokens:
-            return
-        scheduler_output.num_spec_tokens_to_schedule = self.num_spec_tokens
-        if self.scheduler_config.async_scheduling:
-            for request in decoding:
-                request.spec_token_ids = [-1] * self.num_spec_tokens
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """With synchronous scheduling: drafts beyond the schedule are kept for requests with a seed alone; the first
-        draft that a grammar forbids is verified: vLLM drops it, and the token there has another law."""
-        if not self.is_mtpc_on_v2:  # V1's drafts are never cut in a way that matters (v1/grammar.py), PTP's have no law
-            super().update_draft_token_ids(draft_token_ids)
-            return
-        if self.seeded:
-            draft_token_ids.draft_token_ids = [
-                drafts if name in self.seeded else drafts[: self.usual]
-                for name, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
-            ]
+        """With synchronous scheduling: the first draft that a grammar forbids is verified; vLLM drops it, and the token
+        there has another law."""
         super().update_draft_token_ids(draft_token_ids)
+        if not self.is_mtpc_on_v2:  # V1's drafts are never cut in a way that matters (grammar.py), PTP's have no law
+            return
         for name, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(name)
             if request is None or request.is_finished() or not request.use_structured_output:
@@ -81,7 +50,6 @@ class HeadScheduler(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if getattr(model_runner_output, IDLE, False):  # a head that the target ships, and that has failed
             self.dynamic_sd_lookup, self.is_mtpc_on_v2 = [0] * (1 + self.max_num_running_reqs), False
-            self.seeded.clear()
         cost = getattr(model_runner_output, COST, None)
         if cost is None or not self.log_stats:
             return outputs
@@ -93,12 +61,6 @@ class HeadScheduler(Scheduler):
                 figures.put_into(sent.scheduler_stats.spec_decoding_stats)
                 break
         return outputs
-
-
-def is_seeded(request: Any) -> bool:
-    """Whether a request asked for text that can be had again."""
-    params = request.sampling_params
-    return params is not None and params.seed is not None and params.temperature > 0
 
 
 def _without_reserved(vllm_config: Any, kv_cache_config: Any) -> Any:

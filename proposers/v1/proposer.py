@@ -5,7 +5,7 @@ the target chose there, observe x_1 in the circuit, draw x_2 .. x_{1+K} from the
 and keep those conditionals for vLLM's rejection sampler.
 
 Differences from Model Runner V2: tokens arrive and leave as lists on the host, there is no counter
-based noise (a seeded request draws from its own generator, as V1's verifier does), and the draft
+based noise (a seeded request draws with its own generator: `seeded.py`), and the draft
 probabilities are handed over normalised, after temperature.
 """
 
@@ -22,10 +22,13 @@ from vllm.distributed import get_tp_group
 
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.proposers.grammar import Grammars, Masks
 from vllm_mtpc.proposers.load import load_served_head
 from vllm_mtpc.proposers.seam.watch import is_debug
+from vllm_mtpc.proposers.v1 import seeded
 from vllm_mtpc.proposers.v1.acceptance import GREEDY, SAMPLED, card_rates
-from vllm_mtpc.proposers.v1.grammar import Grammars, Masks, as_point
+from vllm_mtpc.proposers.v1.early import most_drafts
+from vllm_mtpc.proposers.v1.grammar import as_point
 from vllm_mtpc.proposers.v1.survival import Confidence, Drafted, Survival
 from vllm_mtpc.proposers.watch import DraftClock, check_ranks
 
@@ -71,7 +74,7 @@ class MtpcProposer:
         self.confidence = Confidence(max_num_reqs, self.num_drafts)
         self.clock = DraftClock()  # the host's clock: a draft ends with its tokens on the host
         self.is_debug = is_debug()
-        self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts is not False)
+        self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, vocab_size)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32)
@@ -102,10 +105,7 @@ class MtpcProposer:
         spec_decode_metadata: Any,
         scheduler_output: Any,
     ) -> list[list[int]]:
-        """Drafts per request ([] for an unfinished prompt); leaves their probabilities with the runner.
-
-        A request with a seed gets all K, whatever was observed of others, so that its text does not depend on them.
-        """
+        """Drafts per request ([] for an unfinished prompt); leaves their probabilities with the runner."""
         names, emitted = runner.input_batch.req_ids, [len(tokens) for tokens in sampled_token_ids]
         verified = spec_decode_metadata.num_draft_tokens if spec_decode_metadata is not None else [0] * len(emitted)
         rows = len(emitted) + sum(verified)
@@ -139,19 +139,18 @@ class MtpcProposer:
     ) -> tuple[list[list[int]], Drafted | None]:
         """The drafts, and what is to be known when they were verified; None where the head was not run."""
         runner._draft_probs = runner._draft_prob_req_ids = None
-        batch, seeded = len(sampled_token_ids), sampling_metadata.generators
+        batch = len(sampled_token_ids)
         kind = _kinds(sampling_metadata, batch)
         num_sampled = kind.count(SAMPLED)
-        planned, least = self.survival.plan(batch - num_sampled, num_sampled, num_scheduled)
-        num_drafts = self.num_drafts if seeded else planned
-        self.clock.cuts.schedule += (self.num_drafts - planned) * (batch - len(seeded))
+        num_drafts, least = self.survival.plan(batch - num_sampled, num_sampled, num_scheduled)
+        self.clock.cuts.schedule += (self.num_drafts - num_drafts) * batch
         if num_drafts == 0:
             return [[] for _ in sampled_token_ids], None
         hidden = sample_hidden_states[self._last_rows(sampled_token_ids, spec_decode_metadata)]  # [B, D]
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, runner.input_batch.req_ids, sampled_token_ids)
         if self.is_probabilistic and not sampling_metadata.all_greedy:
-            pick = self._drawing(num_drafts, sampled_token_ids, sampling_metadata, masks)
+            pick = self._drawing(num_drafts, sampled_token_ids, sampling_metadata, masks, seeded.couples(runner))
             runner._draft_probs = self.draft_probs[:batch]
             runner._draft_prob_req_ids = runner.input_batch.req_ids.copy()
         else:
@@ -160,18 +159,18 @@ class MtpcProposer:
         program, shard = self.model.circuit.program, self.model.leaf_shard
         drafts = naive.draft(program, *params, masks.around(pick), shard=shard).tolist()
         masks.rewind()
-        confidence, is_seeded = self.confidence.of(batch, num_drafts), np.zeros(batch, dtype=np.bool_)
-        is_seeded[list(seeded)] = True
-        kinds = np.array(kind)
-        lengths = self.survival.lengths(confidence, kinds, is_seeded, least)
-        allowed = [num_drafts if row in seeded else planned for row in range(batch)]
+        confidence, kinds = self.confidence.of(batch, num_drafts), np.array(kind)
+        lengths = self.survival.lengths(confidence, kinds, least)
+        early = most_drafts(sampling_metadata.logitsprocs)
         kept = [
-            drafts[row][: min(lengths[row], allowed[row], masks.lengths.get(row, num_drafts))] if tokens else []
+            drafts[row][: min(lengths[row], masks.lengths.get(row, num_drafts), early.get(row, num_drafts))]
+            if tokens
+            else []
             for row, tokens in enumerate(sampled_token_ids)
         ]
         rows = {name: row for row, name in enumerate(runner.input_batch.req_ids)}
         drafted = Drafted(kinds, confidence, rows, [len(one) for one in kept])
-        self.clock.cuts.survival += sum(max(most - length, 0) for most, length in zip(allowed, lengths, strict=True))
+        self.clock.cuts.survival += sum(num_drafts - length for length in lengths)
         return kept, drafted
 
     @staticmethod
@@ -189,17 +188,30 @@ class MtpcProposer:
         return log_q.argmax(dim=-1)
 
     def _drawing(
-        self, num_drafts: int, sampled_token_ids: list[list[int]], sampling_metadata: Any, masks: Masks
+        self,
+        num_drafts: int,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        masks: Masks,
+        couples: bool,
     ) -> naive.Pick:
-        """What draws a draft [B] at each request's temperature, and leaves the law it comes from in draft_probs[:B]."""
+        """What draws a draft [B] at each request's temperature, and leaves the law it comes from in draft_probs[:B].
+
+        couples: requests with a seed are drawn for with the numbers that the target's tokens will be drawn with.
+        """
         batch, temperature = len(sampled_token_ids), sampling_metadata.temperature
         is_greedy = temperature < GREEDY_BELOW
         is_greedy[masks.unmasked] = True
         scale = torch.where(is_greedy, 1.0, temperature)[:, None]
         some_are_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # looked up once, not per draft
         noise = self.noise[:batch, :num_drafts].exponential_()
-        for row, generator in sampling_metadata.generators.items():
-            if sampled_token_ids[row]:  # an unfinished prompt must not advance its request's generator
+        # an unfinished prompt must not advance its request's generator
+        seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
+        coupled = list(seeds) if couples else []
+        if coupled:
+            numbers = torch.stack([seeded.read_ahead(seeds[row], num_drafts) for row in coupled])  # [S, K]
+        else:
+            for row, generator in seeds.items():
                 noise[row].exponential_(generator=generator)
         noise.clamp_(min=torch.finfo(torch.float32).tiny)  # 0 / 0 would win the race below
 
@@ -208,6 +220,8 @@ class MtpcProposer:
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[:batch, k])  # [B, V]
             self.confidence.drawn(k, probs, is_greedy)
             race = (probs / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
+            if coupled:
+                race[coupled] = seeded.draw(logits[coupled], numbers[:, k])
             drafts = torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race
             as_point(probs, masks.unmasked, drafts)
             return drafts

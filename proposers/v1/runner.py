@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_mtpc.proposers.v1 import seeded
 from vllm_mtpc.proposers.watch import with_cost
 
 
@@ -53,5 +54,10 @@ class HeadModelRunner(GPUModelRunner):
 
         vLLM verifies no rows then, 0.3 ms slower, and its top-k of no rows raises on a CPU.
         """
-        is_verifying = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len > 0
-        return super()._sample(logits, spec_decode_metadata if is_verifying else None)
+        if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
+            return super()._sample(logits, None)
+        generators = self.input_batch.sampling_metadata.generators
+        if not generators or not seeded.couples(self):
+            return super()._sample(logits, spec_decode_metadata)
+        with seeded.coupled(generators, spec_decode_metadata.num_draft_tokens):
+            return super()._sample(logits, spec_decode_metadata)

@@ -152,14 +152,11 @@ class Survival:
         tries = tuple((other, float(lost[other])) for other in others)
         return Plan(best, costs.row * float(rates[best]), float(seconds[best]), tries)
 
-    def lengths(
-        self, confidence: Floats, kind: NDArray[np.int64], is_kept_whole: NDArray[np.bool_], least: float
-    ) -> list[int]:
-        """Drafts to verify of each request, a prefix of those that were made; kind, is_kept_whole: [B]."""
+    def lengths(self, confidence: Floats, kind: NDArray[np.int64], least: float) -> list[int]:
+        """Drafts to verify of each request, a prefix of those that were made; kind: [B]."""
         if least <= 0:
             return [confidence.shape[1]] * len(confidence)
         survival = self.acceptance.survival_of(confidence, kind)  # falls along k
-        survival[is_kept_whole] = 1.0
         return (survival >= least).sum(axis=1).tolist()
 
     def begin(

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.kernels.couple import accept
+from vllm_mtpc.kernels.couple import accept, warm_up
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 
@@ -132,6 +132,7 @@ def with_coupled_sampler(
                 raise ServeConfigError(_refusal(sampler if own is None else own[0]))
             sampler.__class__ = CoupledSampler
             self.coupled_sampler = sampler
+            warm_up(spec_config.num_speculative_tokens + 1, device)
             if on_sampler is not None:
                 on_sampler(sampler)
             return sampler, CoupledRejectionSampler(sampler, spec_config, device)

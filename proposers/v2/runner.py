@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 
 from vllm_mtpc.proposers.v2 import shipped
-from vllm_mtpc.proposers.v2.seeded import draft_apart
+from vllm_mtpc.proposers.v2.grammar import StructuredRequests
 from vllm_mtpc.proposers.watch import watch_speculator, with_cost
 
 
@@ -81,7 +81,8 @@ class HeadModelRunner(GPUModelRunner):
             self.lora_state = RowLoraState(self.max_num_reqs)
         if self.speculator is None or self.is_idle:  # None: not the last pipeline stage
             return
-        draft_apart(self)
+        if self.speculative_config.method == "mtpc" and self.speculative_config.mask_drafts:
+            self.speculator.structured = StructuredRequests(self.vllm_config, self.req_states)
         watch_speculator(self.speculator)
         if self.speculative_config.is_shipped:
             shipped.guard(self)
@@ -95,6 +96,12 @@ class HeadModelRunner(GPUModelRunner):
     def is_idle(self) -> bool:
         """Whether a head that the target ships has failed, and nothing drafts."""
         return isinstance(self.speculator, shipped.IdleSpeculator)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Also notes the requests whose drafts are to be masked with a grammar."""
+        super().add_requests(scheduler_output)
+        if (structured := getattr(self.speculator, "structured", None)) is not None:
+            structured.add(scheduler_output.scheduled_new_reqs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The step's output, with what its drafts have cost; Ray's executor asks no worker."""

@@ -1,104 +1,154 @@
-"""Drafts beyond the schedule for requests with a seed, and for them alone, on Model Runner V2.
+"""Verification by coupling: a request with a seed has the text that plain vLLM writes, whatever is drafted.
 
-Text of a request with a seed must not depend on how many others run, so it is drafted for in full where the schedule
-gives its batch less (seam/scheduler.py asks for that). vLLM asks a speculator for one number of drafts for the whole
-batch; here the batch is drafted for as scheduled, and rows with a seed once more in full, a few at a time: as many as
-the schedule ever drafts for in full, which is what memory was measured with and what graphs exist for.
+Algorithm: without drafts vLLM draws the token behind position i as the argmax over v of log p(v) + g(seed, i, v), with
+p the processed law and g Gumbel noise hashed from its arguments. A coupled request's token at every verified row is
+drawn in just that way, by vLLM's own function; drafts are kept while they equal it. Its drafts are the argmax of
+log q(v) + g(seed, i, v), the *same* noise, and so equal the target's token with probability at least
+(1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024, Gumbel coupling); rejection keeps 1 - TV(p, q).
+
+Differences from vLLM's RejectionSampler:
+  * The text depends on no draft: not on where steps begin, the schedule, budgets, cuts, preemption or the batch.
+  * `draft_logits` are not read, and there is no recovered and no bonus token.
+Requests that are not coupled are verified by rejection beside it. Which request is which lies on the device, with its
+seed; their drafts take noise of another stream (DRAFTING), which rejection needs.
+
+`verify` in speculative_config: None couples requests with a seed, "coupled" every one, "rejection" none. They come in
+through the runner's offered seam, `ModelState.custom_sampler` (`with_verification`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.config import SpeculativeConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.kernels.couple import accept, warm_up
+from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
+from vllm_mtpc.proposers.v2.stepped import SteppedRejectionSampler, needs_fresh_noise
+
+# Added to a draft's position: its noise is none that verification looks at. vLLM's own drafts add the same.
+DRAFTING = 1 << 30
 
 
-def draft_apart(runner: Any) -> None:
-    """Have the speculator of a runner draft as scheduled for rows without a seed."""
-    spec, speculator = runner.speculative_config, runner.speculator
-    most, ranges = spec.num_speculative_tokens, spec.num_speculative_tokens_per_batch_size
-    if spec.method != "mtpc" or not ranges:  # PTP's text does not depend on its drafts
-        return
-    table = build_dynamic_sd_schedule_lookup(ranges, runner.max_num_reqs, most)
-    at_once = max((batch for batch, drafts in enumerate(table) if batch and drafts == most), default=1)
-    propose, states_of = speculator.propose, _noted_states(speculator)
+Verify = Literal["coupled", "rejection"] | None
 
-    def apart(
-        input_batch: InputBatch,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Tensor,
-        aux_hidden_states: Any,
-        num_sampled: Tensor,
-        num_rejected: Tensor,
-        *given: Any,
-        dummy_run: bool = False,
-        num_speculative_tokens: int | None = None,
+
+class CoupledStates(SamplingStates):
+    """vLLM's states of requests, which also hold what is added to the positions of their drafts: 0 of coupled ones."""
+
+    stream: UvaBackedTensor  # [max_num_reqs] int64
+    verify: Verify
+
+    @classmethod
+    def of(cls, states: SamplingStates, verify: Verify) -> CoupledStates:
+        """The same object, with one more state."""
+        states.__class__, states.verify = cls, verify
+        states.stream = UvaBackedTensor(states.max_num_reqs, dtype=torch.int64)
+        states.stream.np.fill(DRAFTING)
+        states.stream.copy_to_uva()
+        return states
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        is_coupled = sampling_params.seed is not None if self.verify is None else self.verify == "coupled"
+        self.stream.np[req_idx] = 0 if is_coupled else DRAFTING
+        return super().add_request(req_idx, sampling_params)
+
+    def apply_staged_writes(self) -> None:
+        super().apply_staged_writes()
+        self.stream.copy_to_uva()
+
+
+class Coupling(RejectionSampler):
+    """A rejection sampler, mixed in before another one, which verifies coupled requests by comparison."""
+
+    def _verify(
+        self,
+        logits: Tensor,  # [T, V]
+        draft_logits: Tensor | None,
+        draft_sampled: Tensor,  # [T] input token of each row: behind a request's first, its drafts
+        pos: Tensor,  # [T]
+        cu_num_logits: Tensor,  # [R + 1] rows of request r are cu_num_logits[r] .. cu_num_logits[r + 1] - 1
+        idx_mapping: Tensor,  # [R] slots
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: Tensor,  # [T] slots
+        expanded_local_pos: Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: Tensor,  # [T] with -1 where a draft cannot be kept
+        *args: Any,
         **kwargs: Any,
-    ) -> Tensor:
-        asked = most if num_speculative_tokens is None else num_speculative_tokens
-        usual = asked if dummy_run else min(asked, table[input_batch.num_reqs])
-        batch = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, *given)
-        if usual == asked:
-            kwargs |= {"dummy_run": dummy_run, "num_speculative_tokens": num_speculative_tokens}
-            return propose(input_batch, *batch, **kwargs)
-        drafts = propose(input_batch, *batch, num_speculative_tokens=usual, **kwargs).clone()
-        confidences = speculator.draft_token_confidence_probs
-        kept = confidences.clone()
-        seeded = seeded_rows(runner.sampler.sampling_states, input_batch)
-        for start in range(0, len(seeded), at_once):
-            some = seeded[start : start + at_once]
-            rows = torch.from_numpy(some).to(drafts.device, non_blocking=True)
-            states = states_of(last_hidden_states)
-            part = (attn_metadata, slot_mappings, states, None, num_sampled[rows], num_rejected[rows])
-            few = _only(input_batch, some, rows)
-            drafts[rows] = MtpcSpeculator.propose(
-                speculator, few, *part, *given, num_speculative_tokens=asked, **kwargs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Processed logits [T, V], tokens [R, K + 1] int64, number of tokens [R] int32."""
+        states = self.sampler.sampling_states
+        is_coupled = states.stream.np[idx_mapping_np] == 0
+        rows = (draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping)
+        more = (expanded_local_pos, seq_lens_upper_bound_np)
+        if not is_coupled.all():
+            given = (*rows, *more, verify_draft_sampled, *args)
+            processed_logits, sampled, num_sampled = super()._verify(logits, draft_logits, *given, **kwargs)
+            others = (states.stream.gpu[idx_mapping] == 0, sampled, num_sampled)
+        else:
+            given = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, *more)
+            processed_logits, others = self.sampler.apply_sampling_params(logits, *given), None
+        if is_coupled.any():
+            tokens = gumbel_sample(  # as Sampler._sample_random calls it
+                processed_logits,
+                expanded_idx_mapping,
+                states.temperature.gpu,
+                states.seeds.gpu,
+                pos,
+                apply_temperature=False,
+                is_drafting=False,
+                use_fp64=self.sampler.use_fp64_gumbel,
             )
-            kept[rows] = confidences[: len(some)]
-        confidences.copy_(kept)
-        speculator.clock.cuts.schedule += (asked - usual) * (input_batch.num_reqs - len(seeded))
-        return drafts
-
-    speculator.propose = apart
+            width = self.num_speculative_steps + 1
+            sampled, num_sampled = accept(tokens, verify_draft_sampled, cu_num_logits, width, others)
+        return processed_logits, sampled, num_sampled
 
 
-def seeded_rows(sampling_states: Any, input_batch: InputBatch) -> np.ndarray:
-    """Rows of a batch, int64, whose requests asked for text that can be had again (seam/scheduler.py: is_seeded)."""
-    slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
-    return np.flatnonzero(sampling_states.seeds_set[slots] & (sampling_states.temperature.np[slots] > 0))
+class CoupledResidualSampler(Coupling, ResidualRejectionSampler):
+    pass
 
 
-def _only(input_batch: InputBatch, some: np.ndarray, rows: Tensor) -> InputBatch:
-    """A batch of some requests of a batch, whose tokens stay where they are."""
-    ends = input_batch.query_start_loc[1:][rows]
-    return replace(
-        input_batch,
-        req_ids=[input_batch.req_ids[row] for row in some],
-        num_reqs=len(some),
-        num_reqs_after_padding=len(some),
-        idx_mapping=input_batch.idx_mapping[rows],
-        idx_mapping_np=input_batch.idx_mapping_np[some],
-        query_start_loc=torch.cat([ends.new_zeros(1), ends]),
-    )
+class CoupledSteppedSampler(Coupling, SteppedRejectionSampler):
+    """Only what is verified by rejection needs noise of its own in every step."""
 
 
-def _noted_states(speculator: Any) -> Any:
-    """What gives the states that the head reads: the target's, or what left the draft layers in the last pass."""
-    if not hasattr(speculator, "_states"):
-        return lambda states: states
-    given, noted = speculator._states, []
+def with_verification(
+    base: type, spec_config: SpeculativeConfig, device: torch.device, on_states: Callable[[CoupledStates], None]
+) -> type:
+    """`base`, a ModelState class, whose rejection sampler couples requests with a seed.
 
-    def through_the_layers(*args: Any, **kwargs: Any) -> Tensor:
-        noted[:] = [given(*args, **kwargs)]
-        return noted[0]
+    on_states is called with the states of requests. Where another sampler than vLLM's plain one is in use it keeps its
+    own verification; raises ServeConfigError where that would not do what was asked for.
+    """
+    is_stepped = needs_fresh_noise(spec_config) and not keys_noise_by_draft()
+    kind = CoupledSteppedSampler if is_stepped else CoupledResidualSampler
 
-    speculator._states = through_the_layers
-    return lambda states: noted[0]
+    class VerifyingModelState(base):
+        def custom_sampler(self, sampler: Any) -> Any:
+            own = super().custom_sampler(sampler)
+            if own is not None or type(sampler) is not Sampler:
+                if is_stepped or spec_config.verify == "coupled":
+                    name = type(sampler if own is None else own[0]).__name__
+                    raise ServeConfigError(
+                        f"verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification with {name}"
+                        ": only vLLM's plain Sampler can be given such a verifier; drop these options"
+                    )
+                return own
+            warm_up(spec_config.num_speculative_tokens + 1, device)
+            on_states(CoupledStates.of(sampler.sampling_states, spec_config.verify))
+            return sampler, kind(sampler, spec_config, device)
+
+    return VerifyingModelState

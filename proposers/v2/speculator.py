@@ -3,10 +3,11 @@
 Algorithm (per request, after every target pass): gather the target's post-norm hidden state at the
 last accepted token; turn it into a circuit over the n tokens that follow; observe x_1, the token the
 target itself chose; draw x_2 .. x_{1+K} one after the other from the exact conditionals
-q(x_k | x_<k), on vLLM's drafting stream; leave log q in `draft_logits`, from which vLLM's rejection
-sampler recomputes the law the draft was drawn from. What follows the head's logits is `kernels.draft`:
-one launch where the vocabulary is small. It fills `draft_token_confidence_probs` too, from the
-conditionals alone and never from the drawn tokens, so lengths chosen by it keep the output's law.
+q(x_k | x_<k), with noise of vLLM's drafting stream; leave log q in `draft_logits`, from which vLLM's
+rejection sampler recomputes the law the draft was drawn from. (Requests with a seed take the target's own
+noise: `seeded.py`.) What follows the head's logits is `kernels.draft`: one launch where the vocabulary is
+small. It fills `draft_token_confidence_probs` too, from the conditionals alone and never from the drawn
+tokens, so lengths chosen by it keep the output's law.
 
 Differences from DraftModelSpeculator:
   * No model pass, no attention, no KV cache: the head reads the target's own hidden state.
@@ -40,12 +41,16 @@ from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.leaf.kernel import batches
+from vllm_mtpc.proposers.grammar import Masks
 from vllm_mtpc.proposers.load import kept, load_served_head, weights_dtype
 from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.v2.gather import last_rows
-from vllm_mtpc.proposers.v2.grammar import with_residual
+from vllm_mtpc.proposers.v2.grammar import StructuredRequests
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
-from vllm_mtpc.proposers.v2.stepped import needs_fresh_noise, step_seeds, with_stepped_noise
+from vllm_mtpc.proposers.v2.seeded import DRAFTING, CoupledStates, with_verification
+from vllm_mtpc.proposers.v2.stepped import needs_fresh_noise, step_seeds
+
+SMALL_LEAVES = 1 << 24  # bytes of float32 leaves that are masked at once whatever memory was measured
 
 
 class MtpcSpeculator(DraftModelSpeculator):
@@ -57,10 +62,15 @@ class MtpcSpeculator(DraftModelSpeculator):
         self.last_rows, self.first_tokens, self.noise_pos = torch.zeros(
             3, self.max_num_reqs, dtype=torch.int64, device=device
         )
+        self.is_drawn = self.draft_logits is not None  # drafts; else they are the argmax
+        if self.speculative_config.verify == "coupled":  # which scores no draft
+            self.draft_logits = None
+        self.states: CoupledStates | None = None  # None: nothing is coupled
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         ranges = self.speculative_config.num_speculative_tokens_per_batch_size
         self.drafts_by_batch = by_batch(ranges, self.max_num_reqs, self.num_speculative_steps)
         self.graphs: DraftGraphs | None = None
+        self.structured: StructuredRequests | None = None  # whose drafts are masked; None: nobody's
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
         return weights_dtype(self.speculative_config.head_dtype, self.dtype, self.device), 0.0
@@ -75,10 +85,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         program = () if self.drafter is None else (self.drafter.code, self.drafter.begins)
         head.kept = kept((*head.parameters(), *program))
         base = resolve_model_state_cls(self.vllm_config, target_model)
-        if self.is_stepped and not keys_noise_by_draft():
-            state = with_stepped_noise(base, self.speculative_config, self.device, self.max_num_reqs)
-        else:
-            state = with_residual(base, self.speculative_config, self.device)
+        state = with_verification(base, self.speculative_config, self.device, partial(setattr, self, "states"))
         target_model.get_model_state_cls = lambda: state
         return head
 
@@ -139,16 +146,38 @@ class MtpcSpeculator(DraftModelSpeculator):
             # vLLM keys the noise of a token by the position before it: that of x_1 for the first draft
             starts = (self.last_rows, self.first_tokens, self.noise_pos)
             last_rows(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens, *starts)
-            if self.is_stepped:
-                slots = input_batch.idx_mapping[:num_reqs]
-                self.seeds[slots] = step_seeds(self.seeds[slots], self.noise_pos[:num_reqs])
+            slots = input_batch.idx_mapping[:num_reqs]
+            stream = DRAFTING if self.states is None else self.states.stream.gpu[slots]
+            if self.is_stepped:  # and there are states
+                own = self.seeds[slots]
+                self.seeds[slots] = torch.where(stream == 0, own, step_seeds(own, self.noise_pos[:num_reqs]))
+            self.noise_pos[:num_reqs] += stream
             torch.index_select(last_hidden_states, 0, self.last_rows[:num_reqs], out=self.hidden_states[:num_reqs])
             graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
             if graph is None:
                 self._draft(num_reqs, num_drafts)
             else:
                 self.graphs.run_fullgraph(graph)
+            if self.structured is not None and (rows := self.structured.rows(input_batch)):
+                self._draft_masked(input_batch, rows, num_sampled, num_drafts)
         return self.draft_tokens[:num_reqs]
+
+    def _draft_masked(self, input_batch: InputBatch, rows: list[int], num_sampled: Tensor, num_drafts: int) -> None:
+        """Drafts of structured requests once more, as their grammars allow; waits for the device at every draft.
+
+        The definition has some float32 copies of a leaf beside the head's logits: a quarter of the usual rows at once
+        take no more memory than was measured, and few small ones are not worth a second go.
+        """
+        leaf = self.model.circuit.num_components * self.model.vocab_size * torch.float32.itemsize
+        step = max(1, self.rows_at_once.get(num_drafts, 1) // 4, SMALL_LEAVES // leaf)
+        for some in (rows[start : start + step] for start in range(0, len(rows), step)):
+            at = torch.tensor(some, device=self.device)
+            names = [input_batch.req_ids[row] for row in some]
+            masks = self.structured.masks(names, self.idx_mapping[at].long(), num_sampled[at])
+            if masks.rows:
+                params = self.model.draft_params(self.hidden_states[at], self.first_tokens[at], num_drafts)
+                self._draft_by_definition(params, at, masks)
+                masks.rewind()
 
     def _warm_up(self) -> None:
         """The largest draft, and on a GPU one of every shape that Triton compiles for, for nobody.
@@ -182,34 +211,35 @@ class MtpcSpeculator(DraftModelSpeculator):
             tokens=self.draft_tokens[rows, :num_drafts],
             confidences=self.draft_token_confidence_probs[rows, :num_drafts],
             cache=self.draft_logits,
-            draw=self.draft_logits is not None,
+            draw=self.is_drawn,
         )
 
-    def _draft_by_definition(self, params: DraftParams, rows: slice) -> None:
+    def _draft_by_definition(self, params: DraftParams, rows: slice | Tensor, masks: Masks | None = None) -> None:
         """The same in PyTorch, a few launches per draft and operation of the circuit."""
         num_drafts = params.leaf.shape[1]
-        slots, is_drawn = self.idx_mapping[rows], self.draft_logits is not None
+        slots, cache = self.idx_mapping[rows], self.draft_logits
+        dtype = torch.float32 if cache is None else cache.dtype
         temperature = torch.where(slots < 0, 0.0, self.temperature[slots.clamp(min=0)])
 
         def pick(log_q: Tensor, k: int) -> Tensor:
-            self.draft_token_confidence_probs[rows, k] = naive.confidence(log_q, temperature, is_drawn)
-            if not is_drawn:
+            self.draft_token_confidence_probs[rows, k] = naive.confidence(log_q, temperature, self.is_drawn)
+            if not self.is_drawn:
                 return log_q.argmax(dim=-1)
             # a draft's number that vLLM mixes in is taken out again: the kernel has none, and it would undo a step's
-            seeds = self.seeds ^ (k << 32) if keys_noise_by_draft() else self.seeds
+            seeds = self.seeds ^ (k << 32) if cache is not None and keys_noise_by_draft() else self.seeds
             return gumbel_sample(
-                log_q.to(self.draft_logits.dtype),  # exact: it is rounded already; vLLM reads it as float32
+                log_q.to(dtype),  # exact but for masked ones; vLLM reads it as float32
                 slots,
                 self.temperature,
                 seeds,
                 self.noise_pos[rows] + k,
                 apply_temperature=True,
-                is_drafting=True,
-                logits_cache=self.draft_logits,
-                logits_cache_col=self.step_cols[k],
+                is_drafting=False,  # its stream is in the position
+                logits_cache=cache,
+                logits_cache_col=None if cache is None else self.step_cols[k],
                 use_fp64=self.use_fp64_gumbel,
             )
 
         program = self.model.circuit.program
-        dtype = self.draft_logits.dtype if is_drawn else torch.float32
+        pick = pick if masks is None else masks.around(pick)
         self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick, dtype, self.model.leaf_shard)

@@ -8,13 +8,11 @@ then no longer the target's law.
 
 Here the seed of a step is seed XOR (position of the step's first row << 32), for drafting, acceptance and resampling
 alike. A request's steps start at different positions, so no noise is used twice; the position is the request's own, so
-a request with a seed does not depend on its batch.
+nothing depends on its batch. (Coupled requests look at one noise per position only: `seeded.py`.)
 
 vLLM 0.33 does the same in other words where it verifies blocks: the seed is XORed with the number of the draft << 32,
 and position and number give the step. There only our drafts, in which vLLM has no part, take a step's seeds: XORed with
 both, position 4 as draft 1 and position 5 as draft 0 would meet again (5 XOR 0 = 4 XOR 1).
-
-The sampler comes in through the runner's offered seam, `ModelState.custom_sampler`, as in `coupled.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from torch import Tensor
 from vllm.config import SpeculativeConfig
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
 
 
@@ -43,11 +40,9 @@ def step_seeds(seeds: Tensor, anchor: Tensor) -> Tensor:
 class SteppedRejectionSampler(ResidualRejectionSampler):
     """vLLM's verification with the noise of this step alone."""
 
-    def __init__(
-        self, sampler: Sampler, spec_config: SpeculativeConfig, device: torch.device, max_num_reqs: int
-    ) -> None:
+    def __init__(self, sampler: Sampler, spec_config: SpeculativeConfig, device: torch.device) -> None:
         super().__init__(sampler, spec_config, device)
-        self.seeds = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(sampler.sampling_states.max_num_reqs, dtype=torch.int64, device=device)
 
     def _verify(
         self,
@@ -72,23 +67,3 @@ class SteppedRejectionSampler(ResidualRejectionSampler):
             )
         finally:
             given.gpu = own
-
-
-def with_stepped_noise(base: type, spec_config: SpeculativeConfig, device: torch.device, max_num_reqs: int) -> type:
-    """`base`, a ModelState class, whose rejection sampler uses fresh noise.
-
-    Raises ServeConfigError where another sampler than vLLM's plain one is in use.
-    """
-
-    class SteppedModelState(base):
-        def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-            own = super().custom_sampler(sampler)
-            if own is not None or type(sampler) is not Sampler:
-                name = type(sampler if own is None else own[0]).__name__
-                raise ServeConfigError(
-                    f"rejection_sample_method 'block' or enable_adaptive_verification with {name}: only vLLM's plain "
-                    "Sampler can be given fresh noise; drop these options"
-                )
-            return sampler, SteppedRejectionSampler(sampler, spec_config, device, max_num_reqs)
-
-    return SteppedModelState

@@ -222,9 +222,9 @@ def _plant(name: str) -> Any:
     """Make a change; returns what undoes it, for the changes that can be undone."""
     if name in PLANTS:
         return PLANTS[name]()
-    from tests.e2e import draft_plants, grammar_plants, layer_plants, ptp_plants, window_plants
+    from tests.e2e import draft_plants, grammar_plants, law_plants, layer_plants, ptp_plants, seed_plants, window_plants
 
-    modules = (draft_plants, grammar_plants, layer_plants, ptp_plants, window_plants)
+    modules = (draft_plants, grammar_plants, law_plants, layer_plants, ptp_plants, seed_plants, window_plants)
     return {key: plant for module in modules for key, plant in module.PLANTS.items()}[name]()
 
 

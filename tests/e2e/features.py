@@ -49,6 +49,7 @@ ROWS: dict[str, dict[str, str]] = {
     "prompt logprobs": {},
     "logprobs_mode: all four": {},
     "seed: the same text in any batch": {},
+    "seed: the text of plain vLLM": {PTP: "its tokens are picked by numbers of its own, with and without drafts"},
     "n > 1": {},
     "stop strings": {},
     "stop_token_ids": {},

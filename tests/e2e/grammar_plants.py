@@ -10,7 +10,7 @@ Undo = Callable[[], None]
 
 def unmasked() -> Undo:
     """V1: drafts are drawn and scored as if there were no grammar, and vLLM cuts them at the first forbidden one."""
-    from vllm_mtpc.proposers.v1.grammar import Grammars, Masks
+    from vllm_mtpc.proposers.grammar import Grammars, Masks
 
     original = Grammars.masks
     Grammars.masks = lambda self, *args: Masks(None)
@@ -23,7 +23,7 @@ def unmasked() -> Undo:
 
 def scored_unmasked() -> Undo:
     """V1: drafts are drawn from the masked law, and the verifier is told the unmasked one."""
-    from vllm_mtpc.proposers.v1.grammar import Masks
+    from vllm_mtpc.proposers.grammar import Masks
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
     around, propose = Masks.around, MtpcProposer.propose_drafts
@@ -48,6 +48,25 @@ def scored_unmasked() -> Undo:
 
     def undo() -> None:
         Masks.around, MtpcProposer.propose_drafts = around, propose
+
+    return undo
+
+
+def scored_unmasked_v2() -> Undo:
+    """V2: drafts are drawn from the masked law, and `draft_logits` keep what the launch before has left there."""
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+    original = MtpcSpeculator._draft_masked
+
+    def planted(self: MtpcSpeculator, *args: Any) -> None:
+        unmasked = self.draft_logits.clone()
+        original(self, *args)
+        self.draft_logits.copy_(unmasked)
+
+    MtpcSpeculator._draft_masked = planted
+
+    def undo() -> None:
+        MtpcSpeculator._draft_masked = original
 
     return undo
 
@@ -77,5 +96,6 @@ def noted() -> Undo:
 PLANTS = {
     "unmasked drafts": unmasked,
     "masked drafts scored unmasked": scored_unmasked,
+    "masked drafts scored unmasked on V2": scored_unmasked_v2,
     "noted drafts": noted,
 }

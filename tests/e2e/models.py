@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.checkpoint.ptp import save_ptp
@@ -41,6 +43,14 @@ def make_target(folder: Path, vocab_size: int, seed: int, hidden_size: int = 64,
     return model
 
 
+def make_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One letter for each token: a, b, ..."""
+    vocabulary = {chr(ord("a") + token): token for token in range(vocab_size)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
 @torch.no_grad()
 def sample_target(model: LlamaForCausalLM, count: int, length: int, seed: int) -> torch.Tensor:
     """Draws [count, length] from the target at temperature 1, first token uniform."""
@@ -60,9 +70,13 @@ def make_head(
     components: int,
     steps: int = 60,
     seed: int = 0,
+    is_bad: bool = False,
     **options: Any,
 ) -> None:
-    """A head fitted a little to its target's own samples, so that drafts are accepted and rejected."""
+    """A head fitted a little to its target's own samples, so that drafts are accepted and rejected.
+
+    is_bad: it learns to say what the target finds least likely.
+    """
     config = HeadConfig.create(
         circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target", **options
     )
@@ -74,6 +88,8 @@ def make_head(
     tokens = sample_target(target, 64, 24, seed)
     with torch.no_grad():
         hidden = target.model(tokens).last_hidden_state
+        if is_bad:
+            tokens = torch.cat([tokens[:, :1], target.lm_head(hidden)[:, :-1].argmin(-1)], dim=1)
     windows = tokens[:, 1:].unfold(1, window, 1)  # [S, T, n]
     hidden = hidden[:, : windows.shape[1]].flatten(0, 1)
     windows = windows.flatten(0, 1)

@@ -20,11 +20,12 @@ SAMPLED = {"temperature": 1.0, "seed": 3, "ignore_eos": True, "max_tokens": 12}
 COUNT = 2000  # the planted fault shifts the third token by 0.084; this many draws allow 0.04
 
 
-def engine(plant: str, method: str) -> Engine:
+def engine(plant: str, method: str, verify: str | None) -> Engine:
     given = {
         "method": "mtpc",
         "model": str(demo.path("btree")),
         "rejection_sample_method": method,
+        "verify": verify,
         "num_speculative_tokens_per_batch_size": "off",
     }
     calls = [Call([PROMPT, PROMPT[:9]], [GREEDY] * 2), Call([PROMPT, PROMPT[:9]], [SAMPLED, {**SAMPLED, "seed": 4}])]
@@ -34,7 +35,8 @@ def engine(plant: str, method: str) -> Engine:
 
 @pytest.fixture(scope="module")
 def replies() -> dict[str, list[Reply]]:
-    said = run({name: engine("noted_seeds", name) for name in ("block", "standard")}, "v2", async_scheduling=True)
+    asked = {"block": ("block", "rejection"), "standard": ("standard", None), "coupled": ("block", None)}
+    said = run({name: engine("noted_seeds", *given) for name, given in asked.items()}, "v2", async_scheduling=True)
     for reply in said.values():
         assert not isinstance(reply, str), reply
     return said
@@ -46,6 +48,7 @@ def test_greedy_text_is_the_same(replies: dict[str, list[Reply]]) -> None:
 
 def test_a_seeded_request_does_not_depend_on_its_batch(replies: dict[str, list[Reply]]) -> None:
     assert replies["block"][1].tokens[0] == replies["block"][2].tokens[0]
+    assert replies["coupled"][1].tokens == replies["standard"][1].tokens
 
 
 def test_a_step_verifies_with_the_noise_it_drafted_with(replies: dict[str, list[Reply]]) -> None:

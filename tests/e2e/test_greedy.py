@@ -134,9 +134,7 @@ def test_logprobs_equal_plain(answers: dict[str, list[Reply]]) -> None:
             assert all(abs(mine[token].logprob - theirs[token].logprob) < 1e-3 for token in mine), name
 
 
-@pytest.mark.feature(
-    "seed: the same text in any batch", "exact", why="of one that no token budget cuts and that is not preempted"
-)
+@pytest.mark.feature("seed: the same text in any batch", "exact")
 def test_seeded_request_does_not_depend_on_its_batch(answers: dict[str, list[Reply]]) -> None:
     names = list(scenarios())
     for name, replies in drafted(answers).items():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.e2e.engine import Call, Engine, run
-from tests.e2e.models import make_head, make_target
+from tests.e2e.models import make_head, make_ptp_head, make_target
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -115,3 +117,25 @@ def test_ranks_are_held_to_the_same_drafts(tiny, runner: str) -> None:
     assert not isinstance(replies["sound"], str), replies["sound"]
     assert replies["sound"][0].metrics["vllm:spec_decode_num_accepted_tokens"] > 0
     assert "the tensor-parallel ranks have drafted different tokens" in replies["planted"]
+
+
+@pytest.mark.feature("tensor parallel", "exact", "ptp on V2")
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
+def test_tensor_parallel_ptp(tmp_path: Path, draft_pass: str) -> None:
+    """Two ranks say what one says: adapters are sharded as their layers are, u is the same on every rank."""
+    make_ptp_head(tmp_path / "head", make_target(tmp_path / "target", 6, seed=1, hidden_size=32), "o-ptp", window=4)
+    sampled = {**GREEDY, "temperature": 0.8, "top_k": 5, "max_tokens": 16, "seed": 3}
+    spec = {"method": "ptp", "model": str(tmp_path / "head"), "draft_pass": draft_pass}
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4, "speculative_config": spec}
+    calls = [Call([[0, 3], [1, 2, 5]], [how, how]) for how in (sampled, {**sampled, "temperature": 0.0})]
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
+    one, two = (
+        run({"one": Engine(str(tmp_path / "target"), calls, {**arguments, **ranks})}, "v2", **more)["one"]
+        for ranks, more in (({}, {}), ({"tensor_parallel_size": 2}, environment))
+    )
+    for replies in (one, two):
+        assert not isinstance(replies, str), replies
+    assert [reply.tokens for reply in two] == [reply.tokens for reply in one]
+    accepted = "vllm:spec_decode_num_accepted_tokens"
+    assert two[-1].metrics[accepted] == one[-1].metrics[accepted]

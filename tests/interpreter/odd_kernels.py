@@ -18,6 +18,22 @@ SIZE = 64
 
 
 @triton.jit
+def parts(x_ptr, out_ptr, SIZE: tl.constexpr):
+    """Instances part at an `if` and at loops, behind a store."""
+    row, at = tl.program_id(0), tl.arange(0, SIZE)
+    x = tl.load(x_ptr + row * SIZE + at, mask=at < row, other=0.0)
+    before = tl.load(out_ptr + row)
+    tl.store(out_ptr + row, before + 1)
+    total = tl.max(x, axis=0)
+    if row % 3 == 0:
+        total = tl.sum(x[:, None] * tl.full((SIZE, 2), 0.5, tl.float32), axis=0)
+        total = tl.sum(total, axis=0)
+    for i in range(row, row + row % 4):
+        total += i
+    tl.store(out_ptr + row, tl.load(out_ptr + row) + total)
+
+
+@triton.jit
 def casts(x_ptr, out_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(out_ptr + at, tl.load(x_ptr + at))

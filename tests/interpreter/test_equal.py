@@ -137,3 +137,11 @@ def test_every_launch_of_ours_writes_the_same_bits() -> None:
 @pytest.mark.slow
 def test_every_launch_of_served_requests_writes_the_same_bits() -> None:
     assert_equal(launched("check", "workload", "24", *workload.ENGINES)["report"], VLLMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["btree", "block", "o-ptp"])
+def test_all_instances_at_once_say_the_same(engine: str) -> None:
+    """MTPC_INTERPRETER=lanes is equal to rounding, which turns no token here."""
+    one, other = (launched(mode, "workload", "16", engine)["tokens"] for mode in ("numpy", "lanes"))
+    assert one == other

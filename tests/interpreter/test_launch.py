@@ -38,6 +38,18 @@ assert torch.equal(out, x)
 assert len(launch.fallen_back) == 1
 """
 
+AT_ONCE = """
+import torch
+from tests.interpreter import odd_kernels as odd
+from numpy_interpreter import launch
+
+x, outs = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)), []
+for launch.is_at_once in (False, True):
+    outs.append(torch.zeros(48))
+    odd.parts[(48,)](x, outs[-1], SIZE=32)
+assert torch.allclose(*outs, rtol=1e-6) and not launch.one_by_one and outs[0].unique().numel() > 40, outs
+"""
+
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'scripts/interpreter'}:{ROOT}", **env}
@@ -50,8 +62,14 @@ def test_launches() -> None:
     assert child.returncode == 0, child.stderr[-4000:]
 
 
+def test_instances_at_once_write_what_one_after_the_other_do() -> None:
+    """Where they part, what was written is taken back before each way is run by itself."""
+    child = python(AT_ONCE)
+    assert child.returncode == 0, child.stderr[-4000:]
+
+
 def test_the_variable_chooses() -> None:
     code = "import triton.runtime.interpreter as i; print(i.InterpretedFunction.run.__module__)"
     for chosen, module in {"": "numpy_interpreter.launch", "triton": "triton.runtime.interpreter"}.items():
         assert python(code, MTPC_INTERPRETER=chosen).stdout.strip() == module
-    assert "give numpy, triton, check or check-once" in python(code, MTPC_INTERPRETER="tritn").stderr
+    assert "give numpy, lanes, triton, check or check-once" in python(code, MTPC_INTERPRETER="tritn").stderr

@@ -13,8 +13,8 @@ from vllm_mtpc.kernels.uniform.kernel import uniform_kernel
 
 @triton.jit
 def noised_argmax(logits, keys, mask, seed, pos, temp, IS_DRAFTING: tl.constexpr, USE_FP64: tl.constexpr):
-    """The signature of vLLM's `gumbel_noised_argmax`; only the drafting stream is made."""
-    tl.static_assert(IS_DRAFTING)
+    """The signature of vLLM's `gumbel_noised_argmax`; a stream is in the position."""
+    tl.static_assert(not IS_DRAFTING)
     if USE_FP64:
         logits = logits.to(tl.float64)
     if temp != 0.0:

@@ -125,6 +125,7 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     served.hidden_states = torch.zeros(1024, sizes["hidden_size"], dtype=torch.bfloat16, device=META)
     served.draft_tokens = torch.zeros(1024, 7, dtype=torch.int64, device=META)
     served.draft_token_confidence_probs = torch.zeros(1024, 7, device=META)
+    served.is_drawn = True
     served.draft_logits = torch.zeros(1024, 7, sizes["vocab_size"], dtype=torch.bfloat16, device=META)
 
     served.device = torch.device("cuda")
@@ -133,3 +134,25 @@ def _count(name: str) -> tuple[list[str], list[str]]:
         warm = variants(served._warm_up)
         new = variants(lambda: [served._draft(batch, served.drafts_by_batch[batch]) for batch in range(1, 1025)])
     return [str(key) for key in warm], [str(key) for key in new.keys() - warm.keys()]
+
+
+def test_coupling_is_compiled_at_the_start() -> None:
+    warm, new = forks.call("v1", "tests.kernels.test_compiled:_count_coupled")
+    assert len(warm) == 2 and not new
+
+
+def _count_coupled() -> tuple[list[str], list[str]]:
+    from tests.kernels.compiled import META, variants
+    from vllm_mtpc.kernels import couple
+
+    torch.Tensor.is_cuda = True  # for good: this process ends with the answer
+
+    def serve(width: int = 8) -> None:
+        for requests in (*range(1, 40), 257, 1024):
+            rows = torch.zeros(requests * width, dtype=torch.int64, device=META)
+            begins = torch.zeros(requests + 1, dtype=torch.int32, device=META)
+            kept, count = couple.accept(rows, rows.int(), begins, width)
+            couple.accept(rows, rows.int(), begins, width, (count > 0, kept, count))
+
+    warm = variants(lambda: couple.warm_up(8, META))
+    return list(map(str, warm)), [str(key) for key in variants(serve).keys() - warm.keys()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +27,18 @@ def batch(requests: int, width: int, draft_dtype: torch.dtype = torch.int64) -> 
     return tokens, drafts.to(draft_dtype), cu_num_logits, width
 
 
+def beside_others(requests: int, width: int) -> tuple[Any, ...]:
+    """Two of three are coupled; the others keep 7, 7, ..."""
+    others = (torch.arange(requests) % 3 > 0, torch.full((requests, width), 7), torch.full((requests,), 7).int())
+    return (*batch(requests, width), others)
+
+
 CASES: dict[str, interpreted.Case] = {
     "8": ("couple", batch(60, 8)),
     "2, int32": ("couple", batch(20, 2, torch.int32)),
     "17": ("couple", batch(40, 17)),
     "1": ("couple", batch(5, 1)),
+    "beside others": ("couple", beside_others(30, 8)),
     "no requests": ("couple", batch(0, 4)),
     "all right": ("couple", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
 }
@@ -46,6 +54,11 @@ def test_accept_equals_its_definition(name: str, outputs: dict[str, tuple[Tensor
     (kept, count), wanted = outputs[name], naive.accept(*CASES[name][1])
     assert torch.equal(kept, wanted[0]) and torch.equal(count, wanted[1])
     assert kept.dtype == torch.int64 and count.dtype == torch.int32
+
+
+def test_others_keep_what_they_have(outputs: dict[str, tuple[Tensor, Tensor]]) -> None:
+    (kept, count), (alone, _) = outputs["beside others"], naive.accept(*batch(30, 8))
+    assert (kept[::3] == 7).all() and (count[::3] == 7).all() and torch.equal(kept[1::3], alone[1::3])
 
 
 def test_what_is_tested_varies() -> None:

@@ -258,6 +258,13 @@ def test_block_verification_is_refused_where_it_would_be_ignored(place: Path) ->
     assert "Model Runner V1" in message and "'standard'" in message
 
 
+@pytest.mark.parametrize("method", ["block", "synthetic"])
+def test_coupling_leaves_nothing_to_reject(place: Path, method: str) -> None:
+    message = refusal(place, rejection_sample_method=method, verify="coupled")
+    assert repr(method) in message and "verify='coupled'" in message and "'standard'" in message
+    assert "'verify'" in refusal(place, verify="maybe")
+
+
 @pytest.mark.parametrize("method", ["fly", "lenient"])
 def test_verification_that_does_not_keep_the_law_is_refused(place: Path, method: str) -> None:
     message = refusal(place, rejection_sample_method=method)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_mtpc.proposers.v1.grammar import Follower, Grammars, Masks, as_point
+from vllm_mtpc.proposers.grammar import Follower, Grammars, Masks
+from vllm_mtpc.proposers.v1.grammar import as_point
 
 VOCAB = 40
 
@@ -163,26 +163,16 @@ def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
 
 
 def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from tests.proposers.stand_ins import spec_config
-    from vllm_mtpc.proposers.v2.grammar import with_residual
+    from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
 
-    class State:
-        def custom_sampler(self, sampler: Any) -> Any:
-            return None
-
-    state = with_residual(State, spec_config(2), torch.device("cpu"))()
-    sampler = object.__new__(Sampler)
-    kept, verifier = state.custom_sampler(sampler)
-    assert kept is sampler
+    verifier = object.__new__(ResidualRejectionSampler)
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
     invalid, probabilities = torch.tensor([False, True, True]), torch.zeros(1, 2, 3)
     assert verifier(None, None, probabilities, invalid).tolist() == [False, False, True]
     assert verifier(None, None, None, invalid) is invalid, "argmax drafts have no residual law"
     assert verifier(None, None, probabilities, None) is None
-    assert state.custom_sampler(SimpleNamespace()) is None, "another sampler keeps its own verifier"
 
 
 def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
@@ -206,34 +196,13 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
             "prompt": request(is_prefill_chunk=True, spec_token_ids=[]),
         }
         scheduler = object.__new__(derived(HeadScheduler, Silent))
-        scheduler.requests, scheduler.is_mtpc_on_v2, scheduler.seeded = requests, is_mtpc_on_v2, set()
+        scheduler.requests, scheduler.is_mtpc_on_v2 = requests, is_mtpc_on_v2
         scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*requests, "gone"], draft_token_ids=[[1, 2, 3]] * 5))
         return {name: one.spec_token_ids for name, one in requests.items()}
 
     untouched = {"cut": [1, 2], "whole": [1, 2, 3], "free": [1, 2], "prompt": []}
     assert run(True) == untouched | {"cut": [1, 2, -1]}
     assert run(False) == untouched
-
-
-@pytest.mark.feature(
-    "drafts masked with the grammar", "refused", "mtpc on V2", why="grammars live on the host, drafts on the device"
-)
-def test_masks_on_v2_are_refused(tmp_path: Path) -> None:
-    from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.seam.frontend import check_runner
-
-    spec = SimpleNamespace(
-        method="mtpc", head=SimpleNamespace(head="linear", lora_layers=0), min_survival=None, mask_drafts=True
-    )
-    config = SimpleNamespace(
-        speculative_config=spec,
-        use_v2_model_runner=True,
-        scheduler_config=SimpleNamespace(async_scheduling=True),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        lora_config=None,
-    )
-    with pytest.raises(ServeConfigError, match=r"mask_drafts=true on Model Runner V2.*allowed: false; drop it"):
-        check_runner(config)
 
 
 @pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")

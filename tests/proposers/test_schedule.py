@@ -13,7 +13,7 @@ import pytest
 from vllm.config.parallel import ParallelConfig
 
 from tests.e2e.engine import Call, Engine, Reply, run
-from tests.proposers.test_bad_input import made, place, refusal  # noqa: F401 (fixtures)
+from tests.proposers.test_bad_input import engine_config, made, place, refusal  # noqa: F401 (fixtures)
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.proposers.seam import schedule
@@ -235,11 +235,11 @@ def test_greedy_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]
 
 
 def test_seeded_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]]) -> None:
-    """A seed promises the same text whatever else is served, so such requests get all their drafts."""
+    """It is that of plain vLLM."""
     texts = [replies[1].tokens for replies in said.values()]
     assert all(text == texts[0] for text in texts)
     greedy, seeded = said["never"]
-    assert drafts(seeded) > drafts(greedy) == 0
+    assert drafts(seeded) == drafts(greedy) == 0 and drafts(said["shrinking"][1]) > drafts(said["shrinking"][0])
 
 
 def test_a_schedule_in_words() -> None:
@@ -255,3 +255,27 @@ def test_what_default_serving_is_expected_to_give() -> None:
     ranges = [(1, 4, 3), (5, 1024, 0)]
     assert schedule.as_served(measured, ranges, 4) == {"t0": 2.5, "t1": 1.85}
     assert schedule.as_served(measured, ranges, 64) == {"t0": 1.0, "t1": 1.0}
+
+
+def test_dense_data_parallel_engines_have_a_schedule(place: Any) -> None:  # noqa: F811
+    """Each runs by itself; vLLM takes their schedule away as it must for a mixture of experts."""
+    given = {"method": "mtpc", "model": str(place / "head")}
+    spec = engine_config(place / "target", {**given, KEY: [[1, 8, 4], [9, 9, 0]]}, data_parallel_size=2)
+    assert spec.parallel_config.data_parallel_size == 2
+    assert spec.speculative_config.num_speculative_tokens_per_batch_size == [(1, 8, 4), (9, 9, 0)]
+    one = engine_config(place / "target", given).speculative_config
+    two = engine_config(place / "target", given, data_parallel_size=2).speculative_config
+    assert one.has_default_schedule and two.has_default_schedule
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_experts_that_step_together_have_none(place: Any, is_moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    from vllm.config.model import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(ModelConfig, "is_moe", property(lambda self: is_moe))
+    args = EngineArgs(str(place / "target"), speculative_config={"method": "mtpc", "model": str(place / "head")})
+    spec = args.create_speculative_config(args.create_model_config(), ParallelConfig(data_parallel_size=2))
+    assert spec.num_speculative_tokens_per_batch_size is None  # while vLLM makes the configuration
+    spec.take_own_schedule()
+    assert (spec.num_speculative_tokens_per_batch_size is None) == is_moe

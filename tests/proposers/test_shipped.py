@@ -178,8 +178,8 @@ def test_the_scheduler_plans_no_drafts_from_then_on() -> None:
 
     one = object.__new__(derived(HeadScheduler, Vllm))
     one.dynamic_sd_lookup, one.max_num_running_reqs, one.log_stats = None, 8, True
-    one.seeded, one.is_mtpc_on_v2 = {"a"}, True
+    one.is_mtpc_on_v2 = True
     one.update_from_output(None, SimpleNamespace())
     assert one.dynamic_sd_lookup is None
     one.update_from_output(None, SimpleNamespace(**{watch.IDLE: True}))
-    assert one.dynamic_sd_lookup == [0] * 9 and not one.seeded and not one.is_mtpc_on_v2
+    assert one.dynamic_sd_lookup == [0] * 9 and not one.is_mtpc_on_v2

@@ -27,16 +27,16 @@ Cut = Callable[[Confidence, int, Tensor, Tensor], None]  # (confidence, k, law [
 def test_what_is_kept_is_a_prefix() -> None:
     survival = Survival(np.full((2, 3), 0.8), 0.1, 0.5)
     confidence = np.array([[0.9, 0.5, 0.9], [0.4, 1.0, 1.0], [1.0, 0.9, 0.6]])
-    lengths = survival.lengths(confidence, np.array([1, 1, 1]), np.array([False, False, True]), 0.5)
+    lengths = survival.lengths(confidence, np.array([1, 1, 1]), 0.5)
     assert lengths == [3, 3, 3]  # 0.8, 0.64, 0.51: nothing is known of confidences yet
     survival.acceptance.lifts[1] = [0.2, 0.2, 0.2, 0.2, 0.5, 0.7, 0.9, 1.0, 1.2]
-    assert survival.lengths(confidence, np.array([1, 1, 1]), np.array([False, False, True]), 0.5) == [1, 0, 3]
+    assert survival.lengths(confidence, np.array([1, 1, 1]), 0.5) == [1, 0, 2]
 
 
 def test_zero_keeps_all_and_always_drafts() -> None:
     survival = Survival(np.full((2, 3), 0.02), 5.0, 0.0)
     assert survival.plan(64, 0, 3) == (3, 0.0)
-    assert survival.lengths(np.full((2, 3), 1e-6), np.array([0, 1]), np.zeros(2, bool), 0.0) == [3, 3]
+    assert survival.lengths(np.full((2, 3), 1e-6), np.array([0, 1]), 0.0) == [3, 3]
 
 
 def test_confidences() -> None:
@@ -226,8 +226,7 @@ def speculate(look: Cut) -> Tensor:
     drafts = naive.draft(circuit.program, evidence, params.leaf[:, 1:], params.root, params.inner, pick)
     survival = Survival(np.full((2, DRAFTS), 0.9), 0.1, LEAST)
     survival.acceptance.lifts[SAMPLED] = [0.1, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.1]  # as if learnt
-    kinds, whole = np.full(COUNT, SAMPLED), np.zeros(COUNT, dtype=bool)
-    length = torch.tensor(survival.lengths(confidence.of(COUNT, DRAFTS), kinds, whole, LEAST))
+    length = torch.tensor(survival.lengths(confidence.of(COUNT, DRAFTS), np.full(COUNT, SAMPLED), LEAST))
     assert length.unique().numel() > 1  # some are cut, and not all alike
     tokens, running = torch.zeros(COUNT, 0, dtype=torch.long), torch.ones(COUNT, dtype=torch.bool)
     for k in range(DRAFTS + 1):

@@ -65,10 +65,9 @@ def rows_at_once(
     """Requests that are drafted for at once, by their number of drafts, the largest draft first.
 
     As many as drafts_by_batch[n] (drafts of a batch of n; [0] means nothing) gives so many, and LOGITS_BYTES hold; one
-    at least; CUDA graphs pad batches to graph_sizes. Requests with a seed get num_drafts in any batch, a few of them
-    at a time (`proposers/v2/seeded.py`).
+    at least; CUDA graphs pad batches to graph_sizes. num_drafts: what is said where no batch gets a draft.
     """
-    largest = {num_drafts: 1} | {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts}
+    largest = {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts} or {num_drafts: 1}
     largest = {
         drafts: min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)
         for drafts, batch in largest.items()

@@ -16,8 +16,8 @@ which numpy adds in the order of Triton's intermediate copies), which is seen be
 before it has written anything. One that raises later ends in Triton's
 `InterpreterError`: what was written is not taken back.
 
-MTPC_INTERPRETER chooses: unset or `numpy` this one, `triton` Triton's own, `check` and `check-once` both
-(see `check.py`).
+MTPC_INTERPRETER chooses: unset or `numpy` this one, `lanes` this one with all instances at once (see `lanes.py`),
+`triton` Triton's own, `check` and `check-once` both (see `check.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def install() -> None:
     chosen = os.environ.get("MTPC_INTERPRETER") or "numpy"
     if chosen == "triton":
         return
-    if chosen not in ("numpy", "check", "check-once"):
-        raise SystemExit(f"MTPC_INTERPRETER={chosen}: give numpy, triton, check or check-once")
+    if chosen not in ("numpy", "lanes", "check", "check-once"):
+        raise SystemExit(f"MTPC_INTERPRETER={chosen}: give numpy, lanes, triton, check or check-once")
     from triton.runtime.interpreter import InterpretedFunction
 
     from numpy_interpreter import check, launch
 
-    if chosen == "numpy":
+    launch.is_at_once = chosen == "lanes"
+    if chosen in ("numpy", "lanes"):
         InterpretedFunction.run = launch.run
     else:
         check.install()

@@ -109,7 +109,7 @@ class Function:
                     module = owner._module
                     self.read.append((module.__dict__, node.attr, getattr(module, node.attr)))
                     setattr(owner, node.attr, self._converted(getattr(module, node.attr)))
-        made |= {"as_value": as_value, "__builtins__": builtins}
+        made |= {"as_value": as_value, "range": language.NAMES["range"], "__builtins__": builtins}
         tree = _Assignments().visit(rewriter.source)
         exec(compile(tree, rewriter.filename, "exec"), made)
         self.call = made[function.__name__]

@@ -5,7 +5,7 @@ What Triton itself writes in terms of these (`tl.rand`, `tl.cdiv`, `tl.sigmoid`)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,15 +25,19 @@ from numpy_interpreter.kinds import (
     cast,
     kind_of,
 )
+from numpy_interpreter.lanes import Lanes
 from numpy_interpreter.values import Number, Value, as_value, operands, select
 
-instance, grid = (0, 0, 0), (1, 1, 1)  # set by launch.py
+instance: Any = (0, 0, 0)  # set by launch.py; [P, 3] where instances run at once
+grid = (1, 1, 1)
 
 _RANGES: dict[tuple[int, int], Value] = {}
 
 
 def _program_id(axis: int) -> Value:
-    return Value(np.int32(instance[axis]), INT32)
+    if isinstance(instance, np.ndarray) and grid[axis] > 1:
+        return Value(Lanes(instance[:, axis]), INT32)
+    return Value(np.int32(0 if isinstance(instance, np.ndarray) else instance[axis]), INT32)
 
 
 def _num_programs(axis: int) -> Value:
@@ -51,6 +55,8 @@ def _full(shape: Any, value: Value | Number, dtype: tl.dtype) -> Value:
     kind = kind_of(dtype)
     data = cast(value.data, value.kind, kind) if value.__class__ is Value else kind.constant(value)
     shape = [int(size) for size in shape]
+    if data.__class__ is Lanes:
+        return Value(np.broadcast_to(data, shape), kind)
     return Value(np.full(shape, data, dtype=kind.dtype) if shape else data, kind)
 
 
@@ -230,9 +236,14 @@ def _dot(
     return Value(np.matmul(input.data, other.data, dtype=np.float32) + before, FLOAT32)
 
 
-def _range(start: Any, end: Any = None, step: Any = None, **hints: Any) -> range:
+def _range(start: Any, end: Any = None, step: Any = None, **hints: Any) -> Iterable[Any]:
     start, end = (0, start) if end is None else (start, end)
-    return range(start, end, 1 if step is None else step)
+    step = 1 if step is None else step
+    if not any(bound.__class__ is Value and bound.data.__class__ is Lanes for bound in (start, end)):
+        return range(start, end, step)
+    # instances may begin at different numbers, as long as they take as many turns
+    turns = int((as_value(end) - start + (int(step) - 1)) // step)
+    return (as_value(start) + turn * int(step) for turn in range(turns))
 
 
 def _assert(condition: Any, message: str = "", mask: Any = None) -> None:

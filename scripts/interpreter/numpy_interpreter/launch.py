@@ -10,13 +10,18 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import _normalize_ty
 
-from numpy_interpreter import language, memory
+from numpy_interpreter import lanes, language, memory
 from numpy_interpreter.functions import Function, function_of, python_function
 from numpy_interpreter.kinds import BOOL, UINT32, Unsupported, number_kind, pointer_kind
 from numpy_interpreter.values import Value
 
 tritons_run = InterpretedFunction.run
 fallen_back: dict[Any, str] = {}  # kernel's function: why
+is_at_once = False  # set by install: MTPC_INTERPRETER=lanes
+one_by_one: dict[Any, str] = {}  # kernel's function: why its instances do not run at once
+LEAST = 32  # elements of a block: kernels cut it in words of bits
+FEW = 4  # instances that run one after the other
+MOST_WAYS = 16  # or a quarter of the instances
 
 
 class _Signature:
@@ -77,17 +82,69 @@ def interpret(kernel: InterpretedFunction, args: tuple, grid: Any, kwargs: dict[
     function: Function = function_of(kernel)
     signature = signature_of(original)
     given = signature.bind(args, kwargs)
+    if is_at_once:
+        _cut(given)
     sizes = grid(given) if callable(grid) else grid
     sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
     arguments = [_as_argument(given[name], name in signature.constants) for name in signature.names]
     language.grid = sizes
     call = function.call
     with np.errstate(all="ignore"):
+        if is_at_once and original not in one_by_one and sizes[0] * sizes[1] * sizes[2] >= FEW:
+            try:
+                return _at_once(call, arguments, sizes, _widest(given))
+            except Exception as error:
+                one_by_one[original] = repr(error)
+                memory.has_written = False
         for x in range(sizes[0]):
             for y in range(sizes[1]):
                 for z in range(sizes[2]):
                     language.instance = (x, y, z)
                     call(*arguments)
+
+
+def _cut(given: dict[str, Any]) -> None:
+    """A block of a vocabulary that it holds whole has as few elements behind it as there may be."""
+    name, size = "LOGITS_BLOCK_SIZE" if "LOGITS_BLOCK_SIZE" in given else "BLOCK_SIZE", given.get("vocab_size")
+    if size is not None and name in given:
+        given[name] = min(given[name], max(LEAST, 1 << (int(size) - 1).bit_length()))
+
+
+def _widest(given: dict[str, Any]) -> int:
+    """Elements of the largest block, by the constants that are named so."""
+    return max((value for name, value in given.items() if "BLOCK" in name and isinstance(value, int)), default=64)
+
+
+def _at_once(call: Any, arguments: list[Any], sizes: tuple[int, int, int], widest: int) -> None:
+    """Every operation once for all instances of a go. What was written is taken back where something is not done so."""
+    everything = lanes.Written()
+    try:
+        for ids in lanes.in_goes(lanes.instances(sizes), widest):
+            _go(call, arguments, ids, everything)
+    except Exception:
+        everything.undo()
+        raise
+    finally:
+        memory.written = None
+
+
+def _go(call: Any, arguments: list[Any], ids: np.ndarray, everything: lanes.Written) -> None:
+    language.instance, memory.written = ids, lanes.Written()
+    try:
+        call(*arguments)
+    except lanes.Parted as parted:
+        memory.written.undo()
+        ways = np.unique(parted.values)
+        if len(ways) > max(MOST_WAYS, len(ids) // 4):
+            raise Unsupported("each instance goes its own way") from parted
+        for value in ways:
+            _go(call, arguments, ids[parted.values == value], everything)
+        return
+    except Exception:
+        memory.written.undo()
+        raise
+    everything.stores += memory.written.stores
+    memory.has_written = True
 
 
 def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

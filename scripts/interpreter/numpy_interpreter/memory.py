@@ -12,10 +12,13 @@ import numpy as np
 from triton.runtime import interpreter as triton_interpreter
 
 from numpy_interpreter.kinds import BASE, BOOL, INT8, Data, Kind, Unsupported, cast, to_address
+from numpy_interpreter.lanes import Lanes, Written
+from numpy_interpreter.lanes import store as store_lanes
 from numpy_interpreter.values import Number, Value, as_value
 
 has_written = False  # since it was set to False: launch.py
 journal: Any = None  # of check.py
+written: Written | None = None  # of instances that run at once: launch.py
 
 
 class _Everything:
@@ -77,10 +80,10 @@ def load(
     access = _access(pointer.kind)
     index = pointer.data
     if mask is None:
-        data = access.cells.take(index) if index.ndim else access.cells[index]
+        data = _read(access, index)
     else:
         is_read = _as_mask(mask)
-        if index.ndim:
+        if index.ndim or index.__class__ is Lanes or is_read.__class__ is Lanes:
             data = _load_block(access, index, is_read, other)
         elif is_read:
             data = access.cells[index]
@@ -89,8 +92,14 @@ def load(
     return Value(data != 0 if access.kind is BOOL else data, access.kind)
 
 
+def _read(access: _Access, index: Data) -> Data:
+    if index.__class__ is Lanes:
+        return Lanes(access.cells.take(index.all))
+    return access.cells.take(index) if index.ndim else access.cells[index]
+
+
 def _load_block(access: _Access, index: Data, is_read: Data, other: Value | Number | None) -> Data:
-    data = access.cells.take(np.where(is_read, index, access.nothing))
+    data = _read(access, np.where(is_read, index, access.nothing))
     if other is None or (other.__class__ is int and other == 0):
         return data
     return np.where(is_read, data, _stored(other, access))
@@ -116,6 +125,11 @@ def store(
     data = _stored(value, access)
     index = pointer.data
     is_written = None if mask is None else _as_mask(mask)
+    if written is not None:
+        if data.ndim > index.ndim:
+            raise Unsupported("a block stored at a scalar pointer")
+        store_lanes(access.cells, index, data, is_written, written)
+        return
     if index.ndim:
         if data.ndim and data.shape != index.shape:
             data = np.broadcast_to(data, index.shape)
@@ -148,6 +162,8 @@ def _atomic(name: str) -> Any:
         """Changes what lies at pointers, one after the other; returns what lay there."""
         global has_written
         kind = _access(pointer.kind).kind
+        if written is not None:
+            raise Unsupported("atomics of instances that run at once")
         if kind.dtype.itemsize < 4 or (kind.is_float and name not in _OF_FLOATS):
             raise Unsupported(f"atomic {name} of {kind.triton}")
         operation = _OF_FLOATS[name] if kind.is_float else name

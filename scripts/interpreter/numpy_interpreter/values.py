@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from numpy_interpreter.kinds import BOOL, FLOAT32, Data, Kind, Unsupported, cast, common_kind, kind_of, number_kind
+from numpy_interpreter.lanes import Lanes
 
 Number = bool | int | float
 
@@ -63,7 +64,8 @@ class Value:
         index = index if isinstance(index, tuple) else (index,)
         if any(part is not None and part != slice(None) for part in index):
             raise Unsupported(f"tensor[{index}]")
-        return Value(np.asarray(self.data)[index], self.kind)
+        data = self.data if self.data.__class__ is Lanes else np.asarray(self.data)
+        return Value(data[index], self.kind)
 
     def __neg__(self) -> Value:
         if self.kind.is_float:
@@ -193,6 +195,6 @@ def select(condition: Value | Number, a: Value | Number, b: Value | Number) -> V
     condition = as_value(condition)
     chosen = cast(condition.data, condition.kind, BOOL)
     x, y, kind = operands(a, b)
-    if chosen.ndim + x.ndim + y.ndim == 0:
+    if chosen.ndim + x.ndim + y.ndim == 0 and chosen.__class__ is not Lanes:
         return Value(x if chosen else y, kind)
     return Value(np.where(chosen, x, y), kind)

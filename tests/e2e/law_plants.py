@@ -1,0 +1,77 @@
+"""Faults of drafting and verification that the laws of Model Runner V2 must find, planted inside an engine's process,
+and lengths of drafts that change from step to step, which they must not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+Undo = Callable[[], None]
+LENGTHS = (3, 1, 0, 2)
+MARKED = 0  # the token whose drafts are thrown away
+
+
+def _replaced(owner: Any, name: str, value: Any) -> Undo:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)
+
+
+def other_temperature() -> Undo:
+    """The target is scored at a temperature that is 1.25 times the request's."""
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as module
+
+    original = module.rejection_sample
+    return _replaced(module, "rejection_sample", lambda logits, *args, **more: original(logits / 1.25, *args, **more))
+
+
+def one_stream() -> Undo:
+    """Drafts of requests that are verified by rejection are drawn from the noise that samples."""
+    from vllm_mtpc.proposers.v2.seeded import DRAFTING
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+    original = MtpcSpeculator._draft
+
+    def _draft(self: Any, *args: Any) -> None:
+        self.noise_pos %= DRAFTING
+        original(self, *args)
+
+    return _replaced(MtpcSpeculator, "_draft", _draft)
+
+
+def drawn_cut() -> Undo:
+    """How many drafts are verified depends on which were drawn: none from the first MARKED one on."""
+    from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+
+    original = HeadScheduler.update_draft_token_ids
+
+    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
+        draft_token_ids.draft_token_ids = [
+            list(itertools.takewhile(lambda token: token != MARKED, drafts))
+            for drafts in draft_token_ids.draft_token_ids
+        ]
+        original(self, draft_token_ids)
+
+    return _replaced(HeadScheduler, "update_draft_token_ids", update_draft_token_ids)
+
+
+def switching() -> Undo:
+    """No fault: one step drafts 3, the next 1, the next 0, the next 2, whatever was drawn."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original, lengths = Scheduler.schedule, itertools.cycle(LENGTHS)
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.dynamic_sd_lookup = [next(lengths)] * (1 + self.max_num_running_reqs)
+        return original(self, *args, **kwargs)
+
+    return _replaced(Scheduler, "schedule", schedule)
+
+
+PLANTS = {
+    "other temperature": other_temperature,
+    "one stream": one_stream,
+    "drawn cut": drawn_cut,
+    "switching": switching,
+}

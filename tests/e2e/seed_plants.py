@@ -1,0 +1,129 @@
+"""Faults of coupled verification, and notes of what is drafted for which batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.e2e import engine
+
+
+def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Callable[[], None]]:
+    """The target's tokens are drawn with other noise: of the step's first row, or of another stream."""
+
+    def plant() -> Callable[[], None]:
+        from vllm_mtpc.proposers.v2 import seeded
+
+        verify, sample = seeded.Coupling._verify, seeded.gumbel_sample
+        first_rows: list[Any] = []
+
+        def _verify(self: Any, logits: Any, draft_logits: Any, drafts: Any, pos: Any, begins: Any, *args: Any) -> Any:
+            rows = begins.diff()
+            first_rows[:] = [pos[begins[:-1].long()].repeat_interleave(rows, output_size=len(pos))]
+            return verify(self, logits, draft_logits, drafts, pos, begins, *args)
+
+        def gumbel_sample(logits: Any, slots: Any, temperature: Any, seeds: Any, pos: Any, **given: Any) -> Any:
+            at = first_rows[0] if of_first_row else pos
+            return sample(logits, slots, temperature, seeds, at, **{**given, **replaced})
+
+        seeded.Coupling._verify, seeded.gumbel_sample = _verify, gumbel_sample
+
+        def undo() -> None:
+            seeded.Coupling._verify, seeded.gumbel_sample = verify, sample
+
+        return undo
+
+    return plant
+
+
+def other_numbers() -> Callable[[], None]:
+    """Model Runner V1: the number of a token is that of the one behind."""
+    from vllm_mtpc.proposers.v1 import seeded
+
+    draw = seeded.draw
+    seeded.draw = lambda logits, numbers: draw(logits, numbers.roll(-1) + 1)
+
+    def undo() -> None:
+        seeded.draw = draw
+
+    return undo
+
+
+def drafts_of_their_own() -> Callable[[], None]:
+    """Model Runner V2: drafts of coupled requests take noise of the drafting stream as well."""
+    from vllm_mtpc.proposers.v2.seeded import DRAFTING
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
+
+    draft = Owner._draft
+
+    def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
+        self.noise_pos[:num_reqs] += DRAFTING
+        draft(self, num_reqs, num_drafts)
+
+    Owner._draft = _draft
+
+    def undo() -> None:
+        Owner._draft = draft
+
+    return undo
+
+
+def numbers_of_their_own() -> Callable[[], None]:
+    """The same on V1."""
+    from vllm_mtpc.proposers.v1 import seeded
+
+    read_ahead = seeded.read_ahead
+    seeded.read_ahead = lambda generator, count: read_ahead(generator, count) ^ 1
+
+    def undo() -> None:
+        seeded.read_ahead = read_ahead
+
+    return undo
+
+
+def note_lengths() -> Callable[[], None]:
+    """Notes (requests, drafts each) of every step, on Model Runner V2."""
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
+
+    propose = Owner.propose
+
+    def noting(self: Any, input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **more: Any) -> Any:
+        engine.RECORDED.append((input_batch.num_reqs, num_speculative_tokens))
+        return propose(self, input_batch, *args, num_speculative_tokens=num_speculative_tokens, **more)
+
+    Owner.propose = noting
+
+    def undo() -> None:
+        Owner.propose = propose
+
+    return undo
+
+
+def note_lengths_v1() -> Callable[[], None]:
+    """The same on V1."""
+    from vllm_mtpc.proposers.v1.proposer import MtpcProposer as Owner
+
+    propose = Owner.propose_drafts
+
+    def noting(self: Any, *args: Any, **more: Any) -> Any:
+        drafts = propose(self, *args, **more)
+        engine.RECORDED.append((len(drafts), max(map(len, drafts))))
+        return drafts
+
+    Owner.propose_drafts = noting
+
+    def undo() -> None:
+        Owner.propose_drafts = propose
+
+    return undo
+
+
+PLANTS = {
+    "noise of the first row": other_noise(of_first_row=True),
+    "noise of drafts": other_noise(is_drafting=True),
+    "drafts of their own": drafts_of_their_own,
+    "drafts of their own v1": numbers_of_their_own,
+    "noted lengths": note_lengths,
+    "noise of other tokens": other_numbers,
+    "noted lengths v1": note_lengths_v1,
+}
