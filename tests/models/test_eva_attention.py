@@ -328,6 +328,7 @@ def test_graphs_where_flash_attention_reads_the_caches(monkeypatch, dtype: torch
 def test_decode_steps_have_graphs_unless_the_user_wants_none(monkeypatch, given: str | None, made: str) -> None:
     for name in ("check_limits", "_check_caches"):
         monkeypatch.setattr(hook, name, lambda *args: None)
-    compilation = SimpleNamespace(mode=None, cudagraph_mode=given and CUDAGraphMode[given])
+    compilation = SimpleNamespace(cudagraph_mode=given and CUDAGraphMode[given], splitting_ops=None)
     hook.EvaByteHook.verify_and_update_config(SimpleNamespace(compilation_config=compilation))
-    assert (compilation.mode.name, compilation.cudagraph_mode.name) == ("NONE", made)
+    assert compilation.cudagraph_mode.name == made
+    assert compilation.splitting_ops == [torch.ops.vllm.mtpc_eva_attention._qualified_op_name]

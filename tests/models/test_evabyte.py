@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import Call, Engine, run
+from tests import forks
+from tests.e2e.engine import SMALL, Call, Engine, run
 from tests.models.evabyte_reference import SIZES, Reference, make_evabyte
 from tests.models.heads import check_greedy, drafts, fit_head
 
@@ -61,6 +62,26 @@ def test_model_runner_v1(served: SimpleNamespace) -> None:
     assert second.metrics["vllm:prefix_cache_hits"] > first.metrics["vllm:prefix_cache_hits"]
     assert min(drafts(first)) > 0
     assert min(drafts(replies["ngram"][0])) > 0
+
+
+def compiled(model: str, prompts: list[list[int]]) -> tuple[list[list[int]], int, int]:
+    """In a fork: greedy answers, graphs that were compiled, breaks in them."""
+    from torch._dynamo.utils import counters
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(model, **SMALL | SMALL_BLOCKS | CHUNKS | {"enforce_eager": False})
+    asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    answers = llm.generate(asked, SamplingParams(**GREEDY), use_tqdm=False)
+    tokens = [list(answer.outputs[0].token_ids) for answer in answers]
+    return tokens, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor(served: SimpleNamespace) -> None:
+    """All layers in one graph, which knows nothing of windows and segments; prompts are read in pieces."""
+    answers, graphs, breaks = forks.call("v1", "tests.models.test_evabyte:compiled", served.model, served.prompts)
+    assert (graphs, breaks) == (1, 0)
+    assert all(served.reference.is_greedy(*pair) for pair in zip(served.prompts, answers, strict=True))
 
 
 @pytest.mark.parametrize("kept", [{}, pytest.param(ALL_TOKENS, marks=pytest.mark.slow)], ids=["window", "all tokens"])

@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -188,3 +189,15 @@ class EvaAttention(PagedCache):
         if self.flash is None:
             return attend(query, *caches, plan, places).flatten(1)
         return paged.attend(query, *caches, plan, places, self.flash, self.head_size**-0.5).flatten(1)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mu: Tensor, phi: Tensor, layer_name: str) -> Tensor:
+    return get_forward_context().no_compile_layers[layer_name](query, key, value, mu, phi)
+
+
+def _empty(query: Tensor, key: Tensor, value: Tensor, mu: Tensor, phi: Tensor, layer_name: str) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+# torch.compile looks at none of it: the plan, the caches and the loop over segments are a step's own
+direct_register_custom_op("mtpc_eva_attention", _attention, fake_impl=_empty)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.config.compilation import CompilationMode, CUDAGraphMode
+from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
@@ -29,11 +29,13 @@ class EvaByteHook(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuse what EVA's caches cannot do; not compiled, decode steps in CUDA graphs unless the user has none."""
+        """Refuse what EVA's caches cannot do; compiled around the attention, decode steps in CUDA graphs, unless the
+        user has none."""
         check_limits(vllm_config, "EvaByte")
         _check_caches(vllm_config)
         compilation = vllm_config.compilation_config
-        compilation.mode = CompilationMode.NONE
+        if compilation.splitting_ops is None:  # one compiled piece serves all layers
+            compilation.splitting_ops = ["vllm::mtpc_eva_attention"]
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 

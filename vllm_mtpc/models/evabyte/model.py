@@ -3,7 +3,8 @@
 Weights have the names of the published checkpoints. Of its eight lm_heads, rows [V h, V (h + 1)) of lm_head.weight,
 the target is the first one (the next byte); the others can be made a draft head (docs/models.md).
 
-Not compiled; decode steps run in vLLM's full CUDA graphs where FlashAttention can read the caches (`EvaByteHook`).
+Compiled as Llama is, around the attention; decode steps run in vLLM's full CUDA graphs where FlashAttention can read
+the caches (`EvaByteHook`).
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class EvaByteAttention(LlamaAttention):
         query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         query, key = self.rotary_emb(positions, query, key)
         mu, phi = (p.view(self.num_heads, self.head_dim) for p in (self.adaptive_mu_k, self.adaptive_phi))
-        return self.o_proj(self.attn(query, key, value, mu, phi))[0]
+        output = torch.ops.vllm.mtpc_eva_attention(query, key, value, mu, phi, self.attn.layer_name)
+        return self.o_proj(output)[0]
 
 
 class EvaByteDecoderLayer(LlamaDecoderLayer):
