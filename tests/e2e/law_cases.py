@@ -81,7 +81,6 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-NIGHTLY = list(CASES)  # those of most worth first
 
 
 @dataclass(frozen=True)
