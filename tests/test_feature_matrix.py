@@ -108,6 +108,7 @@ def test_v1_is_kept_synchronous() -> None:
         head=SimpleNamespace(head="linear", lora_layers=0),
         rejection_sample_method="standard",
         min_survival=None,
+        verify=None,
         has_default_schedule=True,
         num_speculative_tokens_per_batch_size=[(1, 8, 3)],
     )

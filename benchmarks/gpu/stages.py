@@ -85,7 +85,9 @@ def tests(programme: Programme) -> list[Part]:
         identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
         identity("identity-ptp", ["o-ptp"], 200, "float32", **ieee),
         tested("greedy", 300, "tests/e2e/test_greedy.py", "-k", "v2"),
-        tested("seeds", 120, "tests/e2e/test_limits.py", "-k", "seed"),
+        tested("grammar", 400, "tests/e2e/test_grammar.py", "-k", "v2"),  # 10,000 answers among them
+        tested("grammar-law", 200, "tests/e2e/test_grammar_law.py", "-k", "v2"),
+        tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
         tested("ptp-law", 180, f"{law}::test_law[o-ptp]", f"{law}::test_law[fault: o-ptp, u squared]"),
         tested("law-13-kinds", 600, f"{law}::test_law[13 kinds, btree, bad]"),
@@ -147,7 +149,8 @@ def target(programme: Programme) -> list[Part]:
 
     def written(name: str, source: str, seconds: float, **options: Any) -> Part:
         out, dtype = data / f"{name}.jsonl", programme.size("bfloat16", None)
-        given = {"target": folder, "data": data / source, "out": out, "dtype": dtype, **options}
+        engine = json.dumps(programme.engine)
+        given = {"target": folder, "data": data / source, "out": out, "dtype": dtype, "engine": engine, **options}
         command = words(*MTPC, "regenerate", "--ignore-eos", **given)
         return Part(name, seconds, command, needs=[weights, data / source], makes=out)
 

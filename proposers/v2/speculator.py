@@ -50,6 +50,8 @@ from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.seeded import DRAFTING, CoupledStates, with_verification
 from vllm_mtpc.proposers.v2.stepped import needs_fresh_noise, step_seeds
 
+SMALL_LEAVES = 1 << 24  # bytes of float32 leaves that are masked at once whatever memory was measured
+
 
 class MtpcSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -163,9 +165,11 @@ class MtpcSpeculator(DraftModelSpeculator):
     def _draft_masked(self, input_batch: InputBatch, rows: list[int], num_sampled: Tensor, num_drafts: int) -> None:
         """Drafts of structured requests once more, as their grammars allow; waits for the device at every draft.
 
-        A third of the usual rows at once: the definition has three leaves in float32 beside the head's logits.
+        The definition has some float32 copies of a leaf beside the head's logits: a quarter of the usual rows at once
+        take no more memory than was measured, and few small ones are not worth a second go.
         """
-        step = max(1, self.rows_at_once.get(num_drafts, 1) // 3)
+        leaf = self.model.circuit.num_components * self.model.vocab_size * torch.float32.itemsize
+        step = max(1, self.rows_at_once.get(num_drafts, 1) // 4, SMALL_LEAVES // leaf)
         for some in (rows[start : start + step] for start in range(0, len(rows), step)):
             at = torch.tensor(some, device=self.device)
             names = [input_batch.req_ids[row] for row in some]

@@ -52,6 +52,25 @@ def scored_unmasked() -> Undo:
     return undo
 
 
+def scored_unmasked_v2() -> Undo:
+    """V2: drafts are drawn from the masked law, and `draft_logits` keep what the launch before has left there."""
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+    original = MtpcSpeculator._draft_masked
+
+    def planted(self: MtpcSpeculator, *args: Any) -> None:
+        unmasked = self.draft_logits.clone()
+        original(self, *args)
+        self.draft_logits.copy_(unmasked)
+
+    MtpcSpeculator._draft_masked = planted
+
+    def undo() -> None:
+        MtpcSpeculator._draft_masked = original
+
+    return undo
+
+
 def noted() -> Undo:
     """Notes (drafts, the prefix of them that the grammar allows) of every validation of a structured request."""
     from vllm.v1.structured_output import StructuredOutputManager
@@ -77,5 +96,6 @@ def noted() -> Undo:
 PLANTS = {
     "unmasked drafts": unmasked,
     "masked drafts scored unmasked": scored_unmasked,
+    "masked drafts scored unmasked on V2": scored_unmasked_v2,
     "noted drafts": noted,
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import forks
 from tests.e2e.engine import Call, Engine, Reply, run
 from tests.e2e.test_greedy import CODE
 from vllm_mtpc import demo
@@ -74,6 +75,8 @@ RUNNERS = [pytest.param(name, marks=pytest.mark.column(f"mtpc on {name.upper()}"
 def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     """What plain vLLM said, the head, and the planted faults to the few; and the runner's name."""
     runner = request.param
+    if runner == "v1" and forks.ON_GPU:
+        pytest.skip("V1 on a GPU draws noise of the vocabulary's size: a seed promises the law there")
     # V1 on a CPU cannot read a seeded prompt in chunks, with or without drafts, and plans by time unless it is told
     more = {"enable_chunked_prefill": False, "max_num_batched_tokens": 240} if runner == "v1" else {}
     given = {"min_survival": 0} if runner == "v1" else {}
