@@ -160,9 +160,12 @@ class Measured:
 
 
 def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, length: int = LENGTH) -> Measured:
-    """`count` answers of each kind of request of a case, their first `length` tokens. Raises where the engine does."""
+    """`count` answers, or pairs of them, to each kind of request of a case: their first `length` tokens.
+
+    Raises where the engine does.
+    """
     start, case = time.monotonic(), CASES[name]
-    made = engine(folder, target, case, count)
+    made = engine(folder, target, case, count * case.together)
     replies = run({"one": made}, case.runner, timeout=20_000)["one"]
     assert not isinstance(replies, str), replies
     draws = draws_by_kind(replies[0], len(case.settings), _at_once(case))
