@@ -65,7 +65,7 @@ def _cases() -> dict[str, Case]:
             "btree, good", one, "noise of the first row", True, options={"verify": "coupled"}
         ),
         "pairs of concurrent requests": Case("btree, good", one, together=2),
-        "pairs of siblings, n=4": Case("btree, good", one, together=2, is_one_request=True),
+        "pairs of siblings, n=4": Case("btree, good", ("seeded",), together=2, is_one_request=True),
         "3, 1, 0, 2 drafts in turns": Case("btree, good", ("T=1", "T=1.3, top-p 0.8", "bad words"), "switching"),
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),
