@@ -21,7 +21,7 @@ def add_flags(
         if only and name not in only:
             continue
         kind = _kind(field.annotation)
-        shown = "" if field.is_required() or field.default in (None, [], False) else f" (default: {field.default})"
+        shown = "" if field.is_required() or field.default in (None, [], {}, False) else f" (default: {field.default})"
         what: dict[str, Any] = {"help": f"{field.description}{shown}".replace("%", "%%"), "default": argparse.SUPPRESS}
         if kind is bool:
             what["action"] = argparse.BooleanOptionalAction

@@ -149,7 +149,8 @@ def target(programme: Programme) -> list[Part]:
 
     def written(name: str, source: str, seconds: float, **options: Any) -> Part:
         out, dtype = data / f"{name}.jsonl", programme.size("bfloat16", None)
-        given = {"target": folder, "data": data / source, "out": out, "dtype": dtype, **options}
+        engine = json.dumps(programme.engine)
+        given = {"target": folder, "data": data / source, "out": out, "dtype": dtype, "engine": engine, **options}
         command = words(*MTPC, "regenerate", "--ignore-eos", **given)
         return Part(name, seconds, command, needs=[weights, data / source], makes=out)
 

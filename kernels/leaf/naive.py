@@ -13,9 +13,9 @@ def logits(states: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tenso
     """states [B, k or 1, r or 1, D] times weight [k, r, V, D] -> [B, k, r, V], in the dtype of the states."""
     if scale is not None:
         weight = dequantise(weight, scale, states.dtype)
-    positions, r, vocab_size, hidden_size = weight.shape
+    positions, r, vocab_size, _ = weight.shape
     if states.shape[1:3] == (1, 1):  # one product: each weight is read once
-        return F.linear(states[:, 0, 0], weight.reshape(-1, hidden_size)).view(-1, positions, r, vocab_size)
+        return F.linear(states[:, 0, 0], weight.flatten(0, 2)).view(len(states), positions, r, vocab_size)
     if states.shape[2] == 1:
         return torch.einsum("bkd,kzvd->bkzv", states[:, :, 0].expand(-1, positions, -1), weight)
     return torch.einsum("bkzd,kzvd->bkzv", states.expand(-1, positions, -1, -1), weight)
@@ -29,6 +29,8 @@ def evidence_of(logits: Tensor, token: Tensor) -> Tensor:
 
 def terms_of(logits: Tensor, token: Tensor) -> Tensor:
     """Log-normaliser and the token's logit [B, 2, r] float32 of logits [B, r, V] and token [B] int64."""
+    if not logits.shape[-1]:  # a rank that has no token
+        return logits.new_full((len(logits), 2, logits.shape[1]), -torch.inf, dtype=torch.float32)
     logits, vocab_size = logits.float(), logits.shape[-1]
     index = token.clamp(0, vocab_size - 1)[:, None, None].expand(-1, logits.shape[1], 1)
     is_outside = (token < 0) | (token >= vocab_size)

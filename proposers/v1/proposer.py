@@ -27,6 +27,7 @@ from vllm_mtpc.proposers.load import load_served_head
 from vllm_mtpc.proposers.seam.watch import is_debug
 from vllm_mtpc.proposers.v1 import seeded
 from vllm_mtpc.proposers.v1.acceptance import GREEDY, SAMPLED, card_rates
+from vllm_mtpc.proposers.v1.early import most_drafts
 from vllm_mtpc.proposers.v1.grammar import as_point
 from vllm_mtpc.proposers.v1.survival import Confidence, Drafted, Survival
 from vllm_mtpc.proposers.watch import DraftClock, check_ranks
@@ -160,8 +161,11 @@ class MtpcProposer:
         masks.rewind()
         confidence, kinds = self.confidence.of(batch, num_drafts), np.array(kind)
         lengths = self.survival.lengths(confidence, kinds, least)
+        early = most_drafts(sampling_metadata.logitsprocs)
         kept = [
-            drafts[row][: min(lengths[row], masks.lengths.get(row, num_drafts))] if tokens else []
+            drafts[row][: min(lengths[row], masks.lengths.get(row, num_drafts), early.get(row, num_drafts))]
+            if tokens
+            else []
             for row, tokens in enumerate(sampled_token_ids)
         ]
         rows = {name: row for row, name in enumerate(runner.input_batch.req_ids)}

@@ -77,6 +77,14 @@ def test_finished_parts_are_not_run_again_on_the_same_commit(folder: Path, monke
     assert commits == {"fails": "a", "good": "b", "new": "a"}
 
 
+def test_arguments_of_every_engine_reach_whoever_starts_one(folder: Path) -> None:
+    """Where inductor fails on a GPU: `--engine '{"enforce_eager": true}'`."""
+    on_gpu = Programme(is_toy=False, engine={"enforce_eager": True})
+    for part in (part for stage in stages.STAGES for part in on_gpu.parts(stage)):
+        if {"regenerate", "serve"} & set(part.command):
+            assert json.loads(part.command[part.command.index("--engine") + 1])["enforce_eager"] is True, part.name
+
+
 def test_the_limit_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     parts = [part("long", "", seconds=99), part("hangs", "import time; print('now', flush=True); time.sleep(99)")]
     assert ran(monkeypatch, parts, "--limit", "3") == 1

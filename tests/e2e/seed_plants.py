@@ -49,6 +49,38 @@ def other_numbers() -> Callable[[], None]:
     return undo
 
 
+def drafts_of_their_own() -> Callable[[], None]:
+    """Model Runner V2: drafts of coupled requests take noise of the drafting stream as well."""
+    from vllm_mtpc.proposers.v2.seeded import DRAFTING
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
+
+    draft = Owner._draft
+
+    def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
+        self.noise_pos[:num_reqs] += DRAFTING
+        draft(self, num_reqs, num_drafts)
+
+    Owner._draft = _draft
+
+    def undo() -> None:
+        Owner._draft = draft
+
+    return undo
+
+
+def numbers_of_their_own() -> Callable[[], None]:
+    """The same on V1."""
+    from vllm_mtpc.proposers.v1 import seeded
+
+    read_ahead = seeded.read_ahead
+    seeded.read_ahead = lambda generator, count: read_ahead(generator, count) ^ 1
+
+    def undo() -> None:
+        seeded.read_ahead = read_ahead
+
+    return undo
+
+
 def note_lengths() -> Callable[[], None]:
     """Notes (requests, drafts each) of every step, on Model Runner V2."""
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
@@ -89,6 +121,8 @@ def note_lengths_v1() -> Callable[[], None]:
 PLANTS = {
     "noise of the first row": other_noise(of_first_row=True),
     "noise of drafts": other_noise(is_drafting=True),
+    "drafts of their own": drafts_of_their_own,
+    "drafts of their own v1": numbers_of_their_own,
     "noted lengths": note_lengths,
     "noise of other tokens": other_numbers,
     "noted lengths v1": note_lengths_v1,

@@ -83,7 +83,8 @@ def test_shared_on_v2(tiny: Path) -> None:
 
 @pytest.mark.feature("tensor parallel", "exact", "mtpc on V1")
 def test_shared_tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str]) -> None:
-    """Half of the lm_head on each rank: without vLLM's gather the logits would be of half the vocabulary."""
+    """Each rank has the logits of its part of the lm_head: of 30 tokens, filled up to 64, the second one has none."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
-    two = run({"shared": engine(tiny, "shared", tensor_parallel_size=2)}, "v1", **environment)
+    divided = {"worker_extension_cls": "tests.e2e.divided_plants.Divides"}
+    two = run({"shared": engine(tiny, "shared", tensor_parallel_size=2, **divided)}, "v1", **environment)
     check(tiny, "shared", {"plain": on_v1["plain"], **two}, served_dtype())

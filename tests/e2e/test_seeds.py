@@ -17,6 +17,7 @@ from tests.e2e.test_greedy import CODE
 from vllm_mtpc import demo
 
 KEY = "num_speculative_tokens_per_batch_size"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 PROMPTS, TOKENS = 200, 12
 PROCESSED: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.8}, {"presence_penalty": 1.0}]
@@ -48,6 +49,7 @@ def calls() -> dict[str, Call]:
 
 
 FAULTS = {"v1": ("noise of other tokens",), "v2": ("noise of the first row", "noise of drafts")}
+APART = {"v1": "drafts of their own v1", "v2": "drafts of their own"}
 
 
 def engine(
@@ -82,7 +84,7 @@ def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     given = {"min_survival": 0} if runner == "v1" else {}
     noted = "noted lengths v1" if runner == "v1" else "noted lengths"
     engines = {"plain": engine(None, **more), "head": engine(given, noted, **more)}
-    engines |= {fault: engine(given, fault, ["few at once"], **more) for fault in FAULTS[runner]}
+    engines |= {fault: engine(given, fault, ["few at once"], **more) for fault in (*FAULTS[runner], APART[runner])}
     found = run(engines, runner, async_scheduling=True)
     for replies in found.values():
         assert not isinstance(replies, str), replies
@@ -105,8 +107,19 @@ def test_a_seed_has_the_text_of_plain_vllm(said: dict[str, list[Reply]], name: s
 
 def test_other_noise_is_caught(said: dict[str, list[Reply]]) -> None:
     wanted = said["plain"][list(calls()).index("few at once")].tokens
-    faults = [replies for name, replies in said.items() if name not in ("plain", "head")]
+    faults = [said[name] for names in FAULTS.values() for name in names if name in said]
     assert faults and all(replies[0].tokens != wanted for replies in faults)
+
+
+def test_drafts_take_the_targets_noise(said: dict[str, list[Reply]]) -> None:
+    """With noise of their own the text is the same, and they are kept less often."""
+    at = list(calls()).index("few at once")
+    apart = next(said[name][0] for name in APART.values() if name in said)
+    assert apart.tokens == said["plain"][at].tokens
+    before, after = (said["head"][place].metrics for place in (at - 1, at))
+    kept, kept_apart = after[ACCEPTED] - before[ACCEPTED], apart.metrics[ACCEPTED]
+    print(f"of about as many drafts {kept} are kept, {kept_apart} with noise of their own")
+    assert kept > 1.2 * kept_apart
 
 
 def test_what_may_not_matter_has_happened(said: dict[str, list[Reply]]) -> None:
@@ -114,7 +127,7 @@ def test_what_may_not_matter_has_happened(said: dict[str, list[Reply]]) -> None:
     assert {drafts for reply in said["head"] for _, drafts in reply.recorded} >= {7, 3, 1, 0}
     assert first.metrics["vllm:num_preemptions"] > 0
     assert last.metrics["vllm:prefix_cache_hits"] > 0
-    accepted = first.metrics["vllm:spec_decode_num_accepted_tokens"]
+    accepted = first.metrics[ACCEPTED]
     assert accepted > 0.2 * first.metrics["vllm:spec_decode_num_draft_tokens"]
 
 
@@ -130,7 +143,7 @@ def tokens_per_step(circuit: str, temperature: float) -> dict[str, float]:
     for verify, replies in run(engines, "v2").items():
         assert not isinstance(replies, str), replies
         metrics = replies[0].metrics
-        found[verify] = 1 + metrics["vllm:spec_decode_num_accepted_tokens"] / metrics["vllm:spec_decode_steps"]
+        found[verify] = 1 + metrics[ACCEPTED] / metrics["vllm:spec_decode_steps"]
     return found
 
 

@@ -124,7 +124,7 @@ def sharded(head: LinearHead, size: int, remake: Callable[[LinearHead], None]) -
 
 
 @OWN
-@pytest.mark.parametrize("size", [1, 2, 3, 4])  # 7 tokens: 4 + 3, 3 + 3 + 1, 2 + 2 + 2 + 1
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])  # 7 tokens: 4 + 3, 3 + 3 + 1, 2 + 2 + 2 + 1, 2 + 2 + 2 + 1 + 0
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
 def test_ranks_draft_from_the_same_numbers_as_one(name: str, size: int, kind: str) -> None:
     head = build(name, std=0.3)

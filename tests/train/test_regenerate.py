@@ -17,6 +17,7 @@ import torch
 
 from tests.e2e.models import make_target
 from vllm_mtpc.demo.byte_target import build_tokenizer
+from vllm_mtpc.flags import typed
 from vllm_mtpc.train import regenerate as module
 from vllm_mtpc.train import regenerate_output
 from vllm_mtpc.train.regenerate import RegenerateError, RegenerateOptions, add_arguments, parse, regenerate
@@ -267,6 +268,7 @@ def test_options_that_are_refused(tmp_path):
         ({"samples": 2, "temperature": 0}, "same text"),
         ({"colour": 1}, "unknown key 'colour'"),
         ({"data": []}, "data"),
+        ({"engine": "enforce_eager=true"}, "engine.*Invalid JSON"),
     ):
         with pytest.raises(RegenerateError, match=message):
             parse({"target": "t", "data": ["d"], "out": tmp_path / "o", **wrong})
@@ -281,6 +283,18 @@ def test_flags(tmp_path, target, engine, capsys):
     assert len(lines(out)) == 2 and str(out) in capsys.readouterr().out
     meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert (meta["temperature"], meta["max_tokens"], meta["limit"], meta["ignore_eos"]) == (0.0, 4, 2, True)
+
+
+def test_arguments_of_the_engine(tmp_path):
+    """They come last, so that they may change what the other flags say; the file says what it was made with."""
+    given = ["--engine", '{"enforce_eager": true, "dtype": "float32"}', "--max-model-len", "9"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--target", "t", "--data", "d", "--out", str(tmp_path / "o"), *given])
+    how = parse(typed(args, RegenerateOptions))
+    engine = json.loads(module._job(how, [], True).splitlines()[0])["engine"]
+    assert engine["enforce_eager"] is True and engine["dtype"] == "float32" and engine["max_model_len"] == 9
+    assert how.meta()["engine"] == {"enforce_eager": True, "dtype": "float32"}
 
 
 def test_empty_data_and_no_vllm(tmp_path, target, engine, monkeypatch):

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
 
 from vllm_mtpc.errors import MtpcError, one_line
 from vllm_mtpc.flags import add_flags, typed
@@ -54,6 +54,7 @@ class RegenerateOptions(BaseModel):
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     kv_cache_memory: int | None = Field(None, ge=1, description="bytes of the KV cache (default: vLLM's; CPU: 1 GiB)")
     ignore_eos: bool = Field(False, description="write on after the end-of-text token")
+    engine: Json[dict[str, Any]] = Field({}, description='more of vllm.LLM, as {"enforce_eager": true}')
 
     @model_validator(mode="after")
     def _consistent(self) -> RegenerateOptions:
@@ -180,7 +181,7 @@ def _job(options: RegenerateOptions, requests: list[Request], has_tokenizer: boo
         "seed": options.seed,
     }
     given = {"max_model_len": options.max_model_len, "kv_cache_memory_bytes": options.kv_cache_memory}
-    engine |= {key: value for key, value in given.items() if value is not None}
+    engine |= {key: value for key, value in given.items() if value is not None} | options.engine
     names = ("temperature", "top_p", "top_k", "max_tokens", "ignore_eos")
     sampling = {name: getattr(options, name) for name in names} | {"detokenize": False}
     prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)

@@ -1,0 +1,44 @@
+"""Drafts of a request that may not end yet: for as many as are kept, vLLM forbids the end at the right positions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+from vllm_mtpc.proposers.v1.early import most_drafts
+
+VOCAB, STOP, MIN = 4, 2, 3
+
+
+def forbidden(said: int, drafts: int) -> list[bool]:
+    """Whether STOP is forbidden at each drafted position and behind, `said` tokens into a text."""
+    made = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    params = SamplingParams(min_tokens=MIN, stop_token_ids=[STOP])
+    made.update_state(BatchUpdate(1, removed=[], added=[(0, params, [], [0] * said)], moved=[]))
+    verified = made.apply_with_spec_decode(torch.zeros(drafts, VOCAB), [drafts])
+    behind = made.apply(torch.zeros(1, VOCAB))
+    return torch.cat([verified, behind])[:, STOP].isneginf().tolist()
+
+
+def kept(said: int, planned: int = 3) -> int:
+    made = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    params = SamplingParams(min_tokens=MIN, stop_token_ids=[STOP])
+    made.update_state(BatchUpdate(1, removed=[], added=[(0, params, [], tokens := [])], moved=[]))
+    tokens += [0] * said  # as the runner's own list, which the processor holds
+    return min(planned, most_drafts(SimpleNamespace(non_argmax_invariant=[made])).get(0, planned))
+
+
+@pytest.mark.parametrize("said", range(MIN + 2))
+def test_a_step_forbids_the_end_where_it_is_too_early(said: int) -> None:
+    drafts = kept(said)
+    assert forbidden(said, drafts) == [said + at < MIN for at in range(drafts + 1)]
+
+
+def test_more_drafts_would_be_wrong() -> None:
+    """The fault of vLLM's that is kept clear of; where this fails, vLLM has mended it and early.py can go."""
+    assert forbidden(1, 3) != [1 + at < MIN for at in range(4)]
