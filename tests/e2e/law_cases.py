@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from tests.e2e.engine import Engine, Reply, run
 from tests.e2e.laws import (
     AT_ONCE,
+    MIXED,
     SETTINGS,
     asking,
     draws_by_kind,
@@ -30,7 +31,6 @@ from tests.e2e.models import make_head, make_ptp_head, make_target, make_tokeniz
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
 HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
-MIXED = tuple(SETTINGS)  # 13 kinds of request
 DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
 CUT = {**DRAFT_ALL, "min_survival": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
 BATCH = 1024  # V2: of the sizes from 256 to 2048 the one with most draws per second
@@ -53,25 +53,25 @@ class Case:
 
 
 def _cases() -> dict[str, Case]:
-    one, ptp = ("T=1",), ("T=1", "T=0.7, top-p 0.9")
+    one, three, ptp = ("T=1",), ("T=1", "T=1.3, top-p 0.8", "bad words"), ("T=1", "T=0.7, top-p 0.9")
     cases = {f"13 kinds, {head}": Case(head) for head in HEADS}
     cases |= {
         "fault: scored at another temperature": Case("btree, good", one, "other temperature", True),
         "fault: a cut that looks at the drawn token": Case("btree, good", one, "drawn cut", True),
         "fault: drafting stream = sampling stream": Case("btree, bad", one, "one stream", True),
         "fault: the recovered token is dropped": Case("btree, good", one, "drop_recovered_v2", True),
-        "coupled": Case("btree, good", options={"verify": "coupled"}),
+        "coupled": Case("btree, good", three, options={"verify": "coupled"}),
         "fault: coupled, noise of the first row": Case(
             "btree, good", one, "noise of the first row", True, options={"verify": "coupled"}
         ),
         "pairs of concurrent requests": Case("btree, good", one, together=2),
-        "pairs of siblings, n=4": Case("btree, good", one, together=2, is_one_request=True),
-        "3, 1, 0, 2 drafts in turns": Case("btree, good", ("T=1", "T=1.3, top-p 0.8", "bad words"), "switching"),
+        "pairs of siblings, n=4": Case("btree, good", ("seeded",), together=2, is_one_request=True),
+        "3, 1, 0, 2 drafts in turns": Case("btree, good", three, "switching"),
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),
         "fault: o-ptp, u squared": Case("o-ptp", one, "squared_u", True),
         "ptp's sampler without drafts": Case(None, plant="coupled_without_drafts"),
-        "block verification": Case("btree, good", options={"rejection_sample_method": "block"}),
+        "block verification": Case("btree, good", three, options={"rejection_sample_method": "block"}),
         "no head": Case(None),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),
     }
@@ -81,7 +81,6 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-NIGHTLY = list(CASES)  # those of most worth first
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,6 @@ def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int) -> En
         is_ptp = "ptp" in case.head
         spec = {"method": "ptp", "draft_pass": "merged"} if is_ptp else {"method": "mtpc", **DRAFT_ALL}
         arguments["speculative_config"] = {**spec, "model": str(folder / case.head), **case.options}
-        if is_ptp:
-            arguments |= {"max_num_seqs": 64, "max_num_batched_tokens": 64 * 16}
     return Engine(str(folder / "target"), [asking(PROMPT, kinds, count, at_once)], arguments, case.plant)
 
 
@@ -161,9 +158,12 @@ class Measured:
 
 
 def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, length: int = LENGTH) -> Measured:
-    """`count` answers of each kind of request of a case, their first `length` tokens. Raises where the engine does."""
+    """`count` answers, or pairs of them, to each kind of request of a case: their first `length` tokens.
+
+    Raises where the engine does.
+    """
     start, case = time.monotonic(), CASES[name]
-    made = engine(folder, target, case, count)
+    made = engine(folder, target, case, count * case.together)
     replies = run({"one": made}, case.runner, timeout=20_000)["one"]
     assert not isinstance(replies, str), replies
     draws = draws_by_kind(replies[0], len(case.settings), _at_once(case))

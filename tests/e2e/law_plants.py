@@ -42,18 +42,18 @@ def one_stream() -> Undo:
 
 def drawn_cut() -> Undo:
     """How many drafts are verified depends on which were drawn: none from the first MARKED one on."""
-    from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    original = HeadScheduler.update_draft_token_ids
+    original = GPUModelRunner.take_draft_token_ids
 
-    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
-        draft_token_ids.draft_token_ids = [
-            list(itertools.takewhile(lambda token: token != MARKED, drafts))
-            for drafts in draft_token_ids.draft_token_ids
-        ]
-        original(self, draft_token_ids)
+    def take_draft_token_ids(self: Any) -> Any:
+        made, states = original(self), self.req_states
+        for row, name in enumerate(made.req_ids if made else ()):
+            drawn = states.draft_tokens[states.req_id_to_index[name], : len(made.draft_token_ids[row])].tolist()
+            made.draft_token_ids[row] = list(itertools.takewhile(lambda token: token != MARKED, drawn))
+        return made
 
-    return _replaced(HeadScheduler, "update_draft_token_ids", update_draft_token_ids)
+    return _replaced(GPUModelRunner, "take_draft_token_ids", take_draft_token_ids)
 
 
 def switching() -> Undo:

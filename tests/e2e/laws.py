@@ -98,6 +98,8 @@ SETTINGS = {
     "min_tokens, stop": Setting(min_tokens=3, stop=2),
     "seeded": Setting(seed=1000),
 }
+MIXED = tuple(SETTINGS)  # 13 kinds of request
+SETTINGS["T=0.7, top-p 0.9"] = Setting(temperature=0.7, top_p=0.9)
 # the rows of docs/features.md that the settings' laws speak for
 FEATURES = (
     "temperature",

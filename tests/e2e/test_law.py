@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests import forks
-from tests.e2e import law_cases, laws
-from tests.e2e.law_cases import CASES, LENGTH, NIGHTLY, PROMPT, VOCAB, measure
-from tests.e2e.law_table import LAW
-from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
+from tests.e2e import law_cases, law_table, laws
+from tests.e2e.law_cases import CASES, LENGTH, PROMPT, VOCAB, measure
 
 DRAWS, FEW, FIRST = 20_000, 1_000, 3
 FEW_DRAWS = {  # in every run; a fault needs as many to show in the first tokens
@@ -51,7 +49,7 @@ def case(name: str) -> Any:
     made = CASES[name]
     column = "mtpc on V1" if made.runner == "v1" else "ptp on V2" if "ptp" in name else "mtpc on V2"
     marks = []
-    if made.settings == law_cases.MIXED and name != "no head":
+    if made.settings == laws.MIXED and name != "no head":
         marks = [pytest.mark.feature(row, "law", column) for row in laws.FEATURES]
     elif made.head:
         marks = [pytest.mark.feature("temperature", "law", column)]
@@ -64,11 +62,14 @@ def test_law_of_the_first_tokens(check: Any, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [case(name) for name in NIGHTLY])
+@pytest.mark.parametrize("name", [case(name) for name in CASES])
 def test_law(check: Any, name: str, record_property: Callable[[str, Any], None]) -> None:
-    if "block" in name and not keys_noise_by_draft() and not forks.ON_GPU:
-        pytest.skip("block verification: vLLM 0.32's own noise is biased, test_block.py has the law of what mends it")
-    record_property(LAW, check(name, DRAWS))
+    record_property(law_table.LAW, check(name, DRAWS))
+
+
+def test_the_table_is_what_was_measured(root: Path) -> None:
+    written = (root / "docs" / "internals.md").read_text(encoding="utf-8")
+    assert law_table.table() in written, "type: python -m tests.e2e.law_table --write docs/internals.md"
 
 
 def test_a_setting_that_is_ignored_would_be_found(check: Any) -> None:

@@ -119,7 +119,7 @@ def test_drafts_take_the_targets_noise(said: dict[str, list[Reply]]) -> None:
     before, after = (said["head"][place].metrics for place in (at - 1, at))
     kept, kept_apart = after[ACCEPTED] - before[ACCEPTED], apart.metrics[ACCEPTED]
     print(f"of about as many drafts {kept} are kept, {kept_apart} with noise of their own")
-    assert kept > 1.2 * kept_apart
+    assert kept > 1.1 * kept_apart
 
 
 def test_what_may_not_matter_has_happened(said: dict[str, list[Reply]]) -> None:
