@@ -90,7 +90,7 @@ def tests(programme: Programme) -> list[Part]:
         tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
         tested("ptp-law", 180, f"{law}::test_law[o-ptp]", f"{law}::test_law[fault: o-ptp, u squared]"),
-        tested("law-13-kinds", 600, f"{law}::test_law[13 kinds, btree, bad]"),
+        tested("law-13-kinds", 480, f"{law}::test_law[13 kinds, btree, bad]"),
         tested("law-faults", 300, f"{law}::test_law", "-k", "fault and not V1 and not ptp"),
     ]
     # A CPU has no batch-invariant mode, and PTP heads are interpreted there, for minutes

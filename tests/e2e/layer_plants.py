@@ -13,6 +13,7 @@ from tests.e2e import engine
 def _noting() -> Callable[[], None]:
     """Notes, for every request of every step, where its text ends, the state its head reads and what was drafted."""
     from vllm_mtpc.proposers.v2.layered import LayeredSpeculator as Owner
+    from vllm_mtpc.proposers.v2.seeded import DRAFTING
 
     original = Owner.propose
 
@@ -22,7 +23,7 @@ def _noting() -> Callable[[], None]:
             engine.RECORDED.append(
                 {
                     "request": int(name.partition("-")[0]),  # offline, vLLM counts the requests of an engine from 0
-                    "prefix": int(self.noise_pos[row]),
+                    "prefix": int(self.noise_pos[row]) % DRAFTING,  # which stream its noise is of
                     "hidden": self.hidden_states[row].clone(),
                     "drafts": drafts[row, : kwargs["num_speculative_tokens"]].clone(),  # later columns are stale
                 }

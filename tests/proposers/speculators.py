@@ -35,10 +35,12 @@ class Target(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size, generator=generator), requires_grad=False)
+        weight = torch.randn(vocab_size, hidden_size, generator=generator)
+        weight = nn.functional.pad(weight, (0, 0, 0, -vocab_size % memory.VOCAB_PADDING))
+        self.weight, self.vocab_size = nn.Parameter(weight, requires_grad=False), vocab_size
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        return states @ self.weight.T
+        return (states @ self.weight.T)[:, : self.vocab_size]
 
 
 @contextmanager
