@@ -217,14 +217,16 @@ def filters(name: str, n: int, r: int, dtype: torch.dtype = WHOLE) -> None:
 
 
 def coupled(vocab: int, width: int) -> None:
-    """What verifies PTP's drafts: a number, the token it falls on, how many drafts are kept."""
+    """What verifies coupled drafts: PTP's number, the token it falls on, how many drafts are kept."""
     from vllm_mtpc.kernels.couple import kernel as couple
     from vllm_mtpc.kernels.pick import kernel as pick
     from vllm_mtpc.kernels.uniform import kernel as uniform
 
     u = uniform.uniform(empty(24, dtype=LONG), empty(24, dtype=LONG))
     pick.pick(empty(24, vocab, dtype=WHOLE), u)
-    couple.accept(empty(24, dtype=LONG), empty(24, dtype=LONG), empty(4, dtype=INT), width)
+    rows, begins = (empty(24, dtype=LONG), empty(24, dtype=INT)), empty(4, dtype=INT)
+    kept, count = couple.accept(*rows, begins, width)
+    couple.accept(*rows, begins, width, (empty(3, dtype=INT), kept, count))
 
 
 def gathered() -> None:
