@@ -12,8 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SUFFIX = re.compile(r"_(total|bucket)$")
 
+NO_VLLM = "vllm is not installed, whose metrics are looked up: run scripts/setup.sh"
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=NO_VLLM)
 def test_every_metric_exists() -> None:
     sources = Path(importlib.util.find_spec("vllm").origin).parent / "v1"
     text = "".join((sources / file).read_text() for file in ("metrics/loggers.py", "spec_decode/metrics.py"))

@@ -50,9 +50,8 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
 def coupled(generators: dict[int, Generator], num_drafts: list[int]) -> Iterator[None]:
     """While a batch is verified: the tokens of rows with a generator [of B] are plain vLLM's."""
     states = {row: generator.get_state() for row, generator in generators.items()}
-    numbers = {
-        row: take(generator, num_drafts[row]) for row, generator in generators.items()
-    }  # next: the bonus token's
+    # a generator then stands before the number of the bonus token, which vLLM's sampler draws
+    numbers = {row: take(generator, num_drafts[row]) for row, generator in generators.items()}
     theirs = rejection_sampler.rejection_sample
 
     def rejection_sample(

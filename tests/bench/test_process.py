@@ -41,7 +41,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc, which this system does not have")
 def test_the_whole_group_ends(tmp_path: Path) -> None:
     """Also a grandchild that ignores SIGTERM, and also when the body raises."""
     grandchild = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,13 @@ def _noted_seeds() -> Any:
     for module in (speculator, stepped):
         module.step_seeds = noting(module)
     return undo
+
+
+def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Puts `value` in the place of an attribute; returns what undoes it."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)
 
 
 PLANTS = {"drop_recovered": _drop_recovered, "drop_recovered_v2": _drop_recovered_v2, "noted_seeds": _noted_seeds}

@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 V1, V2, PTP = COLUMNS = ("mtpc on V1", "mtpc on V2", "ptp on V2")
+RUNNERS = [pytest.param(name, marks=pytest.mark.column(column)) for name, column in (("v1", V1), ("v2", V2))]
 KINDS = {"law": "law", "exact": "exact", "refused": "refused", "off": "turned off"}  # as they are shown, in this order
 HEADER = """# Features
 

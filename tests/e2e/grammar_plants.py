@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tests.e2e import engine
+
 Undo = Callable[[], None]
 
 
@@ -12,13 +14,7 @@ def unmasked() -> Undo:
     """V1: drafts are drawn and scored as if there were no grammar, and vLLM cuts them at the first forbidden one."""
     from vllm_mtpc.proposers.grammar import Grammars, Masks
 
-    original = Grammars.masks
-    Grammars.masks = lambda self, *args: Masks(None)
-
-    def undo() -> None:
-        Grammars.masks = original
-
-    return undo
+    return engine.replaced(Grammars, "masks", lambda self, *args: Masks(None))
 
 
 def scored_unmasked() -> Undo:
@@ -63,19 +59,12 @@ def scored_unmasked_v2() -> Undo:
         original(self, *args)
         self.draft_logits.copy_(unmasked)
 
-    MtpcSpeculator._draft_masked = planted
-
-    def undo() -> None:
-        MtpcSpeculator._draft_masked = original
-
-    return undo
+    return engine.replaced(MtpcSpeculator, "_draft_masked", planted)
 
 
 def noted() -> Undo:
     """Notes (drafts, the prefix of them that the grammar allows) of every validation of a structured request."""
     from vllm.v1.structured_output import StructuredOutputManager
-
-    from tests.e2e import engine
 
     original = StructuredOutputManager.validate_tokens
 
@@ -85,12 +74,7 @@ def noted() -> Undo:
             engine.RECORDED.append((list(spec_tokens), list(valid)))
         return valid
 
-    StructuredOutputManager.validate_tokens = validate_tokens
-
-    def undo() -> None:
-        StructuredOutputManager.validate_tokens = original
-
-    return undo
+    return engine.replaced(StructuredOutputManager, "validate_tokens", validate_tokens)
 
 
 PLANTS = {

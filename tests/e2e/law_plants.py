@@ -7,15 +7,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from tests.e2e.engine import replaced
+
 Undo = Callable[[], None]
 LENGTHS = (3, 1, 0, 2)
 MARKED = 0  # the token whose drafts are thrown away
-
-
-def _replaced(owner: Any, name: str, value: Any) -> Undo:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, original)
 
 
 def other_temperature() -> Undo:
@@ -23,7 +19,7 @@ def other_temperature() -> Undo:
     import vllm.v1.worker.gpu.spec_decode.rejection_sampler as module
 
     original = module.rejection_sample
-    return _replaced(module, "rejection_sample", lambda logits, *args, **more: original(logits / 1.25, *args, **more))
+    return replaced(module, "rejection_sample", lambda logits, *args, **more: original(logits / 1.25, *args, **more))
 
 
 def one_stream() -> Undo:
@@ -37,7 +33,7 @@ def one_stream() -> Undo:
         self.noise_pos %= DRAFTING
         original(self, *args)
 
-    return _replaced(MtpcSpeculator, "_draft", _draft)
+    return replaced(MtpcSpeculator, "_draft", _draft)
 
 
 def drawn_cut() -> Undo:
@@ -53,7 +49,7 @@ def drawn_cut() -> Undo:
             made.draft_token_ids[row] = list(itertools.takewhile(lambda token: token != MARKED, drawn))
         return made
 
-    return _replaced(GPUModelRunner, "take_draft_token_ids", take_draft_token_ids)
+    return replaced(GPUModelRunner, "take_draft_token_ids", take_draft_token_ids)
 
 
 def switching() -> Undo:
@@ -66,7 +62,7 @@ def switching() -> Undo:
         self.dynamic_sd_lookup = [next(lengths)] * (1 + self.max_num_running_reqs)
         return original(self, *args, **kwargs)
 
-    return _replaced(Scheduler, "schedule", schedule)
+    return replaced(Scheduler, "schedule", schedule)
 
 
 PLANTS = {

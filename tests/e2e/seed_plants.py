@@ -7,11 +7,13 @@ from typing import Any
 
 from tests.e2e import engine
 
+Undo = Callable[[], None]
 
-def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Callable[[], None]]:
+
+def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Undo]:
     """The target's tokens are drawn with other noise: of the step's first row, or of another stream."""
 
-    def plant() -> Callable[[], None]:
+    def plant() -> Undo:
         from vllm_mtpc.proposers.v2 import seeded
 
         verify, sample = seeded.Coupling._verify, seeded.gumbel_sample
@@ -36,86 +38,61 @@ def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Cal
     return plant
 
 
-def other_numbers() -> Callable[[], None]:
+def other_numbers() -> Undo:
     """Model Runner V1: the number of a token is that of the one behind."""
     from vllm_mtpc.proposers.v1 import seeded
 
     draw = seeded.draw
-    seeded.draw = lambda logits, numbers: draw(logits, numbers.roll(-1) + 1)
-
-    def undo() -> None:
-        seeded.draw = draw
-
-    return undo
+    return engine.replaced(seeded, "draw", lambda logits, numbers: draw(logits, numbers.roll(-1) + 1))
 
 
-def drafts_of_their_own() -> Callable[[], None]:
+def drafts_of_their_own() -> Undo:
     """Model Runner V2: drafts of coupled requests take noise of the drafting stream as well."""
     from vllm_mtpc.proposers.v2.seeded import DRAFTING
-    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
-    draft = Owner._draft
+    draft = MtpcSpeculator._draft
 
     def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
         self.noise_pos[:num_reqs] += DRAFTING
         draft(self, num_reqs, num_drafts)
 
-    Owner._draft = _draft
-
-    def undo() -> None:
-        Owner._draft = draft
-
-    return undo
+    return engine.replaced(MtpcSpeculator, "_draft", _draft)
 
 
-def numbers_of_their_own() -> Callable[[], None]:
+def numbers_of_their_own() -> Undo:
     """The same on V1."""
     from vllm_mtpc.proposers.v1 import seeded
 
     read_ahead = seeded.read_ahead
-    seeded.read_ahead = lambda generator, count: read_ahead(generator, count) ^ 1
-
-    def undo() -> None:
-        seeded.read_ahead = read_ahead
-
-    return undo
+    return engine.replaced(seeded, "read_ahead", lambda generator, count: read_ahead(generator, count) ^ 1)
 
 
-def note_lengths() -> Callable[[], None]:
+def note_lengths() -> Undo:
     """Notes (requests, drafts each) of every step, on Model Runner V2."""
-    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
-    propose = Owner.propose
+    propose = MtpcSpeculator.propose
 
     def noting(self: Any, input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **more: Any) -> Any:
         engine.RECORDED.append((input_batch.num_reqs, num_speculative_tokens))
         return propose(self, input_batch, *args, num_speculative_tokens=num_speculative_tokens, **more)
 
-    Owner.propose = noting
-
-    def undo() -> None:
-        Owner.propose = propose
-
-    return undo
+    return engine.replaced(MtpcSpeculator, "propose", noting)
 
 
-def note_lengths_v1() -> Callable[[], None]:
+def note_lengths_v1() -> Undo:
     """The same on V1."""
-    from vllm_mtpc.proposers.v1.proposer import MtpcProposer as Owner
+    from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
-    propose = Owner.propose_drafts
+    propose = MtpcProposer.propose_drafts
 
     def noting(self: Any, *args: Any, **more: Any) -> Any:
         drafts = propose(self, *args, **more)
         engine.RECORDED.append((len(drafts), max(map(len, drafts))))
         return drafts
 
-    Owner.propose_drafts = noting
-
-    def undo() -> None:
-        Owner.propose_drafts = propose
-
-    return undo
+    return engine.replaced(MtpcProposer, "propose_drafts", noting)
 
 
 PLANTS = {

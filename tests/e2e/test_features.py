@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from tests.e2e.engine import Call, Engine, Reply, run
+from tests.e2e.features import RUNNERS
 from vllm_mtpc import demo
 
 SCHEMA = {
@@ -64,13 +65,7 @@ def by_kind(reply: Reply) -> dict[str, Said]:
     return {kind: Said(*(part[2 * n : 2 * n + 2] for part in parts)) for n, kind in enumerate(ASKED)}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("v1", marks=pytest.mark.column("mtpc on V1")),
-        pytest.param("v2", marks=pytest.mark.column("mtpc on V2")),
-    ],
-)
+@pytest.fixture(scope="module", params=RUNNERS)
 def answers(request: pytest.FixtureRequest) -> dict[str, dict[str, Said]]:
     engines = {"plain": engine(None), "btree": engine({"method": "mtpc", "model": str(demo.path("btree"))})}
     said = run(engines, request.param)

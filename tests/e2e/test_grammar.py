@@ -10,6 +10,7 @@ import pytest
 
 from tests import forks
 from tests.e2e.engine import Call, Engine, Reply, run
+from tests.e2e.features import RUNNERS
 from tests.e2e.laws import asking
 from tests.e2e.test_features import EOS, SCHEMA
 from vllm_mtpc import demo
@@ -74,13 +75,7 @@ def engine(plant: str | None = None, drafts: bool = True, **options: object) -> 
     return Engine(str(demo.path("target")), list(calls().values()), arguments, plant)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("v1", marks=pytest.mark.column("mtpc on V1")),
-        pytest.param("v2", marks=pytest.mark.column("mtpc on V2")),
-    ],
-)
+@pytest.fixture(scope="module", params=RUNNERS)
 def said(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
     off = engine("noted drafts", mask_drafts=False)
     engines = {"plain": engine(drafts=False), "masked": engine("noted drafts"), "off": off}

@@ -13,6 +13,7 @@ import pytest
 
 from tests import forks
 from tests.e2e.engine import Call, Engine, Reply, run
+from tests.e2e.features import RUNNERS
 from tests.e2e.test_greedy import CODE
 from vllm_mtpc import demo
 
@@ -68,9 +69,6 @@ def engine(
     }
     asked = calls()
     return Engine(str(demo.path("target")), [asked[name] for name in names or asked], arguments, plant)
-
-
-RUNNERS = [pytest.param(name, marks=pytest.mark.column(f"mtpc on {name.upper()}")) for name in ("v1", "v2")]
 
 
 @pytest.fixture(scope="module", params=RUNNERS)

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from tests.e2e.models import make_target
 from vllm_mtpc.heads import memory
 
 CPU = torch.device("cpu")
@@ -27,6 +28,18 @@ class Setting:
     options: dict[str, Any] | None = None
     logits_bytes: int = memory.LOGITS_BYTES
     graph_sizes: tuple[int, ...] = ()
+
+
+def made_heads(folder: Path, vocab_size: int, heads: dict[str, dict[str, Any]]) -> dict[str, Path]:
+    """By name a folder with `target` and `head`, of these settings; all have one target."""
+    from tests.proposers.test_bad_input import write_head
+
+    target = make_target(folder / "target", vocab_size=vocab_size, seed=0).config.to_dict()
+    for name, settings in heads.items():
+        (folder / name).mkdir()
+        (folder / name / "target").symlink_to(folder / "target")
+        write_head(folder / name / "head", target, **settings)
+    return {name: folder / name for name in heads}
 
 
 class Target(nn.Module):

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tests import forks
-from tests.e2e.models import make_target
 from tests.proposers import speculators
-from tests.proposers.speculators import CPU, Setting, batch, drafted, speculator
-from tests.proposers.test_bad_input import engine_config, write_head
+from tests.proposers.speculators import CPU, Setting, batch, drafted, made_heads, speculator
+from tests.proposers.test_bad_input import engine_config
 from vllm_mtpc.heads.memory import LiveBytes, draft_memory
 from vllm_mtpc.kernels.draft import naive
 
@@ -56,13 +55,8 @@ class Target(nn.Module):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("divided")
-    target = make_target(folder / "target", vocab_size=VOCAB, seed=0).config.to_dict()
-    for name, r in COMPONENTS.items():
-        (folder / name).mkdir()
-        (folder / name / "target").symlink_to(folder / "target")
-        write_head(folder / name / "head", target, head="shared", num_components=r, window=WINDOW)
-    return {name: folder / name for name in COMPONENTS}
+    heads = {name: {"head": "shared", "num_components": r, "window": WINDOW} for name, r in COMPONENTS.items()}
+    return made_heads(tmp_path_factory.mktemp("divided"), VOCAB, heads)
 
 
 def on_ranks(num_ranks: int, settings: dict[str, tuple[Setting, str]], store: str) -> list[dict[str, Any]]:

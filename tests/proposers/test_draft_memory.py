@@ -10,9 +10,7 @@ import torch
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from tests import forks
-from tests.e2e.models import make_target
-from tests.proposers.speculators import CPU, Setting, batch, drafted, speculator
-from tests.proposers.test_bad_input import write_head
+from tests.proposers.speculators import CPU, Setting, batch, drafted, made_heads, speculator
 from vllm_mtpc.heads.memory import LiveBytes, by_batch, draft_memory
 
 SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]
@@ -28,13 +26,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("memory")
-    target = make_target(folder / "target", vocab_size=VOCAB, seed=0).config.to_dict()
-    for name, settings in HEADS.items():
-        (folder / name).mkdir()
-        (folder / name / "target").symlink_to(folder / "target")
-        write_head(folder / name / "head", target, **settings)
-    return {name: folder / name for name in HEADS}
+    return made_heads(tmp_path_factory.mktemp("memory"), VOCAB, HEADS)
 
 
 def allocated(settings: dict[str, Setting]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from tests import forks
+from tests.proposers.speculators import Setting, batch, made_heads, speculator
 from tests.proposers.stand_ins import spec_config
 from vllm_mtpc.proposers.v2 import seeded
 from vllm_mtpc.proposers.v2.seeded import DRAFTING, CoupledStates, with_verification
@@ -141,6 +144,42 @@ def test_another_sampler() -> None:
     assert asked() is None and asked(verify="rejection") is None
     with pytest.raises(ServeConfigError, match=r"verify 'coupled'.* with SimpleNamespace: only vLLM's plain Sampler"):
         asked(verify="coupled")
+
+
+def streams(setting: Setting) -> dict[str, Tensor]:
+    """In a fork: drafts of requests, every other one coupled, and vLLM's own draws from their conditionals."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    with speculator(setting) as made:
+        asked = batch(made, 4)
+        slots, pos = asked["input_batch"].idx_mapping, asked["input_batch"].positions + 1
+        stream = torch.where(torch.arange(made.max_num_reqs) % 2 == 0, 0, DRAFTING)
+        made.states = SimpleNamespace(stream=SimpleNamespace(gpu=stream))
+        said = {"is_coupled": stream[slots.long()] == 0, "temperature": asked["temperature"][slots.long()]}
+        said["drafts"] = made.propose(**asked, num_speculative_tokens=1)[:, 0].clone()
+        if made.draft_logits is None:
+            return said
+        log_q = made.draft_logits[slots.long(), 0].float()
+        for name, is_drafting in (("target's", False), ("drafting", True)):
+            given = (log_q, slots, asked["temperature"], asked["seeds"], pos)
+            said[name] = gumbel_sample(*given, apply_temperature=True, is_drafting=is_drafting)
+        made.states = None  # nothing is coupled
+        said["alone"] = made.propose(**asked, num_speculative_tokens=1)[:, 0].clone()
+        return said
+
+
+def test_drafts_take_the_noise_of_their_verification(tmp_path: Path) -> None:
+    """Coupled ones that of the target at their positions, others that of vLLM's drafting stream."""
+    folder = made_heads(tmp_path, 64, {"head": {}})["head"]
+    said = forks.call("v2", "tests.proposers.test_seeded:streams", Setting(folder, 8))
+    is_coupled = said["is_coupled"]
+    assert is_coupled.any() and not is_coupled.all()
+    assert torch.equal(said["drafts"], torch.where(is_coupled, said["target's"], said["drafting"]))
+    assert torch.equal(said["alone"], said["drafting"])
+    assert not torch.equal(said["target's"], said["drafting"])
+    every = forks.call("v2", "tests.proposers.test_seeded:streams", Setting(folder, 8, options={"verify": "coupled"}))
+    assert "drafting" not in every, "no conditionals are kept"
+    assert torch.equal(every["drafts"], said["drafts"]), "and drafts are drawn all the same"
 
 
 def test_numbers_of_v1_are_those_that_vllm_draws() -> None:

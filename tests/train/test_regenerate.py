@@ -28,7 +28,10 @@ CHAT = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 CACHE_BYTES = 1 << 26
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vllm is not installed, which writes texts: run scripts/setup.sh",
+)
 
 
 @pytest.fixture(scope="module")
