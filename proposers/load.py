@@ -17,7 +17,7 @@ from vllm.distributed import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_mtpc.checkpoint import load_head
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead
 from vllm_mtpc.heads.shard import pays

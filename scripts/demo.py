@@ -21,11 +21,13 @@ from pathlib import Path
 import torch
 
 from vllm_mtpc import demo
-from vllm_mtpc.bench import decodings, engines, offline, prompts, report, rounds, serve
+from vllm_mtpc.bench import decodings, engines, report, rounds, serve
 from vllm_mtpc.bench.decodings import OWN, Decoding
-from vllm_mtpc.bench.passes import Measured, Setting
-from vllm_mtpc.bench.process import EngineFailed
-from vllm_mtpc.output import check_folder
+from vllm_mtpc.data import prompts
+from vllm_mtpc.engine import offline
+from vllm_mtpc.engine.passes import Measured, Setting
+from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.report import check_folder
 
 SILENCE_S = 10.0
 BATCH, ROUNDS, MAX_TOKENS = 16, 2, 96

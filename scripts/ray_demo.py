@@ -22,11 +22,13 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from benchmarks import soak
 from vllm_mtpc import demo
-from vllm_mtpc.bench import prompts, provenance, soak
 from vllm_mtpc.bench.nodes import PATIENCE, Nodes
-from vllm_mtpc.bench.process import failure, group
 from vllm_mtpc.bench.serve import Client, free_port
+from vllm_mtpc.data import prompts
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine.process import failure, group
 
 TARGET, HEAD = str(demo.path("target")), str(demo.path("btree"))
 DRAFTS = json.dumps({"method": "mtpc", "model": HEAD})

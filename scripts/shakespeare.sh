@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 text="${1:?type: scripts/shakespeare.sh TEXT_FILE}"
 out=build/shakespeare
 
-[ -f "$out/target/provenance.json" ] || "$python" -m vllm_mtpc.demo.train_target --out "$out/target" --text "$text" \
+[ -f "$out/target/provenance.json" ] || "$python" -m benchmarks.demo.train_target --out "$out/target" --text "$text" \
     --steps 1200 --long-steps 100 --layers 4 --intermediate-size 512
 "$python" -m vllm_mtpc.demo.corpus --out "$out" --text "$text"
 write() {
@@ -20,5 +20,5 @@ write() {
 write --data "$out/train.jsonl" --out "$out/sampled.jsonl" --crops 2560 --max-tokens 128
 write --data "$out/train.jsonl" --out "$out/greedy.jsonl" --crops 512 --max-tokens 128 --temperature 0 --seed 1
 write --data "$out/valid.jsonl" --out "$out/heldout.jsonl" --crops 256 --max-tokens 8 --seed 2
-exec "$python" -m vllm_mtpc.bench.sweep benchmarks/shakespeare.yaml --runs "$out/heads" \
+exec "$python" -m benchmarks.sweep benchmarks/shakespeare.yaml --runs "$out/heads" \
     --json benchmarks/results/shakespeare.json

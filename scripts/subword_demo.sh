@@ -30,7 +30,7 @@ if [ -n "$quick" ]; then
 fi
 
 [ -f "$out/target/provenance.json" ] ||
-    "$python" -m vllm_mtpc.demo.subword_target --out "$out/target" --steps "$steps" ${text[@]+"${text[@]}"}
+    "$python" -m benchmarks.demo.subword_target --out "$out/target" --steps "$steps" ${text[@]+"${text[@]}"}
 "$python" -m vllm_mtpc.demo.corpus --out "$out" ${text[@]+"${text[@]}"}
 write() {
     "$python" -m vllm_mtpc regenerate --target "$out/target" --ignore-eos "$@"

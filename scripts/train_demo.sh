@@ -42,7 +42,7 @@ if [ -n "$quick" ]; then
 fi
 
 if [ "$only" != heads ]; then
-    "$python" -m vllm_mtpc.demo.train_target --out "$out/target" ${target_steps[@]+"${target_steps[@]}"}
+    "$python" -m benchmarks.demo.train_target --out "$out/target" ${target_steps[@]+"${target_steps[@]}"}
 fi
 [ "$only" = target ] && exit
 if [ ! -f "$out/target/model.safetensors" ]; then

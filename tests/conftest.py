@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import outcome
-from tests.e2e import features, law_table
+from tests.support import features, law_table, outcome
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,8 +27,12 @@ for _name, _value in ENGINE_DEFAULTS.items():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--outcome", type=Path, metavar="FILE", help="keep what this run finds as JSON (tests/outcome.py)")
-    parser.addoption("--laws", type=Path, metavar="FILE", help="keep measured laws as JSON (tests/e2e/law_table.py)")
+    parser.addoption(
+        "--outcome", type=Path, metavar="FILE", help="keep what this run finds as JSON (tests/support/outcome.py)"
+    )
+    parser.addoption(
+        "--laws", type=Path, metavar="FILE", help="keep measured laws as JSON (tests/support/law_table.py)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

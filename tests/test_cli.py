@@ -11,7 +11,7 @@ import pytest
 import vllm_mtpc
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.cli import COMMANDS, main
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  pytester forgets what is first imported in its runs, and torch cannot be imported twice
 
-from tests import outcome
-from tests.e2e import features
+from tests.support import features, outcome
 
 pytest_plugins = ["pytester"]
 
@@ -24,7 +23,7 @@ def fixture_kept() -> dict[str, Any]:
 
 def test_the_page_is_what_the_kept_run_found(root: Path, kept: dict[str, Any]) -> None:
     written = (root / "docs" / "features.md").read_text(encoding="utf-8")
-    assert written == features.page(kept), "type: python -m tests.e2e.features --write docs/features.md"
+    assert written == features.page(kept), "type: python -m tests.support.features --write docs/features.md"
 
 
 def test_named_tests_exist(root: Path, kept: dict[str, Any]) -> None:

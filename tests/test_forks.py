@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import forks
+from tests.support import forks
 
 
 def about_itself() -> dict[str, object]:

@@ -244,7 +244,7 @@ PLUGIN = "from vllm_mtpc.plugin import register; register(); import vllm_mtpc.pr
 def test_child_of_a_server_has_the_plugin(installed: Path, folder: Path) -> None:
     """The chain of `vllm-mtpc batch` and of an app on Ray: watcher, then server, both `python -m` in the folder."""
     python = installed / "python"
-    command = [str(word) for word in (python, "-m", "vllm_mtpc.serving.watch", python, "-c", PLUGIN)]
+    command = [str(word) for word in (python, "-m", "vllm_mtpc.engine.parent", python, "-c", PLUGIN)]
     environment = {**os.environ, "PYTHONPATH": ""}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -257,7 +257,7 @@ def test_child_of_a_server_has_the_plugin(installed: Path, folder: Path) -> None
 def test_inspect_and_a_handful_of_tests(installed: Path, folder: Path) -> None:
     python = installed / "python"
     assert "weights: ok" in run(python, "-m", "vllm_mtpc", "inspect", demo.path("btree"), cwd=folder)
-    files = ("tests/test_config.py", "tests/checkpoint/test_locate.py")
+    files = ("tests/config/test_mtpc.py", "tests/checkpoint/test_locate.py")
     run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, cwd=folder)
 
 

@@ -24,8 +24,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train a head for a model, from text to a folder that can be served", "vllm_mtpc.train.command"),
-    "regenerate": Command("have the target write the text a head is trained on", "vllm_mtpc.train.regenerate"),
-    "cache": Command("keep a target's hidden states on disk", "vllm_mtpc.train.data.cache_command"),
+    "regenerate": Command("have the target write the text a head is trained on", "vllm_mtpc.batch.regenerate"),
+    "cache": Command("keep a target's hidden states on disk", "vllm_mtpc.train.cache_command"),
     "eval": Command("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
     "doctor": Command("compare what vLLM serves with what was expected", "vllm_mtpc.eval.doctor"),
     "generate": Command("continue a prompt: plain, unverified, or as it is served", "vllm_mtpc.eval.generate"),
@@ -33,9 +33,9 @@ COMMANDS = {
     "bench": Command("measure: plain vLLM, peers and heads; drafts; kernels", "vllm_mtpc.bench.command"),
     "advise": Command("choose head, drafts and schedule from measured costs", "vllm_mtpc.bench.advise"),
     "top": Command("watch a server: speed, latency, what becomes of its drafts", "vllm_mtpc.top"),
-    "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.train.plot_command"),
+    "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.checkpoint.inspect"),
-    "convert": Command("make a head of a checkpoint of the papers' authors", "vllm_mtpc.checkpoint.convert"),
+    "convert": Command("make a head of a checkpoint of the papers' authors", "vllm_mtpc.checkpoint.convert.command"),
     "token-heads": Command("make a head of the prediction heads a target has", "vllm_mtpc.checkpoint.token_heads"),
 }
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.bench.acceptance import CUTS
+from vllm_mtpc.engine.counters import CUTS
 from vllm_mtpc.errors import MtpcError
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from typing import Any
 
 import psutil
 
-from vllm_mtpc.bench import provenance
-from vllm_mtpc.bench.process import group, tail
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine.process import group, tail
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.guard import guard
-from vllm_mtpc.output import check_file, write_json
+from vllm_mtpc.report import check_file, write_json
 
 LIMIT_S = 480.0
 GRACE_S = 15.0  # for engines to end

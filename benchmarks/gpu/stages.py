@@ -50,13 +50,13 @@ def bench_serve(
 
 
 def tests(programme: Programme) -> list[Part]:
-    """Tests that have run on a CPU, natively, at vLLM's defaults but for float32 (tests/forks.py, tests/e2e/engine.py).
+    """Tests that have run on a CPU, natively, at vLLM's defaults but for float32 (tests/support/).
 
     In bfloat16 two tokens are often as likely as each other, and another batch decides between them: greedy outputs are
     compared there with VLLM_BATCH_INVARIANT=1.
     """
     on_gpu = {"MTPC_TEST_GPU": "1", "MTPC_TEST_ENGINE": json.dumps(programme.engine)}
-    ieee = {"TRITON_F32_DEFAULT": "ieee"}  # as in tests/forks.py
+    ieee = {"TRITON_F32_DEFAULT": "ieee"}  # as in tests/support/forks.py
 
     def tested(name: str, seconds: float, *selected: str) -> Part:
         # at toy size the selection alone: these run on the CPU in every run of all tests
@@ -144,7 +144,7 @@ def target(programme: Programme) -> list[Part]:
         {"hidden_size": 64, "layers": 2, "intermediate_size": 128, "steps": 3, "long_steps": 1},
     )
     weights = folder / "model.safetensors"
-    train = words(sys.executable, "-m", "vllm_mtpc.demo.train_target", *text, out=folder, **sizes)
+    train = words(sys.executable, "-m", "benchmarks.demo.train_target", *text, out=folder, **sizes)
     split = words(sys.executable, "-m", "vllm_mtpc.demo.corpus", *text, out=data)
 
     def written(name: str, source: str, seconds: float, **options: Any) -> Part:
@@ -271,15 +271,15 @@ SYNTHETIC = [  # shape, circuit, n, r, chance of each further draft
 
 def shapes(programme: Programme) -> list[Part]:
     """SYNTHETIC: random weights of real sizes. Laws are nearly flat: all drafts are accepted, or as prescribed."""
+    from benchmarks.synthetic import parse_rates
     from vllm_mtpc.bench.decodings import INTERPRETED
-    from vllm_mtpc.bench.synthetic import parse_rates
 
     parts = []
     for shape, circuit, n, r, chance in programme.size(SYNTHETIC, [("1x64", "btree", 4, 2, 0.7)]):
         name = f"{shape}-{circuit}-n{n}-r{r}"
         folder = programme.cache / "shapes" / name
         sizes = {"shape": shape, "circuit": circuit, "window": n, "components": r, "out": folder}
-        make = words(sys.executable, "-m", "vllm_mtpc.bench.synthetic", **sizes)
+        make = words(sys.executable, "-m", "benchmarks.synthetic", **sizes)
         head, target = folder / "SYNTHETIC-head", folder / "SYNTHETIC-target"
         prescribed = {"synthetic_acceptance_rates": parse_rates([chance], n - 1)}
         variant = f"SYNTHETIC {chance}=" + json.dumps({"rejection_sample_method": "synthetic", **prescribed})

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.steps --shape evabyte-6.5b --windows 8 16 --batch 1 8 64 --json FILE
 
-Weights are random (vllm_mtpc/bench/synthetic.py); the head is the smallest, as its own time is taken off the step.
+Weights are random (benchmarks/synthetic.py); the head is the smallest, as its own time is taken off the step.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.bench import curves, provenance, synthetic
+from benchmarks import synthetic
+from vllm_mtpc.bench import curves
 from vllm_mtpc.bench.engines import arguments
+from vllm_mtpc.engine import provenance
 from vllm_mtpc.guard import guard
-from vllm_mtpc.output import write_json
+from vllm_mtpc.report import write_json
 
 STEPS = 20  # of a cell
 
@@ -24,7 +26,7 @@ STEPS = 20  # of a cell
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--shape", required=True, help="of vllm_mtpc.bench.synthetic")
+    add("--shape", required=True, help="of benchmarks.synthetic")
     add(
         "--windows", type=int, nargs="+", required=True, metavar="N", help="an engine each, which verifies N - 1 drafts"
     )

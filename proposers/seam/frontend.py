@@ -59,8 +59,8 @@ def _create(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs
     """Our config from what the user gave; the merging of flags stays vLLM's."""
     from vllm.engine import arg_utils
 
+    from vllm_mtpc.proposers.config.mtpc import create
     from vllm_mtpc.proposers.seam import versions
-    from vllm_mtpc.proposers.seam.config import create
 
     refuse_problems()
     if warning := versions.untested_warning():
@@ -206,8 +206,8 @@ def is_head(folder: Path) -> bool:
 
 def name_our_classes(vllm_config: Any) -> None:
     """Have the engine of this configuration made of our worker and scheduler, and its front end count what they say."""
+    from vllm_mtpc.proposers.config.mtpc import HeadSchedulerConfig
     from vllm_mtpc.proposers.seam import install_for_a_head
-    from vllm_mtpc.proposers.seam.config import HeadSchedulerConfig
     from vllm_mtpc.proposers.seam.derive import name_in
 
     install_for_a_head()
@@ -247,7 +247,7 @@ def end_in_one_line() -> None:
 
 def _drafts_in_words(vllm_config: Any) -> str:
     """How many drafts there will be, in a line."""
-    from vllm_mtpc.proposers.seam.schedule import in_words
+    from vllm_mtpc.proposers.config.schedule import in_words
 
     spec = vllm_config.speculative_config
     is_planned = spec.method == "mtpc" and not vllm_config.use_v2_model_runner and spec.min_survival is None
@@ -288,10 +288,10 @@ def check_runner(vllm_config: Any) -> None:
     """Refuse what a head cannot be served with on this runner; keep V1's scheduling synchronous."""
     from vllm_mtpc.errors import ServeConfigError
     from vllm_mtpc.heads import needs_lm_head
-    from vllm_mtpc.proposers.seam.runner import how_to_v2
+    from vllm_mtpc.proposers.config.runner import how_to_v2
 
     if vllm_config.speculative_config.method == "ptp":
-        from vllm_mtpc.proposers.seam.config_ptp import check_engine
+        from vllm_mtpc.proposers.config.ptp import check_engine
 
         check_engine(vllm_config)
         return
@@ -307,7 +307,7 @@ def check_runner(vllm_config: Any) -> None:
         )
     head = spec.head
     if head.lora_layers:
-        from vllm_mtpc.proposers.seam.config_layers import check_engine
+        from vllm_mtpc.proposers.config.layers import check_engine
 
         check_engine(vllm_config)
     if vllm_config.lora_config is not None and needs_lm_head(head.head):

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_mtpc.proposers.seam.config_ptp import reserved_blocks
+from vllm_mtpc.proposers.config.ptp import reserved_blocks
 from vllm_mtpc.proposers.seam.patch import refuse_problems
 from vllm_mtpc.proposers.seam.watch import COST, IDLE, DraftFigures
 

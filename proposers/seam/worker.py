@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_mtpc.proposers.seam.config_ptp import reserved_blocks
+from vllm_mtpc.proposers.config.ptp import reserved_blocks
 from vllm_mtpc.proposers.seam.derive import derived, named
 from vllm_mtpc.proposers.seam.patch import refuse_problems
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_mtpc.proposers.seam.schedule import CPU_DRAFT, CPU_STEP
+from vllm_mtpc.proposers.config.schedule import CPU_DRAFT, CPU_STEP
 
 Floats = NDArray[np.float64]
 Features = Sequence[float] | Floats  # [4], or [N, 4]

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_mtpc.checkpoint.adapters import load_adapters
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.v2.eager import with_kernel
 from vllm_mtpc.proposers.v2.ptp.lora import Gate, adapted

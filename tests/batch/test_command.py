@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray.clusters import FAKE
+from tests.support.clusters import FAKE
 from vllm_mtpc.batch import worker
 from vllm_mtpc.cli import main
 
 # vLLM's parser is left out of a second process: importing it takes longer than all else here.
 WITH_FAKE = (
-    "import sys; from vllm_mtpc.batch import worker; from vllm_mtpc.serving import options; "
+    "import sys; from vllm_mtpc.batch import worker; from vllm_mtpc.engine import options; "
     "from vllm_mtpc.cli import main; worker.PROGRAM = {fake}; options.check_flags = lambda words: None; "
 )
 

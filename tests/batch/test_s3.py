@@ -8,7 +8,7 @@ import uuid
 import fsspec
 import pytest
 
-from tests.ray.clusters import FAKE
+from tests.support.clusters import FAKE
 from vllm_mtpc.batch import worker
 from vllm_mtpc.cli import main
 

@@ -11,7 +11,7 @@ import pytest
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import advise
 from vllm_mtpc.bench.curves import Curves, CurvesError, cells
-from vllm_mtpc.proposers.seam import schedule
+from vllm_mtpc.proposers.config import schedule
 
 BATCHES = [1, 4, 16]
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from tests.bench.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, Engines
-from vllm_mtpc.bench.passes import Setting
-from vllm_mtpc.bench.process import EngineFailed
+from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, Engines
 from vllm_mtpc.bench.report import rows
 from vllm_mtpc.bench.rounds import Comparison, Progress, bracketed, cause, interleaved
+from vllm_mtpc.engine.passes import Setting
+from vllm_mtpc.engine.process import EngineFailed
 
 
 def comparison(total: int, deadline: float | None = None) -> Comparison:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.bench.fakes import BTREE, PLAIN, Engines
+from tests.support.fakes import BTREE, PLAIN, Engines
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import engines, serve_command
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, DecodingError

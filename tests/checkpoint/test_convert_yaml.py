@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_mtpc.checkpoint.convert_yaml import Settings
+from vllm_mtpc.checkpoint.convert.yaml import Settings
 from vllm_mtpc.errors import CheckpointError
 
 TEXT = """\

@@ -20,14 +20,14 @@ from vllm_mtpc.checkpoint import check_ptp, check_tensors, load_head, load_ptp, 
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.checkpoint.load import read_circuit_config
 from vllm_mtpc.cli import main
-from vllm_mtpc.config import HeadConfig
-from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import MODULES
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding
 from vllm_mtpc.heads.ptp.late import build_late
-from vllm_mtpc.train import plot_command
+from vllm_mtpc.plots import command as plot_command
 
 torch.set_num_threads(1)
 ADAPTER, ADAPTER_WEIGHTS, U_EMBED = "adapter_config.json", "adapter_model.safetensors", "u_embed.safetensors"

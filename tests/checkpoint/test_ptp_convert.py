@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.checkpoint.test_cards import front_matter_of
 from vllm_mtpc.checkpoint import load_ptp
-from vllm_mtpc.checkpoint.convert_ptp import accepted_drafts
+from vllm_mtpc.checkpoint.convert.ptp import accepted_drafts
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.heads.adapters import MODULES

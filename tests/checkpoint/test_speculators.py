@@ -10,11 +10,11 @@ from typing import Any, Literal
 import pytest
 from pydantic import ValidationError
 
-from tests.checkpoint import speculators_schema
+from tests.support import speculators_schema
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import read_config
-from vllm_mtpc.config import SPECULATORS_VERSION, HeadConfig
-from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.config.mtpc import SPECULATORS_VERSION, HeadConfig
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import MtpcError
 
 TARGET = {

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.test_cards import front_matter_of
-from tests.models.evabyte_reference import SIZES, Reference, make_evabyte
+from tests.support.evabyte_reference import SIZES, Reference, make_evabyte
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 import vllm_mtpc
 from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
 from vllm_mtpc.checkpoint.adapters import read_adapter_config
-from vllm_mtpc.checkpoint.convert_tensors import sort_tensors
-from vllm_mtpc.checkpoint.convert_yaml import Settings
+from vllm_mtpc.checkpoint.convert.tensors import sort_tensors
+from vllm_mtpc.checkpoint.convert.yaml import Settings
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.checkpoint.token_heads import TokenHeadsOptions, write_token_heads
 from vllm_mtpc.cli import main

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.circuits.enumeration import CIRCUITS, Enumerated, conditionals, make, random_params
+from tests.support.enumeration import CIRCUITS, Enumerated, conditionals, make, random_params
 from vllm_mtpc.circuits import CircuitParams
 
 torch.set_num_threads(1)

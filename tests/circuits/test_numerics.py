@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.special import logsumexp
 
-from tests.circuits.enumeration import (
+from tests.support.enumeration import (
     CIRCUITS,
     Enumerated,
     all_tokens,

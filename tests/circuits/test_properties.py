@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.circuits.enumeration import CIRCUITS, Enumerated, all_tokens, make, random_params, repeated
+from tests.support.enumeration import CIRCUITS, Enumerated, all_tokens, make, random_params, repeated
 
 torch.set_num_threads(1)
 TOLERANCE = 5e-5  # float32, log probabilities down to about -100

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.circuits import recipe, test_decoding, test_law
-from tests.circuits.enumeration import Enumerated, conditionals, make, random_params
+from tests.circuits import test_decoding, test_law
 from tests.heads import test_init
-from vllm_mtpc.config import HeadConfig
+from tests.support import recipe
+from tests.support.enumeration import Enumerated, conditionals, make, random_params
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.kernels.draft import naive
 
@@ -69,7 +70,7 @@ EVERYWHERE = f"""
 import vllm_mtpc.circuits as circuits
 circuits.CIRCUITS.update({{{recipe.LINE.strip()}}})
 from vllm_mtpc.bench import draft_command, kernel_cases, synthetic
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.train import options, plots
 assert all(part.CIRCUITS is circuits.CIRCUITS for part in (draft_command, kernel_cases, synthetic))
 assert plots.CIRCUIT_LOOKS["{NAME}"] not in [plots.CIRCUIT_LOOKS[name] for name in ("ff", "cp", "hmm", "btree")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.circuits.enumeration import CIRCUITS, all_tokens, make, random_params, repeated
+from tests.support.enumeration import CIRCUITS, all_tokens, make, random_params, repeated
 from vllm_mtpc.circuits import CircuitParams, circuit_class, get_circuit
 from vllm_mtpc.errors import HeadConfigError, MtpcError
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from tests.circuits.enumeration import CIRCUITS, Enumerated, make, random_params, repeated
+from tests.support.enumeration import CIRCUITS, Enumerated, make, random_params, repeated
 from vllm_mtpc.circuits import Circuit, CircuitParams, circuit_class
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, resolve_verifier
 from vllm_mtpc.checkpoint.ptp import load_ptp
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.target import load_target
+from vllm_mtpc.hf import load_target
 
 MAX_BYTES = 24_000_000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Call, Engine, run
+from tests.support.engine import Call, Engine, run
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
 

@@ -7,10 +7,9 @@ import itertools
 import pytest
 import torch
 
-from tests import forks
-from tests.e2e import block_law
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.laws import noise_floor, total_variation
+from tests.support import block_law, forks
+from tests.support.engine import Call, Engine, Reply, run
+from tests.support.laws import noise_floor, total_variation
 from vllm_mtpc import demo
 from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
 
@@ -69,7 +68,7 @@ def test_a_step_verifies_with_the_noise_it_drafted_with(replies: dict[str, list[
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_law_of_the_kernels(is_fresh: bool) -> None:
     """vLLM's own kernels keep the law if drafts have a step's seeds; with a request's they do not."""
-    texts = forks.call("v2", "tests.e2e.block_law:draws", is_fresh, COUNT)
+    texts = forks.call("v2", "tests.support.block_law:draws", is_fresh, COUNT)
     draws = [[text[2]] for text in texts]
     p, _ = block_law.laws()
     outcomes = torch.tensor(list(itertools.product(range(block_law.VOCAB), repeat=block_law.LENGTH)))

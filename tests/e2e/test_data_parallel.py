@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
-from tests.e2e.engine import Call, Engine, run
+from tests.support import forks
+from tests.support.engine import Call, Engine, run
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.layer_plants import FAULTS
-from tests.e2e.models import make_target, random_layers
-from tests.models.heads import fit_head
+from tests.support.engine import Call, Engine, Reply, run
+from tests.support.faults.layer import FAULTS
+from tests.support.heads import fit_head
+from tests.support.models import make_target, random_layers
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.draft import naive
-from vllm_mtpc.target import load_target
 
 VOCAB, LONGEST, BLOCK = 48, 96, 32
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41] * 3, [8], [20, 21, 22, 23, 24]]

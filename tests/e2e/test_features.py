@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.features import RUNNERS
+from tests.support.engine import Call, Engine, Reply, run
+from tests.support.features import RUNNERS
 from vllm_mtpc import demo
 
 SCHEMA = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.engine import Call, Engine, run
+from tests.support.engine import Call, Engine, run
 from vllm_mtpc import demo
 
 PROMPTS = [list(text.encode()) for text in ("def main(", "import os\nimport ", "class Reader:\n    def ")]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.models import make_head, make_target
-from tests.e2e.predicted import predict
+from tests.support.engine import Call, Engine, Reply, run
+from tests.support.models import make_head, make_target
+from tests.support.predicted import predict
 
 HEADS = {
     "linear": {},
@@ -85,6 +85,6 @@ def test_shared_on_v2(tiny: Path) -> None:
 def test_shared_tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str]) -> None:
     """Each rank has the logits of its part of the lm_head: of 30 tokens, filled up to 64, the second one has none."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
-    divided = {"worker_extension_cls": "tests.e2e.divided_plants.Divides"}
+    divided = {"worker_extension_cls": "tests.support.faults.divided.Divides"}
     two = run({"shared": engine(tiny, "shared", tensor_parallel_size=2, **divided)}, "v1", **environment)
     check(tiny, "shared", {"plain": on_v1["plain"], **two}, served_dtype())

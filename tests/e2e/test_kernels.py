@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import Call, Engine, Reply, run
+from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 
 TEXT = b"def read(path):\n    with open(path) as file:\n        return file.read()\n"

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e import law_cases, law_table, laws
-from tests.e2e.law_cases import CASES, LENGTH, PROMPT, VOCAB, measure
+from tests.support import law_cases, law_table, laws
+from tests.support.law_cases import CASES, LENGTH, PROMPT, VOCAB, measure
 
 DRAWS, FEW, FIRST = 20_000, 1_000, 3
 FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and less, 4,000 draws allow 0.05
@@ -69,7 +69,7 @@ def test_law(check: Any, name: str, record_property: Callable[[str, Any], None])
 
 def test_the_table_is_what_was_measured(root: Path) -> None:
     written = (root / "docs" / "internals.md").read_text(encoding="utf-8")
-    assert law_table.table() in written, "type: python -m tests.e2e.law_table --write docs/internals.md"
+    assert law_table.table() in written, "type: python -m tests.support.law_table --write docs/internals.md"
 
 
 def test_a_setting_that_is_ignored_would_be_found(check: Any) -> None:

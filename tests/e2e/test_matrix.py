@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import Call, Engine, Reply, run
+from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 
 PROMPT = list(b'def read(path):\n    """Return the text of a file."""\n    with open')

@@ -9,9 +9,9 @@ import os
 
 import pytest
 
-from tests import forks
-from tests.e2e.engine import Call, Engine, Reply, run
 from tests.e2e.test_greedy import LENGTHS, prompt
+from tests.support import forks
+from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 
 IS_TOY = os.environ.get("MTPC_TEST_GPU") == "toy"

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e import engine
-from tests.e2e.models import make_target
-from tests.train.harness import V, losses, make_trainer, options_for
+from tests.support import engine
+from tests.support.harness import V, losses, make_trainer, options_for
+from tests.support.models import make_target
 from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.target import Target, load_target
+from vllm_mtpc.hf import Target, load_target
 from vllm_mtpc.train import prepare
-from vllm_mtpc.train.data.documents import Documents
 
 PROMPT, NEW, WINDOW = 4, 17, 4
 EVERY_DRAFT = {"method": "mtpc", "num_speculative_tokens_per_batch_size": "off", "min_survival": 0}

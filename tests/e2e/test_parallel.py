@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.engine import Call, Engine, run
-from tests.e2e.models import make_head, make_ptp_head, make_target
+from tests.support.engine import Call, Engine, run
+from tests.support.models import make_head, make_ptp_head, make_target
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.shard import SHARD_BYTES
 
@@ -108,7 +108,7 @@ def test_pipeline_parallel_v2(tiny) -> None:
 def test_ranks_are_held_to_the_same_drafts(tiny, runner: str) -> None:
     """MTPC_DEBUG=1: a rank that drafts something else ends the engine; ranks that agree change nothing."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "MTPC_DEBUG": "1"}
-    plant = {"worker_extension_cls": "tests.e2e.rank_plants.Differs"}
+    plant = {"worker_extension_cls": "tests.support.faults.rank.Differs"}
     engines = {
         "sound": engine(tiny, True, tensor_parallel_size=2),
         "planted": engine(tiny, True, tensor_parallel_size=2, **plant),

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.models import make_ptp_head, make_target
-from vllm_mtpc.config_ptp import PtpConfig
+from tests.support.engine import Call, Engine, Reply, run
+from tests.support.models import make_ptp_head, make_target
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.v2.ptp.plan import merged_plan
 
@@ -171,7 +171,7 @@ def test_group_states_are_the_students(folder, recorded, head: str) -> None:
     Other kernels, the same numbers in float32: the largest difference allowed is 2e-4 of the states' size.
     """
     from vllm_mtpc.heads.ptp.student import Student
-    from vllm_mtpc.target import load_target
+    from vllm_mtpc.hf import load_target
 
     student = Student.load(folder / head, load_target(folder / "target", torch.float32))
     reply = recorded[head]
@@ -214,7 +214,7 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
     """
     from vllm_mtpc.eval.ptp import draft, draft_rows
     from vllm_mtpc.heads.ptp.student import Student
-    from vllm_mtpc.target import load_target
+    from vllm_mtpc.hf import load_target
 
     student = Student.load(folder / head, load_target(folder / "target", torch.float32))
     reply, same, steps = drafted[head, draft_pass], [0, 0], 0

@@ -21,10 +21,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.e2e.models import make_head
-from tests.e2e.predicted import Prediction, predict
-from tests.e2e.quantised import quantise
+from tests.support.engine import Call, Engine, Reply, run
+from tests.support.models import make_head
+from tests.support.predicted import Prediction, predict
+from tests.support.quantised import quantise
 
 VOCAB, WINDOW, COMPONENTS, LENGTH = 70, 4, 3, 24
 SIZES = {
@@ -121,7 +121,7 @@ def test_the_lm_head_is_read_once_a_step(on_v1: dict[str, list[Reply] | str], fa
 
 def test_the_soft_cap_matters(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault the test above has to find: an lm_head without the cap drafts something else."""
-    import tests.e2e.predicted as module
+    import tests.support.predicted as module
 
     wanted = expected(made["gemma2"])
     monkeypatch.setattr(module, "lm_head_of", lambda target: lambda states: target.lm_head(states))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.eval.tiny import D, N, TableReader, TableTarget, V, tiny_head
+from tests.support.tiny import D, N, TableReader, TableTarget, V, tiny_head
 from vllm_mtpc.eval import acceptance as evaluate
 from vllm_mtpc.eval.conditionals import conditionals
 from vllm_mtpc.eval.decode import decode

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.eval.tiny import llama_target
+from tests.support.tiny import llama_target
 from vllm_mtpc import demo
-from vllm_mtpc.bench.prompts import held_out
+from vllm_mtpc.data.documents import Documents
+from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import command, generate, loading, text
 from vllm_mtpc.eval.acceptance import EvaluationError
-from vllm_mtpc.train.data.documents import Documents
 
 HEAD = str(demo.path("btree"))
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from tests.eval.tiny import N, TableReader, TableTarget, V, llama_target, tiny_head
+from tests.support.tiny import N, TableReader, TableTarget, V, llama_target, tiny_head
 from vllm_mtpc.eval import decode as module
 from vllm_mtpc.eval.acceptance import EvaluationError
 from vllm_mtpc.eval.decode import Decoded, continue_prompt, decode, verify
 from vllm_mtpc.eval.sampling import Sampling, SamplingError
-from vllm_mtpc.eval.session import Session
+from vllm_mtpc.hf.session import Session
 
 GREEDY = Sampling(0.0)
 DRAWS, LENGTH = 4000, 3

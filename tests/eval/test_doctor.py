@@ -15,21 +15,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.eval.tiny import TableTarget, tiny_head
+from tests.support.tiny import TableTarget, tiny_head
 from vllm_mtpc import demo
-from vllm_mtpc.bench.acceptance import Acceptance
-from vllm_mtpc.bench.prompts import held_out
 from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.data.prompts import held_out
+from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import causes, doctor, simulate
 from vllm_mtpc.eval.acceptance import collect, summarise
 from vllm_mtpc.eval.compare import compare, noise_given_text
 from vllm_mtpc.eval.loading import Loaded, join, load
 from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.served import Served
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import DraftLayers
-from vllm_mtpc.target import load_target
+from vllm_mtpc.hf import load_target
 
 K, PROMPTS, TOKENS = 7, 8, 48
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from tests.eval.tiny import llama_target
-from tests.eval.tiny_ptp import VARIANTS, oracle, random_student
+from tests.support.tiny import llama_target
+from tests.support.tiny_ptp import VARIANTS, oracle, random_student
 from vllm_mtpc.eval.acceptance import EvaluationError
 from vllm_mtpc.eval.candidates import measure_candidates, write
 from vllm_mtpc.eval.ptp import measure_ptp

@@ -9,15 +9,15 @@ from types import ModuleType
 
 import pytest
 
-from tests.eval.tiny import llama_target
-from tests.eval.tiny_ptp import random_student
+from tests.support.tiny import llama_target
+from tests.support.tiny_ptp import random_student
 from vllm_mtpc import demo
-from vllm_mtpc.bench.prompts import held_out
 from vllm_mtpc.checkpoint import save_ptp
+from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import command, generate, loading
 from vllm_mtpc.eval.acceptance import EvaluationError
-from vllm_mtpc.target import load_target
+from vllm_mtpc.hf import load_target
 
 
 def call(module: ModuleType, head: str | Path, *given: str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.eval.tiny import llama_target
-from tests.eval.tiny_ptp import VARIANTS, random_student
+from tests.support.tiny import llama_target
+from tests.support.tiny_ptp import VARIANTS, random_student
 from vllm_mtpc.eval.acceptance import EvaluationError
 from vllm_mtpc.eval.ptp_decode import Picker, continue_prompt
 from vllm_mtpc.eval.sampling import Sampling

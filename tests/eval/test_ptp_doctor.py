@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.eval.tiny import llama_target
-from tests.eval.tiny_ptp import oracle, random_student
+from tests.support.tiny import llama_target
+from tests.support.tiny_ptp import oracle, random_student
 from vllm_mtpc import demo
-from vllm_mtpc.bench.acceptance import Acceptance
 from vllm_mtpc.checkpoint import save_ptp
+from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import doctor, ptp_compare
 from vllm_mtpc.eval.loading import LoadedPtp
 from vllm_mtpc.eval.ptp_decode import continue_prompt
 from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.served import Served
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.target import load_target
+from vllm_mtpc.hf import load_target
 
 K, TOKENS = 4, 32
 PROMPTS = [[5, 6, 7], [1], [2, 9, 9, 9], [11, 3, 1], [4, 4], [8, 10]]
@@ -137,8 +137,8 @@ def arguments(head: str, *given: str) -> argparse.Namespace:
 
 def test_where_v2_cannot_run_the_head_is_still_checked(head, monkeypatch, capsys):
     """vLLM's refusal in its log becomes one line; the shuffled-u check is printed before."""
-    from vllm_mtpc.bench.process import EngineFailed
-    from vllm_mtpc.eval import served as module
+    from vllm_mtpc.engine import served as module
+    from vllm_mtpc.engine.process import EngineFailed
 
     def refuse(engine, prompts, temperatures, max_tokens, log, **more):
         assert engine["speculative_config"]["method"] == "ptp" and more["seeds"] == [0, 1]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.eval.tiny import llama_target, tiny_head
+from tests.support.tiny import llama_target, tiny_head
 from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.simulate import simulate

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import DraftLayers
-from vllm_mtpc.target import Target, load_target
+from vllm_mtpc.hf import Target, load_target
 
 torch.set_num_threads(1)
 V, LAYERS = 32, 5

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_mtpc.circuits import CIRCUITS
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import HEADS, build_head
 from vllm_mtpc.heads.base import Head

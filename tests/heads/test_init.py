@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from tests.circuits.enumeration import CIRCUITS, all_tokens, repeated
 from tests.heads.test_heads import LM_HEAD, OPTIONS, D, V, hidden_states
+from tests.support.enumeration import CIRCUITS, all_tokens, repeated
 from vllm_mtpc.circuits import circuit_class
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import HEADS, build_head
 from vllm_mtpc.heads.base import INIT_STD, Head

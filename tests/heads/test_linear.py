@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.circuits.enumeration import CIRCUITS, INNER_REGIONS, all_tokens, make, repeated
+from tests.support.enumeration import CIRCUITS, INNER_REGIONS, all_tokens, make, repeated
 from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.heads.linear import INIT_STD, STAY_PROBABILITY, LinearHead
 

@@ -10,11 +10,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_mtpc.checkpoint.ptp import save_ptp
-from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import MODULES
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.target import Target, load_target
+from vllm_mtpc.hf import Target, load_target
 
 torch.set_num_threads(1)
 V, LAYERS, N = 32, 3, 4

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.interpreter import workload
+from tests.support import workload
 
 ROOT = Path(__file__).parents[2]
 Report = dict[str, dict[str, Any]]  # numpy_interpreter.check.REPORT
@@ -70,7 +70,7 @@ VLLMS = {
     )
 } | {"vllm_mtpc.kernels.draft.rows.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
 
-FALLS_BACK = {f"tests.interpreter.odd_kernels.{name}" for name in ("compares_chained", "sorts", "transposes")}
+FALLS_BACK = {f"tests.support.odd_kernels.{name}" for name in ("compares_chained", "sorts", "transposes")}
 
 
 def launched(mode: str, module: str, *arguments: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import forks
+from tests.support import forks
 
 NO_TRITON = "triton is not installed: nothing can be compiled (pip install triton)"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(chip: int, names: tuple[str, ...] = ("",)) -> None:
-    from tests.kernels import compiled
+    from tests.support import compiled
 
     rows = []
     for row in compiled.rows(chip, names):
@@ -61,7 +61,7 @@ def test_so_do_all_shapes_on_all_chips(chip: int) -> None:
 
 
 def test_a_spill_would_be_found() -> None:
-    from tests.kernels import compiled
+    from tests.support import compiled
 
     variant = next(iter(compiled.variants(lambda: compiled.filters("cp", 8, 8)).values()))
     squeezed = replace(variant, options={**variant.options, "maxnreg": 24})
@@ -89,8 +89,8 @@ def test_nothing_is_compiled_while_serving(name: str) -> None:
 
 def _count(name: str) -> tuple[list[str], list[str]]:
     """Variants that the warm-up compiles, and those that batches of 1 .. 1,024 need beside them."""
-    from tests.kernels.compiled import META, last_of, variants, vllms_noise
-    from vllm_mtpc.config import HeadConfig
+    from tests.support.compiled import META, last_of, variants, vllms_noise
+    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads import build_head
     from vllm_mtpc.heads.memory import by_batch, rows_at_once
     from vllm_mtpc.proposers.v2 import speculator as module
@@ -142,7 +142,7 @@ def test_coupling_is_compiled_at_the_start() -> None:
 
 
 def _count_coupled() -> tuple[list[str], list[str]]:
-    from tests.kernels.compiled import META, variants
+    from tests.support.compiled import META, variants
     from vllm_mtpc.kernels import couple
 
     torch.Tensor.is_cuda = True  # for good: this process ends with the answer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import interpreted
+from tests.support import interpreted
 from vllm_mtpc.kernels.couple import naive
 
 NO_TRITON = "triton is not installed: only the PyTorch definitions can be tested here (pip install triton)"

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.circuits import recipe
-from tests.kernels import draft_runner
-from tests.kernels.draft_runner import Case, Drafts
+from tests.support import draft_runner, recipe
+from tests.support.draft_runner import Case, Drafts
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.kernels.draft import naive
 
@@ -191,7 +190,7 @@ def test_conditionals_and_confidences(name: str, drafts: dict[str, Drafts]) -> N
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_tokens_are_the_noised_argmax(name: str, drafts: dict[str, Drafts]) -> None:
-    from tests.kernels.draft_noise import noised
+    from tests.support.draft_noise import noised
 
     asked, got = CASES[name], drafts[name]
     temperature, seeds = of_rows(asked)
@@ -207,7 +206,7 @@ def test_tokens_are_the_noised_argmax(name: str, drafts: dict[str, Drafts]) -> N
 @pytest.mark.parametrize("name", ROUNDED)
 def test_drawing_from_what_was_not_rounded_would_be_found(name: str, drafts: dict[str, Drafts]) -> None:
     """Tokens drawn from float32 and scored by what is stored fail the test above."""
-    from tests.kernels.draft_noise import noised
+    from tests.support.draft_noise import noised
 
     asked, got = CASES[name], drafts[name]
     temperature, seeds = of_rows(asked)
@@ -228,7 +227,7 @@ def test_the_definition_picks_from_what_it_rounded() -> None:
 
 def test_tokens_are_those_of_the_definition(drafts: dict[str, Drafts]) -> None:
     """Ties aside: with the same noise, nearly all rows are the same tokens."""
-    from tests.kernels.draft_noise import noised
+    from tests.support.draft_noise import noised
 
     rows = same = 0
     for name, asked in CASES.items():

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.circuits.enumeration import CIRCUITS, make
-from tests.kernels import filter_runner
-from tests.kernels.filter_runner import Case, training_gradients
+from tests.support import filter_runner
+from tests.support.enumeration import CIRCUITS, make
+from tests.support.filter_runner import Case, training_gradients
 from vllm_mtpc.kernels.filter import filter_weights, naive
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import interpreted
+from tests.support import interpreted
 from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.leaf import fp8, naive
 

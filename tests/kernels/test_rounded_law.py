@@ -10,8 +10,8 @@ import importlib.util
 import pytest
 import torch
 
-from tests import forks
-from tests.e2e.laws import noise_floor, total_variation
+from tests.support import forks
+from tests.support.laws import noise_floor, total_variation
 
 NO_TRITON = "triton is not installed: the draft kernel cannot run here (pip install triton)"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)

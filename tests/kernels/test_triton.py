@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import interpreted
+from tests.support import interpreted
 from vllm_mtpc.kernels.pick import naive as pick_naive
 from vllm_mtpc.kernels.uniform import naive as uniform_naive
 

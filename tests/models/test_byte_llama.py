@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.e2e.engine import Call, Engine, run
-from tests.models.byte_llama_reference import Reference, make_byte_llama, make_texts
-from tests.models.heads import check_greedy, drafts, fit_head
+from tests.support.byte_llama_reference import Reference, make_byte_llama, make_texts
+from tests.support.engine import Call, Engine, run
+from tests.support.heads import check_greedy, drafts, fit_head
 
 COUNT = 30
 GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}

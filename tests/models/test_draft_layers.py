@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import Call, Engine, run
-from tests.models import byte_llama_reference as byte_llama
-from tests.models import evabyte_reference as evabyte
-from tests.models.heads import check_greedy, drafts, fit_head, random_adapters
+from tests.support import byte_llama_reference as byte_llama
+from tests.support import evabyte_reference as evabyte
+from tests.support.engine import Call, Engine, run
+from tests.support.heads import check_greedy, drafts, fit_head, random_adapters
 
 COUNT = 24
 GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}

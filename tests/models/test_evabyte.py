@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import forks
-from tests.e2e.engine import SMALL, Call, Engine, run
-from tests.models.evabyte_reference import SIZES, Reference, make_evabyte
-from tests.models.heads import check_greedy, drafts, fit_head
+from tests.support import forks
+from tests.support.engine import SMALL, Call, Engine, run
+from tests.support.evabyte_reference import SIZES, Reference, make_evabyte
+from tests.support.heads import check_greedy, drafts, fit_head
 
 COUNT = 40  # windows are 32 long: every answer crosses one or two
 GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}

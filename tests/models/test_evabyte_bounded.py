@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import Call, Engine, Reply, run
-from tests.models.evabyte_reference import SIZES, Reference, make_evabyte
-from tests.models.heads import check_greedy, drafts, fit_head
+from tests.support.engine import Call, Engine, Reply, run
+from tests.support.evabyte_reference import SIZES, Reference, make_evabyte
+from tests.support.heads import check_greedy, drafts, fit_head
 
 COUNT, LONG = 40, 130
 WINDOW, BLOCK, STEP = SIZES["window_size"], 16, 24

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.models.evabyte_reference import SIZES
+from tests.support.evabyte_reference import SIZES
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.evabyte.config import EvaByteConfig, check_config
 from vllm_mtpc.models.evabyte.tokenizer import SPECIAL_TOKENS, build_tokenizer

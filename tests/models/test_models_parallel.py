@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Call, Engine, run
-from tests.models import byte_llama_reference, evabyte_reference
-from tests.models.heads import check_greedy, drafts, fit_head
+from tests.support import byte_llama_reference, evabyte_reference
+from tests.support.engine import Call, Engine, run
+from tests.support.heads import check_greedy, drafts, fit_head
 
 COUNT = 24
 GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}

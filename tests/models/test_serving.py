@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.models import byte_llama_reference, evabyte_reference
-from tests.models.heads import fit_head
+from tests.support import byte_llama_reference, evabyte_reference
+from tests.support.heads import fit_head
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.limits import check_limits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.byte_llama_reference import LONGEST, SPECIAL, VOCAB, Reference, make_table, make_texts
+from tests.support.byte_llama_reference import LONGEST, SPECIAL, VOCAB, Reference, make_table, make_texts
 from vllm_mtpc.errors import CheckpointError, ServeConfigError
 from vllm_mtpc.models.byte_llama.config import ByteLlamaConfig, check_config, known_ids
 from vllm_mtpc.models.byte_llama.suffixes import ABSENT, SuffixTable, read_table

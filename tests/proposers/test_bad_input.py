@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.models import make_target, random_layers
+from tests.support.models import make_target, random_layers
 from vllm_mtpc.checkpoint import read_config, save_head
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
 
@@ -106,7 +106,7 @@ def test_draft_layers_of_other_models(layered: Path) -> None:
 def test_draft_layers_with_a_connector_that_works_layer_by_layer(layered: Path, layerwise: bool) -> None:
     from vllm.config import KVTransferConfig
 
-    from vllm_mtpc.proposers.seam.config_layers import check_engine
+    from vllm_mtpc.proposers.config.layers import check_engine
 
     connector = KVTransferConfig(
         kv_connector="LMCacheConnectorV1",
@@ -152,7 +152,7 @@ def test_draft_layers_of_a_target_with_other_layers(layered: Path) -> None:
     [("pipeline_parallel_size", 2), ("decode_context_parallel_size", 2), ("enable_dbo", True), ("enable_lora", True)],
 )
 def test_what_draft_layers_are_not_served_with(layered: Path, option: str, value: Any) -> None:
-    from vllm_mtpc.proposers.seam.config_layers import check_engine
+    from vllm_mtpc.proposers.config.layers import check_engine
 
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_dbo": False}
     engine = SimpleNamespace(

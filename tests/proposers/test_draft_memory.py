@@ -9,8 +9,8 @@ import pytest
 import torch
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from tests import forks
-from tests.proposers.speculators import CPU, Setting, batch, drafted, made_heads, speculator
+from tests.support import forks
+from tests.support.speculators import CPU, Setting, batch, drafted, made_heads, speculator
 from vllm_mtpc.heads.memory import LiveBytes, by_batch, draft_memory
 
 SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests import forks
-from tests.e2e.models import make_ptp_head, make_target
-from tests.proposers.speculators import CPU
 from tests.proposers.test_bad_input import engine_config
+from tests.support import forks
+from tests.support.models import make_ptp_head, make_target
+from tests.support.speculators import CPU
 
 CUDA = {f"is_{name}": lambda: False for name in ("rocm", "cpu", "tpu", "xpu", "out_of_tree")}
 

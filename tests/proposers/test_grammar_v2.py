@@ -11,11 +11,11 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests import forks
-from tests.e2e.models import make_target
-from tests.proposers.speculators import Setting, batch, speculator
 from tests.proposers.test_bad_input import write_head
 from tests.proposers.test_grammar import VOCAB, Counting
+from tests.support import forks
+from tests.support.models import make_target
+from tests.support.speculators import Setting, batch, speculator
 
 REQUESTS, DRAFTS = 5, 3
 OUTPUT = [10, 11, 12, 13, 14, 15]  # a Counting that has read them allows tokens from 6 on

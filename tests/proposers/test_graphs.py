@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import forks
-from tests.e2e.models import make_target
-from tests.proposers.speculators import Recorder, Setting, drafted, speculator
 from tests.proposers.test_bad_input import write_head
+from tests.support import forks
+from tests.support.models import make_target
+from tests.support.speculators import Recorder, Setting, drafted, speculator
 
 SCHEDULE = [(1, 3, 4), (4, 5, 2), (6, 6, 1), (7, 8, 0)]
 SIZES = (1, 2, 4, 8)

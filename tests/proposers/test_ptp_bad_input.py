@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.models import make_ptp_head, make_target
 from tests.proposers.test_bad_input import engine_config
+from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.proposers.seam.runner import how_to_v2
+from vllm_mtpc.proposers.config.runner import how_to_v2
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_damaged_head_is_refused_whole(place: Path) -> None:
 def test_too_small_a_cache_is_refused(place: Path) -> None:
     from types import SimpleNamespace
 
-    from vllm_mtpc.proposers.seam.config_ptp import reserved_blocks
+    from vllm_mtpc.proposers.config.ptp import reserved_blocks
 
     config = engine_config(place / "target", {"method": "ptp", "model": str(place / "head")}, max_num_seqs=8)
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
@@ -164,7 +164,7 @@ def test_backends_that_sort_a_batch(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_mtpc.proposers.seam.config_ptp import keep_the_order
+    from vllm_mtpc.proposers.config.ptp import keep_the_order
 
     with pytest.raises(MtpcError, match=r"FLASHINFER .* type --attention-backend FLASH_ATTN"):
         keep_the_order(SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER))

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from vllm.config.parallel import ParallelConfig
 
-from tests.e2e.engine import Call, Engine, Reply, run
 from tests.proposers.test_bad_input import engine_config, made, place, refusal  # noqa: F401 (fixtures)
+from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.figures import measured_acceptance
-from vllm_mtpc.proposers.seam import schedule
+from vllm_mtpc.proposers.config import schedule
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 from vllm_mtpc.proposers.v1.survival import Survival
 from vllm_mtpc.proposers.v2.ptp.plan import most_drafts

@@ -26,8 +26,8 @@ from tests.proposers.test_bad_input import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.byte_llama.stop_ids import GenerationConfigStopIds
+from vllm_mtpc.proposers.config import mtpc as config
 from vllm_mtpc.proposers.seam import (
-    config,
     derive,
     frontend,
     install_for_a_head,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.proposers import shipped
 from vllm_mtpc.proposers.seam import auto, watch

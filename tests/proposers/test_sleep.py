@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import forks
-from tests.e2e.models import make_ptp_head, make_target, random_layers
-from tests.proposers.speculators import CPU
 from tests.proposers.test_bad_input import engine_config, write_head
+from tests.support import forks
+from tests.support.models import make_ptp_head, make_target, random_layers
+from tests.support.speculators import CPU
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 
 HEADS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.e2e.laws import noise_floor, total_variation
+from tests.support.laws import noise_floor, total_variation
 from vllm_mtpc.proposers.v2.stepped import step_seeds
 
 VOCAB, DRAFTS, LENGTH, COUNT = 3, 3, 5, 200_000

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.e2e.engine import Call, Engine, run
-from tests.e2e.laws import noise_floor, total_variation
+from tests.support.engine import Call, Engine, run
+from tests.support.laws import noise_floor, total_variation
 from vllm_mtpc import demo
 from vllm_mtpc.circuits import CircuitParams, get_circuit
 from vllm_mtpc.kernels.draft import naive

@@ -11,7 +11,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.proposers.test_schedule import ptp_config
-from vllm_mtpc.proposers.seam import config_ptp, schedule
+from vllm_mtpc.proposers.config import ptp as config_ptp
+from vllm_mtpc.proposers.config import schedule
 
 MAX_NUM_SEQS = 1024  # vLLM's default on a GPU of 80 GB and more
 

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
-from tests.ray.clusters import FAKE, cluster
 from tests.ray.test_serve_app import ask
+from tests.support.clusters import FAKE, cluster
 from vllm_mtpc.bench.serve import Client, free_port
+from vllm_mtpc.engine.options import EngineOptionsError
 from vllm_mtpc.ray_serve.options import ServeOptions
-from vllm_mtpc.serving.options import EngineOptionsError
 
 QUICK = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "look_back_period_s": 2, "metrics_interval_s": 0.5}
 PATIENCE_S = 180  # to see a replica come or go; a few seconds on an idle machine

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
-from tests.ray.clusters import FAKE, cluster
+from tests.support.clusters import FAKE, cluster
 from vllm_mtpc.batch import worker
 from vllm_mtpc.cli import main
 

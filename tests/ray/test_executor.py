@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
-from tests.e2e.engine import Call, Engine, run
-from tests.e2e.models import make_head, make_target
-from tests.ray.clusters import cluster
+from tests.support.clusters import cluster
+from tests.support.engine import Call, Engine, run
+from tests.support.models import make_head, make_target
 
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "detokenize": False}
@@ -18,7 +18,7 @@ ON_RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 @pytest.mark.slow
 def test_tensor_parallel_over_two_nodes(tmp_path) -> None:
     """Slow: two Ray nodes and six engine processes. Each node has one "GPU", so the two workers cannot share one."""
-    from tests.ray.cpu_platform import install
+    from tests.support.cpu_platform import install
 
     target = make_target(tmp_path / "target", vocab_size=32, seed=3)
     make_head(tmp_path / "btree", target, "btree", window=5, components=3)

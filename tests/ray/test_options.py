@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_mtpc import demo
+from vllm_mtpc.engine.options import EngineOptions, EngineOptionsError
 from vllm_mtpc.ray_serve.options import parse
-from vllm_mtpc.serving.options import EngineOptions, EngineOptionsError
 
 TARGET = str(demo.path("target"))
 

@@ -12,9 +12,9 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 from ray.exceptions import RayActorError
 from starlette.requests import Request
 
+from vllm_mtpc.engine.server import EngineDied, EngineGone
 from vllm_mtpc.ray_serve import deployments
 from vllm_mtpc.ray_serve.deployments import ATTEMPTS, Head, Router
-from vllm_mtpc.serving.child import EngineDied, EngineGone
 
 ANSWER = (Head(200, {}, False), b"hello")
 

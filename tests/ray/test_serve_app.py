@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
-from tests.ray.clusters import FAKE, cluster
+from tests.support.clusters import FAKE, cluster
 from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.ray_serve.options import ServeOptions
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_mtpc.bench.provenance import public
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.train.card import head_card, loss_sentence, record
 from vllm_mtpc.train.options import TrainOptions, parse
 

@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaModel
 
-from tests.e2e.models import make_target
-from tests.train.harness import losses
+from benchmarks.demo.byte_target import build_tokenizer
+from tests.support.harness import losses
+from tests.support.models import make_target
+from vllm_mtpc import progress
 from vllm_mtpc.checkpoint import load_head, save
 from vllm_mtpc.cli import main
-from vllm_mtpc.demo.byte_target import build_tokenizer
-from vllm_mtpc.target import load_target
-from vllm_mtpc.train import command, prepare, progress, run
+from vllm_mtpc.hf import load_target
+from vllm_mtpc.train import command, prepare, run
 from vllm_mtpc.train.options import parse
 
 WORDS = "the cat sat on the mat and the dog sat on the cat while the rat ran from the mat to the hat. "

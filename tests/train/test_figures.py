@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.train.harness import options_for, random_documents, tiny_target
+from tests.support.harness import options_for, random_documents, tiny_target
 from vllm_mtpc.eval.acceptance import acceptance
 from vllm_mtpc.train import figures, prepare
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from tests.train.harness import losses, make_trainer, options_for, random_documents, save_every, tiny_target
+from tests.support.harness import losses, make_trainer, options_for, random_documents, save_every, tiny_target
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.train import state
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, learning_rate, read_metrics

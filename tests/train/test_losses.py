@@ -1,7 +1,7 @@
 """Losses and their gradients against brute force: the circuit enumerated in float64, gradients by central differences.
 
 The reference shares no code with the losses: it is written from the formulas, with probabilities of whole token
-sequences (tests/circuits/enumeration.py).
+sequences (tests/support/enumeration.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.circuits import enumeration
+from tests.support import enumeration
 from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.train.losses import chunk_size, step_loss, window_loss
@@ -202,7 +202,7 @@ def test_law_is_asked_for_only_where_it_is_needed():
 
 
 def head_config(o: TrainOptions):
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
 
     sizes = {"model_type": "llama", "vocab_size": V, "hidden_size": 8}
     return HeadConfig.create(

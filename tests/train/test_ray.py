@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.harness import losses
+from tests.support.harness import losses
 from tests.train.test_command import fixture_place, flags
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import CheckpointError, MtpcError

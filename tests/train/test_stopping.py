@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.train.harness import losses, make_trainer, options_for, tiny_target
+from tests.support.harness import losses, make_trainer, options_for, tiny_target
 from tests.train.test_command import fixture_place, flags
 from vllm_mtpc.cli import main
 from vllm_mtpc.train import state, stopping

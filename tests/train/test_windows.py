@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.train.data.rows import Rows
 from vllm_mtpc.train.windows import WindowSource, eligible, window_states, window_tokens
 
 S = 12

@@ -20,11 +20,11 @@ from pydantic import Field, field_validator
 from vllm_mtpc.batch import lines, parts
 from vllm_mtpc.batch.lines import BatchError
 from vllm_mtpc.batch.worker import Setup, Worker
-from vllm_mtpc.bench.acceptance import Acceptance
+from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.options import EngineOptions, parse_mapping, validated
+from vllm_mtpc.engine.server import EngineDied
 from vllm_mtpc.errors import install
 from vllm_mtpc.flags import add_flags, typed
-from vllm_mtpc.serving.child import EngineDied
-from vllm_mtpc.serving.options import EngineOptions, parse_mapping, validated
 
 if TYPE_CHECKING:
     import argparse

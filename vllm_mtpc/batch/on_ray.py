@@ -15,7 +15,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 
 from vllm_mtpc.batch.worker import Worker
-from vllm_mtpc.serving.child import EngineDied
+from vllm_mtpc.engine.server import EngineDied
 
 if TYPE_CHECKING:
     from vllm_mtpc.batch.command import BatchOptions

@@ -19,9 +19,9 @@ from typing import Any
 
 from vllm_mtpc.batch.lines import Line
 from vllm_mtpc.batch.parts import record
-from vllm_mtpc.bench.acceptance import Acceptance
-from vllm_mtpc.serving.child import PROGRAM, EngineDied, EngineServer
-from vllm_mtpc.serving.options import API_KEY
+from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.options import API_KEY
+from vllm_mtpc.engine.server import PROGRAM, EngineDied, EngineServer
 
 
 @dataclass(frozen=True)

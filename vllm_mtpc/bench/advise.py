@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.output import check_file, write_json
+from vllm_mtpc.report import check_file, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -172,9 +172,10 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
     import torch
     from tqdm import tqdm
 
-    from vllm_mtpc.bench import curves, provenance
+    from vllm_mtpc.bench import curves
     from vllm_mtpc.bench.engines import arguments
     from vllm_mtpc.checkpoint import resolve_verifier
+    from vllm_mtpc.engine import provenance
     from vllm_mtpc.eval.loading import place
 
     target = args.target

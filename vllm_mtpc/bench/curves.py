@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mtpc.bench.process import engine_child, failure
+from vllm_mtpc.engine.process import engine_child, failure
 from vllm_mtpc.errors import MtpcError
 
 Cell = tuple[int, int]  # requests, drafts of each
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> None:
     job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     from vllm import LLM
 
-    from vllm_mtpc.bench.steps import StepClock, runner_of
+    from vllm_mtpc.engine.steps import StepClock, runner_of
 
     llm = LLM(**job["engine"])
     clock = StepClock(runner_of(llm))

@@ -88,7 +88,7 @@ def heads(
     PTP heads and draft layers need Model Runner V2: without a GPU its kernels are interpreted, in a group of their own.
     """
     from vllm_mtpc.checkpoint import find_head, read_config, resolve_head
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.ptp import PtpConfig
 
     configs = [(name, read_config(find_head(resolve_head(name)) or resolve_head(name))) for name in names]
     labels = _labels(configs)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtpc.bench.timing import Time
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.output import check_file, write_json
+from vllm_mtpc.report import check_file, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 KIND = "bench draft"
 BATCHES = [1, 2, 4, 8, 16, 32, 64]
+BYTES = 320  # vocabulary of EvaByte; more than that asks for a head that shares the target's own lm_head
 DEFINITIONS = (
     "params ms: the head's products for one draft of K tokens per request; tokens ms: K tokens from the circuit; "
     "draft ms: both in one go. Medians, with quartiles for the draft.",
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from vllm_mtpc.bench import report, timing
-    from vllm_mtpc.target import choose_device
+    from vllm_mtpc.hf import choose_device
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -140,13 +141,17 @@ def served_dtype(given: str | None, device: str) -> torch.dtype:
     return torch.bfloat16 if is_native else torch.float32
 
 
+def default_head(vocab_size: int) -> str:
+    """The kind of head for a vocabulary: leaves of their own would be larger than the target from some size on."""
+    return "linear" if vocab_size <= BYTES else "shared"
+
+
 def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """The heads one by one, so that only one is in memory."""
     import torch
 
-    from vllm_mtpc.bench.synthetic import default_head
     from vllm_mtpc.checkpoint import find_head, load_head, resolve_head
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads import build_head
 
     for name in args.head:
@@ -293,7 +298,7 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def write(file: Path, how: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    from vllm_mtpc.bench import provenance
+    from vllm_mtpc.engine import provenance
 
     result = {"kind": KIND, **provenance.collect(), "definitions": list(DEFINITIONS), "how": how, "rows": list(rows)}
     write_json(file, result)

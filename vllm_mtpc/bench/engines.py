@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_mtpc.bench import offline, serve
+from vllm_mtpc.bench import serve
 from vllm_mtpc.bench.decodings import Decoding
-from vllm_mtpc.bench.passes import Measured, Prompt, Setting
+from vllm_mtpc.engine import offline
+from vllm_mtpc.engine.passes import Measured, Prompt, Setting
 
 CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.bench.kernel_cases import OPERATIONS, Case, Operation
-from vllm_mtpc.output import check_file, write_json
+from vllm_mtpc.report import check_file, write_json
 
 KIND = "bench kernels"
 ROOT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 def write(
     file: Path, device: str, bandwidth: float, verdicts: dict[str, Verdict], rows: Sequence[dict[str, Any]]
 ) -> None:
-    from vllm_mtpc.bench import provenance
+    from vllm_mtpc.engine import provenance
 
     result = {
         "kind": KIND,

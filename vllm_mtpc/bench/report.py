@@ -9,10 +9,10 @@ from operator import add
 from statistics import median
 from typing import Any
 
-from vllm_mtpc.bench.acceptance import DEFINITIONS, Acceptance
 from vllm_mtpc.bench.decodings import OWN
 from vllm_mtpc.bench.rounds import Pass
-from vllm_mtpc.bench.steps import DEFINITIONS as STEP_DEFINITIONS
+from vllm_mtpc.engine.counters import DEFINITIONS, Acceptance
+from vllm_mtpc.engine.steps import DEFINITIONS as STEP_DEFINITIONS
 
 SLOWER = 0.97  # of plain: noise of a machine is below it
 Row = dict[str, Any]

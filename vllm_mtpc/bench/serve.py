@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_mtpc.bench.acceptance import Acceptance
-from vllm_mtpc.bench.passes import Measured, Prompt, Setting
-from vllm_mtpc.bench.process import EngineFailed, engine_environment, failure, group, tail
+from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.passes import Measured, Prompt, Setting
+from vllm_mtpc.engine.process import EngineFailed, engine_environment, failure, group, tail
 
 HOST = "127.0.0.1"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, DecodingError, Missing, heads, peers, plain
-from vllm_mtpc.bench.passes import Prompt, Setting
-from vllm_mtpc.bench.process import EngineFailed
-from vllm_mtpc.output import check_file, check_folder, write_json
+from vllm_mtpc.engine.passes import Prompt, Setting
+from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.report import check_file, check_folder, write_json
 
 KIND = "bench serve"
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     decodings, missing = wanted(args, on_gpu)
     settings = {group: cells(args, group) for group in dict.fromkeys(one.group for one in decodings)}
     most = max(cell.prompts for found in settings.values() for cell in found)
-    from vllm_mtpc.bench import prompts, report
+    from vllm_mtpc.bench import report
+    from vllm_mtpc.data import prompts
 
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
     try:
@@ -202,7 +203,8 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def _facts(args: argparse.Namespace, prompts: int) -> dict[str, Any]:
-    from vllm_mtpc.bench import provenance, report, rounds
+    from vllm_mtpc.bench import report, rounds
+    from vllm_mtpc.engine import provenance
 
     settings = {
         key: provenance.public(value) for key, value in vars(args).items() if key not in ("json", "logs", "untyped")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.locate import WEIGHTS_FILE
 from vllm_mtpc.checkpoint.tensors import check_names, checked, stored_shapes
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import open_tensors, read_json
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE

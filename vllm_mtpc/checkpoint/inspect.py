@@ -25,8 +25,8 @@ from vllm_mtpc.heads import OPTIONS
 if TYPE_CHECKING:
     import argparse
 
-    from vllm_mtpc.config import HeadConfig
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.config.ptp import PtpConfig
 
 Report = dict[str, Any]
 MAX_CELL = 500  # characters of a row of the table
@@ -63,7 +63,7 @@ def inspect_head(path: str | Path) -> Report:
     place = resolve_head(str(path))
     folder = find_head(place) or place
     from vllm_mtpc.checkpoint.load import read_config  # torch: not before the path is known to be good
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.ptp import PtpConfig
 
     config = read_config(folder)
     kind, files = _ptp(folder, config) if isinstance(config, PtpConfig) else _circuit(folder, config)
@@ -104,9 +104,9 @@ def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
     import torch
 
     from vllm_mtpc.checkpoint.load import read_config
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads.memory import by_batch, draft_memory
-    from vllm_mtpc.proposers.seam.schedule import default_schedule
+    from vllm_mtpc.proposers.config.schedule import default_schedule
 
     config = read_config(folder)
     if not isinstance(config, HeadConfig):

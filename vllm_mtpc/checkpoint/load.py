@@ -10,8 +10,8 @@ import torch
 from vllm_mtpc.checkpoint.adapters import check_adapters
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, head_method, holds, require_weights
 from vllm_mtpc.checkpoint.tensors import check_names, checked
-from vllm_mtpc.config import HeadConfig
-from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import open_tensors
 from vllm_mtpc.heads import build_head

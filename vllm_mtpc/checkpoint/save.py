@@ -20,9 +20,9 @@ from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FI
 from vllm_mtpc.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.checkpoint.convert_lora import StoredAdapters
-    from vllm_mtpc.config import HeadConfig
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.checkpoint.convert.lora import StoredAdapters
+    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.config.ptp import PtpConfig
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
 

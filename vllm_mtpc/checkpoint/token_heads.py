@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
 
 LM_HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
@@ -59,7 +59,7 @@ def write_token_heads(options: TokenHeadsOptions) -> HeadConfig:
     import torch
 
     from vllm_mtpc.checkpoint.save import save_head
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads import build_head
 
     if options.out.joinpath(CONFIG_FILE).is_file() and not is_head(options.out):

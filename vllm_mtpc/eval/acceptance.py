@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vllm_mtpc.circuits import CircuitParams
     from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.target import Target
+    from vllm_mtpc.hf import Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
 

@@ -9,8 +9,8 @@ from vllm_mtpc.errors import MtpcError
 if TYPE_CHECKING:
     import argparse
 
-    from vllm_mtpc.config import HeadConfig
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.config.ptp import PtpConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

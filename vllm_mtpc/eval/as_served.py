@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_mtpc.eval.served import Served
+    from vllm_mtpc.engine.served import Served
 
 ALONE = 8  # prompts that are also asked one after the other
 # Why a draft was not verified -> the option that decides it, and what keeps the draft

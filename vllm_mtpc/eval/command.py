@@ -74,13 +74,13 @@ class Evaluation:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.ptp import PtpConfig
+    from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.eval.arguments import ArgumentsError, check_positive, sampling_defaults
     from vllm_mtpc.eval.loading import check_length, drafts_of, load, place, prompts, refuse_draft_layers
     from vllm_mtpc.eval.sampling import Sampling
-    from vllm_mtpc.output import check_file, write_json
-    from vllm_mtpc.target import choose_device
-    from vllm_mtpc.train.data.sources import load_documents
+    from vllm_mtpc.hf import choose_device
+    from vllm_mtpc.report import check_file, write_json
 
     check_positive(args, "sequences", "prompt_tokens", "new_tokens", "batch")
     check_file(args.json)
@@ -168,8 +168,8 @@ def evaluate(
 
 
 def _report(loaded: Any, results: list[Any], drafts: int, args: argparse.Namespace) -> dict[str, Any]:
-    from vllm_mtpc.bench import provenance
-    from vllm_mtpc.bench.acceptance import DEFINITIONS
+    from vllm_mtpc.engine import provenance
+    from vllm_mtpc.engine.counters import DEFINITIONS
 
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "json")}
     return {
@@ -197,7 +197,7 @@ def _print(loaded: Loaded | LoadedPtp, results: list[Any], drafts: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from vllm_mtpc.bench.acceptance import DEFINITIONS
+    from vllm_mtpc.engine.counters import DEFINITIONS
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     config, warnings = loaded.config, []

@@ -15,11 +15,11 @@ from vllm_mtpc.eval.acceptance import Contexts, Figures, collect, step_starts, s
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from vllm_mtpc.engine.served import Served
     from vllm_mtpc.eval.sampling import Sampling
-    from vllm_mtpc.eval.served import Served
     from vllm_mtpc.eval.text import Samples
     from vllm_mtpc.heads.adapters import DraftLayers
-    from vllm_mtpc.target import Target
+    from vllm_mtpc.hf import Target
 
 TOLERANCE = 0.02  # relative, of tokens/step
 ERRORS = 3.0  # standard errors that are still noise

@@ -20,13 +20,13 @@ import torch
 
 from vllm_mtpc.eval.acceptance import EvaluationError, circuit_params, num_positions
 from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.session import Session
+from vllm_mtpc.hf.session import Session
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from vllm_mtpc.eval.session import Reader
-    from vllm_mtpc.target import Target
+    from vllm_mtpc.hf import Target
+    from vllm_mtpc.hf.session import Reader
 
 MODES = ("stp", "mtp", "speculative")
 

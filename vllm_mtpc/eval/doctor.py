@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtpc.errors import CheckpointError, MtpcError, install
 from vllm_mtpc.eval.arguments import ArgumentsError, add_head, check_positive
 from vllm_mtpc.files import read_json
-from vllm_mtpc.output import check_file, write_json
+from vllm_mtpc.report import check_file, write_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.eval.as_served import AsServed
@@ -162,17 +162,17 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     are refused, so that this is not taken for a fault of the head.
     """
     from vllm_mtpc.eval.loading import prompts
-    from vllm_mtpc.target.names import target_config, target_tokenizer
+    from vllm_mtpc.hf.names import target_config, target_tokenizer
 
     config = target_config(target).get_text_config()
     tokenizer = target_tokenizer(target)
     if args.data:
-        from vllm_mtpc.train.data.sources import load_documents
+        from vllm_mtpc.data.sources import load_documents
 
         documents = load_documents(args.data, tokenizer, seed=args.seed, most_bytes=PROMPT_BYTES * args.prompts)
         found = [prompt.tolist() for prompt in prompts(documents, args.prompts, args.prompt_tokens, args.seed)]
     else:
-        from vllm_mtpc.bench.prompts import held_out
+        from vllm_mtpc.data.prompts import held_out
 
         found = [tokenizer(text).input_ids[: args.prompt_tokens] for text in held_out(args.prompts)]
     limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
@@ -186,7 +186,7 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
 
 
 def _on_device(device: str) -> dict[str, Any]:
-    from vllm_mtpc.target import choose_device
+    from vllm_mtpc.hf import choose_device
 
     on_cpu = choose_device(device).type == "cpu"
     return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES} if on_cpu else {}
@@ -211,8 +211,8 @@ def _serve(
     **more: Any,
 ) -> list[Any]:
     """The answers. Raises DoctorError, and NotServed where the engine's log says ``refusal``."""
-    from vllm_mtpc.bench.process import EngineFailed
-    from vllm_mtpc.eval.served import serve
+    from vllm_mtpc.engine.process import EngineFailed
+    from vllm_mtpc.engine.served import serve
 
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
@@ -300,7 +300,7 @@ def _row(comparison: Comparison) -> dict[str, Any]:
 
 
 def _report(args: argparse.Namespace, diagnosis: Diagnosis) -> dict[str, Any]:
-    from vllm_mtpc.bench import provenance
+    from vllm_mtpc.engine import provenance
 
     return {
         **provenance.collect(),
@@ -318,7 +318,7 @@ def _print(diagnosis: Diagnosis) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from vllm_mtpc.bench.acceptance import CUT_DEFINITION, DEFINITIONS
+    from vllm_mtpc.engine.counters import CUT_DEFINITION, DEFINITIONS
 
     title = "every draft verified, served by vLLM and predicted along the same text (steps that drafted)"
     table = Table(title=title, title_justify="left")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_mtpc.eval.decode import Decoded
-    from vllm_mtpc.target import Target
+    from vllm_mtpc.hf import Target
 
 MODES = {
     "stp": "the target alone, a token per forward",
@@ -151,7 +151,7 @@ def _print(mode: str, temperature: float, decoded: Decoded, note: str | None = N
     from rich.console import Console
     from rich.table import Table
 
-    from vllm_mtpc.bench.acceptance import DEFINITIONS
+    from vllm_mtpc.engine.counters import DEFINITIONS
 
     found = statistics(decoded)
     table = Table(title=f"{mode}, T={temperature:g}", title_justify="left", show_header=False)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_mtpc.checkpoint import find_head, load_head, read_config, resolve_head, resolve_verifier
-from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts
 from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.target import Target, choose_device, load_target
+from vllm_mtpc.hf import Target, choose_device, load_target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.data.documents import Documents
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
     from vllm_mtpc.heads.ptp.student import Student
-    from vllm_mtpc.train.data.documents import Documents
 
 
 @dataclass(frozen=True)

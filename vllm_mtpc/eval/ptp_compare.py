@@ -25,9 +25,9 @@ from vllm_mtpc.kernels.uniform import uniform
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm_mtpc.engine.served import Served
     from vllm_mtpc.eval.loading import LoadedPtp
     from vllm_mtpc.eval.sampling import Sampling
-    from vllm_mtpc.eval.served import Served
     from vllm_mtpc.eval.text import Samples
 
 PASSES = ("two-pass", "merged")

@@ -21,8 +21,8 @@ import torch
 from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts
 from vllm_mtpc.eval.decode import MODES, Decoded
 from vllm_mtpc.eval.ptp import draft, draft_rows
-from vllm_mtpc.eval.session import Session
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Prefix
+from vllm_mtpc.hf.session import Session
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 

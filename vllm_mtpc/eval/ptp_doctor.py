@@ -9,11 +9,11 @@ import torch
 
 from vllm_mtpc.eval import doctor, ptp, ptp_compare, text
 from vllm_mtpc.eval.arguments import sampling_defaults
-from vllm_mtpc.eval.group_table import VARIANTS
 from vllm_mtpc.eval.loading import load
+from vllm_mtpc.proposers.v2.ptp.groups import VARIANTS
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.ptp import PtpConfig
 
 REFUSAL = "method 'ptp' on Model Runner V1"  # the beginning of the line with which serving refuses
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.target import Target
+    from vllm_mtpc.hf import Target
 
 
 def run(

@@ -14,13 +14,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.session import Session
+from vllm_mtpc.hf.session import Session
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm_mtpc.heads.adapters import DraftLayers
-    from vllm_mtpc.target import Target
+    from vllm_mtpc.hf import Target
 
 
 @dataclass(frozen=True)

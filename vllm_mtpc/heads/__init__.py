@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_mtpc.errors import HeadConfigError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads.base import Head
 
 __all__ = ["HEADS", "OPTIONS", "build_head", "check_head", "check_head_name", "default_options", "needs_lm_head"]

@@ -30,7 +30,7 @@ from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.files import open_tensors, read_json
 
 if TYPE_CHECKING:
-    from vllm_mtpc.target import Target
+    from vllm_mtpc.hf import Target
 
 ALLOWED_LAYERS = (1, 2, 4)
 # The projections of llama-like layers; those that a layer has are adapted.
@@ -159,7 +159,7 @@ class DraftLayers(nn.Module):
             self._entry[0].states = None
 
     def _run(self, view: nn.Module, arguments: dict[str, Tensor], documents: Tensor | None) -> Tensor:
-        from vllm_mtpc.target.attention import packed_arguments
+        from vllm_mtpc.hf.attention import packed_arguments
 
         target = self._target[0]
         packed = {} if documents is None else packed_arguments(documents.to(target.device), target.attention)

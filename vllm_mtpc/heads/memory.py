@@ -23,7 +23,7 @@ from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.shard import Shard
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads.base import Head
     from vllm_mtpc.kernels.draft.kernel import Drafter
 

@@ -32,10 +32,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from vllm_mtpc.engine.options import EngineOptionsError
+from vllm_mtpc.engine.server import PROGRAM, EngineDied, EngineGone, EngineServer
 from vllm_mtpc.errors import one_line
 from vllm_mtpc.ray_serve.options import ServeOptions
-from vllm_mtpc.serving.child import PROGRAM, EngineDied, EngineGone, EngineServer
-from vllm_mtpc.serving.options import EngineOptionsError
 
 logger = logging.getLogger("ray.serve")
 DIED = (EngineDied, RayActorError, ObjectLostError, WorkerCrashedError)

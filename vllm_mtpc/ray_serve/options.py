@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_mtpc.serving.options import API_KEY, EngineOptions, EngineOptionsError, parse_mapping, validated
+from vllm_mtpc.engine.options import API_KEY, EngineOptions, EngineOptionsError, parse_mapping, validated
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
 EXAMPLE = "serve run vllm_mtpc.ray_serve:app model=TARGET"

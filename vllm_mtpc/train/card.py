@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.bench.provenance import commit, hardware, public
 from vllm_mtpc.checkpoint.card import front_matter
+from vllm_mtpc.engine.provenance import commit, hardware, public
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.train.options import TrainOptions
 
 PLOTS = {

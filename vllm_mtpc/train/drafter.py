@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vllm_mtpc.eval.conditionals import conditionals
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.target import Target
+from vllm_mtpc.hf import Target
 from vllm_mtpc.train.losses import step_loss
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states

@@ -10,16 +10,16 @@ from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.loading import check_length, prompts
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate, with_draft_layers
-from vllm_mtpc.train.progress import Bar
+from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_mtpc.config import HeadConfig
+    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.data.documents import Documents
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
-    from vllm_mtpc.target import Target
-    from vllm_mtpc.train.data.documents import Documents
+    from vllm_mtpc.hf import Target
     from vllm_mtpc.train.options import TrainOptions
 
 TEMPERATURES = {"t1": 1.0, "t0": 0.0}
@@ -73,7 +73,7 @@ def figures_of(
 def served_lines(config: HeadConfig, target: Target, figures: dict[str, Any]) -> list[str]:
     """What default serving is expected to give on this machine, by requests at once: its schedule drafts less in larger
     batches. On Model Runner V1 the number of drafts follows what is observed, and this is where it starts."""
-    from vllm_mtpc.proposers.seam.schedule import as_served, default_schedule, load_of
+    from vllm_mtpc.proposers.config.schedule import as_served, default_schedule, load_of
 
     measured = {name: values["per_position"] for name, values in figures.items()}
     if not measured:

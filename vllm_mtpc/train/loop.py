@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import state
 from vllm_mtpc.train.memory import peak_memory_bytes
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
-from vllm_mtpc.train.progress import Bar
 from vllm_mtpc.train.stopping import Stopping
 from vllm_mtpc.train.windows import Windows, WindowSource
 

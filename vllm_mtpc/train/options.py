@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.data.names import is_path
 from vllm_mtpc.errors import MtpcError, one_line
-from vllm_mtpc.train.data.names import is_path
 
 # Options of one kind of head alone, and the defaults a PTP head has of its own.
 CIRCUIT_OPTIONS = (

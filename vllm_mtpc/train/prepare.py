@@ -12,23 +12,23 @@ import torch
 
 from vllm_mtpc.checkpoint import load_head, read_config, resolve_head
 from vllm_mtpc.checkpoint.locate import verifier_name
-from vllm_mtpc.config import HeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
+from vllm_mtpc.data.sources import load_documents, size_of
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
-from vllm_mtpc.target import load_target
-from vllm_mtpc.target.names import target_config
-from vllm_mtpc.train.data.cache import Computed, HiddenSource, write_cache
-from vllm_mtpc.train.data.cache_files import DTYPES, INDEX_FILE, data_fingerprint, read_index
-from vllm_mtpc.train.data.rows import PackingReport, Rows, pack, split_validation
-from vllm_mtpc.train.data.sources import load_documents, size_of
+from vllm_mtpc.hf import load_target
+from vllm_mtpc.hf.names import target_config
+from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
+from vllm_mtpc.train.cache_files import DTYPES, INDEX_FILE, data_fingerprint, read_index
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
 from vllm_mtpc.train.windows import WindowSource, default_block_rows
 
 if TYPE_CHECKING:
+    from vllm_mtpc.data.documents import Documents
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
-    from vllm_mtpc.target import Target
-    from vllm_mtpc.train.data.documents import Documents
+    from vllm_mtpc.hf import Target
 
 SEQ_LEN = 1024  # tokens of a row where none are named
 WINDOW_BYTES = 16  # of data for each window of a run: a window starts at a token, and few tokens have more bytes
@@ -51,7 +51,7 @@ def pick_device(name: str) -> torch.device:
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:
     """The target, its packing checked. Raises TargetError or AttentionError."""
-    from vllm_mtpc.target.attention import check_packing
+    from vllm_mtpc.hf.attention import check_packing
 
     dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype, None)
     if not isinstance(dtype, (str, torch.dtype)):

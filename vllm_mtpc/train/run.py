@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_mtpc.bench.provenance import public
 from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.data.names import resolved
+from vllm_mtpc.data.sources import size_of
+from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, install
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.train import prepare
 from vllm_mtpc.train.card import head_card, program, record
-from vllm_mtpc.train.data.names import resolved
-from vllm_mtpc.train.data.sources import size_of
 from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples, served_lines
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
@@ -31,9 +31,9 @@ from vllm_mtpc.train.ptp.run import PtpJob
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from vllm_mtpc.target import Target
-    from vllm_mtpc.train.data.cache import HiddenSource
-    from vllm_mtpc.train.data.rows import Rows
+    from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.hf import Target
+    from vllm_mtpc.train.cache import HiddenSource
     from vllm_mtpc.train.windows import WindowSource
 
 
@@ -168,7 +168,7 @@ class CircuitJob:
 
     def finish(self, weights: dict[str, torch.Tensor], prompts: list[torch.Tensor], run: dict[str, Any]) -> None:
         """Write the head, measure what was written, and write it again with its figures and plots."""
-        from vllm_mtpc.train.plots import plot_acceptance, plot_loss
+        from vllm_mtpc.plots.heads import plot_acceptance, plot_loss
 
         with torch.device("meta"):
             self.head = build_head(self.config)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from vllm_mtpc.data.names import resolved
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.train.data.names import resolved
 from vllm_mtpc.train.options import STATE_FILE as FILE
 from vllm_mtpc.train.options import TrainOptions
 

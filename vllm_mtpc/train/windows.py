@@ -22,8 +22,8 @@ from torch import Tensor
 from vllm_mtpc.errors import MtpcError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.train.data.cache import HiddenSource
-    from vllm_mtpc.train.data.rows import Rows
+    from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.train.cache import HiddenSource
 
 BLOCK_BYTES = 1 << 30
 

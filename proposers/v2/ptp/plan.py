@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_mtpc.eval.group_table import drafts_of_rows, tables_by_batch
+from vllm_mtpc.proposers.v2.ptp.groups import drafts_of_rows, tables_by_batch
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.ptp import PtpConfig
 
 ASSUMED = 0.7  # chance of a further draft to be right, for a head that was never measured
 

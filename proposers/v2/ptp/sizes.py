@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_mtpc.eval.group_table import dynamic_sizes
+from vllm_mtpc.proposers.v2.ptp.groups import dynamic_sizes
 from vllm_mtpc.proposers.v2.ptp.plan import Bucket, accepted_of
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.ptp import PtpConfig
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from vllm_mtpc.checkpoint.ptp import load_ptp
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.target import load_target
+from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, prepare
 from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.ptp.run import figure_lines
@@ -157,7 +157,7 @@ def test_defaults_are_the_kinds_own() -> None:
 def test_responses_are_written_at_the_trained_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
     monkeypatch.setattr(
-        "vllm_mtpc.train.regenerate.regenerate", lambda settings: asked.append(settings) or settings.out
+        "vllm_mtpc.batch.regenerate.regenerate", lambda settings: asked.append(settings) or settings.out
     )
     law = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
     options = command.with_responses(parse(REQUIRED | law | {"out": tmp_path, "regenerate": 10}))

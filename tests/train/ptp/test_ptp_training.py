@@ -9,12 +9,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.train.harness import losses, random_documents, tiny_target
+from tests.support.harness import losses, random_documents, tiny_target
+from vllm_mtpc.data.rows import pack
 from vllm_mtpc.heads.ptp.law import edges, u_inside
 from vllm_mtpc.heads.ptp.trust import conditional
+from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.target import Target
-from vllm_mtpc.train.data.rows import pack
 from vllm_mtpc.train.loop import Trainer, read_metrics, split
 from vllm_mtpc.train.options import TrainOptions, parse
 from vllm_mtpc.train.ptp.drafter import PtpDrafter, drafts

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import ADAPTER, MODULES, _sharing_copy, _view
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
@@ -27,7 +27,7 @@ from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 from vllm_mtpc.heads.ptp.windows import IMPLEMENTATION, SHARE, Layout, Prefix, Record, register
 
 if TYPE_CHECKING:
-    from vllm_mtpc.target import Target
+    from vllm_mtpc.hf import Target
 
 __all__ = ["Prefix", "Student"]
 
@@ -93,7 +93,7 @@ class Student(nn.Module):
     @torch.no_grad()
     def prefix(self, tokens: Tensor, documents: Tensor | None = None) -> Prefix:
         """What the plain target computes of tokens[R, S]; documents[R, S] as in Target.hidden."""
-        from vllm_mtpc.target.attention import packed_arguments
+        from vllm_mtpc.hf.attention import packed_arguments
 
         target = self.target
         tokens = tokens.to(target.device, torch.long)

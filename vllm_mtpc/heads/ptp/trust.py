@@ -22,7 +22,7 @@ from vllm_mtpc.heads.ptp.law import STEPS
 from vllm_mtpc.kernels.pick import pick
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.ptp import PtpConfig
 
 EDGE = 1e-6  # in training no edge comes nearer to 0 or 1: Phi^-1 has no slope there that float32 could hold
 

@@ -12,7 +12,7 @@ from vllm_mtpc.train.card import code_block, images, provenance, serving_names, 
 from vllm_mtpc.train.options import CIRCUIT_OPTIONS, PTP_LOSSES
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config_ptp import PtpConfig
+    from vllm_mtpc.config.ptp import PtpConfig
     from vllm_mtpc.train.options import TrainOptions
 
 DEFINITIONS = """\

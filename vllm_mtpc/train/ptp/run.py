@@ -9,15 +9,15 @@ import torch
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.ptp import load_ptp, save_ptp
-from vllm_mtpc.config_ptp import PtpConfig
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate
 from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import prepare
 from vllm_mtpc.train.figures import SEEDS
 from vllm_mtpc.train.loop import METRICS_FILE, read_metrics
 from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
-from vllm_mtpc.train.progress import Bar
 from vllm_mtpc.train.ptp.card import ptp_card, ptp_record
 from vllm_mtpc.train.ptp.drafter import PtpDrafter
 from vllm_mtpc.train.ptp.source import PrefixSource, default_block_rows, drawing
@@ -26,8 +26,8 @@ from vllm_mtpc.train.windows import WindowSource
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_mtpc.target import Target
-    from vllm_mtpc.train.data.rows import Rows
+    from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.hf import Target
 
 # Shuffled u has to cost an informed head at least this share of its right drafts, or u is hardly used.
 SHUFFLE_COST = 0.1
@@ -76,7 +76,7 @@ class PtpJob:
 
     def finish(self, weights: Mapping[str, Tensor], prompts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, measure what was written, and write it again with its figures and plots."""
-        from vllm_mtpc.train.plots import plot_acceptance, plot_loss
+        from vllm_mtpc.plots.heads import plot_acceptance, plot_loss
 
         self.student.load_state_dict(weights, strict=not self.options.late_only)  # what was not trained is not there
         self.write({}, run)  # first of all: nothing that follows can lose it

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.heads.ptp.law import edges, processed
 from vllm_mtpc.heads.ptp.student import Prefix, Student
-from vllm_mtpc.train.data.rows import Rows
 from vllm_mtpc.train.options import TrainOptions
 
 BLOCK_BYTES = 1 << 30

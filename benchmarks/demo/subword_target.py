@@ -1,0 +1,178 @@
+"""``python -m benchmarks.demo.subword_target``: a small Llama, Qwen3, Gemma or NeoX over a BPE, trained in minutes.
+
+A target for heads of kind `shared`: its lm_head is the largest of its matrices, as in subword models of any size. Text
+and training are those of the byte-level demo target; the BPE is learnt from the training part of the text. Families
+other than the demo's are there to try defaults on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from vllm_mtpc.demo.corpus import Corpus, Split
+
+VOCAB_SIZE = 4096
+STEPS, LONG_STEPS = 550, 50
+HIDDEN_SIZE, LAYERS, HEAD_DIM = 192, 4, 32
+EOS = 0
+FAMILIES = {"llama": "llama", "qwen3": "qwen3", "gemma": "gemma2", "neox": "gpt_neox"}  # of transformers
+CHAT = (
+    "{% for message in messages %}{{ '# ' + message['role'] + '\\n' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '# assistant\\n' }}{% endif %}"
+)
+
+
+def target_config(family: str = "llama", vocab_size: int = VOCAB_SIZE, hidden_size: int = HIDDEN_SIZE) -> Any:
+    """Sizes of the target: by default about 2.6M parameters, of which the tied embedding has 0.8M."""
+    from transformers import AutoConfig
+
+    from benchmarks.demo import byte_target
+
+    heads = hidden_size // HEAD_DIM
+    own = {"head_dim": HEAD_DIM, "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
+    if family == "neox":
+        own = {"rotary_pct": 1.0, "hidden_act": "gelu", "layer_norm_eps": 1e-5}
+    if family == "gemma":
+        own |= {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": byte_target.LONG}
+    return AutoConfig.for_model(
+        FAMILIES[family],
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        intermediate_size=8 * hidden_size // 3,
+        max_position_embeddings=byte_target.LONG,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=family != "neox",
+        bos_token_id=EOS,
+        eos_token_id=EOS,
+        dtype="float32",
+        **own,
+    )
+
+
+def build_tokenizer(texts: list[bytes], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of vocab_size ids learnt from the texts; id 0 is end-of-text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from benchmarks.demo import byte_target
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[byte_target.EOS_TEXT],
+        initial_alphabet=byte_target.byte_characters(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text.decode("utf-8", errors="replace") for text in texts), trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"the text gives a BPE of {tokenizer.get_vocab_size()} ids, {vocab_size} are needed: name a longer text"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=byte_target.EOS_TEXT,
+        eos_token=byte_target.EOS_TEXT,
+        pad_token=byte_target.EOS_TEXT,
+        model_max_length=byte_target.LONG,
+        chat_template=CHAT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[bytes]) -> Split:
+    """Documents in one array of ids, each led by EOS; a line starts behind every token that ends in a line break."""
+    from vllm_mtpc.demo.corpus import Split
+
+    readable = [text.decode("utf-8", errors="replace") for text in texts]
+    rows = [[EOS, *encoding.ids] for encoding in tokenizer.backend_tokenizer.encode_batch(readable)]
+    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int16)
+    starts = torch.tensor([0, *(len(row) for row in rows[:-1])]).cumsum(0)
+    ends_line = torch.tensor([tokenizer.decode([token]).endswith("\n") for token in range(len(tokenizer))])
+    lines = (ends_line[tokens[:-1].long()] & (tokens[1:] != EOS)).nonzero()[:, 0] + 1
+    return Split(tokens, starts, lines)
+
+
+def as_subwords(text: Corpus, vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedTokenizerFast, Corpus]:
+    """A BPE of the training part, and both parts in its ids."""
+    from vllm_mtpc.demo.corpus import Corpus, documents
+
+    train, valid = documents(text.train), documents(text.valid)
+    tokenizer = build_tokenizer(train, vocab_size)
+    return tokenizer, Corpus(encode(tokenizer, train), encode(tokenizer, valid), text.sha256, text.files, text.bytes)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo.subword_target", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not on the standard library")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default: {STEPS}")
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="default: llama")
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, metavar="V", help=f"default: {VOCAB_SIZE}")
+    parser.add_argument("--hidden-size", type=int, default=HIDDEN_SIZE, metavar="D", help=f"default: {HIDDEN_SIZE}")
+    return parser
+
+
+def main() -> None:
+    """Trains, measures and saves a target, with what it was made of in provenance.json."""
+    arguments = parser().parse_args()
+    from benchmarks.demo import byte_target
+    from vllm_mtpc.checkpoint.save import package_versions, replace_file
+    from vllm_mtpc.demo import corpus
+    from vllm_mtpc.engine.provenance import commit
+
+    text = corpus.load_file(arguments.text) if arguments.text else corpus.load()
+    tokenizer, subwords = as_subwords(text, arguments.vocab_size)
+    num_bytes, num_tokens = len(text.valid.tokens), len(subwords.valid.tokens)
+    print(
+        f"corpus: {text.bytes} bytes; {arguments.vocab_size} ids, {num_bytes / num_tokens:.2f} bytes per token",
+        flush=True,
+    )
+    config = target_config(arguments.family, arguments.vocab_size, arguments.hidden_size)
+    started = time.monotonic()
+    long_steps = min(LONG_STEPS, arguments.steps // 4)
+    model = byte_target.train(subwords, arguments.steps, long_steps, config)
+    byte_target.save(model, arguments.out, tokenizer)
+    saved = byte_target.load(arguments.out)
+    bits = byte_target.bits_per_byte(saved, subwords.valid)  # per token of what it is given: here a subword
+    figures = {
+        "bits_per_byte": bits * num_tokens / num_bytes,
+        "bits_per_token": bits,
+        "parameters": sum(parameter.numel() for parameter in saved.parameters()),
+        "minutes": round((time.monotonic() - started) / 60, 1),
+    }
+    record = {
+        "versions": package_versions(),
+        "command": " ".join(["python -m benchmarks.demo.subword_target", *sys.argv[1:]]),
+        "commit": commit(),
+        "data": {"files": text.files, "bytes": text.bytes, "sha256": text.sha256},
+        "seed": byte_target.SEED,
+        "settings": {
+            "family": arguments.family,
+            "steps": arguments.steps,
+            "long_steps": long_steps,
+            "vocab_size": arguments.vocab_size,
+            "hidden_size": arguments.hidden_size,
+        },
+        "figures": figures,
+    }
+    replace_file(arguments.out / "provenance.json", (json.dumps(record, indent=2) + "\n").encode())
+    print(f"target: {figures['bits_per_byte']:.3f} bits/byte on held-out text, {figures['minutes']} minutes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""``python -m benchmarks.demo.train_target``: trains and measures a byte-level target, writes card and provenance."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_mtpc import demo
+
+LIBRARY = (
+    "source text of the Python standard library as bytes: *.py without tests and site-packages, sorted; "
+    "every 20th file held out"
+)
+LOSS_BYTES = 131072  # of held-out text, evenly spread, for bits per byte
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo.train_target", description=__doc__)
+    parser.add_argument("--out", type=Path, default=demo.path("target"), metavar="FOLDER")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not on the standard library")
+    parser.add_argument("--steps", type=int, metavar="N", help="default: the demo's")
+    parser.add_argument("--long-steps", type=int, metavar="N", help="the last ones, on long windows")
+    parser.add_argument("--packages", nargs="*", default=[], metavar="NAME", help="and on their source text")
+    parser.add_argument("--tokens-per-step", type=int, metavar="N", help="default: the demo's")
+    parser.add_argument("--minutes", type=float, metavar="M", help="as many steps as fit, on a GPU where there is one")
+    parser.add_argument("--hidden-size", type=int, metavar="N", help="default: the demo's")
+    parser.add_argument("--layers", type=int, metavar="N", help="default: the demo's")
+    parser.add_argument("--intermediate-size", type=int, metavar="N", help="default: the demo's")
+    return parser
+
+
+def main() -> None:
+    """Runs what was asked for."""
+    arguments = parser().parse_args()
+    # Imported late: --help should not wait for torch and transformers.
+    from benchmarks.demo import byte_target
+    from vllm_mtpc.demo import corpus
+    from vllm_mtpc.hf import choose_device
+
+    text = corpus.load_file(arguments.text) if arguments.text else corpus.load(packages=arguments.packages)
+    print(f"corpus: {text.files} files, {text.bytes} bytes, sha256 {text.sha256}", flush=True)
+    steps = arguments.steps or byte_target.STEPS
+    long_steps = byte_target.LONG_STEPS if arguments.long_steps is None else arguments.long_steps
+    width = arguments.hidden_size or byte_target.HIDDEN_SIZE
+    config = byte_target.target_config(
+        arguments.layers or byte_target.LAYERS, arguments.intermediate_size or byte_target.INTERMEDIATE_SIZE, width
+    )
+    tokens_per_step = arguments.tokens_per_step or byte_target.TOKENS_PER_STEP
+    how = {
+        "tokens_per_step": tokens_per_step,
+        "minutes": arguments.minutes,
+        "device": str(choose_device("auto" if arguments.minutes else "cpu")),
+        "learning_rate": byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width),
+    }
+    started = time.monotonic()
+    model = byte_target.train(text, steps, long_steps, config, **how)
+    byte_target.save(model, arguments.out)
+    library = LIBRARY + "".join(f"; and of package {name}" for name in arguments.packages)
+    record = describe(
+        arguments.out,
+        text,
+        steps={"steps": model.steps_taken, "long_steps": long_steps, "tokens_per_step": tokens_per_step},
+        data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else library,
+        device=how["device"],
+        minutes=(time.monotonic() - started) / 60,
+    )
+    figures = record["figures"]
+    print(f"target: {figures['bits_per_byte']:.4f} bits/byte on held-out text, {figures['minutes']} minutes")
+
+
+def describe(folder: Path, text: Any, steps: dict[str, int], data: str, device: str, minutes: float) -> dict[str, Any]:
+    """Measures the saved target, writes README.md and provenance.json, and returns the latter's values."""
+    from benchmarks.demo import byte_target
+    from vllm_mtpc.checkpoint.save import package_versions, replace_file
+    from vllm_mtpc.engine.provenance import commit
+
+    model = byte_target.load(folder).to(device)
+    figures = {
+        "bits_per_byte": byte_target.bits_per_byte(model, text.valid, byte_target.SHORT, LOSS_BYTES),
+        "bits_per_byte_long": byte_target.bits_per_byte(model, text.valid, byte_target.LONG, LOSS_BYTES),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "minutes": round(minutes, 1),
+    }
+    settings = {
+        **steps,
+        "short_window": byte_target.SHORT,
+        "long_window": byte_target.LONG,
+        "loss_bytes": LOSS_BYTES,
+    }
+    record = {
+        "versions": package_versions(),
+        "command": " ".join(["python -m benchmarks.demo.train_target", *sys.argv[1:]]),
+        "commit": commit(),
+        "data": {"description": data, "files": text.files, "bytes": text.bytes, "sha256": text.sha256},
+        "seed": byte_target.SEED,
+        "settings": settings,
+        "figures": figures,
+    }
+    replace_file(folder / "README.md", card(record).encode())
+    replace_file(folder / "provenance.json", (json.dumps(record, indent=2) + "\n").encode())
+    return record
+
+
+def card(record: dict[str, Any]) -> str:
+    """README.md of a target."""
+    figures, data, settings = record["figures"], record["data"], record["settings"]
+    licence = " The\n  Python standard library is under the PSF License." if LIBRARY in data["description"] else ""
+    return f"""\
+---
+library_name: vllm
+pipeline_tag: text-generation
+tags: [byte-level, demo]
+license: apache-2.0
+---
+# Demo target
+
+A byte-level Llama with {figures["parameters"] / 1e6:.2f}M parameters that writes text like its training data. It exists
+so that speculative decoding can be tried and tested without a download; it is of no use as a language model. Token ids
+0 to 255 are bytes, 256 is `<|endoftext|>`. Weights are stored in float16 and meant to be computed in float32.
+
+| held-out text, windows of | bits per byte |
+|---|---|
+| {settings["short_window"]} bytes | {figures["bits_per_byte"]:.4f} |
+| {settings["long_window"]} bytes | {figures["bits_per_byte_long"]:.4f} |
+
+Each window is read without earlier context; {settings["loss_bytes"]} bytes at most, measured in float32 on the stored
+weights.
+
+- Data: {data["description"]}; {data["files"]} files, {data["bytes"]} bytes, SHA-256 `{data["sha256"]}`.{licence}
+- Training: {settings["steps"]} steps of {settings["tokens_per_step"]} bytes, the last {settings["long_steps"]} on
+  windows of {settings["long_window"]}; bfloat16 matrix products; seed {record["seed"]};
+  {figures["minutes"]:.0f} minutes.
+- Command: `{record["command"]}`
+"""
+
+
+if __name__ == "__main__":
+    main()

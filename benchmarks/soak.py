@@ -1,0 +1,296 @@
+"""A real server under everything clients do to it, for as long as is asked: `scripts/soak.sh`.
+
+Many clients send greedy and sampled requests, hang up in the middle of an answer, and send what no server can answer,
+to a server whose KV cache is too small for them, so that requests are preempted too. Held against it, or exit code 1:
+
+* every greedy answer is plain vLLM's, token for token (an offline engine without drafts has written them before);
+* what cannot be answered is refused with a 4xx and a message, and nothing else ends in an error;
+* memory of the server's processes does not grow: the last quarter of the time against the second (from 5 minutes on:
+  before, allocators and caches are still filling);
+* at the end the server is healthy, idle, and has given every KV block back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from vllm_mtpc import demo
+from vllm_mtpc.bench import serve
+from vllm_mtpc.data import prompts
+from vllm_mtpc.engine import offline, provenance
+from vllm_mtpc.engine.passes import Setting
+from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.guard import guard
+from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.top import Look
+
+LONGEST = 64  # tokens of an answer
+PROMPTS = 64
+SEQUENCES, BLOCK, BLOCKS = 12, 32, 64  # 2048 tokens of KV cache; 12 requests of up to 264 tokens want more
+START_TIMEOUT_S = 900.0
+GROWTH, SETTLED = 1.02, 5.0  # most of the server's memory by what it was; minutes from which on that is asked
+KINDS = {"greedy": 10, "sampled": 4, "two answers": 1, "logprobs": 2, "hangs up": 4, "refused": 2}
+SERVER = {
+    "dtype": "float32",
+    "max-model-len": 320,
+    "max-num-seqs": SEQUENCES,
+    # a step's budget: V1 on a CPU cannot read a seeded prompt in chunks, with or without drafts
+    "max-num-batched-tokens": 4096,
+    "block-size": BLOCK,
+    "num-gpu-blocks-override": BLOCKS,
+    "kv-cache-memory-bytes": 64 << 20,
+}
+
+
+@dataclass
+class Tally:
+    """What happened so far, of all clients."""
+
+    answered: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, kind: str, fault: str | None) -> None:
+        with self.lock:
+            self.answered[kind] += 1
+            if fault is not None:
+                self.faults.append(f"{kind}: {fault}")
+
+    def growth(self) -> float | None:
+        """Memory of the last quarter of the time by that of the second; None: too few samples."""
+        quarter = len(self.memory) // 4
+        if quarter == 0:
+            return None
+        sizes = [size for _, size in self.memory]
+        return mean(sizes[-quarter:]) / mean(sizes[quarter : 2 * quarter])
+
+
+class Clients:
+    """What clients send. `reference`: plain vLLM's greedy answers to `asked`, LONGEST tokens each."""
+
+    def __init__(self, client: serve.Client, model: str, asked: list[list[int]], reference: list[list[int]]) -> None:
+        self.client, self.model, self.asked, self.reference = client, model, asked, reference
+        self.acts: dict[str, Callable[[random.Random], str | None]] = {
+            "greedy": self.greedy,
+            "sampled": self.sampled,
+            "two answers": self.two_answers,
+            "logprobs": lambda chance: self.greedy(chance, logprobs=2),
+            "hangs up": self.hangs_up,
+            "refused": self.refused,
+        }
+
+    def body(self, chance: random.Random, **more: Any) -> tuple[int, dict[str, Any]]:
+        index = chance.randrange(len(self.asked))
+        length = chance.randint(1, LONGEST)
+        return index, {
+            "model": self.model,
+            "prompt": self.asked[index],
+            "max_tokens": length,
+            "ignore_eos": True,
+            **more,
+        }
+
+    def greedy(self, chance: random.Random, **more: Any) -> str | None:
+        index, body = self.body(chance, temperature=0, **more)
+        said = self.client.complete(body).tokens
+        wanted = self.reference[index][: body["max_tokens"]]
+        return None if said == wanted else f"prompt {index}: {said} instead of {wanted}"
+
+    def sampled(self, chance: random.Random) -> str | None:
+        seed = {"seed": chance.randrange(1 << 30)} if chance.random() < 0.5 else {}
+        _, body = self.body(chance, temperature=chance.choice([0.5, 0.8, 1.2]), top_p=chance.choice([0.7, 1.0]), **seed)
+        said = self.client.complete(body).tokens
+        return None if len(said) == body["max_tokens"] else f"{len(said)} tokens of {body['max_tokens']}"
+
+    def two_answers(self, chance: random.Random) -> str | None:
+        _, body = self.body(chance, temperature=1.0, n=2)
+        said = self.client.complete(body).tokens
+        return None if len(said) == 2 * body["max_tokens"] else f"{len(said)} tokens of 2 x {body['max_tokens']}"
+
+    def hangs_up(self, chance: random.Random) -> str | None:
+        """Reads a few lines of a stream, or none, and closes the connection."""
+        _, body = self.body(chance, temperature=chance.choice([0, 1]), max_tokens=LONGEST, stream=True)
+        with closing(http.client.HTTPConnection(serve.HOST, self.client.port, timeout=60)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            if chance.random() < 0.3:
+                return None
+            response = connection.getresponse()
+            for _ in range(chance.randint(1, 6)):
+                response.readline()
+            return None if response.status == 200 else f"status {response.status}"
+
+    def refused(self, chance: random.Random) -> str | None:
+        _, good = self.body(chance, temperature=0)
+        bad = chance.choice(
+            [
+                b'{"model": "cut of',
+                {**good, "prompt": [1] * 5000},
+                {**good, "max_tokens": -1},
+                {**good, "temperature": "hot"},
+                {**good, "top_p": 5},
+                {**good, "prompt": [10**9]},
+                {**good, "model": "another"},
+                {**good, "stop": 7},
+                {"model": self.model},
+            ]
+        )
+        status, text = self.client.post("/v1/completions", bad if isinstance(bad, bytes) else json.dumps(bad).encode())
+        if 400 <= status < 500 and "message" in text:
+            return None
+        return f"status {status} for {str(bad)[:80]}: {text[:200]}"
+
+    def act(self, chance: random.Random, tally: Tally) -> None:
+        kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
+        try:
+            fault = self.acts[kind](chance)
+        except (EngineFailed, OSError, http.client.HTTPException, ValueError) as error:
+            fault = f"{type(error).__name__}: {error}"
+        tally.note(kind, fault)
+
+
+def resident_bytes(process: int) -> int:
+    """Memory of a process and all below it; pages they share count for each."""
+    import psutil
+
+    first = psutil.Process(process)
+    total = 0
+    for one in (first, *first.children(recursive=True)):
+        try:
+            total += one.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def soak(clients: Clients, num_clients: int, seconds: float, seed: int, tally: Tally) -> None:
+    """Keeps `num_clients` busy for so long, and watches memory."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+    started = time.monotonic()
+
+    def one(number: int) -> None:
+        chance = random.Random(seed * 1000 + number)
+        while time.monotonic() - started < seconds and len(tally.faults) < 20:
+            clients.act(chance, tally)
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with ThreadPoolExecutor(num_clients) as pool, Progress(*columns) as progress:
+        task = progress.add_task("", total=seconds)
+        running = [pool.submit(one, number) for number in range(num_clients)]
+        while not all(future.done() for future in running):
+            now = time.monotonic() - started
+            tally.memory.append((round(now, 1), resident_bytes(clients.client.process)))
+            text = f"{sum(tally.answered.values())} requests, {len(tally.faults)} faults"
+            progress.update(task, completed=min(now, seconds), description=text)
+            time.sleep(min(2.0, seconds / 20))
+        for future in running:
+            future.result()
+
+
+def aftermath(client: serve.Client, patience_s: float = 30.0) -> Iterator[str]:
+    """What is wrong with a server that everybody has left."""
+    if client.get("/health")[0] != 200:
+        yield "the server is not healthy"
+        return
+    deadline = time.monotonic() + patience_s
+    while True:
+        look = Look.parse(client.get("/metrics")[1], 0.0)
+        busy = look.get("vllm:num_requests_running") + look.get("vllm:num_requests_waiting")
+        if (not busy and not look.get("vllm:kv_cache_usage_perc")) or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    if busy:
+        yield f"{busy:.0f} requests are left though no client is"
+    if look.get("vllm:kv_cache_usage_perc"):
+        yield f"{100 * look.get('vllm:kv_cache_usage_perc'):.2f} % of the KV cache is in use though nobody asks"
+    if not look.get("vllm:num_preemptions_total"):
+        yield "nothing was preempted: the cache was not too small, so this was no test of preemption"
+
+
+def reference(target: str, asked: list[list[int]], logs: Path) -> list[list[int]]:
+    """Plain vLLM's greedy answers."""
+    engine = {"model": target, "dtype": "float32", "max_model_len": 320, "max_num_seqs": 16, "enforce_eager": True}
+    engine |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
+    setting = Setting("reference", clients=16, temperature=0.0, max_tokens=LONGEST, prompts=len(asked))
+    return next(offline.run(engine, asked, [setting], logs / "plain.log")).outputs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default=str(demo.path("target")), help="default: the packaged demo target")
+    parser.add_argument("--head", default=str(demo.path("btree")), help="default: the packaged btree head")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
+    parser.add_argument("--clients", type=int, default=32, help="how many at once (32)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is asked")
+    parser.add_argument("--json", type=Path, help="file for the report")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_file(args.json)
+    asked = prompts.load([], args.target, PROMPTS, 200, 200)
+    tally = Tally()
+    speculative = {"method": "mtpc", "model": args.head}
+    words = [args.target, "--enforce-eager", "--speculative-config", json.dumps(speculative)]
+    words += [word for key, value in SERVER.items() for word in (f"--{key}", str(value))]
+    with tempfile.TemporaryDirectory() as logs:
+        wanted = reference(args.target, asked, Path(logs))
+        with serve.server(words, Path(logs) / "server.log", timeout_s=START_TIMEOUT_S) as client:
+            clients = Clients(client, client.model(), asked, wanted)
+            soak(clients, args.clients, 60 * args.minutes, args.seed, tally)
+            faults = [*tally.faults, *aftermath(client)]
+            look, accepted = Look.parse(client.get("/metrics")[1], 0.0), client.acceptance()
+    growth = tally.growth()
+    if growth is not None and growth > GROWTH and args.minutes >= SETTLED:
+        faults.append(f"memory has grown: {growth:.3f} of what it was, {GROWTH} are allowed")
+    report = {
+        "kind": "soak",
+        **provenance.collect(),
+        "minutes": args.minutes,
+        "clients": args.clients,
+        "server": SERVER,
+        "speculative_config": {**speculative, "model": provenance.public(args.head)},
+        "requests": dict(tally.answered),
+        "greedy_equal_to_plain": tally.answered["greedy"] + tally.answered["logprobs"] if not tally.faults else None,
+        "preemptions": int(look.get("vllm:num_preemptions_total")),
+        "tokens": int(look.get("vllm:generation_tokens_total")),
+        "tokens_per_step": round(accepted.tokens_per_step, 3),
+        "memory_growth": None if growth is None else round(growth, 4),
+        "memory_mib": [[second, size >> 20] for second, size in tally.memory[:: max(1, len(tally.memory) // 60)]],
+        "faults": faults,
+    }
+    for fault in faults:
+        print(f"FAULT {fault}")
+    print(json.dumps({key: value for key, value in report.items() if key not in ("memory_mib", "faults", "server")}))
+    if args.json is not None:
+        write_json(args.json, report)
+    return int(bool(faults))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        return guard("bench.soak", lambda: run(args))
+    except EngineFailed as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Several training runs side by side: ``python -m benchmarks.sweep FILE --runs FOLDER [--json FILE]``.
+
+FILE is YAML: ``title``, ``common`` (options of ``vllm-mtpc train``) and ``runs`` (name: what differs). Every run is a
+folder of its own in FOLDER; one that is there already, with the same options, is not trained again. The table is made
+from what the runs wrote (provenance.json), nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine.counters import DEFINITIONS
+from vllm_mtpc.guard import guard
+from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.train.options import (
+    CIRCUIT_OPTIONS,
+    STATE_FILE,
+    STATE_FOLDER,
+    TrainOptions,
+    TrainOptionsError,
+    parse,
+    read_yaml,
+)
+from vllm_mtpc.train.state import changed_option, identity, read_state
+
+KEYS = {"title", "common", "runs"}
+BITS = ("target", "joint")
+NAMES = {"target", "data", "validation_data", "init_from"}  # provenance holds them without their folders
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML: title, common, runs")
+    parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="where the heads are written")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="options for every run")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code; bad input is one line."""
+    args = parser().parse_args(arguments)
+    return guard("bench.sweep", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains what is missing and prints the table."""
+    plan = read_plan(args.file)
+    check_file(args.json)
+    from vllm_mtpc.train.prepare import settled
+    from vllm_mtpc.train.run import train
+
+    wanted = [settled(options) for options in plans(plan, changes(args.set), args.runs)]  # all, before one is trained
+    rows = []
+    for options in wanted:
+        record = done(options)
+        if record is None:
+            print(f"--- {options.out.name}", flush=True)
+            train(options.model_copy(update={"resume": is_begun(options)}), again="the same again")
+            record = done(options)
+        rows.append(row(options.out.name, record))
+    print(table(plan["title"], rows))
+    if args.json:
+        values = {"title": plan["title"], "definitions": DEFINITIONS.splitlines(), **provenance.collect(), "rows": rows}
+        write_json(args.json, values)
+    return 0
+
+
+def read_plan(file: Path) -> dict[str, Any]:
+    """A plan of its three keys. Raises TrainOptionsError for anything else."""
+    plan = read_yaml(file)
+    if set(plan) != KEYS:
+        given = ", ".join(map(str, plan)) or "none"
+        raise TrainOptionsError(f"{file}: its keys are {given}; expected are {', '.join(sorted(KEYS))}")
+    for key in ("common", "runs"):
+        if not isinstance(plan[key], dict):
+            raise TrainOptionsError(f"{file}: {key} is {plan[key]!r}; expected are keys with values")
+    for name, changed in plan["runs"].items():
+        if changed is not None and not isinstance(changed, dict):
+            raise TrainOptionsError(f"{file}: run {name} is {changed!r}; expected are options with values, or nothing")
+    return plan
+
+
+def changes(words: list[str]) -> dict[str, str]:
+    """Options of --set. Raises TrainOptionsError for a word that is not KEY=VALUE."""
+    pairs = [word.partition("=") for word in words]
+    for key, separator, value in pairs:
+        if not key or not separator:
+            raise TrainOptionsError(f"--set {key}{separator}{value}: KEY=VALUE is wanted; type: --set max_steps=100")
+    return {key: value for key, _, value in pairs}
+
+
+def plans(plan: dict[str, Any], more: dict[str, str], folder: Path) -> Iterator[TrainOptions]:
+    """The options of every run."""
+    for name, changes in plan["runs"].items():
+        values = {**plan["common"], **(changes or {}), **more, "out": folder / str(name)}
+        options = parse(values, f"run {name}")
+        if not options.evaluation_sequences:
+            raise TrainOptionsError(
+                f"run {name}: evaluation_sequences 0 leaves nothing to tabulate; set it to 1 or more"
+            )
+        yield options
+
+
+def done(options: TrainOptions) -> dict[str, Any] | None:
+    """provenance.json of a finished run with these options; None where there is none."""
+    file = options.out / "provenance.json"
+    if not file.is_file():
+        return None
+    record = json.loads(file.read_text(encoding="utf-8"))
+    learnt = {**identity(options), "max_steps": options.max_steps}
+    of_other_kind = CIRCUIT_OPTIONS if options.is_ptp else ()  # the record of a PTP head is without them
+    compared = learnt.keys() - NAMES - set(of_other_kind)
+    same = all(record["settings"].get(key) == learnt[key] for key in compared)
+    return record if same and record.get("figures") else None
+
+
+def is_begun(options: TrainOptions) -> bool:
+    """Whether a run with these options was interrupted: its state is there, and no head."""
+    folder = options.out / STATE_FOLDER
+    has_state = (folder / STATE_FILE).is_file() and not (options.out / "provenance.json").exists()
+    return has_state and changed_option(read_state(folder), options) is None
+
+
+def row(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """What is told about a run; PTP heads have no joint whose bits could be counted."""
+    head, t1, t0 = record["head"], record["figures"]["t1"], record["figures"]["t0"]
+    keys = ("variant", "lora_rank") if "variant" in head else ("circuit", "num_components")
+    bits = {key: t1[f"{key}_bits"] / (t1.get("bytes_per_token") or 1.0) for key in BITS if f"{key}_bits" in t1}
+    return {
+        "name": name,
+        **{key.removeprefix("num_"): head[key] for key in keys},
+        "steps": record["settings"]["max_steps"],
+        "tokens_per_step": {"t1": t1["tokens_per_step"], "t0": t0["tokens_per_step"]},
+        "standard_error": {"t1": t1["standard_error"], "t0": t0["standard_error"]},
+        "per_position": {"t1": t1["per_position"], "t0": t0["per_position"]},
+        **({"bits_per_byte": bits} if bits else {}),
+        "command": record["command"],
+    }
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> str:
+    """Markdown, as it goes into the documentation."""
+    lines = [
+        title,
+        "",
+        "| run | head | r | tokens/step T=1 | tokens/step T=0 | bits per byte, joint |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        figures = [f"{one['tokens_per_step'][t]:.3f} ± {one['standard_error'][t]:.3f}" for t in ("t1", "t0")]
+        bits = f"{one['bits_per_byte']['joint']:.3f}" if "bits_per_byte" in one else ""
+        kind = [one.get("circuit") or one["variant"], str(one.get("components") or one["lora_rank"])]
+        lines.append("| " + " | ".join([one["name"], *kind, *figures, bits]) + " |")
+    targets = [one["bits_per_byte"]["target"] for one in rows if "bits_per_byte" in one]
+    if targets:
+        lines += ["", f"Bits per byte of the target on the same text: {targets[0]:.3f}."]
+    return "\n".join([*lines, "", "r: components of a circuit, LoRA rank of a PTP head."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+"""Responses are the target's own, written once each, and a run that was interrupted ends as if it had not been."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.demo.byte_target import build_tokenizer
+from tests.support.models import make_target
+from vllm_mtpc.batch import regenerate as module
+from vllm_mtpc.batch import regenerate_output
+from vllm_mtpc.batch.regenerate import RegenerateError, RegenerateOptions, add_arguments, parse, regenerate
+from vllm_mtpc.batch.regenerate_prompts import collect
+from vllm_mtpc.flags import typed
+
+CHAT = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CACHE_BYTES = 1 << 26
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vllm is not installed, which writes texts: run scripts/setup.sh",
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama over bytes, whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("target")
+    make_target(folder, vocab_size=257, seed=3)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def write_lines(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def by_id(path: Path) -> dict[str, dict[str, Any]]:
+    rows = lines(path)
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row for row in rows}
+
+
+def texts(tmp_path: Path, count: int) -> str:
+    return write_lines(tmp_path / "texts.jsonl", *({"text": f"{number}: a text of its own"} for number in range(count)))
+
+
+def options(target: Path | str, data: str, out: Path, **more: Any) -> RegenerateOptions:
+    return parse({"target": str(target), "data": [data], "out": out, "max_tokens": 8, "prompt_tokens": 6, **more})
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+class Engine:
+    """Stands in for vLLM: answers in waves of two, with the prompt backwards; ends early after `stop` waves."""
+
+    def __init__(self, stop: int | None = None, error: BaseException | None = None) -> None:
+        self.stop, self.error, self.asked = stop, error, []
+
+    def __call__(self, options: Any, requests: list[Any], has_tokenizer: bool) -> Iterator[list[dict[str, Any]]]:
+        for wave, start in enumerate(range(0, len(requests), 2)):
+            if wave == self.stop:
+                raise self.error or KeyboardInterrupt
+            part = requests[start : start + 2]
+            self.asked += [request.id for request in part]
+            yield [{"id": r.id, "response_ids": r.prompt_ids[::-1], "finish_reason": "length"} for r in part]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine()
+    monkeypatch.setattr(module, "_engine", engine)
+    monkeypatch.setattr(module, "find_spec", lambda _: True)
+    return engine
+
+
+def test_prompts_are_cut_from_text(tmp_path, tokenizer):
+    data = write_lines(tmp_path / "d.jsonl", {"text": "hello world"}, {"text": "hi"}, {"text": ""}, {"prompt_ids": [7]})
+    requests = collect(options("t", data, tmp_path / "o"), tokenizer)
+    assert [request.prompt_ids for request in requests] == [ids("hello "), ids("hi"), [7]]
+    (tmp_path / "plain.txt").write_text("plain text")
+    requests = collect(options("t", str(tmp_path / "plain.txt"), tmp_path / "o"), tokenizer)
+    assert [request.prompt_ids for request in requests] == [ids("plain ")]
+
+
+def test_crops(tmp_path, tokenizer):
+    text = "".join(f"line {number:02d}\n" for number in range(40))
+    data = write_lines(tmp_path / "d.jsonl", {"text": text}, {"text": "abc"})
+    cut = [bytes(request.prompt_ids).decode() for request in collect(options("t", data, tmp_path, crops=40), tokenizer)]
+    assert len(cut) == 41 and cut[-1] == "abc"  # a text without room for a crop is one prompt
+    assert all(len(prompt) == 6 and prompt in text for prompt in cut[:-1])
+    assert all(prompt.startswith("line ") for prompt in cut[1:-1:2])  # every second one begins a line
+    assert not all(prompt.startswith("line ") for prompt in cut[0:-1:2])
+
+    def prompts(**more: Any) -> list[list[int]]:
+        return [r.prompt_ids for r in collect(options("t", data, tmp_path, crops=40, **more), tokenizer)]
+
+    assert prompts() == prompts() != prompts(seed=1)
+    some = prompts(limit=5)
+    assert len(some) == 5 and all(prompt in prompts() for prompt in some)
+
+
+def test_begin_of_text_leads_every_crop(tmp_path, tokenizer):
+    class WithBegin:
+        bos_token_id, eos_token_id = 1, 256
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [1, *text.encode()]}
+
+        def decode(self, tokens: list[int]) -> str:
+            return bytes(tokens).decode()
+
+    data = write_lines(tmp_path / "d.jsonl", {"text": "some text\n" * 9})
+    for request in collect(options("t", data, tmp_path, crops=9), WithBegin()):
+        assert request.prompt_ids[0] == 1 and request.prompt_ids.count(1) == 1 and len(request.prompt_ids) == 6
+
+
+def test_conversations_end_before_the_last_answer(tmp_path, tokenizer):
+    def turn(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    one = [turn("system", "be kind"), turn("user", "hi"), turn("assistant", "yo"), turn("user", "bye")]
+    two = [*one, turn("assistant", "old answer"), turn("user", "cut off")]
+    open_end = [turn("user", "well?")]
+    nothing = [turn("assistant", "I begin")]
+    data = write_lines(tmp_path / "d.jsonl", *({"messages": m} for m in (two, open_end, nothing)))
+    requests = collect(options("t", data, tmp_path), tokenizer)
+    assert [bytes(request.prompt_ids).decode() for request in requests] == [
+        "[system]be kind\n[user]hi\n[assistant]yo\n[user]bye\n[assistant]",
+        "[user]well?\n[assistant]",
+    ]
+    line = requests[0].line({"response_ids": [*ids("good bye"), 256], "finish_reason": "stop"}, tokenizer)
+    assert line["messages"] == [*one, turn("assistant", "good bye")]
+    assert line["response_ids"] == [*ids("good bye"), 256] and line["finish_reason"] == "stop"
+
+
+def test_samples_have_ids_of_their_own(tmp_path, tokenizer):
+    data = write_lines(tmp_path / "d.jsonl", {"prompt_ids": [1, 2]}, {"prompt_ids": [1, 2]}, {"prompt_ids": [3]})
+    requests = collect(options("t", data, tmp_path, samples=2), tokenizer)
+    assert len({request.id for request in requests}) == 6  # a prompt that occurs twice has four samples
+    greedy = collect(options("t", data, tmp_path, temperature=0), tokenizer)
+    assert [request.prompt_ids for request in greedy] == [[1, 2], [3]]
+    other = collect(options("t", data, tmp_path, samples=2, seed=1), tokenizer)
+    assert not {request.id for request in other} & {request.id for request in requests}
+
+
+def test_what_is_written(tmp_path, target, engine):
+    out = regenerate(options(target, texts(tmp_path, 5), tmp_path / "deep" / "out.jsonl"))
+    rows = lines(out)
+    assert len(rows) == 5 and {*rows[0]} == {"id", "prompt_ids", "response_ids", "finish_reason"}
+    assert sorted(bytes(row["prompt_ids"]).decode() for row in rows) == [f"{number}: a t" for number in range(5)]
+    assert all(row["response_ids"] == row["prompt_ids"][::-1] for row in rows)
+    meta = json.loads(out.with_name("out.jsonl.meta.json").read_text())
+    assert (meta["target"], meta["temperature"], meta["seed"]) == (str(target), 1.0, 0)
+    assert "torch" in meta["versions"]
+
+
+@pytest.mark.parametrize("torn", ['{"id": "ab', '{"id": "ab", "prompt_ids": [1]}', "\udcff"])
+def test_an_interrupted_run_continues(tmp_path, target, engine, monkeypatch, torn):
+    how = options(target, texts(tmp_path, 9), tmp_path / "out.jsonl")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "_engine", Engine(stop=2))
+        regenerate(how)
+    kept = lines(how.out)
+    assert len(kept) == 4  # two waves of two
+    with how.out.open("a", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(torn)  # a line that the interruption cut, even where what is left of it is JSON
+    regenerate(how)
+    assert not set(engine.asked) & {row["id"] for row in kept}  # nothing is written twice
+    assert lines(how.out)[:4] == kept
+    whole = regenerate(options(target, texts(tmp_path, 9), tmp_path / "whole.jsonl"))
+    assert by_id(how.out) == by_id(whole)
+    engine.asked.clear()
+    regenerate(how)
+    assert engine.asked == []  # nothing is left to do
+
+
+def test_other_settings_are_refused(tmp_path, target, engine):
+    data = texts(tmp_path, 3)
+    regenerate(options(target, data, tmp_path / "out.jsonl"))
+    before = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(
+        RegenerateError, match=r"temperature 1\.0 \(asked for: 0\.5\), seed 0 \(asked for: 4\).*name an"
+    ):
+        regenerate(options(target, data, tmp_path / "out.jsonl", temperature=0.5, seed=4))
+    texts(tmp_path, 4)  # the same name, other content
+    with pytest.raises(RegenerateError, match="made with other settings: prompts '"):
+        regenerate(options(target, data, tmp_path / "out.jsonl"))
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    texts(tmp_path, 3)
+    regenerate(options(target, data, tmp_path / "out.jsonl", tensor_parallel_size=1, kv_cache_memory=1 << 20))
+
+
+def test_files_of_others_are_refused(tmp_path, target, engine):
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"text": "mine"}\n')
+    with pytest.raises(RegenerateError, match=r"is there without out.jsonl.meta.json; name another file"):
+        regenerate(options(target, texts(tmp_path, 3), out))
+    assert out.read_text() == '{"text": "mine"}\n'
+    out.unlink()
+    regenerate(options(target, texts(tmp_path, 3), out))
+    with out.open("a") as file:
+        file.write('{"text": "mine"}\n')
+    with pytest.raises(RegenerateError, match=r"out.jsonl:4: not a response; remove the line"):
+        regenerate(options(target, texts(tmp_path, 3), out))
+
+
+class FullDisk(io.FileIO):
+    """Takes `room` bytes in all, as a file system does: a write may go in in part before one fails."""
+
+    room = 0
+
+    def write(self, data: bytes) -> int:
+        if not FullDisk.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(len(data), FullDisk.room)
+        FullDisk.room -= taken
+        return super().write(data[:taken])
+
+
+def test_full_disk(tmp_path, target, engine, monkeypatch):
+    how = options(target, texts(tmp_path, 6), tmp_path / "out.jsonl")
+    real_open = open
+
+    def limited(path: Path, mode: str, **more: Any) -> Any:
+        return FullDisk(path, "a") if mode == "ab" else real_open(path, mode, **more)
+
+    with monkeypatch.context() as patch:
+        FullDisk.room = 500  # a wave of two lines and a part of the next
+        patch.setattr(regenerate_output, "open", limited, raising=False)
+        with pytest.raises(RegenerateError, match=r"\(the disk is full\); the 2 responses in it are whole") as refused:
+            regenerate(how)
+    assert "\n" not in str(refused.value)
+    assert len(lines(how.out)) == 2 and how.out.read_bytes().endswith(b"\n")
+    regenerate(how)
+    assert by_id(how.out) == by_id(regenerate(options(target, texts(tmp_path, 6), tmp_path / "whole.jsonl")))
+
+
+def test_options_that_are_refused(tmp_path):
+    for wrong, message in (
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"samples": 2, "temperature": 0}, "same text"),
+        ({"colour": 1}, "unknown key 'colour'"),
+        ({"data": []}, "data"),
+        ({"engine": "enforce_eager=true"}, "engine.*Invalid JSON"),
+    ):
+        with pytest.raises(RegenerateError, match=message):
+            parse({"target": "t", "data": ["d"], "out": tmp_path / "o", **wrong})
+
+
+def test_flags(tmp_path, target, engine, capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    data, out = texts(tmp_path, 3), tmp_path / "out.jsonl"
+    flags = f"--target {target} --data {data} --out {out} --temperature 0 --max-tokens 4 --limit 2 --ignore-eos"
+    assert module.run(parser.parse_args(flags.split())) == 0
+    assert len(lines(out)) == 2 and str(out) in capsys.readouterr().out
+    meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
+    assert (meta["temperature"], meta["max_tokens"], meta["limit"], meta["ignore_eos"]) == (0.0, 4, 2, True)
+
+
+def test_arguments_of_the_engine(tmp_path):
+    """They come last, so that they may change what the other flags say; the file says what it was made with."""
+    given = ["--engine", '{"enforce_eager": true, "dtype": "float32"}', "--max-model-len", "9"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--target", "t", "--data", "d", "--out", str(tmp_path / "o"), *given])
+    how = parse(typed(args, RegenerateOptions))
+    engine = json.loads(module._job(how, [], True).splitlines()[0])["engine"]
+    assert engine["enforce_eager"] is True and engine["dtype"] == "float32" and engine["max_model_len"] == 9
+    assert how.meta()["engine"] == {"enforce_eager": True, "dtype": "float32"}
+
+
+def test_empty_data_and_no_vllm(tmp_path, target, engine, monkeypatch):
+    data = write_lines(tmp_path / "d.jsonl", {"text": ""}, {"prompt_ids": []})
+    with pytest.raises(RegenerateError, match=r"d.jsonl: no prompts"):
+        regenerate(options(target, data, tmp_path / "out.jsonl"))
+    assert not (tmp_path / "out.jsonl").exists()
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(RegenerateError, match=r"vllm, which is not installed; type: pip install"):
+        regenerate(options(target, texts(tmp_path, 2), tmp_path / "out.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def written(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
+    """Whole runs of the engine at T = 0 and 1 over prompts of very different lengths, some without room."""
+    folder = tmp_path_factory.mktemp("written")
+    data = write_lines(folder / "d.jsonl", *({"prompt_ids": prompt} for prompt in mixed_prompts()))
+    return {
+        temperature: regenerate(options(target, data, folder / f"{temperature}.jsonl", **vllm(temperature)))
+        for temperature in (0.0, 1.0)
+    }
+
+
+def vllm(temperature: float) -> dict[str, Any]:
+    return {
+        "temperature": temperature,
+        "dtype": "float32",
+        "max_tokens": 12,
+        "max_model_len": 480,
+        "kv_cache_memory": CACHE_BYTES,
+        "ignore_eos": True,
+    }
+
+
+def mixed_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = [5, 40, 470, 300, 450, 460, 3, 479, 200, 480, 500] * 2
+    return [torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
+
+
+@needs_vllm
+def test_greedy_is_transformers_own(target, written, capsys):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    rows = lines(written[0.0])
+    assert sorted(len(row["prompt_ids"]) for row in rows) == sorted([5, 40, 470, 300, 450, 460, 3, 479, 200] * 2)
+    for row in rows:
+        prompt = torch.tensor([row["prompt_ids"]])
+        room = 480 - prompt.shape[1]
+        expected = model.generate(prompt, max_new_tokens=min(12, room), do_sample=False, pad_token_id=256)
+        assert row["response_ids"] == expected[0, prompt.shape[1] :].tolist()
+        assert row["finish_reason"] == "length"
+
+
+@needs_vllm
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+def test_a_continued_run_writes_what_the_whole_one_does(target, written, tmp_path, temperature):
+    """Other requests share the batches of the second run; every response has its own seed."""
+    whole = written[temperature]
+    data = str(whole.parent / "d.jsonl")
+    out = tmp_path / "out.jsonl"
+    kept = whole.read_bytes().splitlines(keepends=True)[:7]
+    out.write_bytes(b"".join(kept) + b'{"id": "torn')
+    (tmp_path / "out.jsonl.meta.json").write_bytes(whole.with_name(whole.name + ".meta.json").read_bytes())
+    regenerate(options(target, data, out, **vllm(temperature)))
+    assert by_id(out) == by_id(whole)
+    if temperature:
+        greedy = {tuple(row["prompt_ids"]): row["response_ids"] for row in lines(written[0.0])}
+        assert any(row["response_ids"] != greedy[tuple(row["prompt_ids"])] for row in lines(out))
+    assert not os.path.exists(f"{out}.log")
+
+
+@needs_vllm
+def test_an_engine_that_fails_says_why(tmp_path, target):
+    how = options(target, texts(tmp_path, 2), tmp_path / "out.jsonl", dtype="float33")
+    with pytest.raises(RegenerateError, match=r"vLLM ended with exit code 1 .*float33.*its log is") as refused:
+        regenerate(how)
+    assert "\n" not in str(refused.value) and (tmp_path / "out.jsonl.log").is_file()

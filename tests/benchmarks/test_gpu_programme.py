@@ -1,0 +1,161 @@
+"""benchmarks/gpu: what is finished is kept, what fails says why, and every stage runs at toy size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.gpu import programme, stages
+from benchmarks.gpu.programme import Part, Programme
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.errors import MtpcError
+
+ROOT = Path(__file__).parents[2]
+
+
+def part(name: str, code: str, seconds: float = 1.0, **more: Any) -> Part:
+    return Part(name, seconds, [sys.executable, "-c", code], **more)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MTPC_GPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(provenance, "commit", lambda: "a" * 40)
+    return tmp_path
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, parts: list[Part], *words: str) -> int:
+    monkeypatch.setitem(stages.STAGES, "kernels", lambda programme: parts)
+    return programme.main(["kernels", *words])
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "out" / "gpu-kernels.json").read_text())
+
+
+def test_a_failing_part_says_why_and_the_next_still_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    out = folder / "cache" / "result.json"
+    write = f"open({str(out)!r}, 'w').write('{{\"rows\": [1], \"commit\": null}}')"
+    parts = [
+        part("bad", "print('begun'); raise ValueError('no such thing')"),
+        part("without", "", needs=[folder / "target"]),
+        part("good", write, result=out, environment={"HERE": str(folder)}),
+    ]
+    assert ran(monkeypatch, parts) == 1
+    found = kept(folder)
+    assert found["commit"] == "a" * 40 and {"hardware", "versions", "command"} <= found.keys()
+    states = {name: values["state"] for name, values in found["parts"].items()}
+    assert states == {"bad": "failed", "without": "failed", "good": "done"}
+    bad, without, good = found["parts"].values()
+    assert bad["reason"] == "exit code 1" and bad["log"][0] == "begun" and "no such thing" in bad["log"][-1]
+    assert without["reason"].endswith("target is missing: run the stage that makes it first")
+    assert good["result"] == {"rows": [1]} and good["environment"] == {"HERE": folder.name}
+    assert good["command"].startswith("python -c ")
+    assert "ValueError: no such thing" in capsys.readouterr().out
+
+
+def test_finished_parts_are_not_run_again_on_the_same_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = folder / "count"
+    code = f"open({str(count)!r}, 'a').write('%s')"
+    parts = [part("fails", (code % "f") + "; raise SystemExit(3)"), part("good", code % "g")]
+    assert ran(monkeypatch, parts) == 1 and count.read_text() == "fg"
+    parts.append(part("new", code % "n"))
+    assert ran(monkeypatch, parts) == 1 and count.read_text() == "fgnf"  # what failed comes last
+    (folder / "cache" / "gpu-kernels.json").unlink()  # another machine, given the results so far
+    assert ran(monkeypatch, parts) == 1 and count.read_text() == "fgnff"
+    assert ran(monkeypatch, parts, "good") == 0 and count.read_text() == "fgnff"
+    monkeypatch.setattr(provenance, "commit", lambda: "b" * 40)
+    assert ran(monkeypatch, parts, "good") == 0 and count.read_text() == "fgnffg"
+    commits = {name: values["commit"][0] for name, values in kept(folder)["parts"].items()}
+    assert commits == {"fails": "a", "good": "b", "new": "a"}
+
+
+def test_arguments_of_every_engine_reach_whoever_starts_one(folder: Path) -> None:
+    """Where inductor fails on a GPU: `--engine '{"enforce_eager": true}'`."""
+    on_gpu = Programme(is_toy=False, engine={"enforce_eager": True})
+    for part in (part for stage in stages.STAGES for part in on_gpu.parts(stage)):
+        if {"regenerate", "serve"} & set(part.command):
+            assert json.loads(part.command[part.command.index("--engine") + 1])["enforce_eager"] is True, part.name
+
+
+def test_the_limit_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    parts = [part("long", "", seconds=99), part("hangs", "import time; print('now', flush=True); time.sleep(99)")]
+    assert ran(monkeypatch, parts, "--limit", "3") == 1
+    found = kept(folder)["parts"]
+    assert list(found) == ["hangs"] and found["hangs"]["reason"].startswith("stopped after ")
+    assert found["hangs"]["log"] == ["now"] and found["hangs"]["seconds"] < 30
+    assert "no time for long" in capsys.readouterr().out
+
+
+def test_a_part_that_is_stopped_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine lives in a session of its own, and a GPU's memory with it."""
+    pid = folder / "pid"
+    child = "[sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)']"
+    code = f"import subprocess, sys, time; p = subprocess.Popen({child}, start_new_session=True)"
+    code += f"; open({str(pid)!r}, 'w').write(str(p.pid)); time.sleep(99)"
+    monkeypatch.setattr(programme, "GRACE_S", 0.5)
+    assert ran(monkeypatch, [part("engine", code)], "--limit", "3") == 1
+    assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
+
+
+def test_without_a_stage_it_lists_them(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    parts = [part("good", "")]
+    assert ran(monkeypatch, parts) == 0
+    monkeypatch.setattr(provenance, "commit", lambda: "b" * 40)
+    assert programme.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")][-len(stages.STAGES) :] == list(stages.STAGES)
+    assert f"  {'good':34} done at {'a' * 10}, not at this commit" in lines and any("not run yet" in x for x in lines)
+
+
+def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    assert ran(monkeypatch, [part("good", "")], "other") == 1
+    assert "has no part other; its parts are good" in capsys.readouterr().err
+    monkeypatch.setattr(provenance, "commit", lambda: None)
+    with pytest.raises(MtpcError, match="MTPC_COMMIT="):
+        programme.run_stage(Programme(), "kernels", [], 1)
+
+
+def test_a_commit_can_be_named_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MTPC_COMMIT", "c" * 40)
+    assert provenance.commit() != "c" * 40  # a checkout says itself what it is, and whether it was changed
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path / "results")
+    assert provenance.commit() == "c" * 40
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_parts_are_named_once_and_fit(stage: str) -> None:
+    for is_toy in (False, True):
+        parts = Programme(is_toy).parts(stage)
+        assert len({one.name for one in parts}) == len(parts) > 0
+        assert all(0 < one.seconds <= programme.LIMIT_S for one in parts)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("toy")
+
+
+NEEDS = {"heads": ["target"], "serve": ["target", "heads"], "ptp": ["target"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_every_stage_runs_at_toy_size(stage: str, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTPC_GPU_CACHE", str(toy))
+    monkeypatch.delenv("OUT", raising=False)
+    for one in (*NEEDS.get(stage, ()), stage):  # an earlier test has run it already, or it runs now
+        command = ["benchmarks/gpu/run.sh", one, "--toy", "--limit", "3000"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    parts = json.loads((toy / f"gpu-{stage}.json").read_text())["parts"]
+    wanted = {one.name: one.result is not None for one in Programme(True).parts(stage)}
+    assert {name: "result" in values for name, values in parts.items()} == wanted

@@ -1,0 +1,167 @@
+"""Conversations: exactly what the target would have had to generate is trained, its end of turn included."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.demo.byte_target import build_tokenizer
+from vllm_mtpc.data.chat import encode_chat
+from vllm_mtpc.data.documents import DataError
+
+# Each header and end is one special token beside the bytes; "\n" after the end is written by the template alone.
+LOOP = "{%- for m in messages %}"
+HEADER = "{{ '<|' + m.role + '|>' }}"
+END = "{%- endfor %}{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"
+PLAIN = LOOP + HEADER + "{{ m.content + '<|end|>\n' }}" + END
+ASSISTANT = "{%- if m.role == 'assistant' %}"
+# The marker around the content alone, around its end too, and around the line break as well.
+MARKED = {
+    "content": LOOP
+    + HEADER
+    + ASSISTANT
+    + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|end|>\n' }}"
+    + "{%- else %}{{ m.content + '<|end|>\n' }}{%- endif %}"
+    + END,
+    "content and end": LOOP
+    + HEADER
+    + ASSISTANT
+    + "{%- generation %}{{ m.content + '<|end|>' }}{%- endgeneration %}{{ '\n' }}"
+    + "{%- else %}{{ m.content + '<|end|>\n' }}{%- endif %}"
+    + END,
+    "content, end and line break": LOOP
+    + HEADER
+    + ASSISTANT
+    + "{% generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}"
+    + "{%- else %}{{ m.content + '<|end|>\n' }}{%- endif %}"
+    + END,
+}
+# Shows reasoning in the last turn only, as templates of reasoning models do.
+REASONING = (
+    LOOP
+    + HEADER
+    + "{%- if m.role == 'assistant' and loop.last %}{{ '<think>' + m.content }}{%- else %}{{ m.content }}{%- endif %}"
+    + "{{ '<|end|>\n' }}"
+    + END
+)
+# Its prompt for a reply is not what the reply begins with.
+INCONSISTENT = PLAIN.replace("{{ '<|assistant|>' }}", "{{ '<|reply|>' }}")
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    result = build_tokenizer()
+    names = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    result.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(n, special=True, normalized=False) for n in names]}
+    )
+    result.chat_template = template
+    return result
+
+
+def shown(document: tuple[list[int], list[bool]], tok: PreTrainedTokenizerFast) -> str:
+    """The text with what is trained in [brackets]."""
+    text, inside = "", False
+    for token, trained in zip(*document, strict=True):
+        if trained != inside:
+            text += "[" if trained else "]"
+        inside = trained
+        text += tok.decode([token])
+    return text + "]" * inside
+
+
+EXPECTED = (
+    "<|system|>Be brief.<|end|>\n<|user|>2+2?<|end|>\n<|assistant|>[It is 4.<|end|>]\n"
+    "<|user|>sure?<|end|>\n<|assistant|>[Yes.<|end|>]\n"
+)
+
+
+@pytest.mark.parametrize("template", [PLAIN, *MARKED.values()], ids=["no markers", *MARKED])
+def test_assistant_turns_with_their_end_are_trained(template: str) -> None:
+    tok = tokenizer(template)
+    documents = encode_chat(CHAT, tok)
+    assert [shown(document, tok) for document in documents] == [EXPECTED]
+    tokens = tok.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
+    assert documents[0][0] == tokens
+
+
+@pytest.mark.parametrize("template", [PLAIN, *MARKED.values()], ids=["no markers", *MARKED])
+def test_what_precedes_a_turn_is_what_serving_sends(template: str) -> None:
+    tok = tokenizer(template)
+    [(tokens, trained)] = encode_chat(CHAT[:3], tok)
+    prompt = tok.apply_chat_template(CHAT[:2], tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert tokens[: trained.index(True)] == prompt
+
+
+def test_messages_after_the_last_assistant_turn_are_dropped() -> None:
+    tok = tokenizer(PLAIN)
+    assert encode_chat([*CHAT, {"role": "user", "content": "Thanks"}], tok) == encode_chat(CHAT, tok)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED["content"]], ids=["no markers", "content"])
+def test_without_an_assistant_turn_nothing_is_trained(template: str) -> None:
+    tok = tokenizer(template)
+    assert shown(encode_chat(CHAT[:2], tok)[0], tok) == "<|system|>Be brief.<|end|>\n<|user|>2+2?<|end|>\n"
+
+
+def test_special_tokens_inside_a_turn_do_not_end_it() -> None:
+    tok = tokenizer(PLAIN)
+    chat = [CHAT[1], {"role": "assistant", "content": "a<|user|>b"}]
+    assert shown(encode_chat(chat, tok)[0], tok).endswith("<|assistant|>[a<|user|>b<|end|>]\n")
+    tok.chat_template = PLAIN.replace("<|end|>", "")  # no end-of-turn token: what follows the last special is text
+    assert shown(encode_chat(chat, tok)[0], tok).endswith("<|assistant|>[a<|user|>b\n]")
+
+
+def test_turns_that_are_rendered_differently_later_become_documents() -> None:
+    tok = tokenizer(REASONING)
+    first, second = (shown(document, tok) for document in encode_chat(CHAT, tok))
+    assert first == (
+        "<|system|>Be brief.<|end|>\n<|user|>2+2?<|end|>\n<|assistant|>[<think>It is 4.<|end|>]\n"  # the last one then
+    )
+    assert second == (
+        "<|system|>Be brief.<|end|>\n<|user|>2+2?<|end|>\n<|assistant|>It is 4.<|end|>\n"
+        "<|user|>sure?<|end|>\n<|assistant|>[<think>Yes.<|end|>]\n"
+    )
+    assert len(encode_chat(CHAT[:3], tok)) == 1
+
+
+def test_a_template_whose_turns_do_not_begin_with_their_prompt_is_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"message 3, an assistant's, so that it does not begin.*generation %\} markers"
+    ):
+        encode_chat(CHAT, tokenizer(INCONSISTENT))
+
+
+def test_no_template() -> None:
+    with pytest.raises(DataError, match=r"has no chat template.*give text or prompt_ids"):
+        encode_chat(CHAT, tokenizer(None))
+
+
+def test_a_template_that_refuses_the_messages() -> None:
+    tok = tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="the chat template refuses the messages: roles must alternate"):
+        encode_chat(CHAT, tok)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "at least one"),
+        (None, "must be a list"),
+        ({"role": "assistant"}, "must be a list"),
+        (["hello"], "must be a list"),
+        ([{"content": "hello"}], "must be a list"),
+        ([{"role": "assistant"}], "refuses the messages"),
+    ],
+)
+def test_bad_messages(messages: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        encode_chat(messages, tokenizer(PLAIN))  # type: ignore[arg-type]

@@ -1,0 +1,207 @@
+"""Packing: every kept token once, in order, nothing across rows or documents; held-out documents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaModel
+
+from vllm_mtpc.data.documents import DataError, Documents
+from vllm_mtpc.data.rows import Rows, pack, split_validation
+from vllm_mtpc.hf.attention import packed_arguments
+from vllm_mtpc.train.windows import eligible, window_states, window_tokens
+
+
+def numbered(masks: list[list[bool]]) -> Documents:
+    """Documents whose tokens count on through all of them, so that each token tells where it is from."""
+    starts = np.cumsum([0, *(len(mask) for mask in masks)])
+    return Documents.join((range(start, start + len(mask)), mask) for start, mask in zip(starts, masks, strict=False))
+
+
+def trained(*lengths: int) -> Documents:
+    return numbered([[True] * length for length in lengths])
+
+
+def parts(rows: Rows) -> list[tuple[list[int], list[bool]]]:
+    """(tokens, trained) of each document of each row, taken from the numbers in `document`."""
+    found = []
+    for tokens, document, mask in zip(*rows, strict=True):
+        for number in range(int(document.max()) + 1):
+            at = document == number
+            found.append((tokens[at].tolist(), mask[at].tolist()))
+    return found
+
+
+masks = st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=25)
+
+
+@given(masks, st.integers(2, 16), st.integers(0, 5))
+@settings(max_examples=300, deadline=None)
+def test_every_token_of_every_kept_document_once_and_in_order(masks: list[list[bool]], seq_len: int, seed: int) -> None:
+    documents = numbered(masks)
+    pieces = []  # by the definition: cut every seq_len tokens, keep those with something trained after the first token
+    for index in range(len(documents)):
+        tokens, mask = documents[index]
+        for at in range(0, len(tokens), seq_len):
+            if mask[at + 1 : at + seq_len].any():
+                pieces.append((index, tokens[at : at + seq_len].tolist(), mask[at : at + seq_len].tolist()))
+    if not pieces:
+        with pytest.raises(DataError, match="has a token to train on after its first"):
+            pack(documents, seq_len, 4, seed)
+        return
+    rows, report = pack(documents, seq_len, 4, seed)
+    assert sorted(parts(rows)) == sorted((tokens, mask) for _, tokens, mask in pieces)
+
+    for document in rows.document:  # 0, 1, 2, ... without gaps, padding at the end only
+        real = document[document >= 0]
+        assert len(real) and (document[len(real) :] == -1).all()
+        steps = real.diff()
+        assert real[0] == 0 and ((steps == 0) | (steps == 1)).all()
+    padding = rows.document < 0
+    assert not rows.tokens[padding].any() and not rows.trained[padding].any()
+
+    kept = sum(len(tokens) for _, tokens, _ in pieces)
+    assert rows.tokens.shape == rows.document.shape == rows.trained.shape == (report.rows, seq_len)
+    assert (rows.tokens.dtype, rows.document.dtype, rows.trained.dtype) == (torch.int32, torch.int32, torch.bool)
+    assert report.documents == len({index for index, *_ in pieces})
+    assert report.documents + report.dropped == len(documents)
+    assert (report.pieces, report.tokens) == (len(pieces), kept)
+    assert report.tokens + report.dropped_tokens == len(documents.tokens)
+    assert report.padding == pytest.approx(padding.float().mean().item())
+
+
+@given(masks, st.integers(2, 16), st.integers(2, 12))
+@settings(max_examples=200, deadline=None)
+def test_the_warning_tells_the_longest_window(masks: list[list[bool]], seq_len: int, window: int) -> None:
+    documents = numbered(masks)
+    try:
+        rows, report = pack(documents, seq_len, window, 0)
+    except DataError:
+        return
+    row, start = eligible(rows).nonzero(as_tuple=True)
+    longest = int((window_tokens(rows, row, start, 64) >= 0).sum(1).max())  # by the windows that training reads
+    assert (report.warning is None) == (longest >= window)
+    if report.warning:
+        assert f"draft positions beyond {longest} are not trained" in report.warning
+
+
+def test_same_seed_same_rows_other_seed_other_rows() -> None:
+    documents = trained(*np.random.default_rng(0).integers(2, 30, 60))
+    first, again, other = (pack(documents, 32, 4, seed)[0] for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first.tokens[: len(other.tokens)], other.tokens[: len(first.tokens)])
+
+
+def test_rows_are_full() -> None:
+    """Lengths that fit together exactly leave no padding; a thousand mixed ones almost none."""
+    _, report = pack(trained(7, 3, 5, 5, 4, 6, 2, 8), 10, 4, 0)
+    assert (report.rows, report.padding) == (4, 0.0)
+    _, report = pack(trained(*np.random.default_rng(0).integers(2, 100, 1000)), 256, 4, 0)
+    assert report.padding < 0.01
+
+
+def test_a_long_document_is_cut_into_documents() -> None:
+    rows, report = pack(trained(11), 4, 2, 0)
+    assert sorted(parts(rows)) == [([0, 1, 2, 3], [True] * 4), ([4, 5, 6, 7], [True] * 4), ([8, 9, 10], [True] * 3)]
+    assert (report.documents, report.pieces, report.dropped) == (1, 3, 0)
+    _, report = pack(trained(9), 4, 2, 0)  # the last piece is one token: nothing to predict
+    assert (report.pieces, report.dropped, report.dropped_tokens) == (2, 0, 1)
+
+
+def test_what_cannot_be_packed() -> None:
+    with pytest.raises(DataError, match="none of 3 document"):
+        pack(trained(1, 1, 0), 8, 4, 0)
+    with pytest.raises(DataError, match="assistant's turn"):
+        pack(numbered([[True, False, False]]), 8, 4, 0)  # trained, but as a first token it is nobody's next
+    with pytest.raises(DataError, match="seq_len of at least 2"):
+        pack(trained(5), 1, 4, 0)
+    with pytest.raises(DataError, match="none of 0 document"):
+        pack(trained(), 8, 4, 0)
+
+
+# --- nothing leaks: other tokens in one document change no state and no window of its neighbours
+
+
+def test_a_neighbour_changes_nothing() -> None:
+    """Bit for bit: the kernels and their sizes are the same, and masked scores weigh exactly zero."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaModel(LlamaConfig(vocab_size=200, max_position_embeddings=64, **sizes)).eval().requires_grad_(False)
+    documents = trained(9, 14, 7, 12, 5, 20, 3)
+    rows, _ = pack(documents, 24, 4, 3)
+    assert rows.document.max() >= 1  # several documents share rows
+
+    def states(tokens: torch.Tensor) -> torch.Tensor:
+        packing = packed_arguments(rows.document, "torch")
+        return model(input_ids=tokens.long(), use_cache=False, **packing).last_hidden_state
+
+    owner = torch.bucketize(rows.tokens, torch.tensor(documents.offsets[1:-1], dtype=torch.int32), right=True)
+    owner = torch.where(rows.document >= 0, owner, -1)
+    before = states(rows.tokens)
+    row, start = eligible(rows).nonzero(as_tuple=True)
+    for perturbed in range(len(documents)):
+        tokens = torch.where(owner == perturbed, rows.tokens + 100, rows.tokens)
+        after = states(tokens)
+        others = owner != perturbed
+        assert torch.equal(after[others], before[others])
+        assert not torch.equal(after[~others], before[~others])
+        elsewhere = owner[row, start] != perturbed
+        r, t = row[elsewhere], start[elsewhere]
+        changed = Rows(tokens, rows.document, rows.trained)
+        expected = window_tokens(rows, r, t, 4)
+        assert torch.equal(window_tokens(changed, r, t, 4), expected)
+        read = expected >= 0
+        assert torch.equal(window_states(after, r, t, 4)[read], window_states(before, r, t, 4)[read])
+
+
+def test_the_leak_test_notices_a_leak() -> None:
+    """Planted fault: two documents of a row under one number."""
+    documents = trained(6, 6)
+    rows, _ = pack(documents, 12, 4, 0)
+    assert rows.document.tolist() == [[0] * 6 + [1] * 6]
+    leaking = Rows(rows.tokens, torch.zeros_like(rows.document), rows.trained)
+    at = torch.tensor([0]), torch.tensor([4])
+    assert (window_tokens(rows, *at, 4) >= 0).sum() == 1
+    assert (window_tokens(leaking, *at, 4) >= 0).sum() == 4
+
+
+# --- validation
+
+
+@given(st.integers(2, 60), st.floats(0.01, 0.6), st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_held_out_documents(count: int, share: float, seed: int) -> None:
+    documents = trained(*range(1, count + 1))
+    train, valid = split_validation(documents, share, seed)
+    assert len(valid) == min(count - 1, max(1, round(share * count)))
+    assert len(train) + len(valid) == count
+    both = sorted((part[i][0].tolist() for part in (train, valid) for i in range(len(part))), key=len)
+    assert both == [documents[i][0].tolist() for i in range(count)]
+    assert list(train.lengths) == sorted(train.lengths)  # in their order
+    again = split_validation(documents, share, seed)[1]
+    assert np.array_equal(again.tokens, valid.tokens)
+
+
+def test_the_seed_chooses_what_is_held_out() -> None:
+    documents = trained(*range(1, 41))
+    chosen = {tuple(split_validation(documents, 0.1, seed)[1].lengths) for seed in range(5)}
+    assert len(chosen) == 5
+
+
+def test_of_one_document_the_end_is_held_out() -> None:
+    train, valid = split_validation(trained(100), 0.1, 0)
+    assert (train.tokens.tolist(), valid.tokens.tolist()) == (list(range(90)), list(range(90, 100)))
+    train, valid = split_validation(trained(4), 0.01, 0)
+    assert (len(train.tokens), len(valid.tokens)) == (2, 2)
+
+
+def test_what_cannot_be_split() -> None:
+    for documents in (trained(), trained(3)):
+        with pytest.raises(DataError, match="cannot be split for validation"):
+            split_validation(documents, 0.1, 0)
+    for share in (0, 1, -0.5):
+        with pytest.raises(DataError, match="must be between 0 and 1"):
+            split_validation(trained(5, 5), share, 0)

@@ -1,0 +1,346 @@
+"""Every form of data: the tokens and masks it gives, and one line naming file and line for what cannot be read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from benchmarks.demo.byte_target import build_tokenizer
+from vllm_mtpc import demo
+from vllm_mtpc.data import sources
+from vllm_mtpc.data.bins import HEADER_BYTES, MAGIC
+from vllm_mtpc.data.documents import DataError, Documents
+from vllm_mtpc.data.sources import load_documents
+from vllm_mtpc.eval import doctor
+
+EOS = 256
+TEMPLATE = (
+    "{%- for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ 'a:' }}{%- endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():  # type: ignore[no-untyped-def]
+    tok = build_tokenizer()
+    tok.chat_template = TEMPLATE
+    return tok
+
+
+def texts(documents: Documents) -> list[str]:
+    """Documents of bytes, each of which must end with the end of text."""
+    found = [documents[i][0].tolist() for i in range(len(documents))]
+    assert all(ids[-1] == EOS for ids in found)
+    return [bytes(ids[:-1]).decode() for ids in found]
+
+
+def lines(path: Path, *records: object) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def bin_file(path: Path, tokens: list[int], header: bool = True) -> str:
+    head = np.zeros(256, "<i4")
+    head[:3] = [MAGIC, 1, len(tokens)]
+    path.write_bytes(head.tobytes() * header + np.array(tokens, "<u2").tobytes())
+    return str(path)
+
+
+def test_text_files_are_one_document_each(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "one.rst").write_text("héllo\n")
+    (tmp_path / "two").write_text("b")
+    documents = load_documents([str(tmp_path / "two"), str(tmp_path / "one.rst")], tokenizer)
+    assert texts(documents) == ["b", "héllo\n"]
+    assert documents.trained.all()
+    assert (documents.tokens.dtype, documents.trained.dtype) == (np.int32, bool)
+    assert documents.offsets.tolist() == [0, 2, 10]
+
+
+def test_an_end_of_text_that_is_there_is_not_repeated(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "a.txt"
+    path.write_text("ab<|endoftext|>")
+    assert load_documents([str(path)], tokenizer).tokens.tolist() == [97, 98, EOS]
+
+
+def test_a_tokenizer_without_an_end_of_text_adds_none(tmp_path: Path) -> None:
+    tok = build_tokenizer()
+    tok.eos_token = None
+    (tmp_path / "a.txt").write_text("ab")
+    assert load_documents([str(tmp_path / "a.txt")], tok).tokens.tolist() == [97, 98]
+
+
+def test_a_folder_is_walked_in_sorted_order(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "sub").mkdir()
+    for name in ("z.txt", "sub/b.md", "a.py", "sub/skipped.png", "skipped.cfg"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "__init__.py").touch()  # nothing in it: skipped in a folder
+    lines(tmp_path / "m.jsonl", {"text": "one"}, {"text": "two"})
+    assert texts(load_documents([str(tmp_path)], tokenizer)) == ["a.py", "one", "two", "sub/b.md", "z.txt"]
+
+
+def test_a_glob(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    for name in ("b.txt", "a.txt", "c.md"):
+        (tmp_path / name).write_text(name)
+    assert texts(load_documents([str(tmp_path / "*.txt")], tokenizer)) == ["a.txt", "b.txt"]
+    with pytest.raises(DataError, match=r"\*\.cfg: no file matches"):
+        load_documents([str(tmp_path / "*.cfg")], tokenizer)
+
+
+def test_jsonl_of_all_forms_mixed(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "xy"}]
+    ids = {"id": 7, "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "finish_reason": "stop"}
+    path = lines(tmp_path / "d.jsonl", {"text": "t"}, {"messages": chat}, ids, {**ids, "text": "not this"})
+    documents = load_documents([path], tokenizer)
+    got = [[(int(t), bool(m)) for t, m in zip(*documents[i], strict=True)] for i in range(len(documents))]
+    prompt = [(b, False) for b in b"u:q"] + [(EOS, False)] + [(b, False) for b in b"a:"]
+    assert got[0] == [(ord("t"), True), (EOS, True)]
+    assert got[1] == [*prompt, (ord("x"), True), (ord("y"), True), (EOS, True)]
+    assert got[2] == got[3] == [(1, False), (2, False), (3, True), (4, True), (5, True)]
+
+
+def test_exact_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    ids = lines(tmp_path / "d.jsonl", {"prompt_ids": [1], "response_ids": [2, 3]})
+    assert load_documents([ids], None).tokens.tolist() == [1, 2, 3]
+    tokens = bin_file(tmp_path / "d.bin", [5, 6, 7])
+    documents = load_documents([tokens], None)
+    assert (documents.tokens.tolist(), len(documents)) == ([5, 6, 7], 1)
+    for record in ({"text": "a"}, {"messages": [{"role": "assistant", "content": "a"}]}):
+        with pytest.raises(DataError, match=r"t\.jsonl:1: the target has no tokenizer.*prompt_ids"):
+            load_documents([lines(tmp_path / "t.jsonl", record)], None)
+
+
+def test_more_records_than_a_batch_keep_their_order(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    records = [
+        {"text": str(i)} if i % 3 else {"prompt_ids": [], "response_ids": [*str(i).encode(), EOS]} for i in range(200)
+    ]
+    assert texts(load_documents([lines(tmp_path / "d.jsonl", *records)], tokenizer)) == [str(i) for i in range(200)]
+
+
+def test_limit_is_a_fair_sample_by_the_seed(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    path = lines(tmp_path / "d.jsonl", *({"text": str(i)} for i in range(100)))
+    first, again, other = (texts(load_documents([path], tokenizer, limit=10, seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len(first) == len(set(first)) == 10
+    assert first == sorted(first, key=int)
+    assert len(texts(load_documents([path], tokenizer, limit=1000))) == 100
+    counts = np.zeros(100)
+    for seed in range(200):
+        counts[[int(text) for text in texts(load_documents([path], tokenizer, limit=10, seed=seed))]] += 1
+    # 200 draws of 10 from 100: 20 of each, standard deviation sqrt(200 * 0.1 * 0.9) = 4.2; five of them either way
+    assert counts.min() > 0 and abs(counts - 20).max() < 22
+    assert abs(counts[:50].sum() - 1000) < 5 * 21.3  # halves: sd of a hypergeometric sum, sqrt(200 * 10/4 * 90/99)
+
+
+def test_max_length_keeps_the_beginning(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    path = lines(tmp_path / "d.jsonl", {"text": "abcdef"}, {"text": "g"})
+    documents = load_documents([path], tokenizer, max_length=3)
+    assert documents.tokens.tolist() == [*b"abc", ord("g"), EOS]
+
+
+# --- no more than is needed
+
+
+def test_a_part_of_records_is_spread_over_all_files(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    """A tenth of 400 lines in two files, 300 and 100: 30 and 10 of them, from everywhere, one more at most."""
+    names = []
+    for name, numbers in (("a", range(1000, 1300)), ("b", range(1300, 1400))):
+        names.append(lines(tmp_path / f"{name}.jsonl", *({"text": str(number)} for number in numbers)))
+    size = sum(Path(name).stat().st_size for name in names)
+    found = [int(text) for text in texts(load_documents(names, tokenizer, most_bytes=size // 10))]
+    assert 40 <= len(found) <= 41 and 30 <= sum(number < 1300 for number in found) <= 31
+    assert max(np.diff([1000, *found, 1400])) <= 11
+    assert len(load_documents(names, tokenizer, most_bytes=size)) == 400
+
+
+def test_a_part_of_long_texts_is_a_piece_of_each(tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sources, "PIECE_BYTES", 10)
+    (tmp_path / "a.txt").write_text("é" * 500)  # two bytes each: a piece may be cut within one
+    (tmp_path / "b.txt").write_text("x" * 1000)
+    assert [len(text.encode()) for text in texts(load_documents([str(tmp_path)], tokenizer, most_bytes=202))] in (
+        [100, 101],
+        [98, 101],
+    )
+    for number in range(100):
+        (tmp_path / f"short-{number}.txt").write_text("y" * 9)
+    found = texts(load_documents([str(tmp_path / "short-*")], tokenizer, most_bytes=90))
+    assert found == ["y" * 9] * 10
+
+
+def test_a_part_of_other_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = bin_file(tmp_path / "a.bin", list(range(100)), header=False)
+    assert load_documents([path], None, most_bytes=20).tokens.tolist() == list(range(10))
+    rows = datasets.Dataset.from_dict({"prompt_ids": [[0]] * 100, "response_ids": [[n] for n in range(100)]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: rows)
+    found = load_documents(["name"], None, most_bytes=rows.data.nbytes // 10)
+    assert found.tokens[1::2].tolist() == list(range(0, 100, 10))
+
+
+def test_doctor_reads_what_its_prompts_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PROMPT_BYTES", 100)
+    found, load = [], sources.load_documents
+    monkeypatch.setattr(
+        sources, "load_documents", lambda *given, **more: found.append(load(*given, **more)) or found[0]
+    )
+    path = lines(tmp_path / "d.jsonl", *({"text": f"{number:03} words of a text"} for number in range(100)))
+    args = argparse.Namespace(data=[path], prompts=4, prompt_tokens=8, max_tokens=8, seed=0)
+    prompts, _ = doctor._prompts(args, str(demo.path("target")), 3)
+    assert [len(prompt) for prompt in prompts] == [8] * 4
+    assert len(found[0]) == 13  # 400 bytes of lines of 33
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none*.txt", "empty.txt", "hollow"])
+def test_what_is_not_there_is_known_without_reading(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "hollow").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"{name.replace('*', '.')}.*(no such file|no file matches|is empty|no \*)"):
+        sources.size_of([str(tmp_path / name)])
+
+
+# --- the datasets library
+
+
+def test_a_datasets_folder(tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "README.md").write_text("a card, not data")
+    datasets.Dataset.from_dict({"text": ["one", "two"], "id": [1, 2]}).to_parquet(folder / "train.parquet")
+    datasets.Dataset.from_dict({"text": ["three"], "id": [1]}).to_parquet(folder / "validation.parquet")
+    assert texts(load_documents([str(folder)], tokenizer)) == ["one", "two"]
+    assert texts(load_documents([str(folder)], tokenizer, split="validation")) == ["three"]
+    with pytest.raises(DataError, match="split 'test'"):
+        load_documents([str(folder)], tokenizer, split="test")
+
+
+def test_a_datasets_name(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """NAME:CONFIG and split reach load_dataset; messages are preferred to text."""
+    asked = []
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
+    data = datasets.Dataset.from_dict({"messages": [chat], "text": ["not this"], "other": [1]})
+
+    def load_dataset(*arguments: object, **options: object) -> datasets.Dataset:
+        asked.append((arguments, options))
+        return data
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    documents = load_documents(["some/chats:small", "some/chats"], tokenizer, split="held_out")
+    assert asked == [(("some/chats", c), {"split": "held_out"}) for c in ("small", None)]
+    assert bytes(documents.tokens[documents.trained][:1].astype(np.uint8)) == b"x"
+    data = datasets.Dataset.from_dict({"question": ["?"]})
+    with pytest.raises(DataError, match="columns question; a column text or messages is needed"):
+        load_documents(["some/chats"], tokenizer)
+
+
+def test_a_name_that_is_nothing(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(DataError, match=r"data no-such-set: neither a file or folder nor a data set"):
+        load_documents(["no-such-set"], tokenizer)
+
+
+# --- .bin
+
+
+@pytest.mark.parametrize("header", [True, False], ids=["header", "no header"])
+@pytest.mark.parametrize(
+    ("tokens", "documents"),
+    [
+        ([EOS, 1, 2, EOS, 3, EOS, 4, 5], [[EOS, 1, 2], [EOS, 3], [EOS, 4, 5]]),  # led by the end of text, as llm.c's
+        ([1, 2, EOS, 3, EOS], [[1, 2, EOS], [3, EOS]]),
+        ([1, 2, EOS, 3], [[1, 2, EOS], [3]]),
+        ([1, 2, 3], [[1, 2, 3]]),
+    ],
+)
+def test_bin(tmp_path: Path, tokenizer, header, tokens, documents) -> None:  # type: ignore[no-untyped-def]
+    loaded = load_documents([bin_file(tmp_path / "d.bin", tokens, header)], tokenizer)
+    assert [loaded[i][0].tolist() for i in range(len(loaded))] == documents
+    assert loaded.trained.all()
+
+
+def test_a_long_bin_without_header(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    """Longer than a header: what stands at its place are tokens, which no format's number is mistaken for."""
+    tokens = np.random.default_rng(0).integers(0, 256, 5000).tolist()
+    loaded = load_documents([bin_file(tmp_path / "d.bin", tokens, False)], tokenizer)
+    assert loaded.tokens.tolist() == tokens
+
+
+def test_bad_bins(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    def refused(content: bytes, message: str) -> None:
+        path = tmp_path / "bad.bin"
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message) as error:
+            load_documents([str(path)], tokenizer)
+        assert "bad.bin" in str(error.value)
+
+    good = Path(bin_file(tmp_path / "good.bin", list(range(100)))).read_bytes()
+    refused(good[:-20], "header says 100 tokens and the file holds 90")
+    refused(good[:-21], r"header says 100 tokens and the file holds 89\.5")
+    refused(good + b"\0\0", "header says 100 tokens and the file holds 101")
+    refused(good[:HEADER_BYTES], "header says 100 tokens and the file holds 0")
+    refused(good[:4] + b"\2" + good[5:], "version 2 of the .bin format")
+    refused(np.array([20240801], "<i4").tobytes() + good[4:], "magic number 20240801 is not 20240520")
+    refused(b"\1\0\2", "3 bytes are no whole number of uint16")
+    refused(b"", "the file is empty")
+    refused(Path(bin_file(tmp_path / "empty.bin", [])).read_bytes(), "holds no tokens")
+    refused(np.array([5, 9, 300, 400], "<u2").tobytes(), "token id 300 is outside the target's vocabulary of 257")
+
+
+# --- what cannot be read
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n{"text": \n', r"d\.jsonl:2: not JSON"),
+        (b'{"text": "a"}\n\n[1]\n', r"d\.jsonl:3: a line must be one of"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', r"d\.jsonl:2: not UTF-8 \(byte 10 is 0xff\)"),
+        (b'{"txt": "a"}\n', r"d\.jsonl:1: keys txt; a record must be one of"),
+        (b"{}\n", r"d\.jsonl:1: keys \(none\)"),
+        (b'{"text": 5}\n', r"d\.jsonl:1: text must be a string"),
+        (b'{"messages": [{"content": "q"}]}\n', r"d\.jsonl:1: messages must be a list of"),
+        (b'{"messages": [{"role": "user", "content": "q"}]}\n', "no document with a token to train on"),
+        (b'{"prompt_ids": [1], "response_ids": "23"}\n', r"d\.jsonl:1: response_ids must be a list of integers"),
+        (b'{"prompt_ids": [1, 1.5], "response_ids": [2]}\n', r"d\.jsonl:1: prompt_ids must be a list of integers"),
+        (b'{"prompt_ids": [1], "response_ids": [true]}\n', r"d\.jsonl:1: response_ids must be a list of integers"),
+        (b'{"prompt_ids": [1], "response_ids": [2, 257]}\n', r"d\.jsonl:1: token id 257 is outside .* of 257"),
+        (b'{"prompt_ids": [-1], "response_ids": [2]}\n', r"d\.jsonl:1: token id -1 is outside"),
+        (b'{"prompt_ids": [99999999999999999999], "response_ids": [2]}\n', r"d\.jsonl:1: token id 9+ is outside"),
+        (b'{"prompt_ids": [1], "response_ids": []}\n', "no document with a token to train on"),
+        (b"\n\n", "no document with a token to train on"),
+        (b"", r"d\.jsonl: the file is empty"),
+    ],
+)
+def test_bad_jsonl(tmp_path: Path, tokenizer, content: bytes, message: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        load_documents([str(path)], tokenizer)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_bad_text_files(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    for name, content, message in (
+        ("latin.txt", "née".encode("latin-1"), "not UTF-8 .byte 1 is 0xe9"),
+        ("zero.txt", b"a\0b", "not a text file"),
+        ("empty.txt", b"", "the file is empty"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name}: {message}"):
+            load_documents([str(tmp_path / name)], tokenizer)
+
+
+def test_missing_files_and_empty_folders(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    for name in ("gone.jsonl", "./gone", str(tmp_path / "gone")):
+        with pytest.raises(DataError, match="no such file or folder"):
+            load_documents([name], tokenizer)
+    with pytest.raises(DataError, match=r"no \*\.jsonl, \*\.md, \*\.py, \*\.txt file with content"):
+        load_documents([str(tmp_path)], tokenizer)
+
+
+def test_a_vocabulary_larger_than_the_tokenizers(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    path = lines(tmp_path / "d.jsonl", {"prompt_ids": [1], "response_ids": [300]})
+    assert load_documents([path], tokenizer, vocab_size=320).tokens.tolist() == [1, 300]

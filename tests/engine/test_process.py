@@ -1,0 +1,84 @@
+"""Processes of a measurement: passes come back whole, failures are explained, nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_mtpc.bench.serve import server
+from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.passes import Measured, Setting
+from vllm_mtpc.engine.process import EngineFailed, failure, group
+
+SETTING = Setting("one client", clients=1, temperature=0.0, max_tokens=4, prompts=2, repeats=3)
+
+
+def measured(outputs: list[list[int]]) -> Measured:
+    return Measured(SETTING, [1.0, 4.0, 2.0], [8, 8, 8], outputs, ["a", "b"], Acceptance(4, 8, 3, (2, 1)))
+
+
+def test_a_pass_survives_the_pipe() -> None:
+    one = measured([[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert Measured.from_json(one.to_json()) == one
+    assert one.figures()["tokens_per_second"] == 4.0  # the median repetition
+
+
+def test_identical_outputs_are_counted() -> None:
+    one, other = measured([[1, 2, 3, 4], [5, 6, 7, 8]]), measured([[1, 2, 3, 4], [5, 6, 7, 9]])
+    assert one.identical(one) == 2
+    assert one.identical(other) == 1
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc, which this system does not have")
+def test_the_whole_group_ends(tmp_path: Path) -> None:
+    """Also a grandchild that ignores SIGTERM, and also when the body raises."""
+    grandchild = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    child = (
+        f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {grandchild!r}], "
+        f"stdout=subprocess.PIPE); p.stdout.readline(); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); "
+        "time.sleep(60)"
+    )
+    with (
+        pytest.raises(KeyError),
+        group([sys.executable, "-c", child], tmp_path / "log", dict(os.environ), grace_s=5) as process,
+    ):
+        while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        pid = int((tmp_path / "pid").read_text())
+        assert alive(pid)
+        raise KeyError
+    assert process.returncode is not None
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def test_a_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("\n".join(f"line {number}" for number in range(100)))
+    message = str(failure("the engine", 3, log))
+    assert "exit code 3" in message
+    assert "line 99" in message
+    assert "line 10\n" not in message
+
+
+def test_a_server_that_dies_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable = tmp_path / "python"
+    executable.write_text("#!/bin/sh\necho no such model\nexit 7\n")
+    executable.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(executable))
+    with pytest.raises(EngineFailed, match=r"(?s)exit code 7.*no such model"), server(["x"], tmp_path / "log"):
+        pass

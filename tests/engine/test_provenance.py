@@ -1,0 +1,60 @@
+"""What is kept in benchmarks/results/ was measured on the commit it names, or the documentation says it was not."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.report import OutputError, check_file
+
+FILES = sorted(provenance.RESULTS.glob("*.json"))
+TEXTS = [provenance.ROOT / "README.md", *sorted((provenance.ROOT / "docs").glob("*.md"))]
+MARK = "Measured on a checkout that differed from its commit:"  # opens a paragraph of docs/performance.md
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clean checkout with a folder of results."""
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path / "benchmarks" / "results")
+    (tmp_path / "code.py").write_text("one")
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_results_are_written_from_a_clean_checkout_alone(checkout: Path, tmp_path: Path) -> None:
+    kept = checkout / "benchmarks" / "results" / "new.json"
+    check_file(kept)
+    kept.write_text("{}")  # a result that is not committed yet changes no code
+    assert re.fullmatch(r"[0-9a-f]{40}", provenance.commit())
+    check_file(kept)
+    (checkout / "code.py").write_text("two")
+    assert provenance.commit().endswith("+changes")
+    check_file(checkout / "elsewhere.json")
+    with pytest.raises(OutputError, match=r"--json .*new\.json: the checkout differs from its commit; commit first"):
+        check_file(kept)
+
+
+def test_every_result_file_is_of_a_commit_or_marked() -> None:
+    read = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in FILES}
+    # laws are measured one case after the other, each on a commit of its own
+    commits = {name: [one["commit"] for one in kept.get("cases", {"": kept}).values()] for name, kept in read.items()}
+    changed = {name for name, found in commits.items() if not all(re.fullmatch(r"[0-9a-f]{40}", one) for one in found)}
+    text = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    marked = text.partition(MARK)[2].partition("\n\n")[0]
+    assert changed == set(re.findall(r"`([\w-]+\.json)`", marked))
+
+
+def test_every_result_file_is_named_and_every_name_has_a_file() -> None:
+    text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
+    for file in FILES:
+        assert f"`{file.name}`" in text or f"`benchmarks/results/{file.name}`" in text, file.name
+    for name in re.findall(r"`benchmarks/results/([\w.-]+)`", text):
+        assert (provenance.RESULTS / name).is_file(), name

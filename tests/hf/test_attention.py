@@ -1,0 +1,314 @@
+"""Packed attention: each document as if it were alone; by PyTorch and by xformers, with the same numbers."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+
+from vllm_mtpc.hf.attention import (
+    IMPLEMENTATION,
+    AttentionError,
+    Backend,
+    Packing,
+    check_packing,
+    choose_attention,
+    packed_arguments,
+    xformers_attention,
+)
+
+VOCAB = 31
+# Rows of several documents, of one that starts at 0, of one-token documents, with and without padding (-1).
+DOCUMENTS = torch.tensor(
+    [
+        [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [0, 1, 2, 2, 2, 2, 2, -1, -1, -1, -1, -1],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1],
+    ]
+)
+TOKENS = torch.randint(0, VOCAB, DOCUMENTS.shape, generator=torch.Generator().manual_seed(0))
+# float32 sums of a few dozen terms in another order; an attention that leaks differs by about one.
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def backbone(config: type = LlamaConfig, implementation: str = "sdpa", **changes: object) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    settings = sizes | {"num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64} | changes
+    model = AutoModel.from_config(config(**settings), attn_implementation=implementation).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.3)  # the usual 0.02 makes attention uniform, and leaks small
+    return model.requires_grad_(False)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module `xformers` with the names that are used, by dense attention over the mask it is given.
+
+    xformers has no kernels for a CPU; this tests all that is ours: layout, groups, scale, lengths, window. Its
+    `leak` plants a fault: blocks are ignored, attention is causal over everything.
+    """
+
+    class BlockDiagonalCausalMask:
+        def __init__(self, lengths: list[int], window: int | None = None) -> None:
+            self.lengths, self.window = lengths, window
+
+        @classmethod
+        def from_seqlens(cls, lengths: list[int], *, device: torch.device) -> BlockDiagonalCausalMask:
+            return cls(lengths)
+
+        def make_local_attention(self, window: int) -> BlockDiagonalCausalMask:
+            return type(self)(self.lengths, window)
+
+        def dense(self) -> torch.Tensor:
+            block = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+            i, j = torch.arange(len(block))[:, None], torch.arange(len(block))[None]
+            seen = (j <= i) & ((block[:, None] == block[None]) | torch.tensor(ops.leak))
+            return seen if self.window is None else seen & (j > i - self.window)
+
+    def memory_efficient_attention(query, key, value, attn_bias, p=0.0, scale=None):  # type: ignore[no-untyped-def]
+        """[1, M, H, D], or [1, M, groups, heads of a group, D]."""
+        ops.calls += 1
+        assert p == 0.0 and query.shape[0] == 1 and query.shape[:-1] == key.shape[:-1] == value.shape[:-1]
+        scores = torch.einsum("bi...d,bj...d->b...ij", query, key) * (
+            query.shape[-1] ** -0.5 if scale is None else scale
+        )
+        weights = scores.masked_fill(~attn_bias.dense(), -torch.inf).softmax(-1)
+        return torch.einsum("b...ij,bj...d->bi...d", weights, value)
+
+    modules = {name: types.ModuleType(name) for name in ("xformers", "xformers.ops", "xformers.ops.fmha")}
+    ops, bias = modules["xformers.ops"], types.ModuleType("xformers.ops.fmha.attn_bias")
+    ops.memory_efficient_attention, ops.calls, ops.leak = memory_efficient_attention, 0, False
+    bias.BlockDiagonalCausalMask = BlockDiagonalCausalMask
+    for name, module in (modules | {bias.__name__: bias}).items():
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        monkeypatch.setitem(sys.modules, name, module)
+    register()
+    return ops
+
+
+def register() -> None:
+    from vllm_mtpc.hf import attention
+
+    attention._register()  # choose_attention does it, on a CUDA device only
+
+
+def packed(model: nn.Module, attention: str, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    arguments = packed_arguments(DOCUMENTS, attention)
+    return model(input_ids=tokens, use_cache=False, **arguments).last_hidden_state
+
+
+def alone(model: nn.Module, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """Each document in a forward of its own, without mask and position ids; zero at padding."""
+    states = torch.zeros(*tokens.shape, model.config.hidden_size)
+    for row, documents in enumerate(DOCUMENTS):
+        for number in documents[documents >= 0].unique():
+            at = documents == number
+            states[row, at] = model(input_ids=tokens[row, at][None], use_cache=False).last_hidden_state[0]
+    return states
+
+
+def test_positions_restart_at_every_document() -> None:
+    positions = packed_arguments(DOCUMENTS, "torch")["position_ids"]
+    assert positions.tolist() == [
+        [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2],
+        list(range(12)),
+        [0, 0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4],
+        [*range(11), 0],
+    ]
+
+
+def test_blocks_are_documents_and_end_with_rows() -> None:
+    packing = packed_arguments(DOCUMENTS, "xformers")["packing"]
+    assert packing.lengths == [5, 4, 3, 12, 1, 1, 5, 5, 11, 1]
+
+
+WINDOWED = {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+MODELS = {
+    "llama": (LlamaConfig, {}),
+    "llama, no groups": (LlamaConfig, {"num_key_value_heads": 4}),
+    "llama, one group": (LlamaConfig, {"num_key_value_heads": 1}),
+    "qwen2, some layers with a sliding window": (Qwen2Config, {**WINDOWED, "use_sliding_window": True}),
+    "mistral, a sliding window": (MistralConfig, {"sliding_window": 3}),
+    "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_equals_each_document_alone(name: str) -> None:
+    config, changes = MODELS[name]
+    model = backbone(config, **changes)
+    states = packed(model, "torch")
+    assert states.isfinite().all()
+    real = DOCUMENTS >= 0
+    torch.testing.assert_close(states[real], alone(model)[real], **CLOSE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_xformers_equals_torch_and_each_document_alone(name: str, stand_in: types.ModuleType) -> None:
+    config, changes = MODELS[name]
+    reference = backbone(config, **changes)
+    model = backbone(config, IMPLEMENTATION, **changes)
+    states = packed(model, "xformers")
+    assert stand_in.calls == model.config.num_hidden_layers  # not silently PyTorch's
+    real = DOCUMENTS >= 0
+    assert states.isfinite().all()
+    torch.testing.assert_close(states[real], packed(reference, "torch")[real], **CLOSE)
+    torch.testing.assert_close(states[real], alone(reference)[real], **CLOSE)
+
+
+@pytest.mark.parametrize("row", range(len(DOCUMENTS)))
+def test_a_row_alone_equals_the_row_in_a_batch(row: int) -> None:
+    """transformers detects packing per batch; a batch of one row, or of single documents, must not be an exception."""
+    model = backbone()
+    arguments = packed_arguments(DOCUMENTS[row : row + 1], "torch")
+    states = model(input_ids=TOKENS[row : row + 1], use_cache=False, **arguments).last_hidden_state
+    real = DOCUMENTS[row] >= 0
+    torch.testing.assert_close(states[0, real], packed(model, "torch")[row, real], **CLOSE)
+
+
+def test_a_leaking_mask_is_noticed(stand_in: types.ModuleType) -> None:
+    """The planted fault must exceed the tolerance of the comparison by far, and fail check_packing."""
+    stand_in.leak = True
+    model = backbone(implementation=IMPLEMENTATION)
+    real = DOCUMENTS >= 0
+    assert (packed(model, "xformers") - alone(backbone()))[real].abs().max() > 0.1
+    with pytest.raises(AttentionError, match="does not keep the documents"):
+        check_packing(model, "xformers")
+    stand_in.leak = False
+    check_packing(model, "xformers")
+
+
+def test_a_target_that_ignores_position_ids_is_refused() -> None:
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = backbone()
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool, **ignored: object):  # type: ignore[no-untyped-def]
+            return self.inner(input_ids=input_ids, use_cache=use_cache)
+
+    with pytest.raises(AttentionError, match="Forgetful does not keep"):
+        check_packing(Forgetful(), "torch")
+    check_packing(backbone(), "torch")
+    check_packing(backbone().bfloat16(), "torch")
+
+
+def test_neighbours_change_nothing() -> None:
+    """Other tokens in document 0 of a row: the states of the other documents stay, bit for bit: the same kernels run
+    on the same numbers, and what is masked is multiplied by an exact zero."""
+    model = backbone()
+    changed = torch.where((DOCUMENTS == 0) & (torch.arange(4)[:, None] != 1), (TOKENS + 7) % VOCAB, TOKENS)
+    before, after = packed(model, "torch"), packed(model, "torch", changed)
+    others = (DOCUMENTS > 0) | (torch.arange(4)[:, None] == 1)
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[~others], after[~others])
+
+
+def test_without_packing_the_xformers_target_generates_as_ever(stand_in: types.ModuleType) -> None:
+    """A padded batch and a cache, as generation uses them, take PyTorch's attention."""
+    reference, model = backbone(), backbone(implementation=IMPLEMENTATION)
+    mask = torch.ones_like(TOKENS)
+    mask[0, :5] = 0
+    for arguments in ({}, {"attention_mask": mask}):
+        expected = reference(input_ids=TOKENS, use_cache=False, **arguments).last_hidden_state
+        actual = model(input_ids=TOKENS, use_cache=False, **arguments).last_hidden_state
+        torch.testing.assert_close(actual[:, 5:], expected[:, 5:], **CLOSE)
+    expected = reference(input_ids=TOKENS, use_cache=False).last_hidden_state
+    first = model(input_ids=TOKENS[:, :7], use_cache=True)
+    second = model(input_ids=TOKENS[:, 7:], use_cache=True, past_key_values=first.past_key_values)
+    torch.testing.assert_close(second.last_hidden_state, expected[:, 7:], **CLOSE)
+    assert stand_in.calls == 0
+
+
+def test_without_a_kernel_pytorch_computes_the_same(
+    stand_in: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_kernel(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError("No operator found for `memory_efficient_attention_forward`")
+
+    monkeypatch.setattr(stand_in, "memory_efficient_attention", no_kernel)
+    real = DOCUMENTS >= 0
+    states = packed(backbone(implementation=IMPLEMENTATION), "xformers")
+    torch.testing.assert_close(states[real], packed(backbone(), "torch")[real], **CLOSE)
+    assert caplog.text.count("xformers has no kernel for torch.float32 with heads of 8") == 1
+
+
+def test_soft_caps_and_sinks_do_not_reach_xformers(stand_in: types.ModuleType) -> None:
+    x = torch.randn(1, 2, 5, 8)
+    packing = Packing([2, 3], torch.device("cpu"))
+    for special in ({"softcap": 5.0}, {"s_aux": torch.zeros(2)}):
+        xformers_attention(nn.Module(), x, x, x, None, packing=packing, **special)
+    assert stand_in.calls == 0
+
+
+def test_choice() -> None:
+    assert choose_attention("torch", "cpu") == Backend("torch", "sdpa")
+    assert choose_attention("auto", torch.device("cpu")) == Backend("torch", "sdpa")
+    with pytest.raises(AttentionError, match=r"'flash' is not known; allowed: auto, torch, xformers"):
+        choose_attention("flash", "cpu")
+
+
+def test_xformers_by_name_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(AttentionError, match=r"not installed; type: pip install '\.\[train-cuda\]'"):
+        choose_attention("xformers", "cuda")
+
+
+def test_xformers_by_name_on_a_cpu(stand_in: types.ModuleType) -> None:
+    with pytest.raises(AttentionError, match=r"the device is cpu.*--attention torch"):
+        choose_attention("xformers", "cpu")
+    assert choose_attention("auto", "cpu").name == "torch"
+
+
+def test_old_and_unsupported_gpus(stand_in: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert choose_attention("auto", "cuda").name == "torch"
+    with pytest.raises(AttentionError, match=r"Old GPU has compute capability 6\.1"):
+        choose_attention("xformers", "cuda")
+    # New enough, but its kernels do not run: here because there is no CUDA device at all, or no real xformers.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "zeros", _fail)
+    assert choose_attention("auto", "cuda").name == "torch"
+    with pytest.raises(AttentionError, match=r"it fails on cuda \(no kernel image is available\)"):
+        choose_attention("xformers", "cuda")
+
+
+def _fail(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("no kernel image is available\nCUDA kernel errors might be reported later")
+
+
+CAN_RUN = torch.cuda.is_available() and importlib.util.find_spec("xformers") is not None
+
+
+@pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device and xformers: its kernels run nowhere else")
+# float16 and bfloat16 round to 2^-11 and 2^-8; three layers and a norm let a few such roundings add up.
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.float16, 2e-2), (torch.bfloat16, 1.5e-1)])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_real_xformers_equals_each_document_alone(
+    name: str, dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_mtpc.hf.attention._say_fallback", _fail)  # else PyTorch might be compared with itself
+    config, changes = MODELS[name]
+    backend = choose_attention("auto", "cuda")
+    assert backend == choose_attention("xformers", "cuda") == Backend("xformers", IMPLEMENTATION)
+    changes = {**changes, "hidden_size": 128, "intermediate_size": 64}
+    reference = backbone(config, **changes)
+    model = backbone(config, backend.implementation, **changes).to("cuda", dtype)
+    arguments = packed_arguments(DOCUMENTS.cuda(), "xformers")
+    states = model(input_ids=TOKENS.cuda(), use_cache=False, **arguments).last_hidden_state.cpu().float()
+    real = DOCUMENTS >= 0
+    difference = (states - alone(reference))[real]
+    print(f"{name}, {dtype}: largest difference {difference.abs().max():.2g}")
+    assert states.isfinite().all()
+    assert difference.norm() < allowed * alone(reference)[real].norm()
+    check_packing(model, "xformers", "cuda")

@@ -1,0 +1,46 @@
+"""What is said of a target that transformers does not run; none of its code is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vllm_mtpc.hf import TargetError, load_target
+from vllm_mtpc.hf.names import SERVED_ONLY, target_config, target_tokenizer, tokenizer_if_any
+from vllm_mtpc.models.registration import ARCHITECTURES
+
+
+@pytest.fixture
+def with_code(tmp_path):
+    """A model whose config and tokenizer are classes of its own repository, which leave a trace when they are run."""
+    config = {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": {"AutoConfig": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
+    return tmp_path
+
+
+def test_every_model_of_this_package_is_served_only():
+    assert set(SERVED_ONLY) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architecture", SERVED_ONLY)
+def test_a_target_that_is_served_only_is_refused_with_what_is_possible(tmp_path, architecture):
+    config = {"model_type": "unheard-of", "architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for read in (load_target, target_config):
+        with pytest.raises(TargetError, match=f"{architecture} runs in vLLM alone.*served, converted") as caught:
+            read(str(tmp_path))
+        assert "\n" not in str(caught.value)
+
+
+def test_code_of_a_repository_is_neither_run_nor_asked_for(with_code, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    for read in (load_target, target_config, target_tokenizer):
+        with pytest.raises(TargetError, match="Python code of its own repository, which is never run here") as caught:
+            read(str(with_code))
+        assert "\n" not in str(caught.value)
+    assert tokenizer_if_any(with_code) is None
+    assert not (with_code / "was_run").exists()

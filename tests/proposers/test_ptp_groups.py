@@ -1,0 +1,154 @@
+"""Group sizes of the merged pass: the best of all tables, what a simulated chain gives, rows by confidence."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_mtpc.errors import HeadConfigError, ServeConfigError
+from vllm_mtpc.proposers.v2.ptp.groups import choose_groups, drafts_of_rows, dynamic_sizes, tables_by_batch
+
+VARIANTS = ("o-ptp", "c-ptp")
+
+
+def independent(p: float, drafts: int) -> list[float]:
+    """Every draft is right with probability p, whatever the others are."""
+    return [p**g * (1 - p) for g in range(drafts)] + [p**drafts]
+
+
+def expected(accepted: np.ndarray, sizes: tuple[int, ...], variant: str) -> float:
+    """Tokens per step of a table by the powers of its chain over v, from the first step of a request on."""
+    drafts = len(sizes) - 1
+    after = [max(0, size - (variant == "o-ptp")) for size in sizes]
+    survival = [accepted[g:].sum() for g in range(drafts + 1)]
+    step = np.zeros((drafts + 1, drafts + 1))
+    for v in range(drafts + 1):
+        for d in range(v + 1):
+            step[v, after[d]] += survival[v] if d == v else survival[d] - survival[d + 1]
+    often = np.linalg.matrix_power(step, 2**14)[after[0]]
+    return float(often @ np.cumsum(survival))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("drafts", "budget"), [(1, 2), (2, 3), (2, 5), (3, 4), (3, 6), (3, 10)])
+def test_no_other_table_is_better(variant, drafts, budget):
+    """Three laws each. A search, so a miss of 1 % is allowed; nine in ten are exact (see the next test)."""
+    random = np.random.default_rng(drafts * 100 + budget)
+    most = drafts + (variant == "o-ptp")
+    for concentration in (0.3, 1.0, 3.0):
+        accepted = random.dirichlet(np.full(drafts + 1, concentration))
+        table = choose_groups(accepted, drafts, budget, variant, drafts + 1)
+        assert sum(table.sizes) <= budget and max(table.sizes) <= most
+        all_sizes = (s for s in itertools.product(range(most + 1), repeat=drafts + 1) if sum(s) <= budget)
+        best = max(expected(accepted, sizes, variant) for sizes in all_sizes)
+        assert table.expected_tokens == pytest.approx(expected(accepted, table.sizes, variant), abs=1e-6)
+        assert 0.99 * best <= table.expected_tokens <= best + 1e-6
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_almost_every_table_is_exact(variant):
+    random = np.random.default_rng(0)
+    exact = 0
+    for _ in range(30):
+        accepted = random.dirichlet(np.full(3, 0.7))
+        sizes = itertools.product(range(3 + (variant == "o-ptp")), repeat=3)
+        best = max(expected(accepted, s, variant) for s in sizes if sum(s) <= 4)
+        exact += choose_groups(accepted, 2, 4, variant, 3).expected_tokens > best - 1e-6
+    assert exact >= 27
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_simulated_chain_has_the_expected_tokens(variant):
+    drafts, accepted = 6, [0.3, 0.25, 0.05, 0.1, 0.1, 0.05, 0.15]
+    table = choose_groups(accepted, drafts, 14, variant, drafts + 1)
+    after = drafts_of_rows(np.array(table.sizes), variant)
+    random = np.random.default_rng(1)
+    right, drafted, tokens = random.choice(drafts + 1, 200_000, p=accepted), after[0], 0
+    for count in right:
+        kept = min(count, drafted)
+        tokens, drafted = tokens + 1 + kept, after[kept]
+    assert tokens / len(right) == pytest.approx(table.expected_tokens, rel=0.01)
+
+
+def test_known_values():
+    """Independent drafts, p = 0.7, at most 19: two passes give 3.33; 90 rows gave the authors' greedy choice 3.15."""
+    law = independent(0.7, 19)
+    values = [choose_groups(law, 19, budget, "o-ptp", 20).expected_tokens for budget in (20, 40, 90, 200, 400)]
+    assert values == sorted(values)
+    assert 3.15 <= values[2] <= 3.33
+    assert values[-1] == pytest.approx(sum(0.7**g for g in range(20)), abs=1e-6)  # as many rows as are of use
+    assert choose_groups(law, 19, 1, "o-ptp", 20) == ((0,) * 20, pytest.approx(1.0))  # a row alone drafts nothing
+    assert choose_groups(law, 19, 1, "c-ptp", 20).sizes == (1,) + (0,) * 19
+
+
+def test_a_head_that_is_always_right():
+    """The chain never leaves K drafts, so all rows belong to the group for K, but the first step starts at none."""
+    table = choose_groups([0.0, 0.0, 0.0, 1.0], 3, 100, "c-ptp", 4)
+    assert table.sizes == (3, 3, 3, 3) and table.expected_tokens == pytest.approx(4)
+    assert choose_groups([0.0, 0.0, 0.0, 1.0], 3, 6, "c-ptp", 4).expected_tokens == pytest.approx(4)
+
+
+def test_tables_by_batch_share_the_rows():
+    law = independent(0.8, 7)
+    tables = tables_by_batch(law, 7, "o-ptp", 8, max_num_seqs=20, max_rows=128)
+    assert [batch for batch, _ in tables] == [1, 2, 4, 8, 16, 20]
+    for batch, table in tables:
+        assert batch * sum(table.sizes) <= 128
+    values = [table.expected_tokens for _, table in tables]
+    assert values == sorted(values, reverse=True) and tables[0][1].sizes == (8,) * 8
+    assert all(sum(table.sizes) <= 10 for _, table in tables_by_batch(law, 7, "o-ptp", 8, 8, 128, budget=10))
+    assert not any(tables_by_batch(law, 7, "o-ptp", 8, 256, 256)[-1][1].sizes)  # too large a batch to draft for
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_by_confidence_are_best_for_one_step(variant):
+    """Against all allocations: never beaten without lead rows (a concave sum); with them, by what one row is worth."""
+    torch.manual_seed(0)
+    lead, losses = int(variant == "o-ptp"), []
+    for _ in range(60):
+        drafts = int(torch.randint(1, 4, ()))
+        confidence, survival = torch.rand(1, drafts), torch.cat([torch.ones(1), torch.rand(drafts).cumprod(0)])
+        budget = int(torch.randint(0, (drafts + 1) * (drafts + lead) + 3, ()))
+        sizes = dynamic_sizes(confidence, survival, budget, variant, drafts + 1)
+        assert sizes.shape == (1, drafts + 1) and sizes.dtype == torch.int64
+        assert int(sizes.sum()) == min(budget, (drafts + 1) * (drafts + lead)) and int(sizes.max()) <= drafts + lead
+        reach = [1.0, *confidence[0].cumprod(0).tolist(), 0.0]
+        exactly = [reach[d] - reach[d + 1] for d in range(drafts + 1)]
+
+        def gain(rows, exactly=exactly, survival=survival):
+            return sum(a * float(survival[1 : max(0, n - lead) + 1].sum()) for a, n in zip(exactly, rows, strict=True))
+
+        tables = itertools.product(range(drafts + lead + 1), repeat=drafts + 1)
+        best = max(gain(rows) for rows in tables if sum(rows) <= budget)
+        losses.append(best - gain(sizes[0].tolist()))
+    assert max(losses) < (0.1 if lead else 1e-6) and sum(losses) / len(losses) < 0.005
+
+
+def test_rows_follow_the_confidence_of_each_request():
+    survival = torch.tensor([1.0, 0.8, 0.6, 0.5])
+    sizes = dynamic_sizes(torch.tensor([[0.99, 0.99, 0.99], [0.0, 0.0, 0.0]]), survival, 6, "c-ptp", 4)
+    assert sizes[0].argmax() == 3 and sizes[1].argmax() == 0 and sizes.sum(1).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (([0.5, 0.5], 1, 4, "x-ptp", 2), HeadConfigError, "allowed are o-ptp, c-ptp"),
+        (([0.5, 0.5], 2, 4, "o-ptp", 2), ServeConfigError, "allowed are 1 to 1"),
+        (([0.5, 0.5], 1, -1, "o-ptp", 2), ServeConfigError, "budget=-1"),
+        (([0.5, -0.5], 1, 4, "o-ptp", 2), HeadConfigError, "measure the head again"),
+        (([], 1, 4, "o-ptp", 2), HeadConfigError, "measure the head again"),
+    ],
+)
+def test_impossible_values_are_one_line(given, error, message):
+    with pytest.raises(error, match=message) as caught:
+        choose_groups(*given)
+    assert "\n" not in str(caught.value)
+
+
+def test_impossible_batches_are_one_line():
+    with pytest.raises(ServeConfigError, match="max_num_seqs=0"):
+        tables_by_batch([0.5, 0.5], 1, "o-ptp", 2, 0, 8)

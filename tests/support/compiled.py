@@ -1,0 +1,347 @@
+"""Compiles every Triton kernel at every shape that is served, for GPUs that are not there.
+
+    python -m tests.support.compiled [--json FILE] [80 90 100]
+
+A stand-in for Triton's driver names the chip. The launchers of `kernels/` are called with tensors on torch's meta
+device, so Triton's own binder sees the dtypes, strides and sizes of serving and decides what is specialised (pointers
+are aligned, as allocated ones are). `variants` notes what would be compiled and launches nothing; `row_of` compiles it
+with the ptxas of Triton's wheel. vLLM is not imported: its noise and our kernel that imports vLLM are read as files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+
+from vllm_mtpc.circuits import CIRCUITS, get_circuit
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.kernels.draft import SMALL_VOCAB
+from vllm_mtpc.kernels.draft.kernel import Drafter
+from vllm_mtpc.kernels.leaf import fp8
+from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.report import check_file, write_json
+
+ROOT = Path(__file__).parents[2]
+META = torch.device("meta")
+CHIPS = (80, 90, 100)
+SHARED = 99 << 10  # bytes that a block may have on GPUs of 8.6 and 8.9; those of CHIPS have more
+FP8_FROM = 89  # where `fp8.is_fast_on`: nothing below reads float8
+HALF, WHOLE, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class StandIn:
+    """What Triton asks its driver before a launch."""
+
+    def __init__(self, chip: int) -> None:
+        self.chip = chip
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.chip, 32)
+
+    def get_current_device(self) -> int:
+        return self.chip  # what is noted of one chip is not taken for another's
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as it would be compiled."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+    @property
+    def constexprs(self) -> str:
+        """Those that are numbers, those that Triton's binder has made of sizes included."""
+        names = {self.kernel.arg_names[path[0]]: value for path, value in self.constants.items()}
+        return " ".join(f"{name}={int(value)}" for name, value in names.items() if isinstance(value, int))
+
+
+# In Triton's cache of what is compiled: the next launch of the kind takes Triton's usual way, and does nothing.
+NOTHING = SimpleNamespace(run=lambda *_: None, launch_metadata=lambda *_: None, function=None, packed_metadata=None)
+
+
+@contextlib.contextmanager
+def gpu(chip: int) -> Iterator[None]:
+    """Triton believes that this chip is there."""
+    before = driver._active
+    driver.set_active(StandIn(chip))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def variants(call: Callable[[], Any], chip: int = 90) -> dict[tuple[str, str], Variant]:
+    """What the launches of a call would compile, by the kernel's name and Triton's key; nothing is launched."""
+    found: dict[tuple[str, str], Variant] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        (attributes,) = compile["configs"]
+        options = json.loads(compile["specialization_data"])["options"]
+        options = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg")}
+        what = (compile["signature"], compile["constants"], attributes, options)
+        found[fn.name, compile["key"]] = Variant(fn.jit_function, *what)
+        fn.jit_function.device_caches[chip][0][compile["key"]] = NOTHING
+        return True  # handled: Triton neither compiles nor launches
+
+    with gpu(chip), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        call()
+    for (_, key), variant in found.items():
+        del variant.kernel.device_caches[chip][0][key]
+    return found
+
+
+@contextlib.contextmanager
+def _in_place_of_vllm() -> Iterator[None]:
+    """What files read without vLLM import of it."""
+    stands = {"vllm.triton_utils": {"tl": triton.language, "triton": triton}}
+    stands["vllm.v1.worker.gpu.input_batch"] = {"InputBatch": object}
+    kept = {name: sys.modules.get(name) for name in stands}
+    for name, attributes in stands.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(attributes)
+    try:
+        yield
+    finally:
+        for name, module in kept.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+def _read(path: Path) -> ModuleType:
+    """A module that imports vLLM's Triton, with Triton itself."""
+    spec = importlib.util.spec_from_file_location(f"compiled_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    with _in_place_of_vllm():
+        spec.loader.exec_module(module)
+    return module
+
+
+def vllms_noise() -> Any:
+    """vLLM's `gumbel_noised_argmax`, for a GPU."""
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    return _read(folder / "v1" / "worker" / "gpu" / "sample" / "gumbel.py").gumbel_noised_argmax
+
+
+def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def last_of(ranks: int, vocab: int) -> Shard:
+    """What vLLM leaves the last of `ranks` of an lm_head, filled up to a multiple of 64."""
+    return Shard(ranks - 1, ranks, vocab, lambda own: own.repeat(ranks, 1), -(-vocab // 64) * 64)
+
+
+def draft(
+    noise: Any,
+    name: str,
+    n: int,
+    r: int,
+    vocab: int,
+    drafts: int,
+    dtype: torch.dtype = HALF,
+    draw: bool = True,
+    use_fp64: bool = False,
+    ranks: int = 1,
+) -> None:
+    """The draft kernel on two requests; leaf and cache have a dtype. ranks: on the last one of so many."""
+    circuit = get_circuit(name, n, r)
+    shard = last_of(ranks, vocab) if ranks > 1 else None
+    drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
+    leaf = empty(2, drafts, r, shard.rows if shard else vocab, dtype=dtype)
+    params = (empty(2, r, dtype=WHOLE), leaf, empty(2, r, dtype=WHOLE))
+    drafter(
+        *params,
+        empty(2, circuit.num_inner, r, r, dtype=WHOLE),
+        slots=empty(2, dtype=LONG),
+        temperature=empty(64, dtype=WHOLE),
+        seeds=empty(64, dtype=LONG),
+        pos=empty(2, dtype=LONG),
+        tokens=empty(64, n - 1, dtype=LONG)[:2, :drafts],
+        confidences=empty(64, n - 1, dtype=WHOLE)[:2, :drafts],
+        cache=empty(64, n - 1, vocab, dtype=dtype) if draw else None,
+        draw=draw,
+    )
+
+
+def leaves(n: int, r: int, vocab: int, hidden: int, batch: int, dtype: torch.dtype = HALF, eight: bool = False) -> None:
+    """Both leaf operations; eight: float8 weights, of which alone the logits are a kernel of ours."""
+    from vllm_mtpc.kernels.leaf import kernel
+
+    states = empty(batch, 1, hidden, dtype=dtype)
+    weight = empty(n, r, vocab, hidden, dtype=torch.uint8).view(fp8.FORMAT) if eight else empty(n, r, vocab, hidden)
+    weight, scale = weight if eight else weight.to(dtype), empty(n, r, vocab, dtype=WHOLE) if eight else None
+    kernel.terms(states, weight[0], scale[0] if eight else None, empty(batch, dtype=LONG))
+    if eight:
+        kernel.logits(states[:, None], weight[1:], scale[1:])
+
+
+def filters(name: str, n: int, r: int, dtype: torch.dtype = WHOLE) -> None:
+    """Forward, with and without a tape, and backward, on what has a dtype."""
+    from vllm_mtpc.kernels.filter import kernel
+
+    circuit = get_circuit(name, n, r)
+    sums = empty(64, r, dtype=dtype), empty(64, circuit.num_inner, r, r, dtype=dtype)
+    kernel._forward(circuit.program, empty(64, n, r, dtype=dtype), *sums, keep=False)
+    weights, tape = kernel._forward(circuit.program, empty(64, n, r, dtype=dtype), *sums, keep=True)
+    kernel._backward(circuit.program, *sums, tape, weights)
+
+
+def coupled(vocab: int, width: int) -> None:
+    """What verifies coupled drafts: PTP's number, the token it falls on, how many drafts are kept."""
+    from vllm_mtpc.kernels.couple import kernel as couple
+    from vllm_mtpc.kernels.pick import kernel as pick
+    from vllm_mtpc.kernels.uniform import kernel as uniform
+
+    u = uniform.uniform(empty(24, dtype=LONG), empty(24, dtype=LONG))
+    pick.pick(empty(24, vocab, dtype=WHOLE), u)
+    rows, begins = (empty(24, dtype=LONG), empty(24, dtype=INT)), empty(4, dtype=INT)
+    kept, count = couple.accept(*rows, begins, width)
+    couple.accept(*rows, begins, width, (empty(3, dtype=INT), kept, count))
+
+
+def gathered() -> None:
+    batch = SimpleNamespace(
+        num_reqs=3,
+        query_start_loc=empty(65, dtype=INT),
+        idx_mapping=empty(3, dtype=INT),
+        positions=empty(64, dtype=LONG),
+    )
+    counts, last, given = empty(3, dtype=INT), empty(64, 1, dtype=LONG), empty(1, 64, dtype=INT)
+    starts = (empty(64, dtype=LONG) for _ in range(3))
+    _read(ROOT / "proposers" / "v2" / "gather.py").last_rows(batch, counts, counts, last, given, *starts)
+
+
+def served() -> Iterator[tuple[str, Callable[[], Any], int]]:
+    """What is served: its name, a call that launches it, the least chip."""
+    noise, others = vllms_noise(), [name for name in CIRCUITS if name != "ff"]
+    heads = {"demo": (8, 8, 257), "EvaByte": (16, 32, 320), "Llama": (8, 8, 128_256), "Qwen": (8, 8, 151_936)}
+    for model, (n, r, vocab) in heads.items():
+        for name in CIRCUITS:
+            given = (noise, name, n, 1 if name == "ff" else r, vocab)
+            yield f"{model} {name}", lambda given=given, n=n: draft(*given, n - 1), 0
+        given = (noise, others[-1], n, r, vocab)
+        yield f"{model} {others[-1]}, K=2", lambda given=given: draft(*given, 2), 0
+        yield f"{model} {others[-1]}, float32", lambda given=given, n=n: draft(*given, n - 1, WHOLE), 0
+        yield f"{model} {others[-1]}, argmax", lambda given=given, n=n: draft(*given, n - 1, draw=False), 0
+        if vocab > SMALL_VOCAB:
+            for ranks in (2, 8):
+                yield (
+                    f"{model} {others[-1]}, {ranks} ranks",
+                    lambda given=given, ranks=ranks: draft(*given, 2, ranks=ranks),
+                    0,
+                )
+        yield f"{model} {others[-1]}, float64", lambda given=given, n=n: draft(*given, n - 1, use_fp64=True), 0
+    for model, sizes in {
+        "demo": (8, 8, 257, 128),
+        "EvaByte": (16, 32, 320, 4096),
+        "Llama": (4, 1, 128_256, 4096),
+    }.items():
+        for batch in (2, 17, 64):
+            yield f"{model} B={batch}", lambda sizes=sizes, batch=batch: leaves(*sizes, batch), 0
+            yield (
+                f"{model} B={batch}, fp8",
+                lambda sizes=sizes, batch=batch: leaves(*sizes, batch, eight=True),
+                FP8_FROM,
+            )
+            yield f"{model} B={batch}, float32", lambda sizes=sizes, batch=batch: leaves(*sizes, batch, WHOLE), 0
+    for n, r in ((8, 8), (16, 32), (16, 64)):
+        for name in CIRCUITS:
+            given = (name, n, 1 if name == "ff" else r)
+            yield f"training {name} n={n} r={r}", lambda given=given: filters(*given), 0
+    yield "training bfloat16", lambda: filters(others[-1], 8, 8, HALF), 0
+    for vocab in (257, 320, 128_256, 151_936):
+        yield f"PTP V={vocab}", lambda vocab=vocab: coupled(vocab, 8), 0
+    yield "rows", gathered, 0
+
+
+def row_of(variant: Variant, chip: int) -> dict[str, Any]:
+    """Compiles a kernel: registers and bytes of the stack (spills) per thread, bytes shared, instructions."""
+    source = ASTSource(variant.kernel, variant.signature, variant.constants, variant.attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=variant.options)
+    cubin = built.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    return {
+        "warps": built.metadata.num_warps,
+        "registers": registers,
+        "spilled": stack,
+        "shared": built.metadata.shared,
+        "instructions": _text_size(cubin) // 16,  # bytes of an instruction since Volta
+    }
+
+
+def _text_size(elf: bytes) -> int:
+    """Bytes of the sections .text.* of a cubin."""
+    (table,), (width, count, names) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<HHH", elf, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", elf, table + at * width) for at in range(count)]
+    start = sections[names][4]
+    return sum(size for name, *_, size in sections if elf[start + name :].startswith(b".text."))
+
+
+def rows(chip: int, names: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
+    """A row per kernel and variant, with what it serves: of what is served, names that begin so alone."""
+    found: dict[tuple[str, str], Variant] = {}
+    uses: dict[tuple[str, str], list[str]] = {}
+    for name, call, least in served():
+        if chip >= least and name.startswith(names):
+            for key, variant in variants(call, chip).items():
+                found.setdefault(key, variant)
+                uses.setdefault(key, []).append(name)
+    for key, variant in found.items():
+        what = {"chip": f"sm_{chip}", "kernel": variant.kernel.__name__, "constants": variant.constexprs}
+        yield what | row_of(variant, chip) | {"for": uses[key]}
+
+
+def show(row: dict[str, Any]) -> None:
+    print(*(row[key] for key in row if key != "for"), row["for"][0], sep="\t", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile every kernel for GPUs that are not there.")
+    parser.add_argument("chips", nargs="*", type=int, default=CHIPS)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    check_file(arguments.json)
+    source, table = provenance.collect(), []
+    for row in (row for chip in arguments.chips for row in rows(chip)):
+        show(row)
+        table.append(row)
+    if arguments.json:
+        write_json(arguments.json, {"kind": "compiled", **source, "rows": table})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Runs vLLM engines in a process of their own, on either model runner, and hands back what they said.
+
+A test describes engines (their arguments, then calls one after the other); `run` builds them in turn in one forked
+process (tests/support/forks.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support import forks
+
+SMALL = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 26,
+    "max_num_seqs": 8,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+if forks.ON_GPU:  # vLLM's own: CUDA graphs, inductor, asynchronous scheduling; several engines may be alive
+    del SMALL["enforce_eager"]
+    SMALL |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
+SMALL |= json.loads(os.environ.get("MTPC_TEST_ENGINE", "{}"))
+
+
+@dataclass
+class Call:
+    """One `LLM.generate`: prompts as token ids, one dict of SamplingParams arguments for each.
+
+    lora: folder of the adapter to ask. is_refused: the call must raise; the reply is its message.
+    sleep: level at which the engine sleeps before; without a GPU it stays awake.
+    """
+
+    prompts: list[list[int]]
+    sampling: list[dict[str, Any]]
+    lora: str | None = None
+    is_refused: bool = False
+    sleep: int = 0
+
+
+@dataclass
+class Engine:
+    """`LLM(model, **arguments)` and what to ask it; `plant` names a change made before (PLANTS, *_plants.py)."""
+
+    model: str
+    calls: list[Call]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    plant: str | None = None
+
+
+@dataclass
+class Reply:
+    """Answers of one call, by prompt and sample, and the engine's counters after it."""
+
+    tokens: list[list[list[int]]]
+    texts: list[list[str]]
+    finish: list[list[str | None]]
+    logprobs: list[list[Any]]
+    metrics: dict[str, float]
+    recorded: list[Any] = field(default_factory=list)  # what a plant noted while the engine ran
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    error: str = ""
+    modes: tuple[str, bool] = ("", False)  # CUDA graphs, asynchronous scheduling
+
+
+def run(
+    engines: dict[str, Engine], runner: str, async_scheduling: bool = False, timeout: float = 1200, **more_env: str
+) -> dict[str, list[Reply] | str]:
+    """Replies by engine name; the traceback as a string instead where the engine raised.
+
+    runner: one of tests.support.forks.ENVIRONMENTS.
+    """
+    if async_scheduling and runner != "v1" and not forks.ON_GPU:  # where it is on by itself
+        more_env["MTPC_TEST_ASYNC"] = "1"
+    return forks.call(runner, "tests.support.engine:answers", engines, timeout=timeout, **more_env)
+
+
+def _drop_recovered() -> None:
+    """The fault of the paper's algorithm: after one or more accepted drafts, throw the recovered token away."""
+    import vllm.v1.sample.rejection_sampler as module
+
+    original = module.rejection_sample
+
+    def rejection_sample(draft_token_ids: Any, num_draft_tokens: list[int], *args: Any, **kwargs: Any) -> Any:
+        output = original(draft_token_ids, num_draft_tokens, *args, **kwargs)
+        for row, drafted in zip(output, num_draft_tokens, strict=True):
+            emitted = int((row >= 0).sum())
+            if 1 < emitted <= drafted:
+                row[emitted - 1] = -1
+        return output
+
+    module.rejection_sample = rejection_sample
+
+
+def _drop_recovered_v2() -> None:
+    """The same on Model Runner V2, which counts what it emits."""
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as module
+
+    original = module.rejection_sample
+
+    def rejection_sample(
+        logits: Any, draft_logits: Any, drafts: Any, cu_num_logits: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        sampled, counts = original(logits, draft_logits, drafts, cu_num_logits, *args, **kwargs)
+        drafted = cu_num_logits.diff() - 1
+        return sampled, counts - ((counts > 1) & (counts <= drafted)).to(counts.dtype)
+
+    module.rejection_sample = rejection_sample
+
+
+def _noted_seeds() -> Any:
+    """Notes (module, seed, position of the step's first row) of every row whose seed is made a step's."""
+    from vllm_mtpc.proposers.v2 import speculator, stepped
+
+    original = stepped.step_seeds
+
+    def noting(module: Any) -> Any:
+        def step_seeds(seeds: Any, anchor: Any) -> Any:
+            rows = zip(seeds.tolist(), anchor.tolist(), strict=True)
+            RECORDED.extend((module.__name__.rpartition(".")[2], *row) for row in rows)
+            return original(seeds, anchor)
+
+        return step_seeds
+
+    def undo() -> None:
+        speculator.step_seeds = stepped.step_seeds = original
+
+    for module in (speculator, stepped):
+        module.step_seeds = noting(module)
+    return undo
+
+
+def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Puts `value` in the place of an attribute; returns what undoes it."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)
+
+
+PLANTS = {"drop_recovered": _drop_recovered, "drop_recovered_v2": _drop_recovered_v2, "noted_seeds": _noted_seeds}
+RECORDED: list[Any] = []
+TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran last, in the order they were asked
+
+
+def _sampling_params(arguments: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = arguments.get("structured_outputs")
+    return SamplingParams(
+        **{**arguments, "structured_outputs": StructuredOutputsParams(**structured) if structured else None}
+    )
+
+
+def _answer(engine: Engine) -> list[Reply]:
+    from vllm import LLM
+
+    undo = _plant(engine.plant) if engine.plant else None
+    llm = LLM(engine.model, **{**SMALL, **engine.arguments})
+    replies = []
+    texts = []
+    for call in engine.calls:
+        prompts = [{"prompt_token_ids": prompt} for prompt in call.prompts]
+        if call.is_refused:
+            replies.append(_refused(llm, prompts, call))
+            continue
+        outputs = _generate(llm, prompts, call)
+        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        per_position = next((m.values for m in llm.get_metrics() if m.name.endswith("tokens_per_pos")), None)
+        replies.append(
+            Reply(
+                tokens=[[list(sample.token_ids) for sample in output.outputs] for output in outputs],
+                texts=[[sample.text for sample in output.outputs] for output in outputs],
+                finish=[[sample.finish_reason for sample in output.outputs] for output in outputs],
+                logprobs=[[sample.logprobs for sample in output.outputs] for output in outputs],
+                metrics={**metrics, "per_position": per_position},
+                recorded=list(RECORDED),
+                prompt_logprobs=[output.prompt_logprobs for output in outputs],
+                modes=_modes(llm.llm_engine.vllm_config),
+            )
+        )
+        RECORDED.clear()
+        answers = [output.outputs[0].token_ids for output in outputs]
+        texts += [prompt + list(answer) for prompt, answer in zip(call.prompts, answers, strict=True)]
+    TEXTS[:] = texts
+    if undo:
+        undo()
+    return replies
+
+
+def _generate(llm: Any, prompts: list[Any], call: Call) -> list[Any]:
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("adapter", 1, call.lora) if call.lora else None
+    sampling = [_sampling_params(arguments) for arguments in call.sampling]
+    if call.sleep and forks.ON_GPU:
+        _sleep(llm, call.sleep)
+    return llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+
+
+def _modes(config: Any) -> tuple[str, bool]:
+    return config.compilation_config.cudagraph_mode.name, config.scheduler_config.async_scheduling
+
+
+def _sleep(llm: Any, level: int) -> None:
+    """At level 2 weights are not kept: they are read from the checkpoint again."""
+    llm.sleep(level=level)
+    llm.wake_up(tags=["weights"])
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
+
+
+def _refused(llm: Any, prompts: list[Any], call: Call) -> Reply:
+    try:
+        _generate(llm, prompts, call)
+    except Exception as error:
+        return Reply([], [], [], [], {}, error=str(error))
+    raise AssertionError(f"{call.sampling} was not refused")
+
+
+def _plant(name: str) -> Any:
+    """Make a change; returns what undoes it, for the changes that can be undone."""
+    if name in PLANTS:
+        return PLANTS[name]()
+    from tests.support.faults import draft as draft_plants
+    from tests.support.faults import grammar as grammar_plants
+    from tests.support.faults import law as law_plants
+    from tests.support.faults import layer as layer_plants
+    from tests.support.faults import ptp as ptp_plants
+    from tests.support.faults import seed as seed_plants
+    from tests.support.faults import window as window_plants
+
+    modules = (draft_plants, grammar_plants, law_plants, layer_plants, ptp_plants, seed_plants, window_plants)
+    return {key: plant for module in modules for key, plant in module.PLANTS.items()}[name]()
+
+
+def answers(engines: dict[str, Engine]) -> dict[str, list[Reply] | str]:
+    """Of engines that are started one after the other in this process."""
+    if os.environ.get("MTPC_TEST_ASYNC") == "1":
+        import sitecustomize  # which was imported before this variable was there
+
+        sitecustomize._async_scheduling_on_cpu()
+    replies: dict[str, list[Reply] | str] = {}
+    for name, engine in engines.items():
+        try:
+            replies[name] = _answer(engine)
+        except Exception:
+            replies[name] = traceback.format_exc()
+        gc.collect()
+    return replies

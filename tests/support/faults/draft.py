@@ -1,0 +1,96 @@
+"""How tests change and note, inside an engine's process, what drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.support import engine
+
+
+def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
+    """Drafts by "kernel" in one launch, in "blocks" of the vocabulary, or by "definition"; notes what is drafted."""
+
+    def plant() -> Callable[[], None]:
+        from vllm_mtpc.kernels.draft.kernel import Drafter
+        from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
+
+        make, draft, prepare = Owner._drafter, Owner._draft, Drafter.__init__
+
+        def _drafter(self: Any, head: Any) -> Drafter | None:
+            made = None if path == "definition" else make(self, head)
+            assert made is None or made.one_launch == (path == "kernel")
+            return made
+
+        def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
+            draft(self, num_reqs, num_drafts)
+            if (self.idx_mapping[:num_reqs] >= 0).all():  # no dummy run
+                noted = (self.draft_tokens, self.draft_token_confidence_probs)
+                engine.RECORDED.append([part[:num_reqs, :num_drafts].clone() for part in noted])
+
+        def in_blocks(self: Any, *args: Any) -> None:
+            prepare(self, *args, one_launch=False)
+
+        Owner._drafter, Owner._draft = _drafter, _draft
+        if path == "blocks":
+            Drafter.__init__ = in_blocks
+
+        def undo() -> None:
+            Owner._drafter, Owner._draft, Drafter.__init__ = make, draft, prepare
+
+        return undo
+
+    return plant
+
+
+def note_drafts() -> Callable[[], None]:
+    """Notes, on Model Runner V1, the drafts of every step and the shapes of states that its lm_head was lent for."""
+    from vllm_mtpc.proposers import load
+    from vllm_mtpc.proposers.v1.proposer import MtpcProposer as Owner
+
+    propose, lend = Owner.propose_drafts, load._lm_head
+    shapes: list[tuple[int, ...]] = []
+
+    def _lm_head(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        logits = lend(*args, **kwargs)
+
+        def noting(states: Any) -> Any:
+            shapes.append(tuple(states.shape))
+            return logits(states)
+
+        return noting
+
+    def propose_drafts(self: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
+        shapes.clear()
+        drafts = propose(self, *args, **kwargs)
+        engine.RECORDED.append((drafts, list(shapes)))
+        return drafts
+
+    Owner.propose_drafts, load._lm_head = propose_drafts, _lm_head
+
+    def undo() -> None:
+        Owner.propose_drafts, load._lm_head = propose, lend
+
+    return undo
+
+
+def does_not_load() -> Callable[[], None]:
+    """The head raises where a worker loads it, on either runner."""
+    from vllm_mtpc.proposers.v1 import proposer
+    from vllm_mtpc.proposers.v2 import speculator
+
+    original = proposer.load_served_head
+
+    def load_served_head(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("half of the head")
+
+    def undo() -> None:
+        proposer.load_served_head = speculator.load_served_head = original
+
+    proposer.load_served_head = speculator.load_served_head = load_served_head
+    return undo
+
+
+PLANTS = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}
+PLANTS["note drafts"] = note_drafts
+PLANTS["does_not_load"] = does_not_load

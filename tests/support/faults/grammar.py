@@ -1,0 +1,85 @@
+"""Faults of drafting under a grammar, planted inside an engine's process, and a note of what was drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.support import engine
+
+Undo = Callable[[], None]
+
+
+def unmasked() -> Undo:
+    """V1: drafts are drawn and scored as if there were no grammar, and vLLM cuts them at the first forbidden one."""
+    from vllm_mtpc.proposers.grammar import Grammars, Masks
+
+    return engine.replaced(Grammars, "masks", lambda self, *args: Masks(None))
+
+
+def scored_unmasked() -> Undo:
+    """V1: drafts are drawn from the masked law, and the verifier is told the unmasked one."""
+    from vllm_mtpc.proposers.grammar import Masks
+    from vllm_mtpc.proposers.v1.proposer import MtpcProposer
+
+    around, propose = Masks.around, MtpcProposer.propose_drafts
+    running: list[MtpcProposer] = []
+
+    def propose_drafts(self: MtpcProposer, *args: Any) -> Any:
+        running[:] = [self]
+        return propose(self, *args)
+
+    def planted(self: Masks, pick: Any) -> Any:
+        masked = around(self, pick)
+
+        def scored(log_q: Any, k: int) -> Any:
+            law = log_q.softmax(-1)
+            drafts = masked(log_q, k)
+            running[0].draft_probs[: len(law), k] = law
+            return drafts
+
+        return scored
+
+    Masks.around, MtpcProposer.propose_drafts = planted, propose_drafts
+
+    def undo() -> None:
+        Masks.around, MtpcProposer.propose_drafts = around, propose
+
+    return undo
+
+
+def scored_unmasked_v2() -> Undo:
+    """V2: drafts are drawn from the masked law, and `draft_logits` keep what the launch before has left there."""
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+    original = MtpcSpeculator._draft_masked
+
+    def planted(self: MtpcSpeculator, *args: Any) -> None:
+        unmasked = self.draft_logits.clone()
+        original(self, *args)
+        self.draft_logits.copy_(unmasked)
+
+    return engine.replaced(MtpcSpeculator, "_draft_masked", planted)
+
+
+def noted() -> Undo:
+    """Notes (drafts, the prefix of them that the grammar allows) of every validation of a structured request."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    original = StructuredOutputManager.validate_tokens
+
+    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
+        valid = original(self, request, spec_tokens)
+        if request.use_structured_output:
+            engine.RECORDED.append((list(spec_tokens), list(valid)))
+        return valid
+
+    return engine.replaced(StructuredOutputManager, "validate_tokens", validate_tokens)
+
+
+PLANTS = {
+    "unmasked drafts": unmasked,
+    "masked drafts scored unmasked": scored_unmasked,
+    "masked drafts scored unmasked on V2": scored_unmasked_v2,
+    "noted drafts": noted,
+}

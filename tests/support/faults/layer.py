@@ -1,0 +1,84 @@
+"""What the tests of draft layers note, and break, inside an engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.support import engine
+
+
+def _noting() -> Callable[[], None]:
+    """Notes, for every request of every step, where its text ends, the state its head reads and what was drafted."""
+    from vllm_mtpc.proposers.v2.layered import LayeredSpeculator as Owner
+    from vllm_mtpc.proposers.v2.seeded import DRAFTING
+
+    original = Owner.propose
+
+    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts = original(self, input_batch, *args, **kwargs)
+        for row, name in enumerate([] if kwargs.get("dummy_run") else input_batch.req_ids):
+            engine.RECORDED.append(
+                {
+                    "request": int(name.partition("-")[0]),  # offline, vLLM counts the requests of an engine from 0
+                    "prefix": int(self.noise_pos[row]) % DRAFTING,  # which stream its noise is of
+                    "hidden": self.hidden_states[row].clone(),
+                    "drafts": drafts[row, : kwargs["num_speculative_tokens"]].clone(),  # later columns are stale
+                }
+            )
+        return drafts
+
+    Owner.propose = propose
+    return lambda: setattr(Owner, "propose", original)
+
+
+def _without_adapters() -> Callable[[], None]:
+    from vllm_mtpc.proposers.v2.ptp.lora import GatedLinear
+
+    original = GatedLinear.forward
+    GatedLinear.forward = lambda self, x: self.base(x)
+    return lambda: setattr(GatedLinear, "forward", original)
+
+
+def _stale_trunk() -> Callable[[], None]:
+    """Rows read the state of the row before them."""
+    from vllm_mtpc.proposers.v2.draft_layers import DraftLayers
+
+    original = DraftLayers.forward
+    DraftLayers.forward = lambda self, positions, states: original(self, positions, states.roll(1, dims=0))
+    return lambda: setattr(DraftLayers, "forward", original)
+
+
+def _unread_chunks() -> Callable[[], None]:
+    """Draft layers are left out where a step samples nothing: pieces of a prompt are missing in their cache."""
+    from vllm_mtpc.proposers.v2.layered import LayeredSpeculator as Owner
+
+    propose, states = Owner.propose, Owner._states
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.samples_nothing = not kwargs.get("dummy_run") and not args[5].any()  # num_sampled
+        return propose(self, *args, **kwargs)
+
+    def _states(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return args[3] if self.samples_nothing else states(self, *args, **kwargs)  # the trunk as it is
+
+    Owner.propose, Owner._states = noting, _states
+
+    def undo() -> None:
+        Owner.propose, Owner._states = propose, states
+
+    return undo
+
+
+def _with(fault: Callable[[], Callable[[], None]] | None) -> Callable[[], Callable[[], None]]:
+    def plant() -> Callable[[], None]:
+        undo = [_noting(), *([fault()] if fault else [])]
+        return lambda: [back() for back in undo] and None
+
+    return plant
+
+
+FAULTS = {"without adapters": _without_adapters, "stale trunk": _stale_trunk, "unread chunks": _unread_chunks}
+PLANTS = {"layers": _with(None), **{f"layers {name}": _with(fault) for name, fault in FAULTS.items()}}

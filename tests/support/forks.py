@@ -1,0 +1,182 @@
+"""Functions in a process of their own, forked from one that has imported vLLM and done nothing else.
+
+Importing vLLM takes 15 CPU-seconds, a fork of a process that has imported it none. There is one such server for each
+model runner and test process. It starts no thread (OpenMP's would not survive a fork) and no engine, so that every
+fork begins as a new process would. Model Runner V2 runs its Triton kernels interpreted (scripts/interpreter): the same
+kernels as on a GPU, slowly.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[2]
+INTERPRETER = os.pathsep.join(filter(None, [str(ROOT / "scripts" / "interpreter"), os.environ.get("PYTHONPATH")]))
+# Variables that vLLM and Triton read while they are imported; a call's own are set in its fork.
+V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
+# "v2 on triton": with Triton's own interpreter;
+# "v2 at once": all instances of a launch at once, for many requests
+ENVIRONMENTS = {
+    "v1": {},
+    "v2": V2,
+    "v2 on triton": {**V2, "MTPC_INTERPRETER": "triton"},
+    "v2 at once": {**V2, "MTPC_INTERPRETER": "lanes"},
+}
+# MTPC_TEST_GPU=1: on a GPU, nothing interpreted. What has imported vLLM may have touched the GPU, which a fork must not
+# inherit: each imports it anew. Attention on float32, Triton's, would multiply in TF32, whose errors of 1e-3 turn a
+# greedy token now and then, as a drafted token is verified by other launches than a plain one.
+ON_GPU = os.environ.get("MTPC_TEST_GPU") == "1"
+if ON_GPU:
+    ENVIRONMENTS = {
+        name: {"VLLM_USE_V2_MODEL_RUNNER": runner, "TRITON_F32_DEFAULT": "ieee"}
+        for name, runner in (("v1", "0"), ("v2", "1"), ("v2 at once", "1"))
+    }
+QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+IMPORTED = (
+    ()
+    if ON_GPU
+    else (
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.entrypoints.anthropic.protocol",
+        "vllm.model_executor.layers.quantization.online.base",
+        "tests.support.engine",
+        "vllm_mtpc.plugin",
+        "vllm_mtpc.proposers.load",
+    )
+)
+ENDS_WITHIN_S = 60.0  # a fork that has answered
+
+
+def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **environment: str) -> Any:
+    """What "module:name"(*arguments) returns in a fork of the runner's server.
+
+    Raises RuntimeError with the end of the fork's output where it ended without an answer, TimeoutError where it took
+    longer; nothing that the fork started is left running.
+    """
+    kind, answer = _server(runner).ask((function, pickle.dumps(arguments), environment, timeout))
+    if kind == "answer":
+        return pickle.loads(answer)
+    if kind == "timeout":
+        raise TimeoutError(f"{function} took more than {timeout:.0f} s; its output ends with:\n{answer}")
+    raise RuntimeError(f"the process of {function} {kind}:\n{answer}")
+
+
+@functools.cache
+def _server(runner: str) -> _Server:
+    return _Server(runner)
+
+
+class _Server:
+    def __init__(self, runner: str) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "tests.support.forks", str(theirs.fileno()), *IMPORTED]
+        env = {**os.environ, **QUIET, **ENVIRONMENTS[runner]}
+        self.process = subprocess.Popen(command, env=env, cwd=ROOT, pass_fds=[theirs.fileno()])
+        theirs.close()
+        atexit.register(self.close)
+
+    def ask(self, task: Any) -> tuple[str, Any]:
+        self.connection.send(task)
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"the server of forks ended with {self.process.wait()}") from None
+
+    def close(self) -> None:
+        """The server ends as soon as nobody is at the other end, and with it what it has forked."""
+        self.connection.close()
+        self.process.wait()
+
+
+def main(connection: Connection, modules: list[str]) -> None:
+    """The server: one fork for each task until the connection is closed."""
+    _prepare(modules)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            task = connection.recv()
+            with tempfile.TemporaryFile() as log:
+                connection.send(_in_a_fork(connection, task, log))
+
+
+def _prepare(modules: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for module in modules:
+        import_module(module)
+    if "vllm" in sys.modules:
+        # or every fork does so, for 350 loggers
+        import_module("vllm.logger").configure_logging_if_needed(import_module("vllm.config.logging").LoggingConfig())
+        _replace_kernels_once()
+    gc.collect()
+    gc.freeze()  # or every engine that starts walks through all that was imported, five times
+
+
+def _replace_kernels_once() -> None:
+    """Every engine replaces kernels all over the loaded modules: a served process does so once, a test's many times."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    once = functools.cache(platform.register_triton_kernel_overrides)
+    platform.register_triton_kernel_overrides = staticmethod(once)
+    once()
+
+
+def _in_a_fork(connection: Connection, task: tuple[Any, ...], log: IO[bytes]) -> tuple[str, Any]:
+    answers, theirs = multiprocessing.Pipe(duplex=False)
+    *what, timeout = task
+    fork = multiprocessing.get_context("fork").Process(target=_run, args=(*what, theirs, log.fileno()))
+    fork.start()
+    theirs.close()
+    try:
+        ready = wait([connection, answers], timeout=timeout)
+        if connection in ready:  # nobody waits any more
+            raise EOFError
+        if not ready:
+            return "timeout", _end_of(log)
+        answer = None
+        with contextlib.suppress(EOFError):
+            answer = answers.recv_bytes()
+        fork.join(ENDS_WITHIN_S)
+        if fork.exitcode is None:
+            return "has answered, but does not end", _end_of(log)
+        return (f"ended with {fork.exitcode}", _end_of(log)) if answer is None else ("answer", answer)
+    finally:
+        fork.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(fork.pid, signal.SIGKILL)  # whatever it has started and left
+        fork.join()
+
+
+def _end_of(log: IO[bytes], size: int = 8000) -> str:
+    log.seek(0)
+    return log.read()[-size:].decode(errors="replace")
+
+
+def _run(function: str, arguments: bytes, environment: dict[str, str], answers: Connection, log: int) -> None:
+    os.setsid()  # a group of its own, to be ended as one
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
+    module, _, name = function.partition(":")
+    answers.send_bytes(pickle.dumps(getattr(import_module(module), name)(*pickle.loads(arguments))))
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])), sys.argv[2:])

@@ -1,0 +1,73 @@
+"""A training run at a size a test can afford, from documents in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+
+from tests.support.models import make_target
+from vllm_mtpc.data.documents import Documents
+from vllm_mtpc.data.rows import pack
+from vllm_mtpc.hf import Target, load_target
+from vllm_mtpc.train import prepare
+from vllm_mtpc.train.drafter import Drafter
+from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
+from vllm_mtpc.train.options import TrainOptions, parse
+
+V = 12
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A random Llama of 12 tokens."""
+    folder = tmp_path_factory.mktemp("tiny") / "target"
+    make_target(folder, V, seed=1, hidden_size=32)
+    return load_target(folder)
+
+
+def random_documents(count: int = 30, seed: int = 0) -> Documents:
+    rng = np.random.default_rng(seed)
+    return Documents.join([(rng.integers(0, V, n), np.ones(n, bool)) for n in rng.integers(5, 40, count)])
+
+
+def options_for(target: Target, out: Path, **changes) -> TrainOptions:
+    values = {
+        "target": target.name,
+        "data": ["none"],
+        "out": out,
+        "circuit": "btree",
+        "window": 4,
+        "components": 3,
+        "max_steps": 12,
+        "windows_per_step": 64,
+        "seq_len": 40,
+        "log_every": 1,
+        "save_minutes": 60,
+        "learning_rate": 1e-2,
+        "block_rows": 5,
+        "beta": 0.0,
+        "acceptance": 0.0,
+        "train_first": True,
+    }
+    return parse(values | changes)
+
+
+def make_trainer(options: TrainOptions, target: Target, documents: Documents | None = None) -> Trainer:
+    rows, _ = pack(documents or random_documents(), options.seq_len, options.window, options.seed)
+    config = prepare.head_config(options, target)
+    head, layers = prepare.initial_head(options, config, target), prepare.draft_layers(options, target)
+    windows = prepare.window_source(options, target, prepare.hidden_source(options, target, rows))
+    return Trainer(options, Accelerator(cpu=True), Drafter(head, target, options, layers), windows, options.max_steps)
+
+
+def save_every(trainer: Trainer, steps: int) -> Trainer:
+    """The trainer, which saves its state after every so many steps in place of minutes."""
+    trainer.stopping.due = lambda: trainer.step % steps == 0
+    return trainer
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(out / METRICS_FILE)]

@@ -1,0 +1,82 @@
+"""Draft heads that know a little of a model's answers, so that drafts are accepted and rejected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.engine import Reply
+from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.checkpoint.convert.lora import StoredAdapters
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.adapters import MODULES, DraftLayers
+
+
+def fit_head(
+    folder: Path,
+    reference: Any,
+    sizes: dict[str, Any],
+    prompts: list[list[int]],
+    count: int,
+    reads: Any = None,
+    layers: StoredAdapters | DraftLayers | None = None,
+) -> None:
+    """A btree head (n=4, r=2) overfitted to the first `count` tokens of the greedy answers to `prompts`.
+
+    Behind draft `layers` it reads the states of the model `reads`.
+    """
+    window = 4
+    given = {"circuit": "btree", "window": window, "num_components": 2, "target": sizes, "verifier": "../target"}
+    config = HeadConfig.create(**given, lora_layers=layers.num_layers if layers else 0)
+    torch.manual_seed(0)
+    head = build_head(config)
+    texts = [prompt + reference.greedy(prompt, count) for prompt in prompts]
+    hidden = torch.cat([(reads or reference).hidden(text)[:-window] for text in texts])
+    windows = torch.cat([torch.tensor(text[1:]).unfold(0, window, 1) for text in texts])
+    optimiser = torch.optim.Adam(head.parameters(), lr=3e-2)
+    for _ in range(60):
+        loss = -head.circuit.conditional_log_probs(head(hidden), windows).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    provenance = {"command": "tests"}
+    save_head(folder, config, head, provenance, "made by a test", torch.float32, draft_layers=layers)
+
+
+def random_adapters(
+    weights: dict[str, Tensor], layers: list[int], rank: int = 4, alpha: int = 8, seed: int = 0
+) -> tuple[StoredAdapters, dict[str, Tensor]]:
+    """Loud adapters of every projection of some layers, and the weights with these merged into them."""
+    generator = torch.Generator().manual_seed(seed)
+    lora, merged = {}, dict(weights)
+    for name, weight in weights.items():
+        parts = name.removesuffix(".weight").split(".")
+        if parts[-1] in MODULES and int(parts[2]) in layers:
+            a, b = (
+                torch.randn(rank, weight.shape[1], generator=generator),
+                torch.randn(len(weight), rank, generator=generator),
+            )
+            b *= 0.3 * weight.std() / (alpha / rank * rank**0.5)
+            for part, value in (("A", a), ("B", b)):
+                lora[f"base_model.model.{'.'.join(parts)}.lora_{part}.weight"] = value
+            merged[name] = weight + alpha / rank * b @ a
+    return StoredAdapters(layers, rank, alpha, lora), merged
+
+
+def check_greedy(reference: Any, prompts: list[list[int]], replies: list[Reply] | str, count: int) -> None:
+    """Every answer has `count` tokens, each the most probable one of the reference."""
+    assert not isinstance(replies, str), replies
+    for reply in replies:
+        for prompt, samples in zip(prompts, reply.tokens, strict=True):
+            assert len(samples[0]) == count
+            assert reference.is_greedy(prompt, samples[0])
+
+
+def drafts(reply: Reply) -> tuple[int, int]:
+    """Accepted and rejected drafts."""
+    drafted, accepted = (reply.metrics[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
+    return accepted, drafted - accepted

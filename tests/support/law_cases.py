@@ -1,0 +1,199 @@
+"""Laws of whole engines against enumeration, on either model runner: what is asked, and how far the answers are.
+
+A target of three tokens has 729 texts of six, whose probabilities are written down. A case is one engine: a head, the
+kinds of request that it is asked together, a plant, options. All cases are asked and counted by the same few lines.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import LlamaForCausalLM
+
+from tests.support.engine import Engine, Reply, run
+from tests.support.laws import (
+    AT_ONCE,
+    MIXED,
+    SETTINGS,
+    asking,
+    draws_by_kind,
+    exact_law,
+    noise_floor,
+    of_the_first,
+    total_variation,
+)
+from tests.support.models import make_head, make_ptp_head, make_target, make_tokenizer
+
+VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
+CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
+HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
+DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
+CUT = {**DRAFT_ALL, "min_survival": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
+BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
+PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of a step's drafts, and behind
+
+
+@dataclass(frozen=True)
+class Case:
+    """head: one of HEADS, a variant of PTP, or none. together: requests whose answers must be independent (1: each is
+    looked at by itself), and whether they are samples of one request. is_fault: the plant must be found."""
+
+    head: str | None
+    settings: tuple[str, ...] = MIXED
+    plant: str | None = None
+    is_fault: bool = False
+    together: int = 1
+    is_one_request: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    runner: str = "v2 at once"
+
+
+def _cases() -> dict[str, Case]:
+    one, three, ptp = ("T=1",), ("T=1", "T=1.3, top-p 0.8", "bad words"), ("T=1", "T=0.7, top-p 0.9")
+    cases = {f"13 kinds, {head}": Case(head) for head in HEADS}
+    cases |= {
+        "fault: scored at another temperature": Case("btree, good", one, "other temperature", True),
+        "fault: a cut that looks at the drawn token": Case("btree, good", one, "drawn cut", True),
+        "fault: drafting stream = sampling stream": Case("btree, bad", one, "one stream", True),
+        "fault: the recovered token is dropped": Case("btree, good", one, "drop_recovered_v2", True),
+        "coupled": Case("btree, good", three, options={"verify": "coupled"}),
+        "fault: coupled, noise of the first row": Case(
+            "btree, good", one, "noise of the first row", True, options={"verify": "coupled"}
+        ),
+        "pairs of concurrent requests": Case("btree, good", one, together=2),
+        "pairs of siblings, n=4": Case("btree, good", ("seeded",), together=2, is_one_request=True),
+        "3, 1, 0, 2 drafts in turns": Case("btree, good", three, "switching"),
+        "o-ptp": Case("o-ptp", ptp),
+        "c-ptp": Case("c-ptp", ptp),
+        "fault: o-ptp, u squared": Case("o-ptp", one, "squared_u", True),
+        "ptp's sampler without drafts": Case(None, plant="coupled_without_drafts"),
+        "block verification": Case("btree, good", three, options={"rejection_sample_method": "block"}),
+        "no head": Case(None),
+        "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),
+    }
+    cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
+    cases["V1: fault: the recovered token is dropped"] = Case("btree, good", one, "drop_recovered", True, runner="v1")
+    return cases
+
+
+CASES = _cases()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of request: total variation, and the largest that exact draws show by chance."""
+
+    setting: str
+    draws: int
+    distance: float
+    floor: float
+
+    @property
+    def is_kept(self) -> bool:
+        return self.distance <= self.floor
+
+
+def make_models(folder: Path) -> LlamaForCausalLM:
+    """The target; its heads are made when a case needs them."""
+    target = make_target(folder / "target", VOCAB, seed=1, hidden_size=32)
+    make_tokenizer(folder / "target", VOCAB)
+    return target
+
+
+def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
+    if (folder / head).exists():
+        return
+    if head in ("o-ptp", "c-ptp"):
+        make_ptp_head(folder / head, target, head, WINDOW)
+        return
+    circuit, fit = head.split(", ")
+    make_head(folder / head, target, circuit, WINDOW, CIRCUITS[circuit], is_bad=fit == "bad")
+
+
+def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int) -> Engine:
+    """Asks `count` answers of each kind."""
+    kinds = [{**SETTINGS[name].sampling(), "max_tokens": LENGTH} for name in case.settings]
+    at_once = _at_once(case)
+    arguments: dict[str, Any] = {"max_model_len": 32, "block_size": 32, "max_num_seqs": BATCH}
+    arguments |= {"max_num_batched_tokens": BATCH * WINDOW, "kv_cache_memory_bytes": 1 << 28}
+    if case.head:
+        _make(folder, target, case.head)
+        is_ptp = "ptp" in case.head
+        spec = {"method": "ptp", "draft_pass": "merged"} if is_ptp else {"method": "mtpc", **DRAFT_ALL}
+        arguments["speculative_config"] = {**spec, "model": str(folder / case.head), **case.options}
+    return Engine(str(folder / "target"), [asking(PROMPT, kinds, count, at_once)], arguments, case.plant)
+
+
+def _at_once(case: Case) -> int:
+    return AT_ONCE if case.together == 1 else 4 if case.is_one_request else 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """rows: by kind of request. acceptance: drafts accepted, by those made; None without drafts."""
+
+    name: str
+    case: Case
+    rows: list[Row]
+    acceptance: float | None
+    seconds: float
+
+    def verdict(self, row: Row) -> str:
+        """A law is kept or broken, a fault is found or missed."""
+        return ("missed" if row.is_kept else "found") if self.case.is_fault else ("kept" if row.is_kept else "broken")
+
+    def check(self) -> None:
+        for row in self.rows:
+            print(f"{self.name}: {row}: {self.verdict(row)}")
+        wrong = [row for row in self.rows if row.is_kept == self.case.is_fault]
+        assert not wrong, wrong
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [{**vars(row), "verdict": self.verdict(row)} for row in self.rows]
+        return {"case": self.name, "acceptance": self.acceptance, "seconds": round(self.seconds), "rows": rows}
+
+
+def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, length: int = LENGTH) -> Measured:
+    """`count` answers, or pairs of them, to each kind of request of a case: their first `length` tokens.
+
+    Raises where the engine does.
+    """
+    start, case = time.monotonic(), CASES[name]
+    made = engine(folder, target, case, count * case.together)
+    replies = run({"one": made}, case.runner, timeout=20_000)["one"]
+    assert not isinstance(replies, str), replies
+    draws = draws_by_kind(replies[0], len(case.settings), _at_once(case))
+    laws = [exact_law(target, PROMPT, LENGTH, SETTINGS[name]) for name in case.settings]
+    if case.together > 1:
+        draws, laws = [_together(texts) for texts in draws], [_independent(law) for law in laws]
+    else:
+        draws = [[text[:length] for text in texts] for texts in draws]
+        laws = [of_the_first(law, length, VOCAB) for law in laws]
+    rows = [
+        Row(kind, len(texts), total_variation(texts, law, VOCAB), noise_floor(law, len(texts)))
+        for kind, texts, law in zip(case.settings, draws, laws, strict=True)
+    ]
+    return Measured(name, case, rows, _acceptance(replies[0]), time.monotonic() - start)
+
+
+def _together(texts: list[list[int]]) -> list[list[int]]:
+    """Tokens of answers that ran at once, side by side; each answer is looked at once."""
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    return [[*one[PAIR], *other[PAIR]] for one, other in pairs]
+
+
+def _independent(law: np.ndarray) -> np.ndarray:
+    shape = (VOCAB**PAIR.start, VOCAB ** (PAIR.stop - PAIR.start), -1)
+    of_one = law.reshape(shape).sum(axis=(0, 2))
+    return np.outer(of_one, of_one).ravel()
+
+
+def _acceptance(reply: Reply) -> float | None:
+    accepted, drafted = (
+        reply.metrics.get(f"vllm:spec_decode_num_{what}_tokens") or 0 for what in ("accepted", "draft")
+    )
+    return round(accepted / drafted, 3) if drafted else None

@@ -1,0 +1,71 @@
+"""The table of laws on Model Runner V2: kept as JSON while the tests run, shown in docs/internals.md.
+
+pytest tests/e2e/test_law.py --laws=benchmarks/results/law-v2.json
+python -m tests.support.law_table --write docs/internals.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_mtpc.engine import provenance
+
+LAW = "law"  # name of the property of a test that carries what it measured
+KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "law-v2.json"
+BEGIN, END = "<!-- laws: written by tests/support/law_table.py -->\n", "<!-- /laws -->\n"
+
+
+class Laws:
+    """The plugin that puts what tests measure into FILE, in the place of what was measured of these cases before."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.source = file, provenance.collect()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if report.when == "call" and name == LAW:
+                kept = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {"cases": {}}
+                measured = json.loads(value)
+                kept["cases"][measured["case"]] = {**measured, **self.source}
+                self.file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def table() -> str:
+    """One line for each case of V2: of its kinds of request, the one whose distance is largest by its floor (of a
+    fault: smallest)."""
+    from tests.support.law_cases import CASES
+
+    lines = ["| setting | drafts accepted | kinds x draws | TV | floor | of | verdict |", "|---" * 7 + "|"]
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    for name in (name for name, case in CASES.items() if case.runner != "v1"):
+        case = kept["cases"].get(name)
+        if case is None:
+            lines.append(f"| {name} | | | | | | not run yet |")
+            continue
+        by_share = sorted(case["rows"], key=lambda row: row["distance"] / row["floor"] if row["floor"] else 0)
+        row = by_share[0 if name.startswith("fault") else -1]
+        verdicts = ", ".join(sorted({row["verdict"] for row in case["rows"]}))
+        accepted = "" if case["acceptance"] is None else f"{case['acceptance']:.0%}"
+        asked = f"{len(case['rows'])} x {row['draws']:,}"
+        of = row["setting"]
+        lines.append(
+            f"| {name} | {accepted} | {asked} | {row['distance']:.4f} | {row['floor']:.4f} | {of} | {verdicts} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 2 or arguments[0] != "--write":
+        given = " ".join(arguments) or "nothing"
+        sys.exit(f"given {given}; type: python -m tests.support.law_table --write docs/internals.md")
+    page = Path(arguments[1])
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    page.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,143 @@
+"""Tiny targets and heads made on the spot: small enough that their law can be written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.checkpoint.ptp import save_ptp
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.adapters import MODULES, DraftLayers
+from vllm_mtpc.heads.ptp.embedding import build_embedding
+from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.hf import load_target
+
+
+def make_target(folder: Path, vocab_size: int, seed: int, hidden_size: int = 64, layers: int = 2) -> LlamaForCausalLM:
+    """A random Llama with a varied law, saved to `folder` in float32."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def make_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One letter for each token: a, b, ..."""
+    vocabulary = {chr(ord("a") + token): token for token in range(vocab_size)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+@torch.no_grad()
+def sample_target(model: LlamaForCausalLM, count: int, length: int, seed: int) -> torch.Tensor:
+    """Draws [count, length] from the target at temperature 1, first token uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.config.vocab_size, (count, 1), generator=generator)
+    while tokens.shape[1] < length:
+        probs = model(tokens).logits[:, -1].softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], dim=1)
+    return tokens
+
+
+def make_head(
+    folder: Path,
+    target: LlamaForCausalLM,
+    circuit: str,
+    window: int,
+    components: int,
+    steps: int = 60,
+    seed: int = 0,
+    is_bad: bool = False,
+    **options: Any,
+) -> None:
+    """A head fitted a little to its target's own samples, so that drafts are accepted and rejected.
+
+    is_bad: it learns to say what the target finds least likely.
+    """
+    config = HeadConfig.create(
+        circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target", **options
+    )
+    torch.manual_seed(seed)
+    head = build_head(config)
+    if head.needs_lm_head:
+        target.requires_grad_(False)
+        head.bind_lm_head(target.lm_head)
+    tokens = sample_target(target, 64, 24, seed)
+    with torch.no_grad():
+        hidden = target.model(tokens).last_hidden_state
+        if is_bad:
+            tokens = torch.cat([tokens[:, :1], target.lm_head(hidden)[:, :-1].argmin(-1)], dim=1)
+    windows = tokens[:, 1:].unfold(1, window, 1)  # [S, T, n]
+    hidden = hidden[:, : windows.shape[1]].flatten(0, 1)
+    windows = windows.flatten(0, 1)
+    optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
+    for _ in range(steps):
+        some = torch.randint(len(windows), (256,))
+        loss = -head.circuit.conditional_log_probs(head(hidden[some]), windows[some]).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
+
+
+def random_layers(target: Path, layers: int, scale: float = 0.3) -> DraftLayers:
+    """Draft layers with random adapters on the target in a folder."""
+    on = load_target(target, torch.float32)
+    torch.manual_seed(7)
+    split = DraftLayers(on, layers, rank=4, alpha=8)
+    with torch.no_grad():
+        for value in split.parameters():
+            value.normal_().mul_(scale)
+    return split
+
+
+def make_ptp_head(
+    folder: Path,
+    target: LlamaForCausalLM,
+    variant: str,
+    window: int,
+    scale: float = 0.05,
+    rank: int = 4,
+    **options: Any,
+) -> None:
+    """A PTP head of random adapters (none of effect with scale 0): its drafts are anything, its passes are real."""
+    config = PtpConfig.create(
+        variant=variant, window=window, target=target.config, verifier="../target", lora_rank=rank, **options
+    )
+    generator = torch.Generator().manual_seed(5)
+    lora = {}
+    for name, module in target.named_modules():
+        if name.rpartition(".")[2] in MODULES:
+            for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                spread = 1.0 if part == "A" else scale
+                values = torch.randn(shape, generator=generator) * spread
+                lora[f"base_model.model.{name}.lora_{part}.weight"] = values
+    torch.manual_seed(5)
+    embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
+    late = build_late(config.hidden_size, config.late_width)
+    if late is not None:  # not as it starts: large enough to turn most drafts into others
+        late.outer.weight.data.normal_()
+    save_ptp(folder, config, lora, embedding, {"command": "tests"}, "made by a test", torch.float32, late)

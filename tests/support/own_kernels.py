@@ -1,0 +1,100 @@
+"""Unit-test inputs of the kernels of this package, all or few: `python -m tests.support.own_kernels [all]`.
+
+To be run with MTPC_INTERPRETER=check or check-once: prints JSON, what comparing launches found (see
+scripts/interpreter), and what it finds with each fault of PLANTS in the fast interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy_interpreter import check, functions, language, memory
+from numpy_interpreter.values import Value
+
+from tests.kernels import test_couple, test_draft, test_filter, test_leaf
+from tests.kernels import test_triton as test_others
+from tests.support import draft_runner, filter_runner, interpreted, odd_kernels
+from vllm_mtpc.kernels.shard import Shard
+
+# Small ones, and what others do not have: types, paths, constants
+FEW = {
+    *("alone", "empty rows", "int32 positions"),
+    *("wide-btree", "bfloat16", "holes-hmm"),
+    *(
+        "two tokens",
+        "padded",
+        "padded, blocks",
+        "one block, several launches",
+        "no draws",
+        "float64 noise, blocks",
+        "bfloat16 cache, blocks",
+    ),
+}
+
+# The second of two ranks, which hears its own from both
+ON_A_RANK = replace(test_draft.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.repeat(2, 1), 1400))
+
+
+def launch_all() -> None:
+    _launch(test_couple.CASES, interpreted._launch, {"couple": "accept"})
+    _launch(test_others.CASES, interpreted._launch, {})
+    for cases, function in ((test_leaf.TERMS, "terms"), (test_leaf.LOGITS, "logits")):
+        _launch({name: ("leaf", case) for name, case in cases.items()}, interpreted._launch, {"leaf": function})
+    _launch(test_filter.CASES, filter_runner._launch)
+    _launch(test_draft.CASES, draft_runner._draft_all)
+    draft_runner._draft_all({"a rank": ON_A_RANK}, "cpu")
+    odd_kernels.launch_all()
+
+
+def _launch(cases: dict[str, Any], launch: Callable, *arguments: Any) -> None:
+    few = {name: case for name, case in cases.items() if name in FEW} or dict(list(cases.items())[:4])
+    launch(cases if "all" in sys.argv else few, *arguments, "cpu")
+
+
+def _other_order(x: Value, axis: int | None = None) -> Value:
+    return language._sum(Value(np.flip(x.data, axis).copy(), x.kind), axis)
+
+
+def _other_dtype(x: Value) -> Value:
+    return Value(np.exp(x.data.astype(np.float64)).astype(x.kind.dtype), x.kind)
+
+
+def _lost_store(pointer: Value, value: Value, mask: Value | None = None) -> None:
+    if pointer.shape:
+        memory.store(pointer, value, mask)
+
+
+PLANTS = {"order": ("sum", _other_order), "dtype": ("exp", _other_dtype), "lost store": ("store", _lost_store)}
+
+
+def found_with(name: str, fault: Callable) -> dict[str, Any]:
+    """What comparing finds in a few launches with a function of the language replaced."""
+    generator = torch.Generator().manual_seed(0)
+    logits, u = torch.randn(4, 5001, generator=generator), torch.rand(4, generator=generator)
+    right = getattr(functions._LANGUAGE, name)
+    setattr(functions._LANGUAGE, name, fault)
+    check.REPORT.clear()
+    check.SEEN.clear()
+    interpreted._launch({"pick": ("pick", (logits, u))}, {}, "cpu")
+    odd_kernels.tiles[(1,)](logits, torch.zeros(9 * odd_kernels.SIZE), SIZE=odd_kernels.SIZE)
+    setattr(functions._LANGUAGE, name, right)
+    return dict(check.REPORT)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # masked lanes: -inf - -inf among them
+    launch_all()
+    report = dict(check.REPORT)
+    print(json.dumps({"report": report, "planted": {name: found_with(*plant) for name, plant in PLANTS.items()}}))
+
+
+if __name__ == "__main__":
+    main()

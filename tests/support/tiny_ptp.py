@@ -1,0 +1,59 @@
+"""Students of tiny targets: with random adapters, and one that does what the rows of u ask for."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.tiny import llama_target
+from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.heads.ptp.student import Prefix, Student
+from vllm_mtpc.hf import Target
+from vllm_mtpc.kernels.pick import pick
+
+VARIANTS = ("o-ptp", "c-ptp")
+ONE_HOT = 64  # what o-ptp's oracle hands out in the place of a hidden state, wider than one
+
+
+def random_student(target: Target, variant: str = "o-ptp", window: int = 5, seed: int = 0, **more: object) -> Student:
+    """Its adapters change what the rows give, and read u."""
+    torch.manual_seed(seed)
+    options = {"variant": variant, "window": window, "verifier": "t", "lora_rank": 4, **more}
+    config = PtpConfig.create(target=target.config, **options)
+    student = Student(target, config).eval().requires_grad_(False)
+    for name, value in student.lora().items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.3)
+    return student
+
+
+class Oracle(Student):
+    """Token by token, what the rows stand for: picks by their u from the target's law at temperature 1."""
+
+    def prefix(self, tokens: torch.Tensor, documents: torch.Tensor | None = None) -> Prefix:
+        self.read = tokens
+        return super().prefix(tokens, documents)
+
+    def aux(self, prefix: Prefix, row: torch.Tensor, start: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        """The state that follows the picked tokens (c-ptp), or one whose logits have the picked token (o-ptp)."""
+        found = []
+        for r, s, numbers in zip(row.tolist(), start.tolist(), u, strict=True):
+            text, states = self.read[r, : s + 1].tolist(), []
+            for number in numbers:
+                law = self.target.logits(self.target.hidden(torch.tensor([text]))[:, -1])
+                text.append(int(pick(law, number[None])))
+                state = self.target.hidden(torch.tensor([text]))[0, -1]
+                states.append(
+                    torch.nn.functional.one_hot(torch.tensor(text[-1]), 64).float() if self.shift == 0 else state
+                )
+            found.append(torch.stack(states))
+        return torch.stack(found)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        vocab_size = self.target.vocab_size
+        return hidden[..., :vocab_size] if hidden.shape[-1] == ONE_HOT else self.target.logits(hidden)
+
+
+def oracle(variant: str, vocab_size: int = 6, window: int = 4) -> Oracle:
+    target = llama_target(vocab_size)
+    config = PtpConfig.create(variant=variant, window=window, target=target.config, verifier="t", lora_rank=1)
+    return Oracle(target, config).eval().requires_grad_(False)

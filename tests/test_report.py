@@ -1,0 +1,84 @@
+"""Results have a place before they are measured, and errors of users are one line at every entry point."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from vllm_mtpc.cli import main
+from vllm_mtpc.guard import guard
+from vllm_mtpc.report import OutputError, check_file, check_folder, write_json
+
+
+def test_the_folder_of_a_result_is_made_and_nothing_else_is_left(tmp_path):
+    file = tmp_path / "new" / "deep" / "x.json"
+    check_file(file)
+    assert file.parent.is_dir()
+    assert not file.exists()
+    file.write_text("kept")
+    check_file(file)
+    assert file.read_text() == "kept"
+    write_json(file, {"a": 1})
+    assert file.read_text() == '{\n "a": 1\n}\n'
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "x.json", tmp_path / "file" / "deep" / "x.json"):
+        with pytest.raises(OutputError, match=r"--json .*: cannot be written \(.+\); name another file"):
+            check_file(place)
+    for place in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(OutputError, match=r"--out .*; name a"):
+            check_folder(place)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.ENOENT, errno.ENOTDIR, errno.EISDIR])
+def test_an_error_of_the_file_system_is_one_line(code, capsys):
+    def call() -> int:
+        raise OSError(code, "why", "place")
+
+    assert guard("program", call) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("program: error: place: why; ")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "names no path"), OSError(errno.EIO, "why", "place")])
+def test_other_errors_keep_their_traceback(error):
+    def call() -> int:
+        raise error
+
+    with pytest.raises(OSError, match=r"names no path|why"):
+        guard("program", call)
+
+
+CACHE = ["cache", "--target", "x", "--data", "x", "--out", "x"]
+HEAD = "vllm_mtpc/demo/assets/btree"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", HEAD, "--data", "x", "--device", "foo"], "--device foo: allowed are auto, cpu, cuda and cuda:N"),
+        (["eval", HEAD, "--data", "x", "--device", "cuda:99"], "--device cuda:99: torch sees"),
+        (["eval", HEAD, "--data", "x", "--json", "setup.py/x"], "--json setup.py/x: cannot be written"),
+        (["doctor", HEAD, "--json", "setup.py/x"], "--json setup.py/x: cannot be written"),
+        (["generate", HEAD, "--prompt", "x", "--device", "foo"], "--device foo: allowed are"),
+        (["bench", "draft", "--head", HEAD, "--device", "foo"], "--device foo: allowed are"),
+        (["plot", HEAD, "--out", "setup.py/x"], "--out setup.py/x: cannot be written to"),
+        (
+            [*CACHE, "--rows-per-shard", "0"],
+            "--rows-per-shard 0: allowed",
+        ),
+        ([*CACHE, "--batch-rows", "-1"], "--batch-rows -1: allowed"),
+        ([*CACHE, "--device", "foo"], "--device foo: allowed are"),
+    ],
+)
+def test_commands_say_what_is_wrong_before_they_measure(words, message, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(words) == 1
+    printed = capsys.readouterr().err
+    assert f"vllm-mtpc: error: {message}" in printed
+    assert len(printed.splitlines()) == 1

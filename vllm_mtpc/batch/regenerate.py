@@ -1,0 +1,197 @@
+"""`vllm-mtpc regenerate`: prompts from data, responses by the target itself.
+
+A head drafts the target's own output, so that is what it should learn from. vLLM writes the responses in a process of
+its own, so that its memory is free again when the head is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Generator
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
+
+from vllm_mtpc.errors import MtpcError, one_line
+from vllm_mtpc.flags import add_flags, typed
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vllm_mtpc.batch.regenerate_prompts import Request
+
+
+class RegenerateError(MtpcError):
+    """Responses cannot be written: bad options, no prompts, no vLLM, an engine that failed, or a full disk."""
+
+
+class RegenerateOptions(BaseModel):
+    """What is to be written. A field is a flag of `vllm-mtpc regenerate`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str = Field(min_length=1, description="model that writes: folder or hub name")
+    data: list[str] = Field(min_length=1, description="where prompts come from, as for vllm-mtpc train")
+    out: Path = Field(description="file of responses (.jsonl), continued if it is there")
+    temperature: float = Field(1.0, ge=0, description="of sampling; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="1: off")
+    top_k: int = Field(0, ge=0, description="0: off")
+    max_tokens: int = Field(512, ge=1, description="tokens of a response at most")
+    samples: int = Field(1, ge=1, description="responses for each prompt")
+    prompt_tokens: int = Field(32, ge=1, description="tokens of a prompt cut from text")
+    crops: int = Field(0, ge=0, description="prompts cut from random places of each text; 0: one, its beginning")
+    limit: int | None = Field(None, ge=1, description="prompts at most, picked at random by the seed")
+    seed: int = Field(0, ge=0, description="decides which prompts are cut and what is sampled")
+    split: str = Field("train", description="split of a datasets name")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model")
+    max_model_len: int | None = Field(None, ge=2, description="prompt and response together (default: the model's)")
+    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
+    kv_cache_memory: int | None = Field(None, ge=1, description="bytes of the KV cache (default: vLLM's; CPU: 1 GiB)")
+    ignore_eos: bool = Field(False, description="write on after the end-of-text token")
+    engine: Json[dict[str, Any]] = Field({}, description='more of vllm.LLM, as {"enforce_eager": true}')
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RegenerateOptions:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(f"{self.samples} samples at temperature 0 are the same text; give samples 1")
+        return self
+
+    def meta(self) -> dict[str, Any]:
+        """What decides the text: a file is only continued with the same."""
+        return self.model_dump(exclude={"out", "tensor_parallel_size", "kv_cache_memory"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, RegenerateOptions)
+
+
+def run(args: argparse.Namespace) -> int:
+    print(f"responses: {regenerate(parse(typed(args, RegenerateOptions)))}")
+    return 0
+
+
+def parse(values: dict[str, Any]) -> RegenerateOptions:
+    """Validated options; raises RegenerateError, one line."""
+    try:
+        return RegenerateOptions.model_validate(values)
+    except ValidationError as error:
+        raise RegenerateError(f"regenerate: {one_line(error, RegenerateOptions)}") from None
+
+
+def regenerate(options: RegenerateOptions) -> Path:
+    """Writes the responses that `options.out` does not hold yet and returns its path.
+
+    One JSON object per line: `id`, `prompt_ids`, `response_ids` (the token that ended it included), `finish_reason`
+    (stop or length), and for conversations `messages` with the new turn. `OUT.meta.json` beside it says how they were
+    made; a file made with other settings is refused. Each response has a seed of its own, made from its id, so that an
+    interrupted run, started again, writes what the whole one would have written (as far as the target's own logits do
+    not depend on what else is in a batch). Prompts without room for a token are skipped and counted.
+
+    Raises RegenerateError.
+    """
+    if find_spec("vllm") is None:
+        raise RegenerateError("responses are written by vllm, which is not installed; type: pip install vllm")
+    from vllm_mtpc.batch.regenerate_output import open_output
+    from vllm_mtpc.batch.regenerate_prompts import collect, load_tokenizer
+
+    tokenizer = load_tokenizer(options.target)
+    requests = collect(options, tokenizer)
+    with open_output(options, requests) as output:
+        left = [request for request in requests if request.id not in output.done]
+        skipped = _write(options, left, len(requests), tokenizer, output) if left else 0
+    if skipped == len(requests):
+        raise RegenerateError(
+            f"all {skipped} prompts are longer than target {options.target} can continue; "
+            "give shorter prompts, or a larger --max-model-len"
+        )
+    if skipped:
+        print(f"regenerate: skipped {skipped} of {len(requests)} prompts: no room for a response", file=sys.stderr)
+    return options.out
+
+
+def _write(options: RegenerateOptions, left: list[Request], total: int, tokenizer: Any, output: Any) -> int:
+    """Writes the responses to `left` as they come; returns how many were skipped."""
+    from vllm_mtpc.progress import Bar
+
+    by_id = {request.id: request for request in left}
+    skipped = written = 0
+    started = time.monotonic()
+    with (
+        Bar(total=total, initial=total - len(left), desc="responses", unit="response") as bar,
+        closing(_engine(options, left, tokenizer is not None)) as waves,
+    ):
+        bar.set_postfix_str("vLLM is starting")
+        for answers in waves:
+            if not answers:  # the engine is ready: its start is no measure of its speed
+                started = time.monotonic()
+                bar.unpause()
+                bar.set_postfix_str("writing")
+                continue
+            lines = []
+            for answer in answers:
+                if "response_ids" in answer:
+                    lines.append(by_id[answer["id"]].line(answer, tokenizer))
+                    written += len(answer["response_ids"])
+                else:
+                    skipped += 1
+            output.append(lines)
+            bar.set_postfix_str(f"{written / max(time.monotonic() - started, 1e-3):,.0f} tokens/s", refresh=False)
+            bar.update(len(answers))
+    return skipped
+
+
+def _engine(
+    options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
+) -> Generator[list[dict[str, Any]]]:
+    """Runs vllm_mtpc.batch.regenerate_engine; yields an empty wave when it is ready, then its answers wave by wave."""
+    from vllm_mtpc.engine.process import engine_child
+
+    log = options.out.with_name(options.out.name + ".log")
+    job = _job(options, requests, has_tokenizer)
+    with engine_child("vllm_mtpc.batch.regenerate_engine", job, log) as (process, results):
+        left = len(requests)
+        for line in results:
+            answers = json.loads(line)
+            yield answers
+            left -= len(answers)
+            if not left:
+                break
+        if left:
+            raise RegenerateError(
+                f"vLLM ended with exit code {process.wait()} before it had answered {left} of {len(requests)} "
+                f"prompts: {_reason(log)}; its log is {log}; what was answered is kept, run again to continue"
+            )
+    log.unlink(missing_ok=True)
+
+
+def _job(options: RegenerateOptions, requests: list[Request], has_tokenizer: bool) -> str:
+    """What the child reads: a line of settings, a line per prompt."""
+    engine = {
+        "model": options.target,
+        "dtype": options.dtype,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "skip_tokenizer_init": not has_tokenizer,
+        "disable_log_stats": True,
+        "seed": options.seed,
+    }
+    given = {"max_model_len": options.max_model_len, "kv_cache_memory_bytes": options.kv_cache_memory}
+    engine |= {key: value for key, value in given.items() if value is not None} | options.engine
+    names = ("temperature", "top_p", "top_k", "max_tokens", "ignore_eos")
+    sampling = {name: getattr(options, name) for name in names} | {"detokenize": False}
+    prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)
+    return "".join(json.dumps(line) + "\n" for line in ({"engine": engine, "sampling": sampling}, *prompts))
+
+
+def _reason(log: Path) -> str:
+    """The end of an engine's log from its last error on, else its last line."""
+    from vllm_mtpc.engine.process import tail
+
+    lines = [line for line in tail(log, 60).splitlines() if line.strip()]
+    errors = [number for number, line in enumerate(lines) if re.search(r"\w(Error|Exception)\b", line)]
+    return " ".join(lines[errors[-1] if errors else -1 :])[:500] or "its log is empty"

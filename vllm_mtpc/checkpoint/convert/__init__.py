@@ -1,0 +1,1 @@
+"""Checkpoints of the papers' authors, read into heads of this package."""

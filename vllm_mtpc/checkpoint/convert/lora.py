@@ -1,0 +1,115 @@
+"""The adapters of an MtPC checkpoint, as `save_head` writes those of draft layers, without loading the target."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from vllm_mtpc.checkpoint.adapters import check_adapter_shapes, module_names
+from vllm_mtpc.checkpoint.convert.yaml import Settings
+from vllm_mtpc.checkpoint.ptp import READS_HIDDEN, WRITES_HIDDEN
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, ALLOWED_LAYERS, MODULES
+
+SECTION = "adaptor.hyperparameters"
+_KEYS = ("layers_to_transform", "lora_alpha", "lora_dropout", "r", "target_modules")
+_NAME = re.compile(
+    r"_lm\.(?P<inner>base_model\.model\.(?:\w+\.)*layers\.(?P<layer>\d+)\.[\w.]*?(?P<module>\w+)\.lora_[AB])"
+    r"(?:\.default)?\.weight"
+)
+
+
+class StoredAdapters:
+    """Adapters of the last layers of a target; the part of `DraftLayers` that saving needs."""
+
+    def __init__(self, layers: list[int], rank: int, alpha: float, tensors: Mapping[str, Tensor]) -> None:
+        self._layers = layers
+        self._rank = rank
+        self._alpha = alpha
+        self._tensors = {name: value.float().contiguous() for name, value in sorted(tensors.items())}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(self._tensors.items())
+
+    def files(self, target: str) -> dict[str, bytes]:
+        """Contents of the adapter's files by name, the weights in float32; `target` is how they name their target."""
+        from peft import LoraConfig, TaskType
+
+        modules = module_names(self._tensors)
+        lora = LoraConfig(
+            task_type=TaskType.CAUSAL_LM,
+            r=self._rank,
+            lora_alpha=self._alpha,
+            lora_dropout=0.0,
+            target_modules=modules,
+            layers_to_transform=self._layers,
+            layers_pattern="layers",
+        )
+        config = lora.to_dict() | {"inference_mode": True, "base_model_name_or_path": target, "target_modules": modules}
+        return {
+            ADAPTER_WEIGHTS_FILE: save(self._tensors, metadata={"format": "pt"}),
+            ADAPTER_CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True, default=sorted) + "\n").encode(),
+        }
+
+
+def stored_adapters(
+    path: Path, lora: Mapping[str, Tensor], settings: Settings, target: Mapping[str, Any]
+) -> StoredAdapters | None:
+    """The adapters of a checkpoint, None without; raises CheckpointError where they are not of the last layers."""
+    given = settings.section(SECTION, _KEYS)
+    if not lora and not given:
+        return None
+    rank, alpha = given.get("r"), given.get("lora_alpha")
+    if not lora or type(rank) is not int or type(alpha) not in (int, float) or alpha <= 0:
+        has = f"{len(lora)} adapter tensors"
+        raise CheckpointError(
+            f"{path}: has {has}, but config.yaml says {SECTION}: r = {rank}, lora_alpha = {alpha}; keep the checkpoint "
+            "and its own config.yaml together"
+        )
+    tensors, layers = {}, set()
+    for name, value in lora.items():
+        match = _NAME.fullmatch(name)
+        if match is None or match["module"] not in MODULES:
+            raise CheckpointError(
+                f"{path}: lm.{name} is no adapter of draft layers; allowed: lora_A and lora_B of {', '.join(MODULES)}"
+            )
+        tensors[f"{match['inner']}.weight"] = value
+        layers.add(int(match["layer"]))
+    ordered = sorted(layers)
+    _check_layers(path, ordered, given.get("layers_to_transform"), target.get("num_hidden_layers"))
+    check_adapter_shapes(path, {name: tuple(value.shape) for name, value in tensors.items()}, ordered, rank)
+    _check_width(path, tensors, target["hidden_size"])
+    return StoredAdapters(ordered, rank, alpha, tensors)
+
+
+def _check_layers(path: Path, layers: list[int], said: Any, total: int | None) -> None:
+    last = layers[-1] if total is None else total - 1
+    expected = list(range(last - len(layers) + 1, last + 1))
+    if layers != expected or len(layers) not in ALLOWED_LAYERS or said not in (None, layers):
+        allowed = f"the last {', '.join(map(str, ALLOWED_LAYERS))} layers of the target"
+        raise CheckpointError(
+            f"{path}: adapters on layers {layers} of {total}, config.yaml says {said}; allowed: {allowed}, and the "
+            "same in both; name the target it was trained on"
+        )
+
+
+def _check_width(path: Path, tensors: Mapping[str, Tensor], width: int) -> None:
+    for name, value in tensors.items():
+        module, _, part = name.removesuffix(".weight").rpartition(".lora_")
+        module = module.rpartition(".")[2]
+        side = {"A": 1 if module in READS_HIDDEN else None, "B": 0 if module in WRITES_HIDDEN else None}[part]
+        if side is not None and value.shape[side] != width:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(value.shape)}; the target's hidden_size is {width}; name the target "
+                "it was trained on"
+            )

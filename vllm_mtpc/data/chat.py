@@ -1,0 +1,111 @@
+"""Conversations as token ids, trained on the assistant's turns only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from vllm_mtpc.data.documents import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION = re.compile(r"\{%-?\s*generation\b")  # the template says itself what the assistant wrote
+Document = tuple[list[int], list[bool]]  # token ids; which of them are targets of the loss
+
+
+def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+    """A conversation in the target's chat template, as documents; usually one.
+
+    Trained are the tokens that the target would have had to generate: those of the assistant's turns with the token
+    that ends each, and nothing after it. Some templates render an earlier turn differently from the last one (they
+    drop its reasoning); then each assistant's turn is a document of its own, led by what serving would send. Of a
+    conversation without an assistant's turn nothing is trained.
+
+    Raises DataError if there is no template, if it refuses the messages, or if a turn does not begin with what the
+    template gives as its prompt (`add_generation_prompt`), so that serving would see another text.
+    """
+    template = _template(tokenizer)
+    if not isinstance(messages, Sequence) or not messages or not all(_is_message(message) for message in messages):
+        raise DataError('messages must be a list of {"role": ..., "content": ...} with at least one in it')
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    messages = messages[: turns[-1] + 1] if turns else messages
+    ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    if GENERATION.search(template) and tokenizer.is_fast:
+        documents, marked = [_by_markers(messages, tokenizer)], True
+    else:
+        documents, marked = _by_prefixes(messages, turns, tokenizer), False
+    return [(tokens, _to_end(tokens, trained, ends, tokenizer, marked)) for tokens, trained in documents]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError:
+        raise DataError(
+            "the target's tokenizer has no chat template, which messages need; give text or prompt_ids and "
+            "response_ids, or name a target with a chat template"
+        ) from None
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and "role" in message
+
+
+def _render(
+    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: bool
+) -> dict[str, list[int]]:
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise DataError(f"the chat template refuses the messages: {error}") from None
+
+
+def _by_markers(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Document:
+    rendered = _render(messages, tokenizer, return_assistant_tokens_mask=True)
+    return list(rendered["input_ids"]), [bool(part) for part in rendered["assistant_masks"]]
+
+
+def _by_prefixes(
+    messages: Sequence[dict[str, Any]], turns: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[Document]:
+    """Spans of the turns, from what the template renders before and up to each."""
+    whole = list(_render(messages, tokenizer)["input_ids"])
+    trained, single, agrees = [False] * len(whole), [], True
+    for turn in turns:
+        prompt = list(_render(messages[:turn], tokenizer, add_generation_prompt=True)["input_ids"])
+        upto = list(_render(messages[: turn + 1], tokenizer)["input_ids"])
+        if upto[: len(prompt)] != prompt or len(upto) == len(prompt):
+            raise DataError(
+                f"the chat template renders message {turn + 1}, an assistant's, so that it does not begin with its "
+                "prompt (add_generation_prompt): what the assistant wrote cannot be told; put {% generation %} "
+                "markers in the template, or give prompt_ids and response_ids"
+            )
+        single.append((upto, [index >= len(prompt) for index in range(len(upto))]))
+        trained[len(prompt) : len(upto)] = [True] * (len(upto) - len(prompt))
+        agrees = agrees and whole[: len(upto)] == upto
+    return [(whole, trained)] if agrees else single
+
+
+def _to_end(
+    tokens: list[int], trained: list[bool], ends: set[int], tokenizer: PreTrainedTokenizerBase, marked: bool
+) -> list[bool]:
+    """`trained` with each turn up to the special token that ends it.
+
+    White space that templates write after it goes: nobody generates it. Markers often close before it: it comes in.
+    """
+    exact, begin = list(trained), 0
+    for wanted, run in groupby(trained):
+        stop = begin + len(list(run))
+        if wanted:
+            last = next((place for place in range(stop - 1, begin - 1, -1) if tokens[place] in ends), None)
+            if last is not None and not tokenizer.decode(tokens[last + 1 : stop]).strip():
+                exact[last + 1 : stop] = [False] * (stop - last - 1)
+            elif marked and stop < len(tokens) and tokens[stop] in ends:
+                exact[stop] = True
+        begin = stop
+    return exact

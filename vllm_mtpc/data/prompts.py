@@ -1,0 +1,109 @@
+"""Prompts of a measurement, as token ids: Spec-Bench, jsonl, text files, or the demo's own.
+
+The demo's are openings of functions in the library text that its models were not trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_mtpc.errors import MtpcError
+
+DEMO_PROMPTS = 512  # there are some 900 openings
+_OPENING = re.compile(rb"^ *(?:def|class) ", re.MULTILINE)
+
+
+def held_out(count: int, length: int = 200) -> list[str]:
+    """``count`` snippets of ``length`` ASCII bytes, spread over the held-out documents, always the same ones.
+
+    Each begins at a definition; the first definition of every document is passed over in favour of one in its middle.
+    """
+    from vllm_mtpc.demo import corpus
+
+    snippets: list[list[str]] = []
+    for document in corpus.documents(corpus.load().valid):
+        cuts = [document[found.start() : found.start() + length] for found in _OPENING.finditer(document)]
+        usable = [cut.decode("ascii") for cut in cuts if len(cut) == length and cut.isascii()]
+        middle = len(usable) // 2
+        snippets.append(usable[middle:] + usable[:middle])
+    longest = max((len(found) for found in snippets), default=0)
+    spread = [found[turn] for turn in range(longest) for found in snippets if turn < len(found)]
+    if len(spread) < count:
+        raise ValueError(f"{count} prompts asked for, the held-out text has {len(spread)} openings of {length} bytes")
+    return spread[:count]
+
+
+class PromptError(MtpcError):
+    """The data named holds no prompts."""
+
+
+FORMS = '{"turns": [...]} (Spec-Bench), {"messages": [...]}, {"prompt": ...}, {"prompt_ids": [...]} or {"text": ...}'
+
+
+def load(data: list[str], target: str, count: int, length: int, longest: int) -> list[list[int]]:
+    """At most ``count`` prompts, token ids, of ``data``: files and folders as for training, none for the demo's.
+
+    Conversations and Spec-Bench's first turns go through the target's chat template where it has one; text is cut into
+    pieces of ``length`` tokens, spread evenly. Prompts of more than ``longest`` tokens are left out. Where there are
+    more than ``count``, those taken are spread evenly. Raises PromptError where nothing is left,
+    TargetError where there is no tokenizer.
+    """
+    from vllm_mtpc.hf.names import target_tokenizer
+
+    tokenizer = target_tokenizer(target)
+    if data:
+        found = list(_of_files(data, tokenizer, count, length))
+    else:
+        found = [tokenizer(text)["input_ids"] for text in held_out(min(count, DEMO_PROMPTS))]
+    usable = [prompt for prompt in found if 0 < len(prompt) <= longest]
+    if not usable:
+        given = ", ".join(data) or "the demo's text"
+        raise PromptError(f"{given}: {len(found)} prompts, none of 1 to {longest} tokens; raise --max-prompt-tokens")
+    return spread(usable, count)
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    """At most ``count`` of the items, at even distances, in order."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def _of_files(data: list[str], tokenizer: Any, count: int, length: int) -> Iterator[list[int]]:
+    from vllm_mtpc.data.sources import read_records
+
+    for source in read_records(data, "train"):
+        record = source.record
+        turns = record.get("turns") or record.get("prompt")
+        if isinstance(record.get("prompt_ids"), list):
+            yield list(record["prompt_ids"])
+        elif isinstance(record.get("messages"), list):
+            yield _of_chat(source.origin, record["messages"], tokenizer)
+        elif turns:
+            text = turns if isinstance(turns, str) else str(turns[0])
+            yield _of_chat(source.origin, [{"role": "user", "content": text}], tokenizer)
+        elif isinstance(record.get("text"), str):
+            yield from _pieces(tokenizer(record["text"], verbose=False)["input_ids"], count, length)
+        else:
+            raise PromptError(f"{source.origin}: keys {', '.join(record)}; a line must be one of {FORMS}")
+
+
+def _of_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
+    """A conversation up to the turn that is to be written, in the chat template; without one, its last text alone."""
+    while messages and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        raise PromptError(f"{origin}: a conversation needs a turn with text before the assistant's; correct it")
+    if getattr(tokenizer, "chat_template", None) is None:
+        return tokenizer(messages[-1]["content"])["input_ids"]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def _pieces(tokens: list[int], count: int, length: int) -> Iterator[list[int]]:
+    """At most ``count`` pieces of a document, which is one piece where it is shorter than two."""
+    if len(tokens) < 2 * length:
+        yield tokens[:length]
+        return
+    for start in spread(list(range(0, len(tokens) - length + 1, length)), count):
+        yield tokens[start : start + length]

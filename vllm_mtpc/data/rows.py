@@ -1,0 +1,168 @@
+"""Documents packed into rows of equal length, and held-out documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_mtpc.data.documents import DataError, Documents
+
+
+class Rows(NamedTuple):
+    """Packed rows."""
+
+    tokens: Tensor  # [N, S] int32, padding 0
+    document: Tensor  # [N, S] int32, number of the document within its row from 0, -1: padding
+    trained: Tensor  # [N, S] bool
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What became of the documents."""
+
+    documents: int  # that are in the rows
+    dropped: int  # documents in which no window can start
+    pieces: int  # documents in the sense of the rows: one longer than a row is cut
+    tokens: int  # in the rows
+    dropped_tokens: int  # of dropped documents, and of pieces in which no window can start
+    rows: int
+    padding: float  # share of the places in the rows
+    warning: str | None  # set if no document is long enough for a whole window
+
+
+class _Pieces(NamedTuple):
+    start: np.ndarray  # [P] int64, first token in Documents.tokens
+    length: np.ndarray  # [P] int64
+    document: np.ndarray  # [P] int64, number of the document it is cut from
+
+
+def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Rows, PackingReport]:
+    """Rows of `seq_len` tokens, each document whole in one; the order of the rows depends on the seed.
+
+    A document longer than a row is cut into pieces, each a document of its own in the rows. Pieces in which no window
+    can start (nothing trained after the first token) are dropped. Best-fit by decreasing length. Raises DataError if
+    nothing is left.
+    """
+    if seq_len < 2:
+        raise DataError(f"rows of {seq_len} token(s) hold no window; give seq_len of at least 2")
+    pieces, kept = _cut(documents, seq_len)
+    if not kept.any():
+        raise DataError(
+            f"none of {len(documents)} document(s) has a token to train on after its first; "
+            "give longer documents, or conversations with an assistant's turn"
+        )
+    used = _Pieces(*(field[kept] for field in pieces))
+    row_of, at, count = _place(used.length, seq_len, np.random.default_rng(seed))
+    rows = _fill(documents, used, row_of, at, count, seq_len)
+    tokens = int(used.length.sum())
+    whole = len(np.unique(used.document))
+    report = PackingReport(
+        documents=whole,
+        dropped=len(documents) - whole,
+        pieces=len(used.start),
+        tokens=tokens,
+        dropped_tokens=len(documents.tokens) - tokens,
+        rows=count,
+        padding=1 - tokens / (count * seq_len),
+        warning=_short(rows, window),
+    )
+    return rows, report
+
+
+def split_validation(documents: Documents, share: float, seed: int) -> tuple[Documents, Documents]:
+    """Documents to train on and held-out ones, each in their order: `share` of them, at least one, chosen by the seed.
+
+    Of a single document the last `share` of its tokens is held out. Raises DataError if a part would be empty.
+    """
+    if not 0 < share < 1:
+        raise DataError(f"share {share} of held-out documents must be between 0 and 1")
+    count = len(documents)
+    if count > 1:
+        held = min(count - 1, max(1, round(share * count)))
+        chosen = np.zeros(count, bool)
+        chosen[np.random.default_rng(seed).permutation(count)[:held]] = True
+        return documents.select(~chosen), documents.select(chosen)
+    tokens, trained = documents[0] if count else (np.empty(0), np.empty(0))
+    if len(tokens) < 4:
+        raise DataError(
+            f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give at least two documents"
+        )
+    cut = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - share))))
+    return tuple(Documents.join([(tokens[part], trained[part])]) for part in (slice(cut), slice(cut, None)))
+
+
+def _cut(documents: Documents, seq_len: int) -> tuple[_Pieces, np.ndarray]:
+    """Pieces of at most seq_len tokens, and which of them a window can start in, [P] bool."""
+    counts = -(-documents.lengths // seq_len)
+    document = np.repeat(np.arange(len(documents)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
+    start = documents.offsets[document] + number * seq_len
+    length = np.minimum(documents.offsets[document + 1] - start, seq_len)
+    usable = length > 1
+    spans = np.stack([start[usable] + 1, start[usable] + length[usable]], 1).ravel()  # without the first token
+    spans = spans[:-1] if len(spans) and spans[-1] == len(documents.tokens) else spans
+    usable[usable] = np.logical_or.reduceat(documents.trained, spans)[::2] if len(spans) else False
+    return _Pieces(start, length, document), usable
+
+
+def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
+    """Row and first place of each piece, and the number of rows: best-fit by decreasing length.
+
+    Rows are kept by the space that is left in them; `open_spaces` has bit s set if there is one with s places left.
+    """
+    order = generator.permutation(len(lengths))
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    open_spaces, count = 0, 0
+    row_of, at = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        enough = open_spaces >> length
+        if enough:
+            space = length + (enough & -enough).bit_length() - 1  # the smallest that is enough
+            row = by_space[space].pop()
+            if not by_space[space]:
+                open_spaces ^= 1 << space
+        else:
+            row, space, count = count, seq_len, count + 1
+        row_of[piece], at[piece] = row, seq_len - space
+        if space > length:
+            by_space[space - length].append(row)
+            open_spaces |= 1 << (space - length)
+    return generator.permutation(count)[row_of], at, count
+
+
+def _fill(documents: Documents, pieces: _Pieces, row_of: np.ndarray, at: np.ndarray, count: int, seq_len: int) -> Rows:
+    tokens = np.zeros((count, seq_len), np.int32)
+    document = np.full((count, seq_len), -1, np.int32)
+    trained = np.zeros((count, seq_len), bool)
+    placed = [0] * count  # documents in each row so far
+    order = np.lexsort((at, row_of))
+    columns = (row_of[order], at[order], pieces.start[order], pieces.length[order])
+    for row, first, start, length in zip(*(column.tolist() for column in columns), strict=True):
+        source, target = slice(start, start + length), slice(first, first + length)
+        tokens[row, target] = documents.tokens[source]
+        trained[row, target] = documents.trained[source]
+        document[row, target] = placed[row]
+        placed[row] += 1
+    return Rows(torch.from_numpy(tokens), torch.from_numpy(document), torch.from_numpy(trained))
+
+
+def _short(rows: Rows, window: int) -> str | None:
+    """A warning if no window of the rows is whole: the positions beyond the longest are then not trained."""
+    document, trained = rows.document.numpy(), rows.trained.numpy().copy()
+    trained[:, 0] = False  # the first token of a document is nobody's next
+    trained[:, 1:] &= document[:, 1:] == document[:, :-1]
+    flat = np.concatenate([[False], trained.ravel(), [False]])
+    edges = np.flatnonzero(flat[1:] != flat[:-1])  # begin and end of each run of targets
+    longest = int((edges[1::2] - edges[::2]).max())
+    if longest >= window:
+        return None
+    return (
+        f"no document has more than {longest} trained token(s) in a row after its first, and the window is {window}: "
+        f"draft positions beyond {longest} are not trained; give longer documents, a longer seq_len or a window of "
+        f"{max(2, longest)}"
+    )

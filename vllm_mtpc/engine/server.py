@@ -1,0 +1,162 @@
+"""`vllm serve` on a Unix socket, as a child that never outlives its parent.
+
+Replicas on Ray and batch jobs are vLLM's own server, so whatever its API can do they can: nothing of it is written down
+twice. A socket in place of a port: two engines of one machine never want the same one, and nobody else can ask it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PROGRAM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+TAIL = 25  # lines of its output that explain why it ended
+HEALTH_TIMEOUT_S = 20.0
+
+
+class EngineDied(RuntimeError):
+    """The server is gone, or says that its engine is. What it had not answered can be asked elsewhere."""
+
+
+class EngineGone(EngineDied):
+    """The server was gone when it was asked: the request has not reached it."""
+
+
+class EngineServer:
+    """One `vllm serve ARGUMENTS`.
+
+    environment: added to this process's. program: what is started, for tests. output: where its lines go, besides the
+    last ones, which are kept for the message of EngineDied.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
+        output: TextIO | None = None,
+    ) -> None:
+        self._command = [*program, *arguments]
+        self._environment = {**os.environ, **(environment or {})}
+        self._output = output
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._folder = Path(tempfile.mkdtemp(prefix="vllm_mtpc-"))  # short: a socket's path has at most 107 characters
+        self._process: subprocess.Popen[str] | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self, timeout_s: float = 1800.0) -> None:
+        """Starts it and waits until it is healthy. Raises EngineDied with its last lines."""
+        import aiohttp
+
+        socket = str(self._folder / "http")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_mtpc.engine.parent", *self._command, "--uds", socket],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        threading.Thread(target=self._read_output, daemon=True).start()
+        connector = aiohttp.UnixConnector(path=socket, limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        deadline = time.monotonic() + timeout_s
+        while not await self._is_healthy():
+            self.check_running()
+            if time.monotonic() > deadline:
+                await self.stop()
+                raise EngineDied(f"vllm serve was not healthy after {timeout_s:.0f} s:\n{self._last_lines()}")
+            await asyncio.sleep(0.25)
+
+    async def stop(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # the watcher takes it as our end
+            await asyncio.to_thread(self._process.wait)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def ended(self) -> None:
+        """Returns when the server has ended by itself."""
+        while self._process.poll() is None:
+            await asyncio.sleep(0.2)
+
+    def check_running(self) -> None:
+        code = self._process.poll()
+        if code is not None:
+            time.sleep(0.1)  # its last lines are on their way
+            raise EngineDied(f"vllm serve ended with exit code {code}:\n{self._last_lines()}")
+
+    async def check(self) -> None:
+        """Raises EngineDied unless the server runs and its engine is healthy."""
+        self.check_running()
+        if not await self._is_healthy():
+            self.check_running()
+            raise EngineDied(f"vllm serve is not healthy:\n{self._last_lines()}")
+
+    @contextlib.asynccontextmanager
+    async def ask(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One request; leaving early ends it.
+
+        Raises EngineDied where the server does not answer to the end, EngineGone where it takes nothing any more. An
+        answer of a server whose engine has died counts as none: vLLM says 500 to what was being computed.
+        """
+        import aiohttp
+
+        try:
+            async with self._session.request(method, path_url(path), data=body or None, headers=headers) as response:
+                if response.status >= 500:
+                    await self.check()
+                yield response
+        except aiohttp.ClientConnectorError as error:
+            raise EngineGone(f"vllm serve has ended: {error}\n{self._last_lines()}") from None
+        except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
+            raise EngineDied(f"vllm serve did not answer: {error!r}\n{self._last_lines()}") from None
+
+    async def text(self, path: str) -> str:
+        async with self.ask("GET", path) as response:
+            return await response.text()
+
+    async def _is_healthy(self) -> bool:
+        import aiohttp
+
+        try:
+            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+            async with self._session.get(path_url("/health"), timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+            return False
+
+    def _read_output(self) -> None:
+        with contextlib.suppress(ValueError):  # closed while it is read
+            for line in self._process.stdout:
+                self._tail.append(line.rstrip())
+                if self._output is not None:
+                    self._output.write(line)
+                    self._output.flush()
+
+    def _last_lines(self) -> str:
+        return "\n".join(self._tail)
+
+
+def path_url(path: str) -> str:
+    return f"http://localhost{path}"

@@ -1,0 +1,7 @@
+"""Targets on transformers, for training and evaluation; serving uses vLLM's own models."""
+
+from vllm_mtpc.hf.device import choose_device
+from vllm_mtpc.hf.model import Target, load_target
+from vllm_mtpc.hf.names import TargetError
+
+__all__ = ["Target", "TargetError", "choose_device", "load_target"]

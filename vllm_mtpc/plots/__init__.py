@@ -1,0 +1,1 @@
+"""Pictures of heads and of measurements, by matplotlib."""

@@ -1,0 +1,57 @@
+"""Where a measurement goes: refused in one line before anything is measured, written afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.errors import MtpcError
+
+
+class OutputError(MtpcError):
+    """A file or folder that a result cannot be written to."""
+
+
+def check_file(file: Path | None, flag: str = "--json") -> None:
+    """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises OutputError.
+
+    Results in `benchmarks/results/` name the commit that was measured: none are written there from a changed checkout.
+    """
+    if file is None:
+        return
+    if file.resolve().parent == provenance.RESULTS and (provenance.commit() or "").endswith(provenance.CHANGED):
+        raise OutputError(f"{flag} {file}: the checkout differs from its commit; commit first, or name another folder")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.open("xb").close()
+            file.unlink()
+        elif file.is_dir() or not os.access(file, os.W_OK):  # not opened: it may be a pipe that somebody reads
+            raise OSError(0, "a folder" if file.is_dir() else "no right to write it")
+    except FileExistsError:
+        raise OutputError(f"{flag} {file}: cannot be written (its folder is a file); name another file") from None
+    except OSError as error:
+        raise OutputError(f"{flag} {file}: cannot be written ({error.strerror}); name another file") from None
+
+
+def check_folder(folder: Path | None, flag: str = "--out") -> None:
+    """Makes a folder that results are to be written to; none given, nothing done. Raises OutputError."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(0, "no right to write to it")
+    except FileExistsError:
+        raise OutputError(f"{flag} {folder}: is a file; name a folder") from None
+    except OSError as error:
+        raise OutputError(f"{flag} {folder}: cannot be written to ({error.strerror}); name another folder") from None
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    """A result, in a file that `check_file` has passed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

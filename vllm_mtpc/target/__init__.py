@@ -1,7 +1,0 @@
-"""Targets on transformers, for training and evaluation; serving uses vLLM's own models."""
-
-from vllm_mtpc.target.device import choose_device
-from vllm_mtpc.target.model import Target, load_target
-from vllm_mtpc.target.names import TargetError
-
-__all__ = ["Target", "TargetError", "choose_device", "load_target"]

@@ -1,0 +1,62 @@
+"""`vllm-mtpc cache`: the target's hidden states of packed data on disk, for `vllm-mtpc train --cache`.
+
+The rows are those that a training run with the same options packs, its held-out documents left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_mtpc.flags import add_flags, typed
+from vllm_mtpc.train.options import TrainOptions, parse
+
+if TYPE_CHECKING:
+    import argparse
+
+SHARED = (
+    "target",
+    "data",
+    "split",
+    "validation_data",
+    "validation_share",
+    "seq_len",
+    "seed",
+    "target_dtype",
+    "device",
+    "attention",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="continued if it is there")
+    add_flags(parser, TrainOptions, only=SHARED)
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="on disk")
+    parser.add_argument("--rows-per-shard", type=int, metavar="R", help="rows of a file (default: about 0.5 GiB)")
+    parser.add_argument("--batch-rows", type=int, default=8, metavar="B", help="rows computed at once (default: 8)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from vllm_mtpc.eval.arguments import check_positive
+    from vllm_mtpc.hf import choose_device
+    from vllm_mtpc.train import prepare
+    from vllm_mtpc.train.cache import write_cache
+    from vllm_mtpc.train.cache_files import DTYPES
+
+    check_positive(args, "rows_per_shard", "batch_rows")
+    shared = {name: value for name, value in typed(args, TrainOptions).items() if name in SHARED}
+    options = parse({**shared, "out": args.out}, "cache")
+    device = choose_device(options.device)
+    prepare.check_before_work(options)
+    options = prepare.settled(options)
+    target = prepare.read_target(options, device)
+    data = prepare.read_data(options, target)
+    if data.report.warning:
+        print(f"warning: {data.report.warning}", file=sys.stderr)
+    cache = write_cache(args.out, target, data.rows, args.rows_per_shard, DTYPES.get(args.dtype), args.batch_rows)
+    size = cache.num_rows * cache.index.row_bytes
+    print(
+        f"{args.out}: {cache.num_rows:,} rows, {data.report.tokens:,} tokens, {size / 1e9:.3f} GB, {cache.index.dtype}"
+    )
+    return 0
