@@ -34,7 +34,7 @@ from vllm_mtpc.bench import serve
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import offline, provenance
 from vllm_mtpc.engine.passes import Setting
-from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, write_json
 from vllm_mtpc.top import Look

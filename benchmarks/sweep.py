@@ -16,17 +16,10 @@ from typing import Any
 
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.counters import DEFINITIONS
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, write_json
-from vllm_mtpc.train.options import (
-    CIRCUIT_OPTIONS,
-    STATE_FILE,
-    STATE_FOLDER,
-    TrainOptions,
-    TrainOptionsError,
-    parse,
-    read_yaml,
-)
+from vllm_mtpc.train.options import CIRCUIT_OPTIONS, STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
 from vllm_mtpc.train.state import changed_option, identity, read_state
 
 KEYS = {"title", "common", "runs"}
@@ -74,26 +67,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_plan(file: Path) -> dict[str, Any]:
-    """A plan of its three keys. Raises TrainOptionsError for anything else."""
+    """A plan of its three keys. Raises UsageError for anything else."""
     plan = read_yaml(file)
     if set(plan) != KEYS:
         given = ", ".join(map(str, plan)) or "none"
-        raise TrainOptionsError(f"{file}: its keys are {given}; expected are {', '.join(sorted(KEYS))}")
+        raise UsageError(f"{file}: its keys are {given}; expected are {', '.join(sorted(KEYS))}")
     for key in ("common", "runs"):
         if not isinstance(plan[key], dict):
-            raise TrainOptionsError(f"{file}: {key} is {plan[key]!r}; expected are keys with values")
+            raise UsageError(f"{file}: {key} is {plan[key]!r}; expected are keys with values")
     for name, changed in plan["runs"].items():
         if changed is not None and not isinstance(changed, dict):
-            raise TrainOptionsError(f"{file}: run {name} is {changed!r}; expected are options with values, or nothing")
+            raise UsageError(f"{file}: run {name} is {changed!r}; expected are options with values, or nothing")
     return plan
 
 
 def changes(words: list[str]) -> dict[str, str]:
-    """Options of --set. Raises TrainOptionsError for a word that is not KEY=VALUE."""
+    """Options of --set. Raises UsageError for a word that is not KEY=VALUE."""
     pairs = [word.partition("=") for word in words]
     for key, separator, value in pairs:
         if not key or not separator:
-            raise TrainOptionsError(f"--set {key}{separator}{value}: KEY=VALUE is wanted; type: --set max_steps=100")
+            raise UsageError(f"--set {key}{separator}{value}: KEY=VALUE is wanted; type: --set max_steps=100")
     return {key: value for key, _, value in pairs}
 
 
@@ -103,9 +96,7 @@ def plans(plan: dict[str, Any], more: dict[str, str], folder: Path) -> Iterator[
         values = {**plan["common"], **(changes or {}), **more, "out": folder / str(name)}
         options = parse(values, f"run {name}")
         if not options.evaluation_sequences:
-            raise TrainOptionsError(
-                f"run {name}: evaluation_sequences 0 leaves nothing to tabulate; set it to 1 or more"
-            )
+            raise UsageError(f"run {name}: evaluation_sequences 0 leaves nothing to tabulate; set it to 1 or more")
         yield options
 
 

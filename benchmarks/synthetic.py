@@ -25,13 +25,9 @@ from typing import Any
 
 from vllm_mtpc.bench.draft_command import BYTES, default_head
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import MtpcError, UsageError
 
 LABEL = "SYNTHETIC: random weights and prescribed acceptance; speeds are of these sizes, of no trained model"
-
-
-class SyntheticError(MtpcError):
-    """A size that cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +51,12 @@ SHAPES = {
 
 
 def parse_shape(text: str) -> Shape:
-    """One of SHAPES, or LAYERSxWIDTH (a byte-level Llama with heads of 64). Raises SyntheticError."""
+    """One of SHAPES, or LAYERSxWIDTH (a byte-level Llama with heads of 64). Raises UsageError."""
     if text in SHAPES:
         return SHAPES[text]
     found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{1,5})", text)
     if not found or int(found[2]) % 64:
-        raise SyntheticError(
+        raise UsageError(
             f"--shape {text}: allowed are {', '.join(SHAPES)}, or LAYERSxWIDTH with a width divisible by 64, as 24x2048"
         )
     layers, hidden = int(found[1]), int(found[2])
@@ -68,11 +64,11 @@ def parse_shape(text: str) -> Shape:
 
 
 def parse_rates(values: Sequence[float], num_drafts: int) -> list[float]:
-    """P(drafts 1..k accepted), k = 1 .. num_drafts: as given, or powers of one chance. Raises SyntheticError."""
+    """P(drafts 1..k accepted), k = 1 .. num_drafts: as given, or powers of one chance. Raises UsageError."""
     rates = [values[0] ** k for k in range(1, num_drafts + 1)] if len(values) == 1 else list(values)
     falling = all(later <= earlier for earlier, later in itertools.pairwise(rates))
     if len(rates) != num_drafts or not falling or not all(0 <= rate <= 1 for rate in rates):
-        raise SyntheticError(
+        raise UsageError(
             f"--acceptance {' '.join(map(str, values))}: allowed are one chance for each further draft, or "
             f"{num_drafts} falling chances from 0 to 1, of the first k drafts being accepted"
         )

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, write_json
 
@@ -43,10 +43,6 @@ DEFINITIONS = (
     "peak: the process's largest resident set on a CPU, torch's largest allocation on CUDA; expected: the formula.",
     "a step is loss, backward pass, gradient clipping and AdamW on given hidden states; the target does not run.",
 )
-
-
-class BenchError(MtpcError):
-    """A measurement failed, or its ways of computing the same thing disagree."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +110,16 @@ def measure_shapes(args: argparse.Namespace) -> int:
 
 
 def chosen(shapes: Sequence[Shape], names: Sequence[str] | None) -> list[Shape]:
-    """The shapes named, all without names. Raises BenchError for a name that is none."""
+    """The shapes named, all without names. Raises UsageError for a name that is none."""
     unknown = set(names or ()) - {shape.name for shape in shapes}
     if unknown:
         allowed = ", ".join(shape.name for shape in shapes)
-        raise BenchError(f"no shape {unknown.pop()!r}; allowed: {allowed}")
+        raise UsageError(f"no shape {unknown.pop()!r}; allowed: {allowed}")
     return [shape for shape in shapes if not names or shape.name in names]
 
 
 def measure_ways(shape: Shape, device: str) -> list[dict[str, Any]]:
-    """One row per way, each from a process of its own. Raises BenchError if a process fails or the ways disagree."""
+    """One row per way, each from a process of its own. Raises UsageError if a process fails or the ways disagree."""
     rows = []
     for way in ways(shape):
         print(f"{way.name}, chunks of {way.chunk} of {way.windows} windows ...", file=sys.stderr, flush=True)
@@ -139,18 +135,18 @@ def run(shape: Shape, device: str) -> dict[str, Any]:
     found = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
     if done.returncode or not found:
         end = " / ".join(done.stderr.strip().splitlines()[-3:]) or "no message; the system may have run out of memory"
-        raise BenchError(f"{shape.name}: its process ended with exit code {done.returncode}: {end}")
+        raise UsageError(f"{shape.name}: its process ended with exit code {done.returncode}: {end}")
     return json.loads(found[-1].removeprefix(RESULT_MARK))
 
 
 def check_agreement(name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Raises BenchError unless all rows have the same losses and gradient norm, up to rounding, and finite ones."""
+    """Raises UsageError unless all rows have the same losses and gradient norm, up to rounding, and finite ones."""
     for key in ("losses", "gradient_norms"):
         first, *others = [row[key] for row in rows]
         close = all(math.isclose(a, b, rel_tol=TOLERANCE) for row in others for a, b in zip(first, row, strict=True))
         if not close or not all(math.isfinite(value) for row in rows for value in row[key]):
             found = "; ".join(f"chunks of {row['shape']['chunk']}: {row[key]}" for row in rows)
-            raise BenchError(
+            raise UsageError(
                 f"{name}: {key} differ between the ways or are not finite, so nothing is reported ({found})"
             )
 

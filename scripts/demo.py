@@ -26,7 +26,7 @@ from vllm_mtpc.bench.decodings import OWN, Decoding
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import offline
 from vllm_mtpc.engine.passes import Measured, Setting
-from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.report import check_folder
 
 SILENCE_S = 10.0

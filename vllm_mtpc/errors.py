@@ -50,6 +50,14 @@ class ServeConfigError(MtpcError):
     """`speculative_config` asks for something that cannot be served exactly."""
 
 
+class UsageError(MtpcError):
+    """What a command was given cannot be used: a flag, a file of data, a place for results."""
+
+
+class EngineFailed(RuntimeError):
+    """An engine's process ended before it had answered. The message ends with the last lines of its log."""
+
+
 def install(extra: str) -> str:
     """What to type for an extra of this package, which is installed from its checkout and is on no index."""
     return f"pip install '.[{extra}]' in the checkout of vllm_mtpc"

@@ -8,22 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.errors import MtpcError
-
-
-class OutputError(MtpcError):
-    """A file or folder that a result cannot be written to."""
+from vllm_mtpc.errors import UsageError
 
 
 def check_file(file: Path | None, flag: str = "--json") -> None:
-    """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises OutputError.
+    """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises UsageError.
 
     Results in `benchmarks/results/` name the commit that was measured: none are written there from a changed checkout.
     """
     if file is None:
         return
     if file.resolve().parent == provenance.RESULTS and (provenance.commit() or "").endswith(provenance.CHANGED):
-        raise OutputError(f"{flag} {file}: the checkout differs from its commit; commit first, or name another folder")
+        raise UsageError(f"{flag} {file}: the checkout differs from its commit; commit first, or name another folder")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -32,13 +28,13 @@ def check_file(file: Path | None, flag: str = "--json") -> None:
         elif file.is_dir() or not os.access(file, os.W_OK):  # not opened: it may be a pipe that somebody reads
             raise OSError(0, "a folder" if file.is_dir() else "no right to write it")
     except FileExistsError:
-        raise OutputError(f"{flag} {file}: cannot be written (its folder is a file); name another file") from None
+        raise UsageError(f"{flag} {file}: cannot be written (its folder is a file); name another file") from None
     except OSError as error:
-        raise OutputError(f"{flag} {file}: cannot be written ({error.strerror}); name another file") from None
+        raise UsageError(f"{flag} {file}: cannot be written ({error.strerror}); name another file") from None
 
 
 def check_folder(folder: Path | None, flag: str = "--out") -> None:
-    """Makes a folder that results are to be written to; none given, nothing done. Raises OutputError."""
+    """Makes a folder that results are to be written to; none given, nothing done. Raises UsageError."""
     if folder is None:
         return
     try:
@@ -46,9 +42,9 @@ def check_folder(folder: Path | None, flag: str = "--out") -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(0, "no right to write to it")
     except FileExistsError:
-        raise OutputError(f"{flag} {folder}: is a file; name a folder") from None
+        raise UsageError(f"{flag} {folder}: is a file; name a folder") from None
     except OSError as error:
-        raise OutputError(f"{flag} {folder}: cannot be written to ({error.strerror}); name another folder") from None
+        raise UsageError(f"{flag} {folder}: cannot be written to ({error.strerror}); name another folder") from None
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:

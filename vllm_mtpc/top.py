@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.engine.counters import CUTS
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 
 if TYPE_CHECKING:
     import argparse
@@ -39,10 +39,6 @@ LATENCIES = {
 }
 LABELS = ("le", "position", "by")  # those that tell values of one name apart
 BAR = 30  # characters
-
-
-class TopError(MtpcError):
-    """A server that does not answer, or that is no vLLM."""
 
 
 @dataclass(frozen=True)
@@ -127,15 +123,15 @@ class Between:
 
 
 def look(url: str, timeout_s: float = 5.0) -> Look:
-    """Raises TopError, one line."""
+    """Raises UsageError, one line."""
     address = f"{url.rstrip('/')}/metrics"
     try:
         with urllib.request.urlopen(address, timeout=timeout_s) as answer:
             text = answer.read().decode("utf-8", errors="replace")
     except (OSError, ValueError, urllib.error.URLError) as error:
-        raise TopError(f"{address}: {error}; name a server that runs, e.g. http://localhost:8000") from None
+        raise UsageError(f"{address}: {error}; name a server that runs, e.g. http://localhost:8000") from None
     if "vllm:" not in text:
-        raise TopError(
+        raise UsageError(
             f"{address} has no metrics of vLLM; name the address of `vllm serve`, without --disable-log-stats"
         )
     return Look.parse(text, time.monotonic())
@@ -192,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.live import Live
 
     if not args.interval > 0:
-        raise TopError(f"--interval {args.interval:g}: seconds above 0 are allowed; type e.g. --interval 2")
+        raise UsageError(f"--interval {args.interval:g}: seconds above 0 are allowed; type e.g. --interval 2")
     console = Console()
     if args.once:
         now = look(args.url)

@@ -25,7 +25,7 @@ import psutil
 
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.process import group, tail
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, write_json
 
@@ -34,10 +34,6 @@ GRACE_S = 15.0  # for engines to end
 REASON_LINES, KEPT_LINES = 40, 4  # of a log that are kept in the result: of a part that failed, of one that is done
 SAME = ("hardware", "versions", "commit", "time", "command")  # said once for a stage
 DONE, FAILED = "done", "failed"
-
-
-class ProgrammeError(MtpcError):
-    """A stage that cannot be begun."""
 
 
 @dataclass(frozen=True)
@@ -156,13 +152,13 @@ def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: f
     deadline = time.monotonic() + limit_s
     commit = provenance.commit()
     if commit is None:
-        raise ProgrammeError(
+        raise UsageError(
             "no commit: there is no .git here; type MTPC_COMMIT=... benchmarks/gpu/run.sh, with what git rev-parse "
             "HEAD says where there is one"
         )
     every = {part.name: part for part in programme.parts(stage)}
     if unknown := [name for name in names if name not in every]:
-        raise ProgrammeError(f"stage {stage} has no part {unknown[0]}; its parts are {', '.join(every)}")
+        raise UsageError(f"stage {stage} has no part {unknown[0]}; its parts are {', '.join(every)}")
     record = Record(programme, stage)
     check_file(record.copy, "OUT")
     wanted = [every[name] for name in names or every]

@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from vllm_mtpc.batch.lines import BatchError, Line, read
+from vllm_mtpc.batch.lines import Line, read
 from vllm_mtpc.batch.parts import Output, cut, record
+from vllm_mtpc.errors import UsageError
 
 
 def test_all_forms_are_read(tmp_path):
@@ -79,7 +80,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path):
         ("absent.jsonl", "cannot be read"),
         ("nope*.jsonl", r"nope\*.jsonl: no file matches"),
     ):
-        with pytest.raises(BatchError, match=message) as refused:
+        with pytest.raises(UsageError, match=message) as refused:
             read(str(tmp_path / name), {})
         assert "\n" not in str(refused.value)
 
@@ -117,7 +118,7 @@ def test_half_a_part_is_never_seen(tmp_path, input_, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(BatchError, match="No space left on device"):
+    with pytest.raises(UsageError, match="No space left on device"):
         output.write("part-1.jsonl", answers(input_.lines))
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["job.json"]
 
@@ -126,12 +127,12 @@ def test_answers_of_another_job_are_refused(tmp_path, input_):
     path = str(tmp_path / "out")
     Output(path).begin({"model": "m", "body": {}}, input_)
     Output(path).begin({"model": "m", "body": {}}, input_._replace(sha256="grown"))  # its lines have ids
-    with pytest.raises(BatchError, match="holds answers of another job"):
+    with pytest.raises(UsageError, match="holds answers of another job"):
         Output(path).begin({"model": "other", "body": {}}, input_)
     unnamed = str(tmp_path / "unnamed")
     Output(unnamed).begin({}, input_._replace(unnamed=1))
-    with pytest.raises(BatchError, match="an input that has changed"):
+    with pytest.raises(UsageError, match="an input that has changed"):
         Output(unnamed).begin({}, input_._replace(unnamed=1, sha256="grown"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(BatchError, match="is a file; name a folder"):
+    with pytest.raises(UsageError, match="is a file; name a folder"):
         Output(str(tmp_path / "file"))

@@ -19,8 +19,9 @@ from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.models import make_target
 from vllm_mtpc.batch import regenerate as module
 from vllm_mtpc.batch import regenerate_output
-from vllm_mtpc.batch.regenerate import RegenerateError, RegenerateOptions, add_arguments, parse, regenerate
+from vllm_mtpc.batch.regenerate import RegenerateOptions, add_arguments, parse, regenerate
 from vllm_mtpc.batch.regenerate_prompts import collect
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.flags import typed
 
 CHAT = (
@@ -207,12 +208,10 @@ def test_other_settings_are_refused(tmp_path, target, engine):
     data = texts(tmp_path, 3)
     regenerate(options(target, data, tmp_path / "out.jsonl"))
     before = (tmp_path / "out.jsonl").read_bytes()
-    with pytest.raises(
-        RegenerateError, match=r"temperature 1\.0 \(asked for: 0\.5\), seed 0 \(asked for: 4\).*name an"
-    ):
+    with pytest.raises(UsageError, match=r"temperature 1\.0 \(asked for: 0\.5\), seed 0 \(asked for: 4\).*name an"):
         regenerate(options(target, data, tmp_path / "out.jsonl", temperature=0.5, seed=4))
     texts(tmp_path, 4)  # the same name, other content
-    with pytest.raises(RegenerateError, match="made with other settings: prompts '"):
+    with pytest.raises(UsageError, match="made with other settings: prompts '"):
         regenerate(options(target, data, tmp_path / "out.jsonl"))
     assert (tmp_path / "out.jsonl").read_bytes() == before
     texts(tmp_path, 3)
@@ -222,14 +221,14 @@ def test_other_settings_are_refused(tmp_path, target, engine):
 def test_files_of_others_are_refused(tmp_path, target, engine):
     out = tmp_path / "out.jsonl"
     out.write_text('{"text": "mine"}\n')
-    with pytest.raises(RegenerateError, match=r"is there without out.jsonl.meta.json; name another file"):
+    with pytest.raises(UsageError, match=r"is there without out.jsonl.meta.json; name another file"):
         regenerate(options(target, texts(tmp_path, 3), out))
     assert out.read_text() == '{"text": "mine"}\n'
     out.unlink()
     regenerate(options(target, texts(tmp_path, 3), out))
     with out.open("a") as file:
         file.write('{"text": "mine"}\n')
-    with pytest.raises(RegenerateError, match=r"out.jsonl:4: not a response; remove the line"):
+    with pytest.raises(UsageError, match=r"out.jsonl:4: not a response; remove the line"):
         regenerate(options(target, texts(tmp_path, 3), out))
 
 
@@ -256,7 +255,7 @@ def test_full_disk(tmp_path, target, engine, monkeypatch):
     with monkeypatch.context() as patch:
         FullDisk.room = 500  # a wave of two lines and a part of the next
         patch.setattr(regenerate_output, "open", limited, raising=False)
-        with pytest.raises(RegenerateError, match=r"\(the disk is full\); the 2 responses in it are whole") as refused:
+        with pytest.raises(UsageError, match=r"\(the disk is full\); the 2 responses in it are whole") as refused:
             regenerate(how)
     assert "\n" not in str(refused.value)
     assert len(lines(how.out)) == 2 and how.out.read_bytes().endswith(b"\n")
@@ -273,7 +272,7 @@ def test_options_that_are_refused(tmp_path):
         ({"data": []}, "data"),
         ({"engine": "enforce_eager=true"}, "engine.*Invalid JSON"),
     ):
-        with pytest.raises(RegenerateError, match=message):
+        with pytest.raises(UsageError, match=message):
             parse({"target": "t", "data": ["d"], "out": tmp_path / "o", **wrong})
 
 
@@ -302,11 +301,11 @@ def test_arguments_of_the_engine(tmp_path):
 
 def test_empty_data_and_no_vllm(tmp_path, target, engine, monkeypatch):
     data = write_lines(tmp_path / "d.jsonl", {"text": ""}, {"prompt_ids": []})
-    with pytest.raises(RegenerateError, match=r"d.jsonl: no prompts"):
+    with pytest.raises(UsageError, match=r"d.jsonl: no prompts"):
         regenerate(options(target, data, tmp_path / "out.jsonl"))
     assert not (tmp_path / "out.jsonl").exists()
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(RegenerateError, match=r"vllm, which is not installed; type: pip install"):
+    with pytest.raises(UsageError, match=r"vllm, which is not installed; type: pip install"):
         regenerate(options(target, texts(tmp_path, 2), tmp_path / "out.jsonl"))
 
 
@@ -374,6 +373,6 @@ def test_a_continued_run_writes_what_the_whole_one_does(target, written, tmp_pat
 @needs_vllm
 def test_an_engine_that_fails_says_why(tmp_path, target):
     how = options(target, texts(tmp_path, 2), tmp_path / "out.jsonl", dtype="float33")
-    with pytest.raises(RegenerateError, match=r"vLLM ended with exit code 1 .*float33.*its log is") as refused:
+    with pytest.raises(UsageError, match=r"vLLM ended with exit code 1 .*float33.*its log is") as refused:
         regenerate(how)
     assert "\n" not in str(refused.value) and (tmp_path / "out.jsonl.log").is_file()

@@ -10,7 +10,8 @@ import pytest
 
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import advise
-from vllm_mtpc.bench.curves import Curves, CurvesError, cells
+from vllm_mtpc.bench.curves import Curves, cells
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.proposers.config import schedule
 
 BATCHES = [1, 4, 16]
@@ -56,14 +57,14 @@ def test_pairs_are_read_by_rows_and_by_batch() -> None:
     ],
 )
 def test_damaged_curves(values: Any, says: str) -> None:
-    with pytest.raises(CurvesError) as caught:
+    with pytest.raises(UsageError) as caught:
         Curves(values)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_head_without_a_curve() -> None:
     found = curves(lambda batch, rows: rows, lambda batch, drafts: 1)
-    with pytest.raises(CurvesError, match="has drafts of btree, none called mine or cp"):
+    with pytest.raises(UsageError, match="has drafts of btree, none called mine or cp"):
         found.draft(["mine", "cp"], 1, 1)
 
 

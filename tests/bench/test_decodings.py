@@ -10,8 +10,8 @@ import pytest
 
 from vllm_mtpc import demo
 from vllm_mtpc.bench import decodings
-from vllm_mtpc.bench.decodings import INTERPRETED, OWN, V2_INTERPRETED, DecodingError, heads, peers, plain
-from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.bench.decodings import INTERPRETED, OWN, V2_INTERPRETED, heads, peers, plain
+from vllm_mtpc.errors import CheckpointError, UsageError
 
 NAMES = [str(demo.path(name)) for name in (*demo.CIRCUITS, *demo.PTP)]
 
@@ -52,7 +52,7 @@ def test_variants_are_rows_of_their_own() -> None:
 
 
 def test_a_head_named_twice_is_refused_and_a_missing_one_too() -> None:
-    with pytest.raises(DecodingError, match="named twice"):
+    with pytest.raises(UsageError, match="named twice"):
         heads([NAMES[0], NAMES[0]], {}, None, on_gpu=False)
     with pytest.raises(CheckpointError, match="no head"):
         heads(["/no/such/head"], {}, None, on_gpu=False)

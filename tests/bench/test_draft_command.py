@@ -14,9 +14,10 @@ import torch
 
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import draft_command, timing
-from vllm_mtpc.bench.draft_command import DraftBenchError, Shape, cases, check, parts, shape, steps, weight_bytes
+from vllm_mtpc.bench.draft_command import Shape, cases, check, parts, shape, steps, weight_bytes
 from vllm_mtpc.bench.timing import Time
 from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,7 @@ def test_steps_are_given_or_read(tmp_path: Path) -> None:
     assert steps(words("--batch", "1", "4", "--curves", str(curves)), 7) == {1: 4.5}
     assert steps(words("--batch", "3", "--curves", str(curves)), 2) == {3: 6.0}
     curves.write_text("[]")
-    with pytest.raises(DraftBenchError, match="advise --measure"):
+    with pytest.raises(UsageError, match="advise --measure"):
         steps(words("--batch", "1", "--curves", str(curves)), 7)
 
 
@@ -93,7 +94,7 @@ def test_steps_are_given_or_read(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_words_are_refused(typed: list[str], message: str) -> None:
-    with pytest.raises(DraftBenchError, match=message):
+    with pytest.raises(UsageError, match=message):
         check(words(*typed))
 
 

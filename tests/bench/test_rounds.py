@@ -10,7 +10,7 @@ from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, Engines
 from vllm_mtpc.bench.report import rows
 from vllm_mtpc.bench.rounds import Comparison, Progress, bracketed, cause, interleaved
 from vllm_mtpc.engine.passes import Setting
-from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.errors import EngineFailed
 
 
 def comparison(total: int, deadline: float | None = None) -> Comparison:

@@ -12,8 +12,9 @@ import pytest
 from tests.support.fakes import BTREE, PLAIN, Engines
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import engines, serve_command
-from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, DecodingError
+from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED
 from vllm_mtpc.bench.engines import flags
+from vllm_mtpc.errors import UsageError
 
 
 def words(*typed: str) -> argparse.Namespace:
@@ -75,7 +76,7 @@ def test_interpreted_passes_are_small_unless_asked_for() -> None:
     ],
 )
 def test_wrong_words_are_refused(typed: list[str], message: str) -> None:
-    with pytest.raises(DecodingError, match=message):
+    with pytest.raises(UsageError, match=message):
         completed(*typed)
 
 

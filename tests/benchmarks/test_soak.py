@@ -14,7 +14,7 @@ import pytest
 from benchmarks import soak
 from benchmarks.soak import Clients, Tally
 from vllm_mtpc.bench.serve import Answer
-from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.errors import EngineFailed
 
 ASKED = [[1, 2], [3]]
 REFERENCE = [list(range(soak.LONGEST)), list(range(100, 100 + soak.LONGEST))]

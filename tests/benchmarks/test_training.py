@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.training import BenchError, Job, Shape, check_agreement, chosen, expected_bytes, measure, ways
+from benchmarks.training import Job, Shape, check_agreement, chosen, expected_bytes, measure, ways
+from vllm_mtpc.errors import UsageError
 
 TINY = Shape("tiny", vocab_size=23, hidden_size=16, window=4, components=2, windows=24, chunk=8)
 
@@ -39,9 +40,9 @@ def test_both_ways_give_the_same_numbers(changes: dict) -> None:
 def test_ways_that_differ_are_refused(key: str, wrong: float) -> None:
     row = {"shape": {"chunk": 8}, "losses": [5.0, 4.0], "gradient_norms": [0.5, 0.4]}
     check_agreement("tiny", [row, row])
-    with pytest.raises(BenchError, match=f"tiny: {key} differ"):
+    with pytest.raises(UsageError, match=f"tiny: {key} differ"):
         check_agreement("tiny", [row, {**row, key: [row[key][0], row[key][1] * wrong]}])
-    with pytest.raises(BenchError, match=key):  # not a number in both ways is no agreement
+    with pytest.raises(UsageError, match=key):  # not a number in both ways is no agreement
         check_agreement("tiny", [{**row, key: [math.nan, 1.0]}] * 2)
 
 
@@ -56,7 +57,7 @@ def test_a_chunk_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(losses, "step_loss", first_chunk_only)
     rows = [measure(way, "cpu") for way in ways(TINY)]
-    with pytest.raises(BenchError, match="differ"):
+    with pytest.raises(UsageError, match="differ"):
         check_agreement("tiny", rows)
 
 
@@ -92,12 +93,12 @@ def test_the_command_runs_each_way_in_a_process_of_its_own(tmp_path, monkeypatch
 
 
 def test_a_child_that_fails_is_explained() -> None:
-    with pytest.raises(BenchError, match=r"exit code 1: .*unknown head 'none'"):
+    with pytest.raises(UsageError, match=r"exit code 1: .*unknown head 'none'"):
         training.run(replace(TINY, head="none"), "cpu")
 
 
 def test_shapes_are_chosen_by_name() -> None:
     assert chosen(training.SHAPES, ["demo"]) == [training.SHAPES[0]]
     assert chosen(training.SHAPES, None) == list(training.SHAPES)
-    with pytest.raises(BenchError, match="no shape 'dem'; allowed: demo, "):
+    with pytest.raises(UsageError, match="no shape 'dem'; allowed: demo, "):
         chosen(training.SHAPES, ["dem"])

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.demo.byte_target import build_tokenizer
 from vllm_mtpc.data.chat import encode_chat
-from vllm_mtpc.data.documents import DataError
+from vllm_mtpc.errors import UsageError
 
 # Each header and end is one special token beside the bytes; "\n" after the end is written by the template alone.
 LOOP = "{%- for m in messages %}"
@@ -135,19 +135,19 @@ def test_turns_that_are_rendered_differently_later_become_documents() -> None:
 
 def test_a_template_whose_turns_do_not_begin_with_their_prompt_is_refused() -> None:
     with pytest.raises(
-        DataError, match=r"message 3, an assistant's, so that it does not begin.*generation %\} markers"
+        UsageError, match=r"message 3, an assistant's, so that it does not begin.*generation %\} markers"
     ):
         encode_chat(CHAT, tokenizer(INCONSISTENT))
 
 
 def test_no_template() -> None:
-    with pytest.raises(DataError, match=r"has no chat template.*give text or prompt_ids"):
+    with pytest.raises(UsageError, match=r"has no chat template.*give text or prompt_ids"):
         encode_chat(CHAT, tokenizer(None))
 
 
 def test_a_template_that_refuses_the_messages() -> None:
     tok = tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match="the chat template refuses the messages: roles must alternate"):
+    with pytest.raises(UsageError, match="the chat template refuses the messages: roles must alternate"):
         encode_chat(CHAT, tok)
 
 
@@ -163,5 +163,5 @@ def test_a_template_that_refuses_the_messages() -> None:
     ],
 )
 def test_bad_messages(messages: object, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UsageError, match=message):
         encode_chat(messages, tokenizer(PLAIN))  # type: ignore[arg-type]

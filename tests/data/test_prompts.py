@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from vllm_mtpc import demo
-from vllm_mtpc.data.prompts import PromptError, load, spread
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.data.prompts import load, spread
+from vllm_mtpc.errors import MtpcError, UsageError
 
 TARGET = str(demo.path("target"))
 
@@ -57,11 +57,11 @@ def test_the_demo_has_prompts_of_its_own() -> None:
 
 
 def test_data_without_prompts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="none of 1 to 3 tokens"):
+    with pytest.raises(UsageError, match="none of 1 to 3 tokens"):
         loaded([write(tmp_path / "d.jsonl", {"prompt": "longer than three"})], longest=3)
-    with pytest.raises(PromptError, match="jsonl:1: keys other"):
+    with pytest.raises(UsageError, match="jsonl:1: keys other"):
         loaded([write(tmp_path / "d.jsonl", {"other": 1})])
-    with pytest.raises(PromptError, match="needs a turn with text"):
+    with pytest.raises(UsageError, match="needs a turn with text"):
         loaded([write(tmp_path / "d.jsonl", {"messages": [{"role": "assistant", "content": "x"}]})])
     with pytest.raises(MtpcError, match="no such file"):
         loaded([str(tmp_path / "none.txt")])

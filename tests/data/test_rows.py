@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaModel
 
-from vllm_mtpc.data.documents import DataError, Documents
+from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.rows import Rows, pack, split_validation
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf.attention import packed_arguments
 from vllm_mtpc.train.windows import eligible, window_states, window_tokens
 
@@ -49,7 +50,7 @@ def test_every_token_of_every_kept_document_once_and_in_order(masks: list[list[b
             if mask[at + 1 : at + seq_len].any():
                 pieces.append((index, tokens[at : at + seq_len].tolist(), mask[at : at + seq_len].tolist()))
     if not pieces:
-        with pytest.raises(DataError, match="has a token to train on after its first"):
+        with pytest.raises(UsageError, match="has a token to train on after its first"):
             pack(documents, seq_len, 4, seed)
         return
     rows, report = pack(documents, seq_len, 4, seed)
@@ -79,7 +80,7 @@ def test_the_warning_tells_the_longest_window(masks: list[list[bool]], seq_len: 
     documents = numbered(masks)
     try:
         rows, report = pack(documents, seq_len, window, 0)
-    except DataError:
+    except UsageError:
         return
     row, start = eligible(rows).nonzero(as_tuple=True)
     longest = int((window_tokens(rows, row, start, 64) >= 0).sum(1).max())  # by the windows that training reads
@@ -112,13 +113,13 @@ def test_a_long_document_is_cut_into_documents() -> None:
 
 
 def test_what_cannot_be_packed() -> None:
-    with pytest.raises(DataError, match="none of 3 document"):
+    with pytest.raises(UsageError, match="none of 3 document"):
         pack(trained(1, 1, 0), 8, 4, 0)
-    with pytest.raises(DataError, match="assistant's turn"):
+    with pytest.raises(UsageError, match="assistant's turn"):
         pack(numbered([[True, False, False]]), 8, 4, 0)  # trained, but as a first token it is nobody's next
-    with pytest.raises(DataError, match="seq_len of at least 2"):
+    with pytest.raises(UsageError, match="seq_len of at least 2"):
         pack(trained(5), 1, 4, 0)
-    with pytest.raises(DataError, match="none of 0 document"):
+    with pytest.raises(UsageError, match="none of 0 document"):
         pack(trained(), 8, 4, 0)
 
 
@@ -200,8 +201,8 @@ def test_of_one_document_the_end_is_held_out() -> None:
 
 def test_what_cannot_be_split() -> None:
     for documents in (trained(), trained(3)):
-        with pytest.raises(DataError, match="cannot be split for validation"):
+        with pytest.raises(UsageError, match="cannot be split for validation"):
             split_validation(documents, 0.1, 0)
     for share in (0, 1, -0.5):
-        with pytest.raises(DataError, match="must be between 0 and 1"):
+        with pytest.raises(UsageError, match="must be between 0 and 1"):
             split_validation(trained(5, 5), share, 0)

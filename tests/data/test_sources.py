@@ -14,8 +14,9 @@ from benchmarks.demo.byte_target import build_tokenizer
 from vllm_mtpc import demo
 from vllm_mtpc.data import sources
 from vllm_mtpc.data.bins import HEADER_BYTES, MAGIC
-from vllm_mtpc.data.documents import DataError, Documents
+from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.sources import load_documents
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import doctor
 
 EOS = 256
@@ -87,7 +88,7 @@ def test_a_glob(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-d
     for name in ("b.txt", "a.txt", "c.md"):
         (tmp_path / name).write_text(name)
     assert texts(load_documents([str(tmp_path / "*.txt")], tokenizer)) == ["a.txt", "b.txt"]
-    with pytest.raises(DataError, match=r"\*\.cfg: no file matches"):
+    with pytest.raises(UsageError, match=r"\*\.cfg: no file matches"):
         load_documents([str(tmp_path / "*.cfg")], tokenizer)
 
 
@@ -110,7 +111,7 @@ def test_exact_ids_need_no_tokenizer(tmp_path: Path) -> None:
     documents = load_documents([tokens], None)
     assert (documents.tokens.tolist(), len(documents)) == ([5, 6, 7], 1)
     for record in ({"text": "a"}, {"messages": [{"role": "assistant", "content": "a"}]}):
-        with pytest.raises(DataError, match=r"t\.jsonl:1: the target has no tokenizer.*prompt_ids"):
+        with pytest.raises(UsageError, match=r"t\.jsonl:1: the target has no tokenizer.*prompt_ids"):
             load_documents([lines(tmp_path / "t.jsonl", record)], None)
 
 
@@ -198,7 +199,7 @@ def test_what_is_not_there_is_known_without_reading(tmp_path: Path, name: str, m
     (tmp_path / "empty.txt").touch()
     (tmp_path / "hollow").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=rf"{name.replace('*', '.')}.*(no such file|no file matches|is empty|no \*)"):
+    with pytest.raises(UsageError, match=rf"{name.replace('*', '.')}.*(no such file|no file matches|is empty|no \*)"):
         sources.size_of([str(tmp_path / name)])
 
 
@@ -214,7 +215,7 @@ def test_a_datasets_folder(tmp_path: Path, tokenizer, monkeypatch: pytest.Monkey
     datasets.Dataset.from_dict({"text": ["three"], "id": [1]}).to_parquet(folder / "validation.parquet")
     assert texts(load_documents([str(folder)], tokenizer)) == ["one", "two"]
     assert texts(load_documents([str(folder)], tokenizer, split="validation")) == ["three"]
-    with pytest.raises(DataError, match="split 'test'"):
+    with pytest.raises(UsageError, match="split 'test'"):
         load_documents([str(folder)], tokenizer, split="test")
 
 
@@ -233,12 +234,12 @@ def test_a_datasets_name(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  #
     assert asked == [(("some/chats", c), {"split": "held_out"}) for c in ("small", None)]
     assert bytes(documents.tokens[documents.trained][:1].astype(np.uint8)) == b"x"
     data = datasets.Dataset.from_dict({"question": ["?"]})
-    with pytest.raises(DataError, match="columns question; a column text or messages is needed"):
+    with pytest.raises(UsageError, match="columns question; a column text or messages is needed"):
         load_documents(["some/chats"], tokenizer)
 
 
 def test_a_name_that_is_nothing(tokenizer) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(DataError, match=r"data no-such-set: neither a file or folder nor a data set"):
+    with pytest.raises(UsageError, match=r"data no-such-set: neither a file or folder nor a data set"):
         load_documents(["no-such-set"], tokenizer)
 
 
@@ -272,7 +273,7 @@ def test_bad_bins(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped
     def refused(content: bytes, message: str) -> None:
         path = tmp_path / "bad.bin"
         path.write_bytes(content)
-        with pytest.raises(DataError, match=message) as error:
+        with pytest.raises(UsageError, match=message) as error:
             load_documents([str(path)], tokenizer)
         assert "bad.bin" in str(error.value)
 
@@ -317,7 +318,7 @@ def test_bad_bins(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped
 def test_bad_jsonl(tmp_path: Path, tokenizer, content: bytes, message: str) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "d.jsonl"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(UsageError, match=message) as error:
         load_documents([str(path)], tokenizer)
     assert len(str(error.value).splitlines()) == 1
 
@@ -329,15 +330,15 @@ def test_bad_text_files(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-u
         ("empty.txt", b"", "the file is empty"),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=f"{name}: {message}"):
+        with pytest.raises(UsageError, match=f"{name}: {message}"):
             load_documents([str(tmp_path / name)], tokenizer)
 
 
 def test_missing_files_and_empty_folders(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
     for name in ("gone.jsonl", "./gone", str(tmp_path / "gone")):
-        with pytest.raises(DataError, match="no such file or folder"):
+        with pytest.raises(UsageError, match="no such file or folder"):
             load_documents([name], tokenizer)
-    with pytest.raises(DataError, match=r"no \*\.jsonl, \*\.md, \*\.py, \*\.txt file with content"):
+    with pytest.raises(UsageError, match=r"no \*\.jsonl, \*\.md, \*\.py, \*\.txt file with content"):
         load_documents([str(tmp_path)], tokenizer)
 
 

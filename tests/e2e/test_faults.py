@@ -13,7 +13,8 @@ import pytest
 
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
-from vllm_mtpc.engine.process import EngineFailed, tail
+from vllm_mtpc.engine.process import tail
+from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.top import DRAFT_PASSES, DRAFT_SECONDS, DRAFTS, Look
 
 SPEC = json.dumps({"method": "mtpc", "model": str(demo.path("btree"))})

@@ -12,7 +12,8 @@ import pytest
 from vllm_mtpc.bench.serve import server
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Measured, Setting
-from vllm_mtpc.engine.process import EngineFailed, failure, group
+from vllm_mtpc.engine.process import failure, group
+from vllm_mtpc.errors import EngineFailed
 
 SETTING = Setting("one client", clients=1, temperature=0.0, max_tokens=4, prompts=2, repeats=3)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.report import OutputError, check_file
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.report import check_file
 
 FILES = sorted(provenance.RESULTS.glob("*.json"))
 TEXTS = [provenance.ROOT / "README.md", *sorted((provenance.ROOT / "docs").glob("*.md"))]
@@ -38,7 +39,7 @@ def test_results_are_written_from_a_clean_checkout_alone(checkout: Path, tmp_pat
     (checkout / "code.py").write_text("two")
     assert provenance.commit().endswith("+changes")
     check_file(checkout / "elsewhere.json")
-    with pytest.raises(OutputError, match=r"--json .*new\.json: the checkout differs from its commit; commit first"):
+    with pytest.raises(UsageError, match=r"--json .*new\.json: the checkout differs from its commit; commit first"):
         check_file(kept)
 
 

@@ -183,9 +183,9 @@ def test_an_ended_text_starts_no_step():
 
 def test_what_cannot_be_measured_is_refused():
     head, target = tiny_head("cp"), TableTarget()
-    with pytest.raises(evaluate.EvaluationError, match="raise the number of new tokens"):
+    with pytest.raises(evaluate.UsageError, match="raise the number of new tokens"):
         evaluate.measure(head, target, target.write(rows=2, length=N - 1, greedy=False), greedy=False)
-    with pytest.raises(evaluate.EvaluationError, match="allowed are 1 to 3"):
+    with pytest.raises(evaluate.UsageError, match="allowed are 1 to 3"):
         evaluate.measure(head, target, target.write(2, 20, False), False, num_drafts=N)
 
 

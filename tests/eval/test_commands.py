@@ -16,9 +16,8 @@ from tests.support.tiny import llama_target
 from vllm_mtpc import demo
 from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.prompts import held_out
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import MtpcError, UsageError
 from vllm_mtpc.eval import command, generate, loading, text
-from vllm_mtpc.eval.acceptance import EvaluationError
 
 HEAD = str(demo.path("btree"))
 
@@ -133,7 +132,7 @@ def test_bad_requests_are_one_line(module, given, message):
 
 def test_a_head_of_another_size_is_refused(tmp_path):
     target = llama_target(vocab_size=40)
-    with pytest.raises(EvaluationError, match="vocab_size=257, but target tiny has 40"):
+    with pytest.raises(UsageError, match="vocab_size=257, but target tiny has 40"):
         loading.join(demo.path("cp"), target)
 
 
@@ -149,7 +148,7 @@ def test_prompts_stand_before_what_is_trained():
     assert len({crop[0] for crop in crops}) > 1
     again = loading.prompts(documents, 9, 4, seed=0)
     assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
-    with pytest.raises(EvaluationError, match="no document has 11 tokens"):
+    with pytest.raises(UsageError, match="no document has 11 tokens"):
         loading.prompts(Documents.join(documents[at] for at in (1, 2)), 2, 11, seed=0)
 
 

@@ -7,10 +7,10 @@ import torch
 from scipy.stats import chi2
 
 from tests.support.tiny import N, TableReader, TableTarget, V, llama_target, tiny_head
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import decode as module
-from vllm_mtpc.eval.acceptance import EvaluationError
 from vllm_mtpc.eval.decode import Decoded, continue_prompt, decode, verify
-from vllm_mtpc.eval.sampling import Sampling, SamplingError
+from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.hf.session import Session
 
 GREEDY = Sampling(0.0)
@@ -166,20 +166,20 @@ def test_padding_at_the_left_changes_nothing():
 def test_state_that_cannot_be_rolled_back_is_refused():
     target = llama_target()
     target.model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(EvaluationError, match="linear_attention"):
+    with pytest.raises(UsageError, match="linear_attention"):
         Session(target)
 
 
 def test_bad_requests_are_refused():
     target = TableTarget()
     states = target.states(torch.tensor([[1, 2]]))
-    with pytest.raises(EvaluationError, match="allowed are stp, mtp, speculative"):
+    with pytest.raises(UsageError, match="allowed are stp, mtp, speculative"):
         decode("fast", TableReader(target, [1, 2]), states, None, 3, GREEDY)
-    with pytest.raises(EvaluationError, match="at least one token"):
+    with pytest.raises(UsageError, match="at least one token"):
         Session(llama_target()).start([torch.tensor([], dtype=torch.long)])
-    with pytest.raises(SamplingError, match="temperature=-1"):
+    with pytest.raises(UsageError, match="temperature=-1"):
         Sampling(-1)
-    with pytest.raises(SamplingError, match="top_p=0"):
+    with pytest.raises(UsageError, match="top_p=0"):
         Sampling(1.0, 0)
 
 

@@ -7,8 +7,8 @@ import torch
 
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import ptp
-from vllm_mtpc.eval.acceptance import EvaluationError
 from vllm_mtpc.eval.ptp_decode import Picker, continue_prompt
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate
@@ -171,7 +171,7 @@ def test_whether_u_is_read_is_told_from_noise():
 def test_text_that_is_too_short_is_refused():
     target = llama_target()
     samples = written(target, tokens=1)
-    with pytest.raises(EvaluationError, match="raise the number of new tokens"):
+    with pytest.raises(UsageError, match="raise the number of new tokens"):
         ptp.measure_ptp(random_student(target), samples, SAMPLED)
-    with pytest.raises(EvaluationError, match="allowed are 1 to 4"):
+    with pytest.raises(UsageError, match="allowed are 1 to 4"):
         ptp.measure_ptp(random_student(target), samples, SAMPLED, num_drafts=5)

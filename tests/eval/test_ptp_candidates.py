@@ -9,7 +9,7 @@ import torch
 
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
-from vllm_mtpc.eval.acceptance import EvaluationError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.candidates import measure_candidates, write
 from vllm_mtpc.eval.ptp import measure_ptp
 from vllm_mtpc.eval.sampling import Sampling
@@ -65,6 +65,6 @@ def test_texts_are_as_long_as_asked_and_a_student_that_is_right_is_right():
 
 @pytest.mark.parametrize(("count", "temperature"), [(0, 1.0), (4, 0.0)])
 def test_candidates_of_no_use_are_refused(count, temperature):
-    with pytest.raises(EvaluationError, match="allowed are 1 and above") as caught:
+    with pytest.raises(UsageError, match="allowed are 1 and above") as caught:
         measure_candidates(random_student(llama_target()), [PROMPT], count, 4, Sampling(temperature))
     assert "\n" not in str(caught.value)

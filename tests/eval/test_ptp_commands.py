@@ -14,9 +14,8 @@ from tests.support.tiny_ptp import random_student
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_ptp
 from vllm_mtpc.data.prompts import held_out
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import MtpcError, UsageError
 from vllm_mtpc.eval import command, generate, loading
-from vllm_mtpc.eval.acceptance import EvaluationError
 from vllm_mtpc.hf import load_target
 
 
@@ -111,5 +110,5 @@ def test_candidates_are_of_ptp_heads_alone(data):
 
 
 def test_a_head_of_another_target_is_refused(head):
-    with pytest.raises(EvaluationError, match="vocab_size=257, but target tiny has 40"):
+    with pytest.raises(UsageError, match="vocab_size=257, but target tiny has 40"):
         loading.join(Path(head), llama_target(vocab_size=40))

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, random_student
-from vllm_mtpc.eval.acceptance import EvaluationError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.ptp_decode import Picker, continue_prompt
 from vllm_mtpc.eval.sampling import Sampling
 
@@ -71,5 +71,5 @@ def test_a_stop_token_ends_the_text():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(EvaluationError, match="allowed are stp, mtp, speculative"):
+    with pytest.raises(UsageError, match="allowed are stp, mtp, speculative"):
         continue_prompt("fast", random_student(llama_target()), PROMPT, 4, Sampling(1.0))

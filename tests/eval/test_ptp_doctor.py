@@ -138,7 +138,7 @@ def arguments(head: str, *given: str) -> argparse.Namespace:
 def test_where_v2_cannot_run_the_head_is_still_checked(head, monkeypatch, capsys):
     """vLLM's refusal in its log becomes one line; the shuffled-u check is printed before."""
     from vllm_mtpc.engine import served as module
-    from vllm_mtpc.engine.process import EngineFailed
+    from vllm_mtpc.errors import EngineFailed
 
     def refuse(engine, prompts, temperatures, max_tokens, log, **more):
         assert engine["speculative_config"]["method"] == "ptp" and more["seeds"] == [0, 1]
@@ -146,7 +146,7 @@ def test_where_v2_cannot_run_the_head_is_still_checked(head, monkeypatch, capsys
         raise EngineFailed("the engine ended with exit code 1")
 
     monkeypatch.setattr(module, "serve", refuse)
-    with pytest.raises(doctor.DoctorError, match="Model Runner V2 alone") as caught:
+    with pytest.raises(doctor.UsageError, match="Model Runner V2 alone") as caught:
         doctor.run(arguments(head, "--prompts", "2", "--max-tokens", "12", "--device", "cpu"))
     assert "\n" not in str(caught.value)
     printed = capsys.readouterr().out

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoModel, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf.attention import (
     IMPLEMENTATION,
-    AttentionError,
     Backend,
     Packing,
     check_packing,
@@ -181,7 +181,7 @@ def test_a_leaking_mask_is_noticed(stand_in: types.ModuleType) -> None:
     model = backbone(implementation=IMPLEMENTATION)
     real = DOCUMENTS >= 0
     assert (packed(model, "xformers") - alone(backbone()))[real].abs().max() > 0.1
-    with pytest.raises(AttentionError, match="does not keep the documents"):
+    with pytest.raises(UsageError, match="does not keep the documents"):
         check_packing(model, "xformers")
     stand_in.leak = False
     check_packing(model, "xformers")
@@ -196,7 +196,7 @@ def test_a_target_that_ignores_position_ids_is_refused() -> None:
         def forward(self, input_ids: torch.Tensor, use_cache: bool, **ignored: object):  # type: ignore[no-untyped-def]
             return self.inner(input_ids=input_ids, use_cache=use_cache)
 
-    with pytest.raises(AttentionError, match="Forgetful does not keep"):
+    with pytest.raises(UsageError, match="Forgetful does not keep"):
         check_packing(Forgetful(), "torch")
     check_packing(backbone(), "torch")
     check_packing(backbone().bfloat16(), "torch")
@@ -253,18 +253,18 @@ def test_soft_caps_and_sinks_do_not_reach_xformers(stand_in: types.ModuleType) -
 def test_choice() -> None:
     assert choose_attention("torch", "cpu") == Backend("torch", "sdpa")
     assert choose_attention("auto", torch.device("cpu")) == Backend("torch", "sdpa")
-    with pytest.raises(AttentionError, match=r"'flash' is not known; allowed: auto, torch, xformers"):
+    with pytest.raises(UsageError, match=r"'flash' is not known; allowed: auto, torch, xformers"):
         choose_attention("flash", "cpu")
 
 
 def test_xformers_by_name_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(AttentionError, match=r"not installed; type: pip install '\.\[train-cuda\]'"):
+    with pytest.raises(UsageError, match=r"not installed; type: pip install '\.\[train-cuda\]'"):
         choose_attention("xformers", "cuda")
 
 
 def test_xformers_by_name_on_a_cpu(stand_in: types.ModuleType) -> None:
-    with pytest.raises(AttentionError, match=r"the device is cpu.*--attention torch"):
+    with pytest.raises(UsageError, match=r"the device is cpu.*--attention torch"):
         choose_attention("xformers", "cpu")
     assert choose_attention("auto", "cpu").name == "torch"
 
@@ -273,13 +273,13 @@ def test_old_and_unsupported_gpus(stand_in: types.ModuleType, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert choose_attention("auto", "cuda").name == "torch"
-    with pytest.raises(AttentionError, match=r"Old GPU has compute capability 6\.1"):
+    with pytest.raises(UsageError, match=r"Old GPU has compute capability 6\.1"):
         choose_attention("xformers", "cuda")
     # New enough, but its kernels do not run: here because there is no CUDA device at all, or no real xformers.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "zeros", _fail)
     assert choose_attention("auto", "cuda").name == "torch"
-    with pytest.raises(AttentionError, match=r"it fails on cuda \(no kernel image is available\)"):
+    with pytest.raises(UsageError, match=r"it fails on cuda \(no kernel image is available\)"):
         choose_attention("xformers", "cuda")
 
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from vllm_mtpc.hf import TargetError, load_target
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.hf import load_target
 from vllm_mtpc.hf.names import SERVED_ONLY, target_config, target_tokenizer, tokenizer_if_any
 from vllm_mtpc.models.registration import ARCHITECTURES
 
@@ -31,7 +32,7 @@ def test_a_target_that_is_served_only_is_refused_with_what_is_possible(tmp_path,
     config = {"model_type": "unheard-of", "architectures": [architecture]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for read in (load_target, target_config):
-        with pytest.raises(TargetError, match=f"{architecture} runs in vLLM alone.*served, converted") as caught:
+        with pytest.raises(UsageError, match=f"{architecture} runs in vLLM alone.*served, converted") as caught:
             read(str(tmp_path))
         assert "\n" not in str(caught.value)
 
@@ -39,7 +40,7 @@ def test_a_target_that_is_served_only_is_refused_with_what_is_possible(tmp_path,
 def test_code_of_a_repository_is_neither_run_nor_asked_for(with_code, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     for read in (load_target, target_config, target_tokenizer):
-        with pytest.raises(TargetError, match="Python code of its own repository, which is never run here") as caught:
+        with pytest.raises(UsageError, match="Python code of its own repository, which is never run here") as caught:
             read(str(with_code))
         assert "\n" not in str(caught.value)
     assert tokenizer_if_any(with_code) is None

@@ -191,13 +191,13 @@ def test_heads_are_told_apart_by_what_differs() -> None:
     assert plot_command.labels_of([other, wider]) == ["btree n=8 r=8", "btree n=16 r=8"]
     moved = plot_command.Measured(other.folder.parent / "again", other.config, {})
     assert plot_command.labels_of([other, moved]) == ["btree btree", "btree again"]
-    with pytest.raises(plot_command.PlotError, match="twice"):
+    with pytest.raises(plot_command.UsageError, match="twice"):
         plot_command.labels_of([other, other])
 
 
 @pytest.mark.parametrize("figures", [{}, {"t1": {"tokens_per_step": "many", "standard_error": 0, "per_position": []}}])
 def test_a_head_without_figures_is_refused(tmp_path: Path, figures: dict) -> None:
-    with pytest.raises(plot_command.PlotError, match="holds no figures"):
+    with pytest.raises(plot_command.UsageError, match="holds no figures"):
         plot_command.run(command(str(copy_of("ff", tmp_path, **figures)), "--out", str(tmp_path / "plots")))
     assert not (tmp_path / "plots").exists()
 
@@ -205,12 +205,12 @@ def test_a_head_without_figures_is_refused(tmp_path: Path, figures: dict) -> Non
 def test_heads_of_two_targets_are_refused(tmp_path: Path) -> None:
     other = copy_of("ff", tmp_path, **FIGURES)
     (tmp_path / "target").mkdir()  # where its relative path leads now
-    with pytest.raises(plot_command.PlotError, match="different targets"):
+    with pytest.raises(plot_command.UsageError, match="different targets"):
         plot_command.run(command(str(demo.path("cp")), str(other), "--out", str(tmp_path)))
 
 
 def test_wrong_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(plot_command.PlotError, match="repeats=0"):
+    with pytest.raises(plot_command.UsageError, match="repeats=0"):
         plot_command.run(command(str(demo.path("cp")), "--out", str(tmp_path), "--repeats", "0"))
     with pytest.raises(CheckpointError):
         plot_command.run(command(str(tmp_path / "none"), "--out", str(tmp_path)))

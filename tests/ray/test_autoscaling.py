@@ -12,7 +12,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 from tests.ray.test_serve_app import ask
 from tests.support.clusters import FAKE, cluster
 from vllm_mtpc.bench.serve import Client, free_port
-from vllm_mtpc.engine.options import EngineOptionsError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.ray_serve.options import ServeOptions
 
 QUICK = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "look_back_period_s": 2, "metrics_interval_s": 0.5}
@@ -67,6 +67,6 @@ def test_engines_come_with_requests_and_go_without():
 def test_what_serve_does_not_know_is_refused(given, message):
     from vllm_mtpc.ray_serve.deployments import build
 
-    with pytest.raises(EngineOptionsError, match="autoscaling: ") as refused:
+    with pytest.raises(UsageError, match="autoscaling: ") as refused:
         build(ServeOptions(model="m", max_replicas=2, autoscaling=given), FAKE)
     assert message in str(refused.value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_mtpc import demo
-from vllm_mtpc.engine.options import EngineOptions, EngineOptionsError
+from vllm_mtpc.engine.options import EngineOptions
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.ray_serve.options import parse
 
 TARGET = str(demo.path("target"))
@@ -52,7 +53,7 @@ def test_folders_get_their_full_names(tmp_path, monkeypatch):
     ],
 )
 def test_refusals_are_one_line(given, message):
-    with pytest.raises(EngineOptionsError) as refused:
+    with pytest.raises(UsageError) as refused:
         parse(given)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)

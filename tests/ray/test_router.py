@@ -12,7 +12,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 from ray.exceptions import RayActorError
 from starlette.requests import Request
 
-from vllm_mtpc.engine.server import EngineDied, EngineGone
+from vllm_mtpc.engine.server import EngineGone
+from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.ray_serve import deployments
 from vllm_mtpc.ray_serve.deployments import ATTEMPTS, Head, Router
 
@@ -51,8 +52,8 @@ class Parts:
         pass
 
 
-def died(engine: str) -> EngineDied:
-    error = EngineDied("it was computing")
+def died(engine: str) -> EngineFailed:
+    error = EngineFailed("it was computing")
     error.actor_id = engine
     return error
 
@@ -102,7 +103,7 @@ def test_request_that_kills_engines_is_given_up():
 
 
 def test_error_that_names_no_engine_is_counted():
-    assert ask(Engines(EngineDied("?")), attempts=3).status_code == 502
+    assert ask(Engines(EngineFailed("?")), attempts=3).status_code == 502
 
 
 def test_without_any_engine_the_time_ends_it():

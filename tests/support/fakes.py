@@ -9,8 +9,8 @@ from typing import Any
 from vllm_mtpc.bench.decodings import OWN, Decoding
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Measured, Setting
-from vllm_mtpc.engine.process import EngineFailed
 from vllm_mtpc.engine.steps import Steps
+from vllm_mtpc.errors import EngineFailed
 
 GREEDY = Setting("T=0, c=1", 1, 0.0, 4, 2)
 SAMPLED = Setting("T=1, c=1", 1, 1.0, 4, 2)

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 
 from tests.support.models import make_target
 from vllm_mtpc.data.rows import Rows
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf import Target, load_target
 from vllm_mtpc.train import cache, cache_command, cache_files, prepare
-from vllm_mtpc.train.cache import CacheError, Computed, HiddenCache, data_fingerprint, open_cache, write_cache
+from vllm_mtpc.train.cache import Computed, HiddenCache, data_fingerprint, open_cache, write_cache
 from vllm_mtpc.train.options import parse
 
 SEQ, ROWS = 24, 11
@@ -98,7 +99,7 @@ def test_layer_states_give_the_final_ones(target, rows):
         after = backbone.layers[1](entering, attention_mask=mask, position_embeddings=rotary, position_ids=positions)
         final = backbone.norm(after[0] if isinstance(after, tuple) else after)
     torch.testing.assert_close(final, Computed(target, unpacked).hidden(ALL), rtol=0, atol=1e-4)
-    with pytest.raises(CacheError, match="has layers 0 to 1"):
+    with pytest.raises(UsageError, match="has layers 0 to 1"):
         Computed(target, rows, layer=2)
 
 
@@ -147,7 +148,7 @@ def test_an_interrupted_run_continues(folder, tmp_path, target, rows, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupted(patch, 1, KeyboardInterrupt())
         write(folder, target, rows)
-    with pytest.raises(CacheError, match=r"shard-00001.safetensors is missing \(3 shards are needed\)"):
+    with pytest.raises(UsageError, match=r"shard-00001.safetensors is missing \(3 shards are needed\)"):
         open_cache(folder)
     first = (folder / "shard-00000.safetensors").stat()
     continued = write(folder, target, rows)
@@ -182,7 +183,7 @@ def test_full_disk(folder, target, rows, monkeypatch, error):
 
         patch.setattr(cache_files, "save_file", save)
         with pytest.raises(
-            CacheError, match=r"the disk is full\); finished shards are intact: make room and run again"
+            UsageError, match=r"the disk is full\); finished shards are intact: make room and run again"
         ):
             write(folder, target, rows)
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -198,24 +199,24 @@ def test_no_room_is_said_before_anything_is_computed(folder, target, rows, monke
     usage = shutil.disk_usage(folder.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     monkeypatch.setattr(Computed, "hidden", lambda *_: pytest.fail("computed"))
-    with pytest.raises(CacheError, match=r"need 0\.000 GB more, 0\.000 GB are free"):
+    with pytest.raises(UsageError, match=r"need 0\.000 GB more, 0\.000 GB are free"):
         write(folder, target, rows)
     assert not folder.exists()
 
 
 def test_another_run_is_refused(folder, target, rows, tmp_path):
     write(folder, target, rows)
-    with pytest.raises(CacheError, match=r"holds other hidden states: data .{12}… "):
+    with pytest.raises(UsageError, match=r"holds other hidden states: data .{12}… "):
         write(folder, target, rows._replace(tokens=rows.tokens ^ 1))
-    with pytest.raises(CacheError, match=r"dtype 'float32' \(asked for: 'float16'\); name another folder"):
+    with pytest.raises(UsageError, match=r"dtype 'float32' \(asked for: 'float16'\); name another folder"):
         write(folder, target, rows, dtype=torch.float16)
-    with pytest.raises(CacheError, match=r"layer None \(asked for: 1\)"):
+    with pytest.raises(UsageError, match=r"layer None \(asked for: 1\)"):
         write(folder, target, rows, layer=1)
     make_target(tmp_path / "other", vocab_size=32, seed=7)  # the same config, other weights
     other = load_target(tmp_path / "other", attention="torch")
-    with pytest.raises(CacheError, match="holds other hidden states: target "):
+    with pytest.raises(UsageError, match="holds other hidden states: target "):
         write(folder, other, rows)
-    with pytest.raises(CacheError, match="whose config or weights differ from"):
+    with pytest.raises(UsageError, match="whose config or weights differ from"):
         open_cache(folder, other)
     open_cache(folder)  # without a target nothing is compared
 
@@ -248,7 +249,7 @@ def test_damaged_shard(folder, target, rows, kind):
     shard = folder / "shard-00001.safetensors"
     damage(kind, shard)
     for attempt in (lambda: open_cache(folder), lambda: write(folder, target, rows)):
-        with pytest.raises(CacheError, match=r"shard-00001.safetensors is not usable .*delete it and run") as refused:
+        with pytest.raises(UsageError, match=r"shard-00001.safetensors is not usable .*delete it and run") as refused:
             attempt()
         assert "\n" not in str(refused.value)
     shard.unlink()
@@ -258,7 +259,7 @@ def test_damaged_shard(folder, target, rows, kind):
 def test_damaged_rows_and_index(folder, target, rows):
     write(folder, target, rows)
     os.truncate(folder / "rows.safetensors", 200)
-    with pytest.raises(CacheError, match=r"rows.safetensors is not usable .*delete the folder"):
+    with pytest.raises(UsageError, match=r"rows.safetensors is not usable .*delete the folder"):
         open_cache(folder)
     index = folder / "index.json"
     for change, message in (
@@ -269,31 +270,31 @@ def test_damaged_rows_and_index(folder, target, rows):
     ):
         values = json.loads(index.read_text())
         index.write_text(json.dumps({**values, **change}))
-        with pytest.raises(CacheError, match=message):
+        with pytest.raises(UsageError, match=message):
             open_cache(folder)
         index.write_text(json.dumps(values))
     index.write_text("not json")
-    with pytest.raises(CacheError, match=r"index.json: .*delete the folder"):
+    with pytest.raises(UsageError, match=r"index.json: .*delete the folder"):
         open_cache(folder)
     index.unlink()
-    with pytest.raises(CacheError, match=r"has no index.json"):
+    with pytest.raises(UsageError, match=r"has no index.json"):
         open_cache(folder)
-    with pytest.raises(CacheError, match=r"has no index.json but holds shard-00000"):
+    with pytest.raises(UsageError, match=r"has no index.json but holds shard-00000"):
         write(folder, target, rows)
 
 
 def test_states_that_do_not_fit_the_dtype(folder, target, rows, monkeypatch):
     real = Target.hidden
     monkeypatch.setattr(Target, "hidden", lambda *arguments: real(*arguments) * 1e6)  # beyond float16
-    with pytest.raises(CacheError, match=r"rows 0 to 1 hold NaN or infinity as float16; .*give dtype bfloat16"):
+    with pytest.raises(UsageError, match=r"rows 0 to 1 hold NaN or infinity as float16; .*give dtype bfloat16"):
         write(folder, target, rows, dtype=torch.float16)
     assert bool(write(folder.with_name("wider"), target, rows, dtype=torch.bfloat16).hidden(ALL).isfinite().all())
 
 
 def test_rows_and_dtypes_that_are_not_allowed(folder, target, rows):
-    with pytest.raises(CacheError, match="allowed: one shape"):
+    with pytest.raises(UsageError, match="allowed: one shape"):
         write(folder, target, rows._replace(trained=rows.trained[1:]))
-    with pytest.raises(CacheError, match="allowed: float16, bfloat16, float32"):
+    with pytest.raises(UsageError, match="allowed: float16, bfloat16, float32"):
         write(folder, target, rows, dtype=torch.int8)
 
 

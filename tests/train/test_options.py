@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import MtpcError, UsageError
 from vllm_mtpc.train import command
-from vllm_mtpc.train.options import TrainOptions, TrainOptionsError, parse
+from vllm_mtpc.train.options import TrainOptions, parse
 
 REQUIRED = {"target": "t", "data": ["d"], "out": "o"}
 
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, message):
     ],
 )
 def test_an_option_without_effect_is_refused(values, message):
-    with pytest.raises(TrainOptionsError, match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         parse(REQUIRED | values)
     assert "\n" not in str(caught.value)
 
@@ -112,7 +112,7 @@ def test_an_option_with_effect_is_taken(values):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(TrainOptionsError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         typed("--config", str(tmp_path / "none.yaml"))
 
 
@@ -123,5 +123,5 @@ def test_components_depend_on_the_circuit():
 
 def test_regeneration_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TrainOptionsError, match="type vllm-mtpc regenerate first"):
+    with pytest.raises(UsageError, match="type vllm-mtpc regenerate first"):
         command.with_responses(parse(REQUIRED | {"regenerate": 4}))

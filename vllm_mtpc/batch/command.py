@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from vllm_mtpc.batch import lines, parts
-from vllm_mtpc.batch.lines import BatchError
 from vllm_mtpc.batch.worker import Setup, Worker
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import EngineOptions, parse_mapping, validated
-from vllm_mtpc.engine.server import EngineDied
-from vllm_mtpc.errors import install
+from vllm_mtpc.errors import EngineFailed, UsageError, install
 from vllm_mtpc.flags import add_flags, typed
 
 if TYPE_CHECKING:
@@ -91,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
                 output.write(result["name"], result["text"])
                 total.add(result)
                 advance(result["lines"], total)
-        except EngineDied as error:
+        except EngineFailed as error:
             print(error, file=sys.stderr)
-            raise BatchError(f"the engine does not start: {_cause(error)}") from None
+            raise UsageError(f"the engine does not start: {_cause(error)}") from None
     print(total.line(options.output))
     return 0
 
@@ -151,7 +149,7 @@ def _on_ray(options: BatchOptions, open_parts: list[parts.Part]) -> Iterator[dic
     from importlib.util import find_spec
 
     if find_spec("ray") is None:
-        raise BatchError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
+        raise UsageError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
     from vllm_mtpc.batch.on_ray import results
 
     return results(options, open_parts)
@@ -176,11 +174,11 @@ def _progress(total: int, done: int) -> Iterator[Any]:
 def _pair(word: str) -> tuple[str, str]:
     key, separator, value = word.partition("=")
     if not separator:
-        raise BatchError(f"--engine {word}: KEY=VALUE is wanted; type: --engine max-model-len=4096 enforce-eager=true")
+        raise UsageError(f"--engine {word}: KEY=VALUE is wanted; type: --engine max-model-len=4096 enforce-eager=true")
     return key.replace("-", "_"), value
 
 
-def _cause(error: EngineDied) -> str:
+def _cause(error: EngineFailed) -> str:
     """The line of an engine's last lines that says why."""
     tail = str(error).splitlines()
     return next((line.strip() for line in reversed(tail) if "Error" in line), tail[0])

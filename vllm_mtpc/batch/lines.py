@@ -15,13 +15,9 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 
 SHORT_FORMS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
-
-
-class BatchError(MtpcError):
-    """A batch job that cannot be run as it was asked."""
 
 
 class Line(NamedTuple):
@@ -44,7 +40,7 @@ class Input(NamedTuple):
 def read(path: str, defaults: dict[str, Any]) -> Input:
     """The requests of a file, a glob, or a folder's .jsonl; `defaults` are keys of every body that lacks them.
 
-    Raises BatchError where the files cannot be read or two lines have one id.
+    Raises UsageError where the files cannot be read or two lines have one id.
     """
     lines: list[Line] = []
     seen: dict[str, int] = {}
@@ -56,12 +52,12 @@ def read(path: str, defaults: dict[str, Any]) -> Input:
             continue
         line, is_named = parse(text, number, defaults)
         if line.id in seen:
-            raise BatchError(f"{path}: id {line.id!r} is on lines {seen[line.id]} and {number}; give each its own")
+            raise UsageError(f"{path}: id {line.id!r} is on lines {seen[line.id]} and {number}; give each its own")
         seen[line.id] = number
         unnamed += not is_named
         lines.append(line)
     if not lines:
-        raise BatchError(
+        raise UsageError(
             f"{path}: no line in it; a line is {{'prompt': ...}}, {{'messages': ...}} or OpenAI's batch form"
         )
     return Input(lines, digest.hexdigest(), unnamed)
@@ -107,13 +103,13 @@ def _texts(path: str) -> Iterator[str]:
         else:
             files = sorted(system.glob(place)) if "*" in place else [place]
         if not files:
-            raise BatchError(f"{path}: no file matches; name a file of lines, a glob or a folder with .jsonl files")
+            raise UsageError(f"{path}: no file matches; name a file of lines, a glob or a folder with .jsonl files")
         for name in files:
             with system.open(name, "rt", encoding="utf-8", compression="infer") as file:
                 yield from file
-    except BatchError:
+    except UsageError:
         raise
     except ImportError as error:
-        raise BatchError(f"{path}: {error}") from None  # fsspec says what to install
+        raise UsageError(f"{path}: {error}") from None  # fsspec says what to install
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise BatchError(f"{path}: cannot be read: {error}") from None
+        raise UsageError(f"{path}: cannot be read: {error}") from None

@@ -15,7 +15,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 
 from vllm_mtpc.batch.worker import Worker
-from vllm_mtpc.engine.server import EngineDied
+from vllm_mtpc.errors import EngineFailed
 
 if TYPE_CHECKING:
     from vllm_mtpc.batch.command import BatchOptions
@@ -46,4 +46,4 @@ def results(options: BatchOptions, open_parts: list[Part]) -> Iterator[dict[str,
     try:
         yield from asked.iter_rows()
     except ray.exceptions.RayError as error:
-        raise EngineDied(str(error)) from None
+        raise EngineFailed(str(error)) from None

@@ -15,7 +15,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from vllm_mtpc.batch.lines import BatchError, Input, Line
+from vllm_mtpc.batch.lines import Input, Line
+from vllm_mtpc.errors import UsageError
 
 JOB = "job.json"
 
@@ -36,13 +37,13 @@ class Output:
         try:
             self._system, self._place = fsspec.url_to_fs(path)
         except (ImportError, ValueError) as error:
-            raise BatchError(f"{path}: {error}") from None
+            raise UsageError(f"{path}: {error}") from None
         self.path = path
         if self._system.isfile(self._place):
-            raise BatchError(f"--output {path} is a file; name a folder: the answers come in parts")
+            raise UsageError(f"--output {path} is a file; name a folder: the answers come in parts")
 
     def begin(self, job: dict[str, Any], input_: Input) -> set[str]:
-        """Ids that are answered already. Raises BatchError where the folder holds the answers of another job."""
+        """Ids that are answered already. Raises UsageError where the folder holds the answers of another job."""
         wanted = {**job, "input_sha256": input_.sha256 if input_.unnamed else None}
         try:
             self._system.invalidate_cache()  # of what lies in the folder, from an earlier look
@@ -53,14 +54,14 @@ class Output:
                 return set()
             answered = self._answered()
         except OSError as error:
-            raise BatchError(f"--output {self.path}: {error}") from None
+            raise UsageError(f"--output {self.path}: {error}") from None
         for key, value in wanted.items():
             there = json.loads(before).get(key)
             if there != value:
                 what = (
                     "an input that has changed, or lines without ids" if key == "input_sha256" else f"{key} {there!r}"
                 )
-                raise BatchError(f"--output {self.path} holds answers of another job ({what}); name another folder")
+                raise UsageError(f"--output {self.path} holds answers of another job ({what}); name another folder")
         return answered
 
     def write(self, name: str, text: str) -> None:
@@ -93,7 +94,7 @@ class Output:
             else:
                 self._system.pipe_file(place, text.encode())
         except OSError as error:
-            raise BatchError(f"--output {self.path}: {error}; what was written is whole: type it again") from None
+            raise UsageError(f"--output {self.path}: {error}; what was written is whole: type it again") from None
 
 
 def _move_into(place: str, unfinished: str, text: str) -> None:

@@ -18,17 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
 
-from vllm_mtpc.errors import MtpcError, one_line
+from vllm_mtpc.errors import UsageError, one_line
 from vllm_mtpc.flags import add_flags, typed
 
 if TYPE_CHECKING:
     import argparse
 
     from vllm_mtpc.batch.regenerate_prompts import Request
-
-
-class RegenerateError(MtpcError):
-    """Responses cannot be written: bad options, no prompts, no vLLM, an engine that failed, or a full disk."""
 
 
 class RegenerateOptions(BaseModel):
@@ -77,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse(values: dict[str, Any]) -> RegenerateOptions:
-    """Validated options; raises RegenerateError, one line."""
+    """Validated options; raises UsageError, one line."""
     try:
         return RegenerateOptions.model_validate(values)
     except ValidationError as error:
-        raise RegenerateError(f"regenerate: {one_line(error, RegenerateOptions)}") from None
+        raise UsageError(f"regenerate: {one_line(error, RegenerateOptions)}") from None
 
 
 def regenerate(options: RegenerateOptions) -> Path:
@@ -93,10 +89,10 @@ def regenerate(options: RegenerateOptions) -> Path:
     interrupted run, started again, writes what the whole one would have written (as far as the target's own logits do
     not depend on what else is in a batch). Prompts without room for a token are skipped and counted.
 
-    Raises RegenerateError.
+    Raises UsageError.
     """
     if find_spec("vllm") is None:
-        raise RegenerateError("responses are written by vllm, which is not installed; type: pip install vllm")
+        raise UsageError("responses are written by vllm, which is not installed; type: pip install vllm")
     from vllm_mtpc.batch.regenerate_output import open_output
     from vllm_mtpc.batch.regenerate_prompts import collect, load_tokenizer
 
@@ -106,7 +102,7 @@ def regenerate(options: RegenerateOptions) -> Path:
         left = [request for request in requests if request.id not in output.done]
         skipped = _write(options, left, len(requests), tokenizer, output) if left else 0
     if skipped == len(requests):
-        raise RegenerateError(
+        raise UsageError(
             f"all {skipped} prompts are longer than target {options.target} can continue; "
             "give shorter prompts, or a larger --max-model-len"
         )
@@ -163,7 +159,7 @@ def _engine(
             if not left:
                 break
         if left:
-            raise RegenerateError(
+            raise UsageError(
                 f"vLLM ended with exit code {process.wait()} before it had answered {left} of {len(requests)} "
                 f"prompts: {_reason(log)}; its log is {log}; what was answered is kept, run again to continue"
             )

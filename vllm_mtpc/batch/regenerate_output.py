@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from vllm_mtpc.batch.regenerate import RegenerateError
 from vllm_mtpc.checkpoint.save import package_versions, replace_file
+from vllm_mtpc.errors import UsageError
 
 if TYPE_CHECKING:
     from vllm_mtpc.batch.regenerate import RegenerateOptions
@@ -26,7 +26,7 @@ class Output:
         self.path, self.file, self.done = path, file, done
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Adds whole lines and waits until they are on the disk; raises RegenerateError where they cannot be."""
+        """Adds whole lines and waits until they are on the disk; raises UsageError where they cannot be."""
         data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass")
         end = os.fstat(self.file.fileno()).st_size
         try:
@@ -41,7 +41,7 @@ class Output:
 
 @contextmanager
 def open_output(options: RegenerateOptions, requests: list[Request]) -> Iterator[Output]:
-    """The output file, at its end, without a torn last line. Raises RegenerateError where it is of another run."""
+    """The output file, at its end, without a torn last line. Raises UsageError where it is of another run."""
     path = options.out
     ids = {request.id for request in requests}
     meta = json.loads(json.dumps({**options.meta(), "prompts": _digest(ids)}))
@@ -53,7 +53,7 @@ def open_output(options: RegenerateOptions, requests: list[Request]) -> Iterator
         raise _unwritable(path, error, "") from None
     with file:
         if strange := done - ids:
-            raise RegenerateError(f"{path}: {len(strange)} responses are not of this run; name another file")
+            raise UsageError(f"{path}: {len(strange)} responses are not of this run; name another file")
         yield Output(path, file, done)
 
 
@@ -67,16 +67,16 @@ def _check_meta(path: Path, meta: dict[str, Any]) -> None:
     try:
         given = json.loads(side.read_bytes())
     except FileNotFoundError:
-        raise RegenerateError(f"{path} is there without {side.name}; name another file, or remove it") from None
+        raise UsageError(f"{path} is there without {side.name}; name another file, or remove it") from None
     except ValueError:
         given = None
     if not isinstance(given, dict):
-        raise RegenerateError(f"{side} is not a JSON object; name another file for the responses, or remove both")
+        raise UsageError(f"{side} is not a JSON object; name another file for the responses, or remove both")
     differing = [
         f"{key} {given.get(key)!r} (asked for: {value!r})" for key, value in meta.items() if given.get(key) != value
     ]
     if differing:
-        raise RegenerateError(
+        raise UsageError(
             f"{path} was made with other settings: {', '.join(differing)}; "
             "give the same ones to continue it, or name another file"
         )
@@ -93,7 +93,7 @@ def _read_ids(path: Path) -> set[str]:
             try:
                 done.add(json.loads(line)["id"])
             except (ValueError, TypeError, KeyError):
-                raise RegenerateError(f"{path}:{number}: not a response; remove the line and run again") from None
+                raise UsageError(f"{path}:{number}: not a response; remove the line and run again") from None
     os.truncate(path, end)
     return done
 
@@ -102,6 +102,6 @@ def _digest(ids: set[str]) -> str:
     return hashlib.sha256("".join(sorted(ids)).encode()).hexdigest()
 
 
-def _unwritable(path: Path, error: OSError, more: str) -> RegenerateError:
+def _unwritable(path: Path, error: OSError, more: str) -> UsageError:
     reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-    return RegenerateError(f"{path} could not be written ({reason}){more}; correct that and run again: it continues")
+    return UsageError(f"{path} could not be written ({reason}){more}; correct that and run again: it continues")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_mtpc.batch.regenerate import RegenerateError
 from vllm_mtpc.data.sources import FORMS, exact_ids, load_documents, read_records
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def load_tokenizer(target: str) -> PreTrainedTokenizerBase | None:
 
 
 def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> list[Request]:
-    """All requests of a run, in the order of the data; raises RegenerateError without any.
+    """All requests of a run, in the order of the data; raises UsageError without any.
 
     A prompt that occurs again gets further samples; at temperature 0, where those would be the same text, it is left
     out.
     """
     prompts = list(_prompts(options, tokenizer))
     if not prompts:
-        raise RegenerateError(
+        raise UsageError(
             f"{', '.join(options.data)}: no prompts; expected is text of at least one token, or conversations with a "
             "turn before the assistant's; name other data"
         )
@@ -95,19 +95,19 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
             for number in range(len(documents)):
                 yield from cutter.cut(documents[number][0])
         elif tokenizer is None:
-            raise RegenerateError(f"{source.origin}: needs a tokenizer, and the target has none; give prompt_ids")
+            raise UsageError(f"{source.origin}: needs a tokenizer, and the target has none; give prompt_ids")
         elif "messages" in record:
             yield from _of_chat(source.origin, record["messages"], tokenizer)
         elif isinstance(record.get("text"), str):
             yield from cutter.cut(np.asarray(tokenizer(record["text"], verbose=False)["input_ids"], np.int64))
         else:
-            raise RegenerateError(f"{source.origin}: keys {', '.join(record)}; a record must be one of {FORMS}")
+            raise UsageError(f"{source.origin}: keys {', '.join(record)}; a record must be one of {FORMS}")
 
 
 def _of_chat(origin: str, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:
     """The conversation up to the last assistant's turn, which the target is to write anew."""
     if not isinstance(messages, list) or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
-        raise RegenerateError(f"{origin}: messages must be a list of objects with role and content; correct it")
+        raise UsageError(f"{origin}: messages must be a list of objects with role and content; correct it")
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     before = messages[:last]
     if not before or before[-1]["role"] == "assistant":
@@ -116,7 +116,7 @@ def _of_chat(origin: str, messages: Messages, tokenizer: PreTrainedTokenizerBase
         ids = tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates are programs: they raise what they like
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise RegenerateError(
+        raise UsageError(
             f"{origin}: the target's chat template does not take this conversation ({reason}); "
             "correct it, or give text or prompt_ids"
         ) from None

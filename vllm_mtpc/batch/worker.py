@@ -21,7 +21,8 @@ from vllm_mtpc.batch.lines import Line
 from vllm_mtpc.batch.parts import record
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY
-from vllm_mtpc.engine.server import PROGRAM, EngineDied, EngineServer
+from vllm_mtpc.engine.server import PROGRAM, EngineServer
+from vllm_mtpc.errors import EngineFailed
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Worker:
         server = EngineServer(setup.command, {API_KEY: "", **setup.environment}, setup.program)
         try:
             await server.start(setup.start_timeout_s)
-        except EngineDied:
+        except EngineFailed:
             await server.stop()
             raise
         self._server, self._name = server, uuid.uuid4().hex
@@ -86,7 +87,7 @@ class Worker:
         """Another server in the place of `dead`; whoever comes second finds it there."""
         async with self._reviving:
             if self._is_closed:
-                raise EngineDied("the job has ended")
+                raise EngineFailed("the job has ended")
             if self._server is dead:
                 await dead.stop()
                 await self._start()
@@ -116,7 +117,7 @@ class Worker:
                     async with server.ask("POST", line.url, body, {"Content-Type": "application/json"}) as answer:
                         text = await answer.text()
                         return record(line, answer.status, _json(text))
-                except EngineDied:
+                except EngineFailed:
                     await self._revive(server)
         return record(line, None, None, f"the engine died while it answered, {self._setup.attempts} times in a row")
 
@@ -135,7 +136,7 @@ class Worker:
     async def _acceptance(self) -> Acceptance:
         try:
             return Acceptance.from_prometheus(await self._server.text("/metrics"))
-        except EngineDied:  # the figures of this engine are lost, the answers are not
+        except EngineFailed:  # the figures of this engine are lost, the answers are not
             return Acceptance()
 
 

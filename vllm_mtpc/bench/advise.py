@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, write_json
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 WORTH = 1.01  # fewer drafts are preferred where more gain less than this
-
-
-class AdviseError(MtpcError):
-    """What was asked cannot be answered."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
     check_positive(args, "steps")
     batches = sorted(set(args.concurrency))
     if batches[0] < 1:
-        raise AdviseError(f"--concurrency {batches[0]}: allowed are 1 and above; give it positive numbers")
+        raise UsageError(f"--concurrency {batches[0]}: allowed are 1 and above; give it positive numbers")
     if args.temperature < 0:
-        raise AdviseError(f"--temperature {args.temperature}: allowed are 0 and above")
+        raise UsageError(f"--temperature {args.temperature}: allowed are 0 and above")
     if (args.curves is None) == (args.measure is None):
-        raise AdviseError("either --curves FILE (measured before) or --measure FILE (measure now) is needed; type one")
+        raise UsageError("either --curves FILE (measured before) or --measure FILE (measure now) is needed; type one")
     heads = [candidate(name, args.temperature) for name in args.heads]
     check_file(args.measure, "--measure")
     curves = Curves.read(args.curves) if args.curves else Curves(_measure(args, heads, batches), str(args.measure))
@@ -98,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidate(name: str, temperature: float) -> Candidate:
-    """A head by folder or hub name. Raises AdviseError where its acceptance is not known."""
+    """A head by folder or hub name. Raises UsageError where its acceptance is not known."""
     from vllm_mtpc.checkpoint.figures import measured_acceptance
     from vllm_mtpc.eval.loading import place
 
@@ -106,7 +102,7 @@ def candidate(name: str, temperature: float) -> Candidate:
     key = "t1" if temperature >= 0.5 else "t0"
     accepted = measured_acceptance(folder).get(key)
     if accepted is None:
-        raise AdviseError(
+        raise UsageError(
             f"head {folder}: provenance.json has no acceptance at temperature {key[1]}; a head trained by vllm-mtpc "
             "train has, retrain it or leave it out"
         )

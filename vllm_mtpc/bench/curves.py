@@ -25,15 +25,11 @@ from typing import Any
 import numpy as np
 
 from vllm_mtpc.engine.process import engine_child, failure
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 
 Cell = tuple[int, int]  # requests, drafts of each
 WARM_UP = 3  # steps of a cell that are not counted
 PROMPT = 16  # tokens
-
-
-class CurvesError(MtpcError):
-    """A file of cost curves that cannot be used."""
 
 
 class Curve:
@@ -81,7 +77,7 @@ class Curves:
 
     def __init__(self, values: Any, source: str = "curves") -> None:
         if not isinstance(values, dict) or not isinstance(values.get("draft_ms"), dict):
-            raise CurvesError(
+            raise UsageError(
                 f'{source}: no cost curves; a file with "step_ms" and "draft_ms" is needed: vllm-mtpc advise --measure'
             )
         self.source = source
@@ -92,13 +88,13 @@ class Curves:
 
     @classmethod
     def read(cls, file: Path) -> Curves:
-        """Raises CurvesError."""
+        """Raises UsageError."""
         try:
             return cls(json.loads(file.read_text(encoding="utf-8")), str(file))
         except (OSError, ValueError, RecursionError) as error:
-            if isinstance(error, CurvesError):
+            if isinstance(error, UsageError):
                 raise
-            raise CurvesError(f"{file}: cannot be read as JSON ({error}); name a file of --measure") from None
+            raise UsageError(f"{file}: cannot be read as JSON ({error}); name a file of --measure") from None
 
     def step(self, batch: int, drafts: int) -> float:
         """ms of a step of the target that verifies so many drafts of each request."""
@@ -111,7 +107,7 @@ class Curves:
             return 0.0
         name = next((name for name in names if name in self.draft_curves), None)
         if name is None:
-            raise CurvesError(
+            raise UsageError(
                 f"{self.source}: has drafts of {', '.join(self.draft_curves) or 'no head'}, none called "
                 f"{' or '.join(names)}; measure it: vllm-mtpc advise {names[0]} --measure FILE"
             )
@@ -127,11 +123,11 @@ def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 def _checked(points: Any, what: str) -> list[Sequence[float]]:
     if not isinstance(points, list) or not points:
-        raise CurvesError(f"{what}: allowed is a list of [batch, number, ms] or of pairs, with one entry at least")
+        raise UsageError(f"{what}: allowed is a list of [batch, number, ms] or of pairs, with one entry at least")
     sizes = {len(point) if isinstance(point, list) else 0 for point in points}
     numbers = all(isinstance(value, (int, float)) for point in points if isinstance(point, list) for value in point)
     if sizes not in ({2}, {3}) or not numbers or not all(math.isfinite(v) and v >= 0 for p in points for v in p):
-        raise CurvesError(f"{what}: allowed are [batch, number, ms] or pairs of numbers from 0 on, all of one kind")
+        raise UsageError(f"{what}: allowed are [batch, number, ms] or pairs of numbers from 0 on, all of one kind")
     return points
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 
 LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most tokens/step on the demo of those tried
 DRAFTS = 5  # of peers, where no number is given
@@ -16,10 +16,6 @@ INTERPRETER = Path(__file__).parents[2] / "scripts" / "interpreter"
 INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
 OWN = "own runner"
 V2_INTERPRETED = "V2, interpreted"
-
-
-class DecodingError(MtpcError):
-    """A way of decoding that was asked for cannot be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,4 +128,4 @@ def _labels(configs: Sequence[tuple[str, Any]]) -> list[str]:
         labels = [label(name, config) for name, config in configs]
         if len(set(labels)) == len(labels):
             return labels
-    raise DecodingError("the same head is named twice; name each head once")
+    raise UsageError("the same head is named twice; name each head once")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.bench.timing import Time
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, write_json
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ DEFINITIONS = (
     "captured ms: both as one CUDA graph; launches: kernels, copies and fills of a draft that is not captured.",
     "of a step: draft ms (captured, where it was) by the milliseconds of a step of the target, draft not included.",
 )
-
-
-class DraftBenchError(MtpcError):
-    """Words that do not describe a head or a measurement."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +116,15 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     if not args.head and not args.shape:
-        raise DraftBenchError("nothing to time: name heads (--head) or sizes (--shape D=4096,V=320,n=8,r=32)")
+        raise UsageError("nothing to time: name heads (--head) or sizes (--shape D=4096,V=320,n=8,r=32)")
     if args.curves and args.step_ms:
-        raise DraftBenchError("--curves and --step-ms both give the target's step; leave one of them out")
+        raise UsageError("--curves and --step-ms both give the target's step; leave one of them out")
     if len(args.step_ms) not in (0, 1, len(args.batch)):
-        raise DraftBenchError(f"--step-ms: {len(args.step_ms)} values; give one, or one per batch size")
+        raise UsageError(f"--step-ms: {len(args.step_ms)} values; give one, or one per batch size")
     for key in ("batch", "step_ms", "repeats", "threads", "num_drafts"):
         values = getattr(args, key)
         if values is not None and values != [] and min(values if isinstance(values, list) else [values]) <= 0:
-            raise DraftBenchError(f"--{key.replace('_', '-')}: must be above 0")
+            raise UsageError(f"--{key.replace('_', '-')}: must be above 0")
 
 
 def served_dtype(given: str | None, device: str) -> torch.dtype:
@@ -277,7 +273,7 @@ def steps(args: argparse.Namespace, num_drafts: int) -> dict[int, float]:
         found = json.loads(args.curves.read_text(encoding="utf-8"))["step_ms"]
         by_rows = {rows: ms for *_, rows, ms in found}  # [rows, ms] or [batch, rows, ms]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DraftBenchError(f"{args.curves}: not a file of `vllm-mtpc advise --measure` ({error})") from None
+        raise UsageError(f"{args.curves}: not a file of `vllm-mtpc advise --measure` ({error})") from None
     wanted = {batch: batch * (1 + num_drafts) for batch in args.batch}
     return {batch: by_rows[rows] for batch, rows in wanted.items() if by_rows.get(rows) is not None}
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from vllm_mtpc.bench.decodings import Decoding, Missing
 from vllm_mtpc.bench.engines import Engine
 from vllm_mtpc.engine.passes import Measured, Setting
-from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.errors import EngineFailed
 
 Start = Callable[[Decoding], AbstractContextManager[Engine]]
 _EXCEPTION = re.compile(r"(?:\(.*?\) |ERROR .*?\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)\b")

@@ -21,7 +21,8 @@ from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Measured, Prompt, Setting
-from vllm_mtpc.engine.process import EngineFailed, engine_environment, failure, group, tail
+from vllm_mtpc.engine.process import engine_environment, failure, group, tail
+from vllm_mtpc.errors import EngineFailed
 
 HOST = "127.0.0.1"
 

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, DecodingError, Missing, heads, peers, plain
+from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, Missing, heads, peers, plain
 from vllm_mtpc.engine.passes import Prompt, Setting
-from vllm_mtpc.engine.process import EngineFailed
+from vllm_mtpc.errors import EngineFailed, UsageError
 from vllm_mtpc.report import check_file, check_folder, write_json
 
 KIND = "bench serve"
@@ -88,18 +88,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete(args: argparse.Namespace, on_gpu: bool) -> None:
-    """Fills in what was not typed. Raises DecodingError for words that do not go together."""
+    """Fills in what was not typed. Raises UsageError for words that do not go together."""
     args.untyped = set()
     if args.demo:
         from vllm_mtpc import demo
 
         if args.target or args.heads:
-            raise DecodingError("--demo has its own target and heads; leave --target and --heads out, or --demo")
+            raise UsageError("--demo has its own target and heads; leave --target and --heads out, or --demo")
         args.target = str(demo.path("target"))
         args.heads = [str(demo.path(name)) for name in (*demo.CIRCUITS, "o-ptp")]
     if not args.target:
         if not args.heads:
-            raise DecodingError("nothing to compare: name a target (--target), heads (--heads) or --demo")
+            raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
         args.target = _verifier(args.heads[0])
     for key, value in (DEMO if args.demo else DEFAULTS).items():
         if getattr(args, key) is None:
@@ -107,9 +107,9 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
             args.untyped.add(key)
     for key in ("prompts", "max_tokens", "rounds", "prompt_tokens", *(["num_drafts"] if args.num_drafts else [])):
         if getattr(args, key) < 1:
-            raise DecodingError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be 1 or more")
+            raise UsageError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be 1 or more")
     if min(args.concurrency) < 1 or min(args.temperature) < 0:
-        raise DecodingError("--concurrency must be 1 or more, --temperature 0 or more")
+        raise UsageError("--concurrency must be 1 or more, --temperature 0 or more")
     args.dtype = args.dtype or ("auto" if on_gpu else "float32")
     args.order = args.order or ("bracketed" if on_gpu or args.runner == "http" else "interleaved")
 

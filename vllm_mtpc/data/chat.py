@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from vllm_mtpc.data.documents import DataError
+from vllm_mtpc.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,12 +26,12 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeniz
     drop its reasoning); then each assistant's turn is a document of its own, led by what serving would send. Of a
     conversation without an assistant's turn nothing is trained.
 
-    Raises DataError if there is no template, if it refuses the messages, or if a turn does not begin with what the
+    Raises UsageError if there is no template, if it refuses the messages, or if a turn does not begin with what the
     template gives as its prompt (`add_generation_prompt`), so that serving would see another text.
     """
     template = _template(tokenizer)
     if not isinstance(messages, Sequence) or not messages or not all(_is_message(message) for message in messages):
-        raise DataError('messages must be a list of {"role": ..., "content": ...} with at least one in it')
+        raise UsageError('messages must be a list of {"role": ..., "content": ...} with at least one in it')
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     messages = messages[: turns[-1] + 1] if turns else messages
     ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
@@ -46,7 +46,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.get_chat_template()
     except ValueError:
-        raise DataError(
+        raise UsageError(
             "the target's tokenizer has no chat template, which messages need; give text or prompt_ids and "
             "response_ids, or name a target with a chat template"
         ) from None
@@ -62,7 +62,7 @@ def _render(
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise DataError(f"the chat template refuses the messages: {error}") from None
+        raise UsageError(f"the chat template refuses the messages: {error}") from None
 
 
 def _by_markers(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Document:
@@ -80,7 +80,7 @@ def _by_prefixes(
         prompt = list(_render(messages[:turn], tokenizer, add_generation_prompt=True)["input_ids"])
         upto = list(_render(messages[: turn + 1], tokenizer)["input_ids"])
         if upto[: len(prompt)] != prompt or len(upto) == len(prompt):
-            raise DataError(
+            raise UsageError(
                 f"the chat template renders message {turn + 1}, an assistant's, so that it does not begin with its "
                 "prompt (add_generation_prompt): what the assistant wrote cannot be told; put {% generation %} "
                 "markers in the template, or give prompt_ids and response_ids"

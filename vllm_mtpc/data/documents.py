@@ -7,12 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_mtpc.errors import MtpcError
-
-
-class DataError(MtpcError):
-    """The training data cannot be read, or holds nothing to train on."""
-
 
 @dataclass(frozen=True)
 class Documents:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 
 DEMO_PROMPTS = 512  # there are some 900 openings
 _OPENING = re.compile(rb"^ *(?:def|class) ", re.MULTILINE)
@@ -35,10 +35,6 @@ def held_out(count: int, length: int = 200) -> list[str]:
     return spread[:count]
 
 
-class PromptError(MtpcError):
-    """The data named holds no prompts."""
-
-
 FORMS = '{"turns": [...]} (Spec-Bench), {"messages": [...]}, {"prompt": ...}, {"prompt_ids": [...]} or {"text": ...}'
 
 
@@ -47,8 +43,8 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
 
     Conversations and Spec-Bench's first turns go through the target's chat template where it has one; text is cut into
     pieces of ``length`` tokens, spread evenly. Prompts of more than ``longest`` tokens are left out. Where there are
-    more than ``count``, those taken are spread evenly. Raises PromptError where nothing is left,
-    TargetError where there is no tokenizer.
+    more than ``count``, those taken are spread evenly. Raises UsageError where nothing is left,
+    UsageError where there is no tokenizer.
     """
     from vllm_mtpc.hf.names import target_tokenizer
 
@@ -60,7 +56,7 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
     usable = [prompt for prompt in found if 0 < len(prompt) <= longest]
     if not usable:
         given = ", ".join(data) or "the demo's text"
-        raise PromptError(f"{given}: {len(found)} prompts, none of 1 to {longest} tokens; raise --max-prompt-tokens")
+        raise UsageError(f"{given}: {len(found)} prompts, none of 1 to {longest} tokens; raise --max-prompt-tokens")
     return spread(usable, count)
 
 
@@ -86,7 +82,7 @@ def _of_files(data: list[str], tokenizer: Any, count: int, length: int) -> Itera
         elif isinstance(record.get("text"), str):
             yield from _pieces(tokenizer(record["text"], verbose=False)["input_ids"], count, length)
         else:
-            raise PromptError(f"{source.origin}: keys {', '.join(record)}; a line must be one of {FORMS}")
+            raise UsageError(f"{source.origin}: keys {', '.join(record)}; a line must be one of {FORMS}")
 
 
 def _of_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
@@ -94,7 +90,7 @@ def _of_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> lis
     while messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages or not isinstance(messages[-1].get("content"), str):
-        raise PromptError(f"{origin}: a conversation needs a turn with text before the assistant's; correct it")
+        raise UsageError(f"{origin}: a conversation needs a turn with text before the assistant's; correct it")
     if getattr(tokenizer, "chat_template", None) is None:
         return tokenizer(messages[-1]["content"])["input_ids"]
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))

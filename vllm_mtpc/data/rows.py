@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_mtpc.data.documents import DataError, Documents
+from vllm_mtpc.data.documents import Documents
+from vllm_mtpc.errors import UsageError
 
 
 class Rows(NamedTuple):
@@ -44,14 +45,14 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     """Rows of `seq_len` tokens, each document whole in one; the order of the rows depends on the seed.
 
     A document longer than a row is cut into pieces, each a document of its own in the rows. Pieces in which no window
-    can start (nothing trained after the first token) are dropped. Best-fit by decreasing length. Raises DataError if
+    can start (nothing trained after the first token) are dropped. Best-fit by decreasing length. Raises UsageError if
     nothing is left.
     """
     if seq_len < 2:
-        raise DataError(f"rows of {seq_len} token(s) hold no window; give seq_len of at least 2")
+        raise UsageError(f"rows of {seq_len} token(s) hold no window; give seq_len of at least 2")
     pieces, kept = _cut(documents, seq_len)
     if not kept.any():
-        raise DataError(
+        raise UsageError(
             f"none of {len(documents)} document(s) has a token to train on after its first; "
             "give longer documents, or conversations with an assistant's turn"
         )
@@ -76,10 +77,10 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
 def split_validation(documents: Documents, share: float, seed: int) -> tuple[Documents, Documents]:
     """Documents to train on and held-out ones, each in their order: `share` of them, at least one, chosen by the seed.
 
-    Of a single document the last `share` of its tokens is held out. Raises DataError if a part would be empty.
+    Of a single document the last `share` of its tokens is held out. Raises UsageError if a part would be empty.
     """
     if not 0 < share < 1:
-        raise DataError(f"share {share} of held-out documents must be between 0 and 1")
+        raise UsageError(f"share {share} of held-out documents must be between 0 and 1")
     count = len(documents)
     if count > 1:
         held = min(count - 1, max(1, round(share * count)))
@@ -88,7 +89,7 @@ def split_validation(documents: Documents, share: float, seed: int) -> tuple[Doc
         return documents.select(~chosen), documents.select(chosen)
     tokens, trained = documents[0] if count else (np.empty(0), np.empty(0))
     if len(tokens) < 4:
-        raise DataError(
+        raise UsageError(
             f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give at least two documents"
         )
     cut = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - share))))

@@ -16,9 +16,9 @@ import numpy as np
 
 from vllm_mtpc.data.bins import read_bin, split_at_eos
 from vllm_mtpc.data.chat import encode_chat
-from vllm_mtpc.data.documents import DataError, Documents
+from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.names import DATASET_SUFFIXES, FOLDER_SUFFIXES, is_path
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import MtpcError, UsageError
 from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def load_documents(
     most_bytes: of more than that, about so much is read, spread over all of it (`Share`).
     vocab_size: the target's; ids must be below it (default: the tokenizer's).
 
-    Raises DataError, naming file and line, for what cannot be read, and if nothing can be trained on.
+    Raises UsageError, naming file and line, for what cannot be read, and if nothing can be trained on.
     """
     encoder = _Encoder(tokenizer, max_length, vocab_size or (len(tokenizer) if tokenizer is not None else None))
     records = read_records(data, split, most_bytes)
@@ -59,7 +59,7 @@ def load_documents(
         records = _sample(records, limit, seed)
     documents = Documents.join(_progress(encoder.encode_all(records)))
     if not documents.trained.any():
-        raise DataError(f"data {', '.join(data)}: no document with a token to train on; give text or assistant turns")
+        raise UsageError(f"data {', '.join(data)}: no document with a token to train on; give text or assistant turns")
     return documents
 
 
@@ -74,7 +74,7 @@ class _Source:
 def files_of(name: str) -> list[Path] | None:
     """The files that a name of data stands for, in order; None for one of the `datasets` library.
 
-    Reads nothing. Raises DataError where there is no file, or nothing in it.
+    Reads nothing. Raises UsageError where there is no file, or nothing in it.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -84,26 +84,26 @@ def files_of(name: str) -> list[Path] | None:
         found = [file for file in files if file.suffix in FOLDER_SUFFIXES and file.stat().st_size]
         if not found:
             suffixes = ", ".join(f"*{suffix}" for suffix in sorted(FOLDER_SUFFIXES))
-            raise DataError(f"data {path}: no {suffixes} file with content in it")
+            raise UsageError(f"data {path}: no {suffixes} file with content in it")
         return found
     if path.is_file():
         found = [path]
     elif glob.has_magic(name):
         found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
         if not found:
-            raise DataError(f"data {name}: no file matches")
+            raise UsageError(f"data {name}: no file matches")
     elif is_path(name):
-        raise DataError(f"data {name}: no such file or folder; name one that exists")
+        raise UsageError(f"data {name}: no such file or folder; name one that exists")
     else:
         return None
     for file in found:
         if not file.stat().st_size:
-            raise DataError(f"{file}: the file is empty")
+            raise UsageError(f"{file}: the file is empty")
     return found
 
 
 def size_of(data: Iterable[str]) -> int:
-    """Bytes of the files of the data. Raises DataError as `files_of`."""
+    """Bytes of the files of the data. Raises UsageError as `files_of`."""
     return sum(file.stat().st_size for name in data for file in files_of(name) or ())
 
 
@@ -129,7 +129,7 @@ class Share:
 
 
 def read_records(data: Iterable[str], split: str, most_bytes: int | None = None) -> Iterator[_Source]:
-    """Every record of the data with where it is from, in order; raises DataError for what cannot be read.
+    """Every record of the data with where it is from, in order; raises UsageError for what cannot be read.
 
     most_bytes: as of `load_documents`.
     """
@@ -154,7 +154,7 @@ def _file(path: Path, share: Share) -> Iterator[_Source]:
             raw = file.read(piece.stop - piece.start)
         text = _decode(raw, str(path)) if len(raw) == size else raw.decode("utf-8", "ignore")  # cut within a letter
         if "\0" in text:
-            raise DataError(f"{path}: not a text file (it holds zero bytes); token files must be named .bin")
+            raise UsageError(f"{path}: not a text file (it holds zero bytes); token files must be named .bin")
         yield _Source(str(path), {"text": text})
 
 
@@ -167,9 +167,9 @@ def _jsonl(path: Path, share: Share) -> Iterator[_Source]:
             try:
                 record = json.loads(_decode(line, origin))
             except json.JSONDecodeError as error:
-                raise DataError(f"{origin}: not JSON ({error.msg} at column {error.colno})") from None
+                raise UsageError(f"{origin}: not JSON ({error.msg} at column {error.colno})") from None
             if not isinstance(record, dict):
-                raise DataError(f"{origin}: a line must be one of {FORMS}")
+                raise UsageError(f"{origin}: a line must be one of {FORMS}")
             yield _Source(origin, record)
 
 
@@ -177,7 +177,7 @@ def _decode(raw: bytes, origin: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{origin}: not UTF-8 (byte {error.start} is 0x{raw[error.start]:02x}); convert it") from None
+        raise UsageError(f"{origin}: not UTF-8 (byte {error.start} is 0x{raw[error.start]:02x}); convert it") from None
 
 
 def _dataset(name: str, split: str, most_bytes: int | None) -> Iterator[_Source]:
@@ -189,7 +189,7 @@ def _dataset(name: str, split: str, most_bytes: int | None) -> Iterator[_Source]
         rows = load_dataset(path, config or None, split=split)
     except (DatasetsError, OSError, ValueError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(
+        raise UsageError(
             f"data {name}: neither a file or folder nor a data set that can be loaded with split {split!r} ({reason})"
         ) from None
     columns = rows.column_names
@@ -197,7 +197,7 @@ def _dataset(name: str, split: str, most_bytes: int | None) -> Iterator[_Source]
         (set(f) for f in (("prompt_ids", "response_ids"), ("messages",), ("text",)) if {*f} <= {*columns}), None
     )
     if wanted is None:
-        raise DataError(f"data {name}: columns {', '.join(columns)}; a column text or messages is needed")
+        raise UsageError(f"data {name}: columns {', '.join(columns)}; a column text or messages is needed")
     rows = rows.select_columns(sorted(wanted))
     step = 1 if most_bytes is None else max(1, rows.data.nbytes // max(1, most_bytes))
     for number, row in enumerate(rows if step == 1 else rows.select(range(0, len(rows), step))):
@@ -246,7 +246,7 @@ class _Encoder:
             try:
                 documents = [next(texts)] if _is_text(source.record) else self._encode_other(source.record)
             except MtpcError as error:
-                raise DataError(f"{source.origin}: {error}") from None
+                raise UsageError(f"{source.origin}: {error}") from None
             for ids, trained in documents:
                 ids = self._checked(ids, source.origin)
                 yield ids[: self.max_length], np.asarray(trained, bool)[: self.max_length]
@@ -257,7 +257,7 @@ class _Encoder:
             return iter(())
         for source in sources:
             if not isinstance(source.record["text"], str):
-                raise DataError(f"{source.origin}: text must be a string")
+                raise UsageError(f"{source.origin}: text must be a string")
         tokenizer = self._tokenizer(sources[0].origin)
         encoded = tokenizer([source.record["text"] for source in sources], verbose=False)["input_ids"]
         eos = tokenizer.eos_token_id
@@ -275,11 +275,11 @@ class _Encoder:
             return [(prompt + response, [False] * len(prompt) + [True] * len(response))]
         if "messages" in record:
             return encode_chat(record["messages"], self._tokenizer())
-        raise DataError(f"keys {', '.join(map(str, record)) or '(none)'}; a record must be one of {FORMS}")
+        raise UsageError(f"keys {', '.join(map(str, record)) or '(none)'}; a record must be one of {FORMS}")
 
     def _tokenizer(self, origin: str | None = None) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise DataError(
+            raise UsageError(
                 f"{origin + ': ' if origin else ''}the target has no tokenizer, which text and messages need; give "
                 "prompt_ids and response_ids, or .bin files"
             )
@@ -289,7 +289,7 @@ class _Encoder:
         array = np.asarray(ids)
         if self.vocab_size is not None and len(array) and (array.max() >= self.vocab_size or array.min() < 0):
             wrong = array[(array >= self.vocab_size) | (array < 0)][0]
-            raise DataError(
+            raise UsageError(
                 f"{origin}: token id {wrong} is outside the target's vocabulary of {self.vocab_size}; the data was "
                 "made with another tokenizer"
             )
@@ -302,8 +302,8 @@ def _is_text(record: Record) -> bool:
 
 
 def exact_ids(record: Record, key: str) -> list[int]:
-    """Token ids given as such; raises DataError."""
+    """Token ids given as such; raises UsageError."""
     value = record[key]
     if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise DataError(f"{key} must be a list of integers")
+        raise UsageError(f"{key} must be a list of integers")
     return value

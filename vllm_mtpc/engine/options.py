@@ -8,13 +8,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_mtpc.errors import MtpcError, one_line
+from vllm_mtpc.errors import UsageError, one_line
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own variable
-
-
-class EngineOptionsError(MtpcError):
-    """What was asked of engines is not valid."""
 
 
 class EngineOptions(BaseModel):
@@ -66,16 +62,14 @@ def validated(model: type[Options], given: dict[str, Any], example: str) -> Opti
     except ValidationError as error:
         problem = error.errors()[0]
         if problem["type"] == "missing":
-            raise EngineOptionsError(f"{problem['loc'][0]} is missing; type: {example}") from None
-        raise EngineOptionsError(one_line(error, model)) from None
+            raise UsageError(f"{problem['loc'][0]} is missing; type: {example}") from None
+        raise UsageError(one_line(error, model)) from None
     drafts = options.speculative_config
     if drafts and "model" in drafts:
         drafts = {**drafts, "model": _full(drafts["model"])}
     options = options.model_copy(update={"model": _full(options.model), "speculative_config": drafts})
     if "api_key" in {key.replace("-", "_") for key in options.engine}:
-        raise EngineOptionsError(
-            f"api_key: every user of a machine sees its command lines; type: {API_KEY}=... {example}"
-        )
+        raise UsageError(f"api_key: every user of a machine sees its command lines; type: {API_KEY}=... {example}")
     check_flags(options.command)
     return options
 
@@ -111,7 +105,7 @@ def check_flags(words: list[str]) -> None:
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> None:
-            raise EngineOptionsError(f"vllm serve: {message}; its flags are listed by: vllm serve --help=all")
+            raise UsageError(f"vllm serve: {message}; its flags are listed by: vllm serve --help=all")
 
     parser = Parser(prog="vllm")
     ServeSubcommand().subparser_init(parser.add_subparsers())

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-
-class EngineFailed(RuntimeError):
-    """An engine's process ended before it had answered. The message ends with the last lines of its log."""
+from vllm_mtpc.errors import EngineFailed
 
 
 def engine_environment() -> dict[str, str]:

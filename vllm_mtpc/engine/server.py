@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from vllm_mtpc.errors import EngineFailed
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -28,11 +30,7 @@ TAIL = 25  # lines of its output that explain why it ended
 HEALTH_TIMEOUT_S = 20.0
 
 
-class EngineDied(RuntimeError):
-    """The server is gone, or says that its engine is. What it had not answered can be asked elsewhere."""
-
-
-class EngineGone(EngineDied):
+class EngineGone(EngineFailed):
     """The server was gone when it was asked: the request has not reached it."""
 
 
@@ -40,7 +38,7 @@ class EngineServer:
     """One `vllm serve ARGUMENTS`.
 
     environment: added to this process's. program: what is started, for tests. output: where its lines go, besides the
-    last ones, which are kept for the message of EngineDied.
+    last ones, which are kept for the message of EngineFailed.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class EngineServer:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self, timeout_s: float = 1800.0) -> None:
-        """Starts it and waits until it is healthy. Raises EngineDied with its last lines."""
+        """Starts it and waits until it is healthy. Raises EngineFailed with its last lines."""
         import aiohttp
 
         socket = str(self._folder / "http")
@@ -81,7 +79,7 @@ class EngineServer:
             self.check_running()
             if time.monotonic() > deadline:
                 await self.stop()
-                raise EngineDied(f"vllm serve was not healthy after {timeout_s:.0f} s:\n{self._last_lines()}")
+                raise EngineFailed(f"vllm serve was not healthy after {timeout_s:.0f} s:\n{self._last_lines()}")
             await asyncio.sleep(0.25)
 
     async def stop(self) -> None:
@@ -102,14 +100,14 @@ class EngineServer:
         code = self._process.poll()
         if code is not None:
             time.sleep(0.1)  # its last lines are on their way
-            raise EngineDied(f"vllm serve ended with exit code {code}:\n{self._last_lines()}")
+            raise EngineFailed(f"vllm serve ended with exit code {code}:\n{self._last_lines()}")
 
     async def check(self) -> None:
-        """Raises EngineDied unless the server runs and its engine is healthy."""
+        """Raises EngineFailed unless the server runs and its engine is healthy."""
         self.check_running()
         if not await self._is_healthy():
             self.check_running()
-            raise EngineDied(f"vllm serve is not healthy:\n{self._last_lines()}")
+            raise EngineFailed(f"vllm serve is not healthy:\n{self._last_lines()}")
 
     @contextlib.asynccontextmanager
     async def ask(
@@ -117,7 +115,7 @@ class EngineServer:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """One request; leaving early ends it.
 
-        Raises EngineDied where the server does not answer to the end, EngineGone where it takes nothing any more. An
+        Raises EngineFailed where the server does not answer to the end, EngineGone where it takes nothing any more. An
         answer of a server whose engine has died counts as none: vLLM says 500 to what was being computed.
         """
         import aiohttp
@@ -130,7 +128,7 @@ class EngineServer:
         except aiohttp.ClientConnectorError as error:
             raise EngineGone(f"vllm serve has ended: {error}\n{self._last_lines()}") from None
         except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
-            raise EngineDied(f"vllm serve did not answer: {error!r}\n{self._last_lines()}") from None
+            raise EngineFailed(f"vllm serve did not answer: {error!r}\n{self._last_lines()}") from None
 
     async def text(self, path: str) -> str:
         async with self.ask("GET", path) as response:

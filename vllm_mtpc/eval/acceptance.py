@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.conditionals import conditionals
 from vllm_mtpc.eval.sampling import Sampling
 
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from vllm_mtpc.hf import Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
-
-
-class EvaluationError(MtpcError):
-    """There is nothing to evaluate, or a figure was asked for that the head does not have."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +85,14 @@ def circuit_params(head: nn.Module, hidden: Tensor, num_positions: int | None = 
 
 
 def num_positions(head: nn.Module, num_drafts: int | None) -> int:
-    """m = 1 + K positions a step looks at. Raises EvaluationError where the window has no K drafts."""
+    """m = 1 + K positions a step looks at. Raises UsageError where the window has no K drafts."""
     return head.circuit.window if num_drafts is None else check_drafts(head.circuit.window, num_drafts) + 1
 
 
 def check_drafts(window: int, num_drafts: int) -> int:
-    """K, if a window has so many drafts. Raises EvaluationError otherwise."""
+    """K, if a window has so many drafts. Raises UsageError otherwise."""
     if not 1 <= num_drafts <= window - 1:
-        raise EvaluationError(
+        raise UsageError(
             f"num_drafts={num_drafts}: the head's window is {window} and its first token is the target's own; "
             f"allowed are 1 to {window - 1}"
         )
@@ -169,14 +165,14 @@ def collect(
     """Acceptance at every position of the continuations where a server may start a step.
 
     Those are the positions from the end of the prompt on whose x_1 does not end the text and whose window of 1 + K
-    tokens is known. Raises EvaluationError where there is none.
+    tokens is known. Raises UsageError where there is none.
     """
     m = num_positions(head, num_drafts)
     first, known = samples.prompt_lengths - 1, (samples.tokens >= 0).sum(1)
     last = torch.minimum(samples.lengths - 3, known - m - 1)
     count = (last - first + 1).clamp(min=0)  # [S]
     if not count.any():
-        raise EvaluationError(
+        raise UsageError(
             f"no continuation has the {m} known tokens behind its prompt that a step of {m - 1} drafts looks at; "
             "raise the number of new tokens"
         )

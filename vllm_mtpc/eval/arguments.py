@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 
 if TYPE_CHECKING:
     import argparse
@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-class ArgumentsError(MtpcError):
-    """A flag's value that is not allowed."""
 
 
 def add_head(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +24,12 @@ def add_head(parser: argparse.ArgumentParser) -> None:
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises ArgumentsError unless every one of these that is given is 1 or more."""
+    """Raises UsageError unless every one of these that is given is 1 or more."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:
             flag = "--" + name.replace("_", "-")
-            raise ArgumentsError(f"{flag} {value}: allowed are 1 and above; give it a positive number")
+            raise UsageError(f"{flag} {value}: allowed are 1 and above; give it a positive number")
 
 
 def sampling_defaults(args: argparse.Namespace, config: HeadConfig | PtpConfig) -> None:

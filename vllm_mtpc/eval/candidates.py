@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts, ratio
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.acceptance import check_drafts, ratio
 from vllm_mtpc.eval.ptp import chunks, draft, draft_rows
 from vllm_mtpc.heads.ptp.law import STEPS, edges
 from vllm_mtpc.kernels.pick import pick
@@ -71,7 +72,7 @@ def measure_candidates(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> CandidateFigures:
-    """Tokens/step over ``new_tokens`` behind each 1-D prompt. Raises EvaluationError where candidates are of no use."""
+    """Tokens/step over ``new_tokens`` behind each 1-D prompt. Raises UsageError where candidates are of no use."""
     written = write(student, prompts, candidates, new_tokens, sampling, num_drafts, seed, progress=progress)
     drafts = torch.arange(written.histogram.shape[1], dtype=torch.float64)
     value, error = ratio(written.steps + written.histogram @ drafts, written.steps)
@@ -94,12 +95,12 @@ def write(
 ) -> Written:
     """Continues prompts by ``new_tokens`` tokens, whatever they are. ``progress``: told how many texts are done."""
     if candidates < 1 or sampling.greedy:
-        raise EvaluationError(
+        raise UsageError(
             f"{candidates} candidates at temperature {sampling.temperature:g}: allowed are 1 and above; greedy text "
             "has no u to choose; raise --candidates, or leave it out"
         )
     if choice not in CHOICES:
-        raise EvaluationError(f"choice {choice!r}: allowed are {', '.join(CHOICES)}")
+        raise UsageError(f"choice {choice!r}: allowed are {', '.join(CHOICES)}")
     config = student.config
     drafts = config.num_speculative_tokens if num_drafts is None else check_drafts(config.window, num_drafts)
     generator = torch.Generator().manual_seed(seed)

@@ -76,7 +76,8 @@ class Evaluation:
 def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.config.ptp import PtpConfig
     from vllm_mtpc.data.sources import load_documents
-    from vllm_mtpc.eval.arguments import ArgumentsError, check_positive, sampling_defaults
+    from vllm_mtpc.errors import UsageError
+    from vllm_mtpc.eval.arguments import check_positive, sampling_defaults
     from vllm_mtpc.eval.loading import check_length, drafts_of, load, place, prompts, refuse_draft_layers
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.hf import choose_device
@@ -91,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
     for temperature in args.temperature:
         Sampling(temperature, args.top_p, top_k=args.top_k)  # refused before the target is loaded
     if args.candidates and not is_ptp:
-        raise ArgumentsError("--candidates: circuits draw no u to choose from; leave it out, or name a PTP head")
+        raise UsageError("--candidates: circuits draw no u to choose from; leave it out, or name a PTP head")
     if any(count < 1 for count in args.candidates):
-        raise ArgumentsError(f"--candidates {min(args.candidates)}: allowed are 1 and above; give it a positive number")
+        raise UsageError(f"--candidates {min(args.candidates)}: allowed are 1 and above; give it a positive number")
     loaded = load(args.head, args.target, args.dtype, args.device)
     if args.simulate and not is_ptp:
         refuse_draft_layers(loaded, "--simulate")

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_mtpc.eval.acceptance import EvaluationError, circuit_params, num_positions
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.acceptance import circuit_params, num_positions
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.hf.session import Session
 
@@ -131,10 +132,10 @@ def decode(
     """Continues one text by up to ``new_tokens`` tokens.
 
     ``reader`` has read the prompt, states[1, P, D] are what it returned; ``head`` may be None in mode stp. ``stops``:
-    tokens that end the text. ``show`` is given the tokens as they come. Raises EvaluationError for an unknown mode.
+    tokens that end the text. ``show`` is given the tokens as they come. Raises UsageError for an unknown mode.
     """
     if mode not in MODES:
-        raise EvaluationError(f"mode {mode!r}: allowed are {', '.join(MODES)}")
+        raise UsageError(f"mode {mode!r}: allowed are {', '.join(MODES)}")
     done = Decoded(num_drafts=0 if mode == "stp" else num_positions(head, num_drafts) - 1)
     started = time.perf_counter()
     hidden = states[:, -1]  # [1, D]: the last token that belongs to the text

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.errors import CheckpointError, MtpcError, install
-from vllm_mtpc.eval.arguments import ArgumentsError, add_head, check_positive
+from vllm_mtpc.errors import CheckpointError, UsageError, install
+from vllm_mtpc.eval.arguments import add_head, check_positive
 from vllm_mtpc.files import read_json
 from vllm_mtpc.report import check_file, write_json
 
@@ -30,11 +30,7 @@ CPU_CACHE_BYTES = 256 << 20
 PROMPT_BYTES = 1 << 16  # of data for each prompt, where there is more
 
 
-class DoctorError(MtpcError):
-    """vLLM is not installed or did not serve the head."""
-
-
-class NotServed(DoctorError):
+class NotServed(UsageError):
     """vLLM refuses heads of this method here."""
 
 
@@ -85,13 +81,13 @@ def run(args: argparse.Namespace) -> int:
 def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_target: str | None = None) -> Diagnosis:
     """Serves, predicts, compares. ``serve_head`` and ``serve_target`` plant a fault: vLLM serves those instead.
 
-    Raises DoctorError where vLLM is missing or fails, and what loading the head or its target raises.
+    Raises UsageError where vLLM is missing or fails, and what loading the head or its target raises.
     """
     check_positive(args, "prompts", "prompt_tokens", "max_tokens")
     check_file(args.json)
     check_file(args.log, "--log")
     if importlib.util.find_spec("vllm") is None:
-        raise DoctorError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
+        raise UsageError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
     from vllm_mtpc.eval import as_served, causes
     from vllm_mtpc.eval.compare import compare
     from vllm_mtpc.eval.loading import drafts_of, load, place, target_of
@@ -99,7 +95,7 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     folder, config = place(args.head)
     is_ptp = config.speculators_model_type == "ptp"
     if args.draft_pass and not is_ptp:
-        raise ArgumentsError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
+        raise UsageError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
     target_name = target_of(folder, config, args.target)
     drafts = drafts_of(config, args.num_drafts)
     prompts, limit = _prompts(args, target_name, drafts)
@@ -178,7 +174,7 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
     longest = max(map(len, found))
     if longest + args.max_tokens + 2 * (drafts + 1) > limit:
-        raise ArgumentsError(
+        raise UsageError(
             f"a prompt of {longest} tokens, {args.max_tokens} new ones and {2 * (drafts + 1)} of drafts are more than "
             f"the {limit} positions of target {target}; lower --max-tokens"
         )
@@ -198,7 +194,7 @@ def _more(given: str) -> dict[str, Any]:
     except ValueError:
         more = None
     if not isinstance(more, dict):
-        raise ArgumentsError(f"--engine {given}: not a JSON object; write it as '{{\"tensor_parallel_size\": 2}}'")
+        raise UsageError(f"--engine {given}: not a JSON object; write it as '{{\"tensor_parallel_size\": 2}}'")
     return more
 
 
@@ -210,9 +206,9 @@ def _serve(
     refusal: str | None = None,
     **more: Any,
 ) -> list[Any]:
-    """The answers. Raises DoctorError, and NotServed where the engine's log says ``refusal``."""
-    from vllm_mtpc.engine.process import EngineFailed
+    """The answers. Raises UsageError, and NotServed where the engine's log says ``refusal``."""
     from vllm_mtpc.engine.served import serve
+    from vllm_mtpc.errors import EngineFailed
 
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
@@ -222,7 +218,7 @@ def _serve(
             if refusal and refusal in log.read_text(encoding="utf-8", errors="replace"):
                 raise NotServed(refusal) from None
             print(error, file=sys.stderr)
-            raise DoctorError(
+            raise UsageError(
                 "vLLM did not serve the head: the end of its log is above; correct what it names"
             ) from None
 

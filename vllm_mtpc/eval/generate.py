@@ -6,7 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.eval.arguments import ArgumentsError, add_head, check_positive
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.arguments import add_head, check_positive
 
 if TYPE_CHECKING:
     import argparse
@@ -46,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_positive(args, "num_tokens")
     if args.argmax and args.temperature:
-        raise ArgumentsError(
-            f"--argmax with --temperature {args.temperature}: greedy is temperature 0; drop one of them"
-        )
+        raise UsageError(f"--argmax with --temperature {args.temperature}: greedy is temperature 0; drop one of them")
     import torch
 
     from vllm_mtpc.eval.arguments import sampling_defaults
@@ -93,18 +92,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def encode(target: Target, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a prompt. Raises ArgumentsError where the target cannot read text, or has no chat template."""
+    """Token ids of a prompt. Raises UsageError where the target cannot read text, or has no chat template."""
     if target.tokenizer is None:
-        raise ArgumentsError(f"target {target.name} has no tokenizer, so it cannot read --prompt; name one that has")
+        raise UsageError(f"target {target.name} has no tokenizer, so it cannot read --prompt; name one that has")
     if not chat:
         ids = target.tokenizer(prompt).input_ids
     elif not target.tokenizer.chat_template:
-        raise ArgumentsError(f"target {target.name} has no chat template; leave --chat out")
+        raise UsageError(f"target {target.name} has no chat template; leave --chat out")
     else:
         turn = [{"role": "user", "content": prompt}]
         ids = target.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
     if not ids:
-        raise ArgumentsError("--prompt is empty; give it at least one token")
+        raise UsageError("--prompt is empty; give it at least one token")
     return list(ids)
 
 

@@ -11,7 +11,8 @@ import torch
 
 from vllm_mtpc.checkpoint import find_head, load_head, read_config, resolve_head, resolve_verifier
 from vllm_mtpc.config.ptp import PtpConfig
-from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.acceptance import check_drafts
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.hf import Target, choose_device, load_target
 
@@ -68,7 +69,7 @@ def target_of(folder: Path, config: HeadConfig | PtpConfig, given: str | None) -
 
 
 def drafts_of(config: HeadConfig | PtpConfig, given: int | None) -> int:
-    """Drafts per step: as given, or as the head says. Raises EvaluationError where its window has not so many."""
+    """Drafts per step: as given, or as the head says. Raises UsageError where its window has not so many."""
     return config.num_speculative_tokens if given is None else check_drafts(config.window, given)
 
 
@@ -79,7 +80,7 @@ def load(
     device: str = "auto",
     head_dtype: torch.dtype = torch.float32,
 ) -> Loaded | LoadedPtp:
-    """A head with its target. Raises EvaluationError where they do not fit, and what loading either raises."""
+    """A head with its target. Raises UsageError where they do not fit, and what loading either raises."""
     folder, config = place(name)
     target_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     model = load_target(target_of(folder, config, target), target_dtype, choose_device(device), attention="torch")
@@ -87,7 +88,7 @@ def load(
 
 
 def join(folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> Loaded | LoadedPtp:
-    """The head of a folder on a target that is loaded. Raises EvaluationError where they do not fit.
+    """The head of a folder on a target that is loaded. Raises UsageError where they do not fit.
 
     The adapters of a PTP head are float32 whatever ``head_dtype``.
     """
@@ -115,16 +116,16 @@ def _check_sizes(folder: Path, config: HeadConfig | PtpConfig, target: Target) -
         ("hidden_size", config.hidden_size, target.hidden_size),
     ):
         if ours != theirs:
-            raise EvaluationError(
+            raise UsageError(
                 f"head {folder} has {name}={ours}, but target {target.name} has {theirs}; give --target the one it was "
                 f"trained for ({config.speculators_config.verifier.name_or_path})"
             )
 
 
 def refuse_draft_layers(loaded: Loaded, what: str) -> None:
-    """Raises EvaluationError where the head reads draft layers, which only the analytic figures support."""
+    """Raises UsageError where the head reads draft layers, which only the analytic figures support."""
     if loaded.draft_layers is not None:
-        raise EvaluationError(
+        raise UsageError(
             f"head {loaded.folder} has lora_layers={loaded.config.lora_layers}: {what} does not run draft layers; use "
             "vllm-mtpc eval without --simulate, or vllm-mtpc doctor"
         )
@@ -134,7 +135,7 @@ def prompts(documents: Documents, count: int, prompt_tokens: int, seed: int) -> 
     """``count`` prompts (1-D int64): what stands before a document's first trained token, else a crop of its text.
 
     Crops have ``prompt_tokens`` tokens and start anywhere; documents shorter than that are passed over. Documents are
-    taken in an order fixed by the seed, again from the start where there are too few. Raises EvaluationError where no
+    taken in an order fixed by the seed, again from the start where there are too few. Raises UsageError where no
     document gives a prompt.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -152,17 +153,17 @@ def prompts(documents: Documents, count: int, prompt_tokens: int, seed: int) -> 
             if len(found) == count:
                 break
         if len(found) == before:
-            raise EvaluationError(
+            raise UsageError(
                 f"no document has {prompt_tokens} tokens to be a prompt; give longer text or lower --prompt-tokens"
             )
     return found
 
 
 def check_length(target: Target, tokens: Sequence[Tensor], new_tokens: int, flag: str) -> None:
-    """Raises EvaluationError where a text would be longer than the target can read."""
+    """Raises UsageError where a text would be longer than the target can read."""
     limit, longest = getattr(target.config, "max_position_embeddings", None), max(map(len, tokens))
     if limit is not None and longest + new_tokens > limit:
-        raise EvaluationError(
+        raise UsageError(
             f"a prompt of {longest} tokens and {new_tokens} new ones (drafts past the end included) are more than the "
             f"{limit} positions of target {target.name}; lower {flag}"
         )

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts, ratio
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.acceptance import check_drafts, ratio
 from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
 from vllm_mtpc.heads.ptp.trust import draft_tokens
 
@@ -90,7 +91,7 @@ def measure_ptp(
 ) -> PtpFigures:
     """Figures of a head on texts that its target wrote with the same ``sampling``; ``num_drafts``: K (None: as served).
 
-    ``seed``: of the u inside their intervals. Raises EvaluationError where no text is long enough for a step.
+    ``seed``: of the u inside their intervals. Raises UsageError where no text is long enough for a step.
     """
     return summarise(collect(student, samples, sampling, num_drafts, seed))
 
@@ -116,7 +117,7 @@ def collect(
     last = torch.minimum(samples.lengths - 3, known - drafts - 2)
     count = (last - first + 1).clamp(min=0)  # [S]
     if not count.any():
-        raise EvaluationError(
+        raise UsageError(
             f"no continuation has the {drafts + 1} known tokens behind its prompt that a step of {drafts} drafts looks "
             "at; raise the number of new tokens"
         )

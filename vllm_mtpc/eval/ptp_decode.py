@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_mtpc.eval.acceptance import EvaluationError, check_drafts
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.acceptance import check_drafts
 from vllm_mtpc.eval.decode import MODES, Decoded
 from vllm_mtpc.eval.ptp import draft, draft_rows
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Prefix
@@ -70,7 +71,7 @@ def continue_prompt(
     ``show`` is given the tokens as they come; ``corrupt`` may replace the drafts [K] before they are verified.
     """
     if mode not in MODES:
-        raise EvaluationError(f"mode {mode!r}: allowed are {', '.join(MODES)}")
+        raise UsageError(f"mode {mode!r}: allowed are {', '.join(MODES)}")
     text = _Text(student, sampling, seed, new_tokens, stops, show)
     config = student.config
     drafts = config.num_speculative_tokens if num_drafts is None else check_drafts(config.window, num_drafts)

@@ -21,7 +21,7 @@ REFUSAL = "method 'ptp' on Model Runner V1"  # the beginning of the line with wh
 def diagnose_ptp(
     args: argparse.Namespace, config: PtpConfig, engine: dict[str, Any], prompts: list[list[int]], drafts: int
 ) -> doctor.Diagnosis:
-    """Serves ``prompts`` and compares; where that cannot be, checks the head without vLLM and raises DoctorError."""
+    """Serves ``prompts`` and compares; where that cannot be, checks the head without vLLM and raises UsageError."""
     draft_pass = args.draft_pass or "two-pass"
     engine["speculative_config"] |= {
         "method": "ptp",
@@ -37,7 +37,7 @@ def diagnose_ptp(
         served = doctor._serve(engine, prompts, args, temperatures, REFUSAL, **more)
     except doctor.NotServed:
         print(_without_vllm(args, prompts, drafts, how))
-        raise doctor.DoctorError(
+        raise doctor.UsageError(
             "vLLM serves PTP heads on Model Runner V2 alone, which does not run here (it needs a GPU, or a CPU with "
             "Triton), so nothing was compared; the check above needs no vLLM; run doctor on a GPU"
         ) from None

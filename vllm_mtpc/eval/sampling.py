@@ -7,19 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads.ptp.law import processed
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold
 
 
-class SamplingError(MtpcError):
-    """A temperature or top-p that is none."""
-
-
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature (0: greedy), top-p (1: off) and top-k (0: off). Raises SamplingError where a value is not allowed.
+    """Temperature (0: greedy), top-p (1: off) and top-k (0: off). Raises UsageError where a value is not allowed.
 
     ``greedy_drafts``: drafts are the likeliest tokens of the circuit whatever the temperature.
     """
@@ -31,11 +27,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise SamplingError(f"temperature={self.temperature}: allowed are 0 (greedy) and above; set it to 1")
+            raise UsageError(f"temperature={self.temperature}: allowed are 0 (greedy) and above; set it to 1")
         if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top_p={self.top_p}: allowed are values above 0 up to 1 (off); set it to 1")
+            raise UsageError(f"top_p={self.top_p}: allowed are values above 0 up to 1 (off); set it to 1")
         if self.top_k < 0:
-            raise SamplingError(f"top_k={self.top_k}: allowed are 0 (off) and above; set it to 0")
+            raise UsageError(f"top_k={self.top_k}: allowed are 0 (off) and above; set it to 0")
 
     @property
     def greedy(self) -> bool:

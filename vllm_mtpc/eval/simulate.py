@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_mtpc.eval.acceptance import EvaluationError, Figures, ratio
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.acceptance import Figures, ratio
 from vllm_mtpc.eval.decode import Decoded, continue_prompt
 from vllm_mtpc.eval.text import stop_ids
 
@@ -44,11 +45,11 @@ def run(
 
 
 def figures(texts: Sequence[Decoded]) -> Figures:
-    """Figures of simulated texts; s.e. over texts. Raises EvaluationError where none of them took a step."""
+    """Figures of simulated texts; s.e. over texts. Raises UsageError where none of them took a step."""
     steps = torch.tensor([text.steps for text in texts], dtype=torch.float64)
     gained = torch.tensor([text.steps + sum(text.accepted) for text in texts], dtype=torch.float64)
     if not steps.sum():
-        raise EvaluationError(
+        raise UsageError(
             "every text ended with its first token, so no step was drafted; raise the number of new tokens"
         )
     value, error = ratio(gained, steps)

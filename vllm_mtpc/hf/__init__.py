@@ -2,6 +2,5 @@
 
 from vllm_mtpc.hf.device import choose_device
 from vllm_mtpc.hf.model import Target, load_target
-from vllm_mtpc.hf.names import TargetError
 
-__all__ = ["Target", "TargetError", "choose_device", "load_target"]
+__all__ = ["Target", "choose_device", "load_target"]

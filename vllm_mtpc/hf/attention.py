@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.errors import MtpcError, install
+from vllm_mtpc.errors import UsageError, install
 
 if TYPE_CHECKING:
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
@@ -25,10 +25,6 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATION = "mtpc_xformers"  # our function's name among transformers' attention implementations
 NAMES = ("auto", "torch", "xformers")
 CAPABILITY = (7, 0)  # the oldest GPUs xformers is built for
-
-
-class AttentionError(MtpcError):
-    """The attention asked for is not there, or the target's does not keep packed documents apart."""
 
 
 class Backend(NamedTuple):
@@ -42,11 +38,11 @@ def choose_attention(name: str, device: torch.device | str) -> Backend:
     """The attention for a device.
 
     `auto` is xformers where it is installed and `device` is a CUDA device of compute capability 7.0 or more for which
-    it has a kernel, else torch. Raises AttentionError for another name, and for xformers where it cannot run.
+    it has a kernel, else torch. Raises UsageError for another name, and for xformers where it cannot run.
     """
     device = torch.device(device)
     if name not in NAMES:
-        raise AttentionError(f"attention {name!r} is not known; allowed: {', '.join(NAMES)}")
+        raise UsageError(f"attention {name!r} is not known; allowed: {', '.join(NAMES)}")
     if name == "torch":
         return Backend("torch", "sdpa")
     obstacle = _obstacle(device)
@@ -54,7 +50,7 @@ def choose_attention(name: str, device: torch.device | str) -> Backend:
         _register()
         return Backend("xformers", IMPLEMENTATION)
     if name == "xformers":
-        raise AttentionError(f"attention 'xformers' cannot be used: {obstacle}")
+        raise UsageError(f"attention 'xformers' cannot be used: {obstacle}")
     return Backend("torch", "sdpa")
 
 
@@ -79,7 +75,7 @@ def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_packing(backbone: nn.Module, attention: str, device: torch.device | str = "cpu") -> None:
-    """Runs two short documents in a row; raises AttentionError if the second reads the first.
+    """Runs two short documents in a row; raises UsageError if the second reads the first.
 
     Attention layers of transformers keep packed documents apart; recurrent layers and some models' own code do not.
     """
@@ -90,7 +86,7 @@ def check_packing(backbone: nn.Module, attention: str, device: torch.device | st
     # Rounding may differ where work is grouped by token (experts); a leak of four tokens is far larger than that.
     allowed = max(1e-3, 8 * torch.finfo(one.dtype).eps)
     if (one - other).float().norm() > allowed * one.float().norm():
-        raise AttentionError(
+        raise UsageError(
             f"{type(backbone).__name__} does not keep the documents of a packed row apart (recurrent layers, or a mask "
             "of its own): name a target of attention layers that transformers implements"
         )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.hf.names import NO_REMOTE_CODE, UNREADABLE, TargetError, reason, target_config, tokenizer_if_any
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.hf.names import NO_REMOTE_CODE, UNREADABLE, reason, target_config, tokenizer_if_any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,7 +79,7 @@ class Target:
 def load_target(
     name: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", attention: str = "auto"
 ) -> Target:
-    """The target named by a folder or hub name. Raises TargetError in one line."""
+    """The target named by a folder or hub name. Raises UsageError in one line."""
     from transformers import AutoModelForCausalLM
 
     from vllm_mtpc.hf.attention import choose_attention
@@ -93,7 +94,7 @@ def load_target(
             name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
         )
     except (*UNREADABLE, RuntimeError) as error:
-        raise TargetError(
+        raise UsageError(
             f"target {name}: not a causal language model that transformers can load ({reason(error)}); "
             "name the folder or hub repository of one"
         ) from None
@@ -108,12 +109,12 @@ def load_target(
 def _check(name: str, model: PreTrainedModel, missing: Collection[str]) -> None:
     """transformers makes up weights that are not in the files; a target with such weights is none."""
     if model.get_output_embeddings() is None or model.base_model is model:
-        raise TargetError(
+        raise UsageError(
             f"target {name}: {type(model).__name__} has no lm_head, so it cannot verify drafts; "
             "name a causal language model (…ForCausalLM)"
         )
     if missing:
-        raise TargetError(
+        raise UsageError(
             f"target {name}: its files have no {sorted(missing)[0]} ({len(missing)} tensors of {type(model).__name__} "
             "are missing), so it cannot verify drafts; name a causal language model (…ForCausalLM) with all its weights"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.errors import MtpcError, first_line
+from vllm_mtpc.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,41 +16,37 @@ NO_REMOTE_CODE = {"trust_remote_code": False}  # unset, transformers asks on the
 SERVED_ONLY = ("EvaByteForCausalLM", "TPULlamaForCausalLM")
 
 
-class TargetError(MtpcError):
-    """The target cannot be read, or is not a causal language model."""
-
-
 def target_config(name: str | Path) -> Any:
-    """The whole config of a target. Raises TargetError, also for models that only vLLM runs."""
+    """The whole config of a target. Raises UsageError, also for models that only vLLM runs."""
     from transformers import AutoConfig, PretrainedConfig
 
     try:
         values, _ = PretrainedConfig.get_config_dict(str(name))
         for architecture in values.get("architectures") or ():
             if architecture in SERVED_ONLY:
-                raise TargetError(
+                raise UsageError(
                     f"target {name}: {architecture} runs in vLLM alone, so heads for it can be served, converted "
                     "(vllm-mtpc convert, token-heads) and measured with vllm-mtpc bench serve, but not trained, "
                     "evaluated or doctored; name a target that transformers has"
                 )
         return AutoConfig.from_pretrained(name, **NO_REMOTE_CODE)
-    except TargetError:
+    except UsageError:
         raise
     except UNREADABLE as error:
-        raise TargetError(
+        raise UsageError(
             f"target {name}: no config that transformers can read ({reason(error)}); "
             "name the folder or hub repository of a causal language model"
         ) from None
 
 
 def target_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target. Raises TargetError where transformers has none for it."""
+    """The tokenizer of a target. Raises UsageError where transformers has none for it."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(name, **NO_REMOTE_CODE)
     except UNREADABLE as error:
-        raise TargetError(
+        raise UsageError(
             f"target {name}: no tokenizer to be had ({reason(error)}); "
             "correct the name, or name a target with a tokenizer that transformers has"
         ) from None
@@ -60,7 +56,7 @@ def tokenizer_if_any(name: str | Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a target, or None: token ids can be trained on and continued without one."""
     try:
         return target_tokenizer(name)
-    except TargetError:
+    except UsageError:
         return None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from vllm_mtpc.eval.acceptance import EvaluationError
+from vllm_mtpc.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class Session:
 
         kinds = set(getattr(target.config, "layer_types", None) or ()) - CACHED_LAYERS
         if kinds:
-            raise EvaluationError(
+            raise UsageError(
                 f"target {target.name} has layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled "
                 "back; generation here needs attention layers only; measure this head with vLLM instead"
             )
@@ -50,7 +50,7 @@ class Session:
     def start(self, prompts: Sequence[Tensor]) -> Tensor:
         """Reads prompts (1-D, at least one token each); returns their states [B, P, D], padded at the left."""
         if any(len(prompt) == 0 for prompt in prompts):
-            raise EvaluationError("an empty prompt has no hidden state to draft from; give it at least one token")
+            raise UsageError("an empty prompt has no hidden state to draft from; give it at least one token")
         longest = max(len(prompt) for prompt in prompts)
         tokens = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
         lengths = torch.tensor([len(prompt) for prompt in prompts])

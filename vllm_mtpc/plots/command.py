@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, find_head, resolve_head, resolve_verifier
-from vllm_mtpc.errors import CheckpointError, MtpcError
+from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.files import read_json
 from vllm_mtpc.plots.heads import Point, plot_acceptance, plot_frontier
 from vllm_mtpc.report import check_folder
@@ -37,10 +37,6 @@ DEFINITIONS = (
     "transformers, not on vLLM.",
     "tokens/s: tokens/step by the seconds of a step.",
 )
-
-
-class PlotError(MtpcError):
-    """The heads named cannot be compared in one plot."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if all(name.endswith(".json") for name in args.heads):
         return draw_results([Path(name) for name in args.heads], args.out)
     if args.out is None:
-        raise PlotError("--out is missing: name the folder that the plots of heads are to be written to")
+        raise UsageError("--out is missing: name the folder that the plots of heads are to be written to")
     if args.repeats < 1 or (args.threads is not None and args.threads < 1):
-        raise PlotError(f"repeats={args.repeats}, threads={args.threads}: both must be 1 or more")
+        raise UsageError(f"repeats={args.repeats}, threads={args.threads}: both must be 1 or more")
     heads = [read(name) for name in args.heads]
     target = args.target or one_target(heads)
     import torch
@@ -100,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw_results(files: Sequence[Path], out: Path | None) -> int:
-    """Plots of results of `vllm-mtpc bench serve`, named like the file. Raises PlotError for another file."""
+    """Plots of results of `vllm-mtpc bench serve`, named like the file. Raises UsageError for another file."""
     from vllm_mtpc.bench.serve_command import KIND
     from vllm_mtpc.plots.served import plot_served
 
@@ -109,9 +105,11 @@ def draw_results(files: Sequence[Path], out: Path | None) -> int:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise PlotError(f"{file}: cannot be read ({error}); name a file written by vllm-mtpc bench serve") from None
+            raise UsageError(
+                f"{file}: cannot be read ({error}); name a file written by vllm-mtpc bench serve"
+            ) from None
         if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise PlotError(f"{file}: not a result of vllm-mtpc bench serve; write one with its --json FILE")
+            raise UsageError(f"{file}: not a result of vllm-mtpc bench serve; write one with its --json FILE")
         written = plot_served(found["rows"], out or file.parent, file.stem)
         print("written: " + ", ".join(map(str, written)))
     return 0
@@ -132,17 +130,17 @@ def read(name: str) -> Measured:
     except (CheckpointError, KeyError, TypeError):
         found = {}
     if not found:
-        raise PlotError(
+        raise UsageError(
             f"{name}: its {PROVENANCE_FILE} holds no figures at T=1 or T=0; train it with evaluation_sequences above 0"
         )
     return Measured(folder, config, found)
 
 
 def one_target(heads: Sequence[Measured]) -> str:
-    """The target that all heads name. Raises PlotError where they differ."""
+    """The target that all heads name. Raises UsageError where they differ."""
     names = list(dict.fromkeys(head.target for head in heads))
     if len(names) > 1:
-        raise PlotError(
+        raise UsageError(
             f"heads of different targets ({', '.join(names)}) have no common frontier; plot the heads of one target"
         )
     return names[0]
@@ -160,7 +158,7 @@ def labels_of(heads: Sequence[Measured]) -> list[str]:
         labels = [name(head) for head in heads]
         if len(set(labels)) == len(labels):
             return labels
-    raise PlotError("the same head is named twice; name each head once")
+    raise UsageError("the same head is named twice; name each head once")
 
 
 def measure(
@@ -183,7 +181,7 @@ def measure(
             continue
         head = load_head(measured.folder, dtype, device)[1]
         if (head.vocab_size, head.hidden_size) != (target.vocab_size, target.hidden_size):
-            raise PlotError(
+            raise UsageError(
                 f"{label} is for a target of vocabulary {head.vocab_size} and hidden size {head.hidden_size}, "
                 f"{target_name} has {target.vocab_size} and {target.hidden_size}; name its own target"
             )

@@ -32,13 +32,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from vllm_mtpc.engine.options import EngineOptionsError
-from vllm_mtpc.engine.server import PROGRAM, EngineDied, EngineGone, EngineServer
-from vllm_mtpc.errors import one_line
+from vllm_mtpc.engine.server import PROGRAM, EngineGone, EngineServer
+from vllm_mtpc.errors import EngineFailed, UsageError, one_line
 from vllm_mtpc.ray_serve.options import ServeOptions
 
 logger = logging.getLogger("ray.serve")
-DIED = (EngineDied, RayActorError, ObjectLostError, WorkerCrashedError)
+DIED = (EngineFailed, RayActorError, ObjectLostError, WorkerCrashedError)
 HEAD_NODE = {"node:__internal_head__": 0.001}
 # Headers that belong to one connection, not to what is asked or answered.
 OF_CONNECTION = {"host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "date"}
@@ -92,7 +91,7 @@ class Engine:
                 yield Head(answer.status, headers, True)
                 async for part in answer.content.iter_any():
                     yield part
-        except EngineDied as error:
+        except EngineFailed as error:
             error.actor_id = ray.get_runtime_context().get_actor_id()  # as in Ray's own errors, see _engine
             raise
 
@@ -101,7 +100,7 @@ class Engine:
         await self.server.ended()
         try:
             self.server.check_running()
-        except EngineDied as error:
+        except EngineFailed as error:
             logger.error("this replica ends: %s", error)
         os._exit(1)
 
@@ -183,17 +182,17 @@ def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Appl
 
 
 def _scale(options: ServeOptions) -> dict[str, Any]:
-    """How many replicas. Raises EngineOptionsError where Serve does not take `autoscaling`; it ignores unknown keys."""
+    """How many replicas. Raises UsageError where Serve does not take `autoscaling`; it ignores unknown keys."""
     scale = options.scale()
     if "autoscaling_config" in scale:
         try:
             known = AutoscalingConfig.model_validate(scale["autoscaling_config"]).model_fields_set
         except ValidationError as error:
-            raise EngineOptionsError(f"autoscaling: {one_line(error, AutoscalingConfig)}") from None
+            raise UsageError(f"autoscaling: {one_line(error, AutoscalingConfig)}") from None
         unknown = ", ".join(sorted(set(options.autoscaling) - known))
         if unknown:
             allowed = ", ".join(sorted(AutoscalingConfig.model_fields))
-            raise EngineOptionsError(f"autoscaling: unknown key {unknown}; allowed: {allowed}")
+            raise UsageError(f"autoscaling: unknown key {unknown}; allowed: {allowed}")
     return scale
 
 
@@ -217,7 +216,7 @@ def _short(error: BaseException) -> str:
 
 def _body(message: str, code: int) -> dict[str, Any]:
     """As vLLM's errors are."""
-    return {"error": {"message": message, "type": "EngineDied", "param": None, "code": code}}
+    return {"error": {"message": message, "type": "EngineFailed", "param": None, "code": code}}
 
 
 def _error(status: int, message: str) -> Response:

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_mtpc.engine.options import API_KEY, EngineOptions, EngineOptionsError, parse_mapping, validated
+from vllm_mtpc.engine.options import API_KEY, EngineOptions, parse_mapping, validated
+from vllm_mtpc.errors import UsageError
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
 EXAMPLE = "serve run vllm_mtpc.ray_serve:app model=TARGET"
@@ -62,11 +63,11 @@ class ServeOptions(EngineOptions):
 
 
 def parse(arguments: dict[str, Any]) -> ServeOptions:
-    """Options of what was typed; dashes and underscores are one. Raises EngineOptionsError."""
+    """Options of what was typed; dashes and underscores are one. Raises UsageError."""
     given = {key.replace("-", "_"): value for key, value in arguments.items()}
     for key, instead in OURS.items():
         if key in given:
-            raise EngineOptionsError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
+            raise UsageError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
     engine = _engine(given.pop("engine", {}))
     engine |= {key: given[key] for key in given if key not in ServeOptions.model_fields}
     own = {key: value for key, value in given.items() if key not in engine}
@@ -74,11 +75,11 @@ def parse(arguments: dict[str, Any]) -> ServeOptions:
 
 
 def _engine(value: Any) -> dict[str, Any]:
-    """Flags of `vllm serve` that were given as one mapping, which may be JSON. Raises EngineOptionsError."""
+    """Flags of `vllm serve` that were given as one mapping, which may be JSON. Raises UsageError."""
     try:
         mapping = parse_mapping(value)
     except ValueError as error:
-        raise EngineOptionsError(f"engine={value!r}: {error}") from None
+        raise UsageError(f"engine={value!r}: {error}") from None
     if not isinstance(mapping, dict):
-        raise EngineOptionsError(f"engine={value!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
+        raise UsageError(f"engine={value!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
     return dict(mapping)

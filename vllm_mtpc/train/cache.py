@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.save import replace_file
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.train.cache_files import (
     DTYPES,
     INDEX_FILE,
     ROWS_FILE,
-    CacheError,
     Index,
     check_room,
     check_shard,
@@ -81,7 +81,7 @@ class Computed:
         _check_rows(rows)
         if layer is not None and not 0 <= layer < len(target.backbone.layers):
             last = len(target.backbone.layers) - 1
-            raise CacheError(f"layer {layer}: target {target.name} has layers 0 to {last}; name one of them")
+            raise UsageError(f"layer {layer}: target {target.name} has layers 0 to {last}; name one of them")
         self.target, self.rows, self.batch_rows = target, rows, max(1, batch_rows)
         self.dtype, self.layer = dtype or target.dtype, layer
 
@@ -165,7 +165,7 @@ def write_cache(
     """Computes the states of `rows` into `folder`, or what is left of them there; shows progress and the time left.
 
     `rows_per_shard` None: about 0.5 GiB a shard. For `dtype`, `batch_rows` and `layer` see `Computed`. Call it on one
-    process. Raises CacheError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and
+    process. Raises UsageError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and
     a file system without room; finished shards stay as they are.
     """
     from vllm_mtpc.progress import Bar
@@ -185,19 +185,19 @@ def write_cache(
 def open_cache(folder: Path | str, target: Target | None = None) -> HiddenCache:
     """The complete cache in `folder`, its rows memory-mapped; with `target`, states are given on its device.
 
-    Raises CacheError for a folder without a cache, a missing or damaged shard, and states of another target than
+    Raises UsageError for a folder without a cache, a missing or damaged shard, and states of another target than
     `target` (compared by config and a sample of its weights: attach adapters after opening).
     """
     folder = Path(folder)
     index = read_index(folder)
     if target is not None and index.target_fingerprint != target_fingerprint(target):
-        raise CacheError(
+        raise UsageError(
             f"{folder} holds states of target {index.target}, whose config or weights differ from {target.name}; "
             "name the target it was made from, or another folder"
         )
     for shard in range(index.num_shards):
         if not check_shard(folder, index, shard):
-            raise CacheError(
+            raise UsageError(
                 f"{folder / shard_name(shard)} is missing ({index.num_shards} shards are needed); "
                 "run the command that made the folder again: it computes what is missing"
             )
@@ -208,7 +208,7 @@ def open_cache(folder: Path | str, target: Target | None = None) -> HiddenCache:
 def _check_rows(rows: Rows) -> None:
     shapes = {tuple(tensor.shape) for tensor in rows}
     if len(shapes) != 1 or rows.tokens.ndim != 2 or not rows.tokens.numel():
-        raise CacheError(
+        raise UsageError(
             f"rows have shapes {sorted(shapes)}; allowed: one shape [N, S] with at least one row and token"
         )
 
@@ -232,7 +232,7 @@ def _prepare(folder: Path, source: Computed, rows_per_shard: int | None) -> Inde
     """The folder's index: the one that is there, after a check that it is of the same run, or a new one."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     if source.dtype not in names:
-        raise CacheError(f"hidden states as {source.dtype}; allowed: {', '.join(DTYPES)}; give one of them as dtype")
+        raise UsageError(f"hidden states as {source.dtype}; allowed: {', '.join(DTYPES)}; give one of them as dtype")
     row_bytes = source.seq_len * source.hidden_size * source.dtype.itemsize
     wanted = Index(
         format_version=1,
@@ -256,7 +256,7 @@ def _prepare(folder: Path, source: Computed, rows_per_shard: int | None) -> Inde
         if value != getattr(wanted, key)
     ]
     if differing:
-        raise CacheError(
+        raise UsageError(
             f"{folder} holds other hidden states: {', '.join(differing)}; name another folder, or delete this one"
         )
     return given
@@ -268,7 +268,7 @@ def _shown(value: object) -> str:
 
 def _start(folder: Path, index: Index, rows: Rows) -> Index:
     if stray := sorted(path.name for path in folder.glob("shard-*.safetensors")):
-        raise CacheError(f"{folder} has no {INDEX_FILE} but holds {stray[0]}; name another folder, or delete this one")
+        raise UsageError(f"{folder} has no {INDEX_FILE} but holds {stray[0]}; name another folder, or delete this one")
     rows_bytes = 9 * rows.tokens.numel()  # int32, int32, bool
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     check_room(existing, index.num_rows * index.row_bytes + rows_bytes)
@@ -286,7 +286,7 @@ def _write_shard(folder: Path, index: Index, shard: int, source: Computed, bar: 
     for places in torch.arange(len(rows)).split(source.batch_rows):
         part = source.hidden(rows[places])
         if not bool(torch.isfinite(part).all()):
-            raise CacheError(
+            raise UsageError(
                 f"the target's states of rows {rows[places[0]]} to {rows[places[-1]]} hold NaN or infinity as "
                 f"{index.dtype}; allowed: finite values; give dtype bfloat16 or float32"
             )

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_mtpc.errors import MtpcError, one_line
+from vllm_mtpc.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from vllm_mtpc.data.rows import Rows
@@ -28,10 +28,6 @@ INDEX_FILE, ROWS_FILE = "index.json", "rows.safetensors"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 STORED = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # as safetensors names them
 SAMPLED_WEIGHTS = 64  # of each parameter, in a target's fingerprint
-
-
-class CacheError(MtpcError):
-    """A folder of hidden states is damaged, incomplete, of another run, or has no room on its file system."""
 
 
 class Index(BaseModel):
@@ -111,7 +107,7 @@ def disk(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         reason = "the disk is full" if full else str(error)
-        raise CacheError(
+        raise UsageError(
             f"{folder}: hidden states could not be written ({reason}); finished shards are intact: "
             "make room and run again, it continues there"
         ) from None
@@ -120,7 +116,7 @@ def disk(folder: Path) -> Iterator[None]:
 def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise CacheError(
+        raise UsageError(
             f"{folder}: hidden states need {needed / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free there; "
             "make room, name a folder elsewhere, use dtype bfloat16 or fewer rows, or train without a cache"
         )
@@ -131,11 +127,11 @@ def read_index(folder: Path) -> Index:
     try:
         return Index.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise CacheError(f"{folder} has no {INDEX_FILE}; name a folder that `vllm-mtpc cache` has written") from None
+        raise UsageError(f"{folder} has no {INDEX_FILE}; name a folder that `vllm-mtpc cache` has written") from None
     except OSError as error:
-        raise CacheError(f"{path} cannot be read ({error.strerror}); name a readable folder") from None
+        raise UsageError(f"{path} cannot be read ({error.strerror}); name a readable folder") from None
     except ValidationError as error:
-        raise CacheError(f"{path}: {one_line(error, Index)}; delete the folder and make the cache again") from None
+        raise UsageError(f"{path}: {one_line(error, Index)}; delete the folder and make the cache again") from None
 
 
 def read_rows(folder: Path, index: Index) -> Rows:
@@ -148,7 +144,7 @@ def read_rows(folder: Path, index: Index) -> Rows:
 
 
 def check_shard(folder: Path, index: Index, shard: int) -> bool:
-    """Whether the shard is there; raises CacheError where it is but cannot be used."""
+    """Whether the shard is there; raises UsageError where it is but cannot be used."""
     path = folder / shard_name(shard)
     if not path.is_file():
         return False
@@ -158,7 +154,7 @@ def check_shard(folder: Path, index: Index, shard: int) -> bool:
 
 
 def _check_file(path: Path, expected: dict[str, tuple[str, list[int]]], metadata: dict[str, str]) -> None:
-    """Raises CacheError unless the file's header names these tensors (dtype, shape) and holds this metadata."""
+    """Raises UsageError unless the file's header names these tensors (dtype, shape) and holds this metadata."""
     try:
         with safe_open(path, framework="pt") as handle:
             parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
@@ -180,9 +176,9 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
         raise _damaged(path, str(error)) from None
 
 
-def _damaged(path: Path, reason: str) -> CacheError:
+def _damaged(path: Path, reason: str) -> UsageError:
     what = "the folder" if path.name == ROWS_FILE else "it"
-    return CacheError(f"{path} is not usable ({reason}); delete {what} and run the command that made it again")
+    return UsageError(f"{path} is not usable ({reason}); delete {what} and run the command that made it again")
 
 
 def identity(index: Index) -> dict[str, str]:

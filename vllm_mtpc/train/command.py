@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, is_head
-from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.files import read_json
 from vllm_mtpc.flags import add_flags, typed
-from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, TrainOptionsError, parse, read_yaml
+from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
 
 if TYPE_CHECKING:
     import argparse
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         resume = " with --resume" if has_state(options) and not options.dry_run else ""
-        raise TrainOptionsError(
+        raise UsageError(
             f"{options.out}: no space left; a head or trainer's state written before is intact: free space and type "
             f"the same command{resume}"
         ) from None
@@ -55,14 +55,14 @@ def has_state(options: TrainOptions) -> bool:
 
 
 def check_out(options: TrainOptions) -> None:
-    """Raises TrainOptionsError where the run would replace, before it has anything better, what another one learnt."""
+    """Raises UsageError where the run would replace, before it has anything better, what another one learnt."""
     out = options.out
     if options.dry_run and (what := learnt_head(out)):
-        raise TrainOptionsError(
+        raise UsageError(
             f"out={out} holds {what}, which --dry-run would replace with an untrained one; type another --out"
         )
     if not options.dry_run and not options.resume and has_state(options):
-        raise TrainOptionsError(
+        raise UsageError(
             f"out={out} holds the state of another run ({STATE_FOLDER}/{STATE_FILE}); type --resume to go on with it, "
             f"or another --out, or delete {out / STATE_FOLDER} to start anew"
         )
@@ -80,13 +80,13 @@ def learnt_head(folder: Path) -> str | None:
 
 
 def read_options(args: argparse.Namespace) -> TrainOptions:
-    """The options of a command line and its file. Raises TrainOptionsError."""
+    """The options of a command line and its file. Raises UsageError."""
     values = read_yaml(args.config) if args.config else {}
     source = str(args.config) if args.config else "train"
     missing = [name for name in ("target", "data", "out") if name not in values | typed(args, TrainOptions)]
     if missing:
         flags = ", ".join(f"--{name}" for name in missing)
-        raise TrainOptionsError(f"train: {flags} missing; type: vllm-mtpc train --target MODEL --data DATA --out DIR")
+        raise UsageError(f"train: {flags} missing; type: vllm-mtpc train --target MODEL --data DATA --out DIR")
     return parse(values | typed(args, TrainOptions), source)
 
 
@@ -95,7 +95,7 @@ def with_responses(options: TrainOptions) -> TrainOptions:
     from vllm_mtpc.batch.regenerate import RegenerateOptions, regenerate
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or options.ray_workers:
-        raise TrainOptionsError(
+        raise UsageError(
             "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
             "the file it writes"
         )

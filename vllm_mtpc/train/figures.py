@@ -27,7 +27,7 @@ SEEDS = {"t1": 101, "t0": 102}
 
 
 def held_out_prompts(options: TrainOptions, target: Target, documents: Documents) -> list[Tensor]:
-    """Prompts (1-D) of held-out documents; none where the options ask for none. Raises EvaluationError.
+    """Prompts (1-D) of held-out documents; none where the options ask for none. Raises UsageError.
 
     Asked for before training, so that what cannot be measured is said before anything is trained.
     """

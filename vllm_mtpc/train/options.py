@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.data.names import is_path
-from vllm_mtpc.errors import MtpcError, one_line
+from vllm_mtpc.errors import UsageError, one_line
 
 # Options of one kind of head alone, and the defaults a PTP head has of its own.
 CIRCUIT_OPTIONS = (
@@ -27,10 +27,6 @@ REGENERATE_OPTIONS = (
 PTP_DEFAULTS = {"windows_per_step": 512, "learning_rate": 1e-3}
 STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
 PTP_LOSSES = {"o-ptp": ("ce", "bce", "kl"), "c-ptp": ("kl", "reverse-kl", "inverse")}
-
-
-class TrainOptionsError(MtpcError):
-    """The options of a training run are not valid."""
 
 
 class TrainOptions(BaseModel):
@@ -267,22 +263,22 @@ class TrainOptions(BaseModel):
 
 
 def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:
-    """Validated options; raises TrainOptionsError, one line."""
+    """Validated options; raises UsageError, one line."""
     try:
         return TrainOptions.model_validate(values)
     except ValidationError as error:
-        raise TrainOptionsError(f"{source}: {one_line(error, TrainOptions)}") from None
+        raise UsageError(f"{source}: {one_line(error, TrainOptions)}") from None
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The keys of a YAML file; raises TrainOptionsError."""
+    """The keys of a YAML file; raises UsageError."""
     import yaml
 
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise TrainOptionsError(f"{file}: cannot be read as YAML ({reason}); correct the file") from None
+        raise UsageError(f"{file}: cannot be read as YAML ({reason}); correct the file") from None
     if not isinstance(values, dict):
-        raise TrainOptionsError(f"{file}: holds {type(values).__name__}; expected are lines 'option: value'")
+        raise UsageError(f"{file}: holds {type(values).__name__}; expected are lines 'option: value'")
     return values

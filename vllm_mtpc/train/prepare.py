@@ -15,13 +15,14 @@ from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
 from vllm_mtpc.data.sources import load_documents, size_of
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.hf.names import target_config
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.cache_files import DTYPES, INDEX_FILE, data_fingerprint, read_index
-from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
+from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import WindowSource, default_block_rows
 
 if TYPE_CHECKING:
@@ -50,19 +51,19 @@ def pick_device(name: str) -> torch.device:
 
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:
-    """The target, its packing checked. Raises TargetError or AttentionError."""
+    """The target, its packing checked. Raises UsageError or UsageError."""
     from vllm_mtpc.hf.attention import check_packing
 
     dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype, None)
     if not isinstance(dtype, (str, torch.dtype)):
-        raise TrainOptionsError(f"target_dtype {options.target_dtype!r}: allowed are auto, float32, bfloat16, float16")
+        raise UsageError(f"target_dtype {options.target_dtype!r}: allowed are auto, float32, bfloat16, float16")
     target = load_target(options.target, dtype, device, options.attention)
     check_packing(target.backbone, target.attention, device)
     return target
 
 
 def read_data(options: TrainOptions, target: Target) -> Data:
-    """Documents of the data, packed. Raises DataError where there is nothing to train on."""
+    """Documents of the data, packed. Raises UsageError where there is nothing to train on."""
 
     def load(data: list[str], most_bytes: int | None) -> Documents:
         return load_documents(
@@ -170,12 +171,12 @@ def check_before_work(options: TrainOptions) -> None:
     if options.init_from:
         read_config(resolve_head(options.init_from))
     if options.out.exists() and not options.out.is_dir():
-        raise TrainOptionsError(f"out={options.out} is a file; name a folder")
+        raise UsageError(f"out={options.out} is a file; name a folder")
     if options.out.joinpath("config.json").is_file():
         from vllm_mtpc.checkpoint.locate import is_head
 
         if not is_head(options.out):
-            raise TrainOptionsError(f"out={options.out} holds another model's config.json; name another folder")
+            raise UsageError(f"out={options.out} holds another model's config.json; name another folder")
     _check_place("out", options.out)
     if options.cache:
         _check_place("cache", options.cache)
@@ -183,21 +184,21 @@ def check_before_work(options: TrainOptions) -> None:
 
 
 def _check_place(key: str, folder: Path) -> None:
-    """Raises TrainOptionsError where a folder cannot be made or written to; makes nothing."""
+    """Raises UsageError where a folder cannot be made or written to; makes nothing."""
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not there.is_dir():
-        raise TrainOptionsError(f"{key}={folder}: {there} is a file; name another folder")
+        raise UsageError(f"{key}={folder}: {there} is a file; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise TrainOptionsError(f"{key}={folder}: no right to write to {there}; name another folder")
+        raise UsageError(f"{key}={folder}: no right to write to {there}; name another folder")
 
 
 def settled(options: TrainOptions) -> TrainOptions:
-    """The options with a seq_len that the target reads, by its config alone. Raises TargetError, TrainOptionsError."""
+    """The options with a seq_len that the target reads, by its config alone. Raises UsageError, UsageError."""
     longest = getattr(target_config(options.target).get_text_config(), "max_position_embeddings", None) or sys.maxsize
     if options.seq_len is None:
         return options.model_copy(update={"seq_len": min(SEQ_LEN, longest)})
     if options.seq_len > longest:
-        raise TrainOptionsError(
+        raise UsageError(
             f"seq_len={options.seq_len}, but the target reads at most {longest} tokens; set seq_len to that or less, "
             "or leave it out"
         )

@@ -17,7 +17,7 @@ from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.data.names import resolved
 from vllm_mtpc.data.sources import size_of
 from vllm_mtpc.engine.provenance import public
-from vllm_mtpc.errors import MtpcError, install
+from vllm_mtpc.errors import MtpcError, UsageError, install
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.train import prepare
 from vllm_mtpc.train.card import head_card, program, record
@@ -25,7 +25,7 @@ from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples, served_lines
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.memory import peak_memory_bytes
-from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, TrainOptionsError
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
 from vllm_mtpc.train.ptp.run import PtpJob
 
 if TYPE_CHECKING:
@@ -113,18 +113,18 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
 
     if options.device.startswith("cuda"):
         if not torch.cuda.is_available():
-            raise TrainOptionsError(f"device {options.device!r}: torch sees no CUDA device; set device to auto")
+            raise UsageError(f"device {options.device!r}: torch sees no CUDA device; set device to auto")
         if ":" in options.device:
             torch.cuda.set_device(options.device)
     elif options.device not in ("auto", "cpu"):
-        raise TrainOptionsError(f"device {options.device!r}: allowed are auto, cpu, cuda and cuda:N")
+        raise UsageError(f"device {options.device!r}: allowed are auto, cpu, cuda and cuda:N")
     if options.track != "none" and find_spec(options.track) is None:
-        raise TrainOptionsError(f"track {options.track!r} is not installed; type: pip install {options.track}")
+        raise UsageError(f"track {options.track!r} is not installed; type: pip install {options.track}")
     plugin = None
     if options.parallel == "fsdp":
         if options.lora_layers or options.is_ptp:
             what = "head ptp: its adapters" if options.is_ptp else "lora_layers: draft layers"
-            raise TrainOptionsError(f"parallel=fsdp with {what} are trained with ddp; set parallel: ddp")
+            raise UsageError(f"parallel=fsdp with {what} are trained with ddp; set parallel: ddp")
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     accelerator = Accelerator(
         cpu=options.device == "cpu",
@@ -205,7 +205,7 @@ def on_ray(options: TrainOptions) -> Path:
     Raises what a worker raised if a user can mend it, else an MtpcError in one line: Ray has logged the rest.
     """
     if find_spec("ray") is None:
-        raise TrainOptionsError(f"ray_workers: Ray is not installed; type: {install('ray')}")
+        raise UsageError(f"ray_workers: Ray is not installed; type: {install('ray')}")
     import ray
     from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer

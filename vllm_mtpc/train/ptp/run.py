@@ -10,6 +10,7 @@ import torch
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.ptp import load_ptp, save_ptp
 from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate
 from vllm_mtpc.heads.ptp.student import Student
@@ -17,7 +18,7 @@ from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import prepare
 from vllm_mtpc.train.figures import SEEDS
 from vllm_mtpc.train.loop import METRICS_FILE, read_metrics
-from vllm_mtpc.train.options import TrainOptions, TrainOptionsError
+from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.ptp.card import ptp_card, ptp_record
 from vllm_mtpc.train.ptp.drafter import PtpDrafter
 from vllm_mtpc.train.ptp.source import PrefixSource, default_block_rows, drawing
@@ -117,18 +118,18 @@ def ptp_config(options: TrainOptions, target: Target) -> PtpConfig:
 
 
 def start_from(student: Student, name: str) -> None:
-    """Take the weights of another PTP head of the same shapes. Raises TrainOptionsError where they differ."""
+    """Take the weights of another PTP head of the same shapes. Raises UsageError where they differ."""
     config = read_config(resolve_head(name))
     if not isinstance(config, PtpConfig):
-        raise TrainOptionsError(
+        raise UsageError(
             f"init_from={name} is a head of method mtpc; a PTP head starts from a PTP head: name one, or remove it"
         )
     for key in ("variant", "u_embedding", "u_features", "u_hidden", "lora_rank", "lora_alpha"):
         ours, theirs = getattr(student.config, key), getattr(config, key)
         if ours != theirs:
-            raise TrainOptionsError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
+            raise UsageError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
     if config.late_width not in (0, student.config.late_width):  # a head without a late network is given a new one
-        raise TrainOptionsError(
+        raise UsageError(
             f"init_from={name} has late_width={config.late_width}, this run {student.config.late_width}; set "
             f"late_width to {config.late_width}"
         )
