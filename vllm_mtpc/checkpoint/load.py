@@ -24,8 +24,8 @@ def read_config(folder: Path) -> AnyHeadConfig:
     """The validated config of a head folder; raises CheckpointError or HeadConfigError."""
     if not holds(folder, CONFIG_FILE):
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; name a head folder, not a target or its parent")
-    family = FAMILIES[head_method(folder) or next(iter(FAMILIES))]  # of no family: refused by the key that should say so
-    return family.config.read(folder / CONFIG_FILE)
+    method = head_method(folder) or next(iter(FAMILIES))  # of no family: refused by the key that should say so
+    return FAMILIES[method].config.read(folder / CONFIG_FILE)
 
 
 def read_circuit_config(folder: Path) -> HeadConfig:
