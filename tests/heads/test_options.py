@@ -1,4 +1,4 @@
-"""An option declared in the registry of heads and nowhere else is an argument, a field, a flag and a row of the docs."""
+"""An option declared in the registry of heads and nowhere else is an argument, field, flag and row of the docs."""
 
 from __future__ import annotations
 
