@@ -131,9 +131,10 @@ def main() -> None:
     """Trains, measures and saves a target, with what it was made of in provenance.json."""
     arguments = parser().parse_args()
     from benchmarks.demo import byte_target
-    from vllm_mtpc.checkpoint.save import package_versions, replace_file
+    from vllm_mtpc.checkpoint.save import package_versions
     from vllm_mtpc.demo import corpus
     from vllm_mtpc.engine.provenance import commit
+    from vllm_mtpc.files import replace_file
 
     text = corpus.load_file(arguments.text) if arguments.text else corpus.load()
     tokenizer, subwords = as_subwords(text, arguments.vocab_size)
