@@ -12,8 +12,8 @@ replaced from the residual law, max(p - q, 0). A masked draft is never cut.
 
 Every draft waits for the host, which has to know it before the next one's mask; steps without structured requests do
 not wait. Where no matcher can follow (a reasoning parser decides when the grammar begins, the matcher refuses a token)
-or `mask_drafts` is off, drafts are not masked, and each runner keeps the law in its own way (`v1/grammar.py`,
-`v2/grammar.py`).
+or `mask_drafts` is off, drafts are not masked, and each runner keeps the law in its own way (`as_point` in
+v1, `v2/grammar.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.proposers.heads.grammar import Follower, Grammars, Masks
-from vllm_mtpc.proposers.v1.grammar import as_point
+from vllm_mtpc.proposers.v1.proposer import as_point
 
 VOCAB = 40
 
