@@ -19,7 +19,7 @@ from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
 from vllm_mtpc.proposers.config.ptp import PtpSpeculativeConfig
 
 CLASSES: dict[str, type[MtpcSpeculativeConfig]] = {"mtpc": MtpcSpeculativeConfig, "ptp": PtpSpeculativeConfig}
-REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that the target's law rejects
+REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that must be rejected
 
 
 def create(**given: Any) -> MtpcSpeculativeConfig:
@@ -75,8 +75,8 @@ def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
         )
     if (rule := given.get("rejection_sample_method", "standard")) not in REJECTION_METHODS:
         raise ServeConfigError(
-            f"speculative_config: rejection_sample_method={rule!r} does not keep the target's law or is not known; "
-            f"allowed: {', '.join(REJECTION_METHODS)}; drop it"
+            f"speculative_config: rejection_sample_method={rule!r} does not keep the target's distribution or is not "
+            f"known; allowed: {', '.join(REJECTION_METHODS)}; drop it"
         )
     if rule != "standard" and given.get("verify") == "coupled":
         raise ServeConfigError(

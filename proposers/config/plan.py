@@ -1,11 +1,9 @@
 """How many auxiliary rows a pass carries at each batch size, and the KV blocks set aside for them.
 
-A *group* is a run of auxiliary rows that reads a request's first c tokens and itself. The two-pass proposer has one
-group per request, led by the token that was just chosen; the merged pass has one per number of drafts that may turn
-out to be accepted. Rows are limited by `max_aux_rows` over the whole batch: beyond what a machine computes for free
-every further row costs as much as a token, so larger batches draft less, and beyond the last size not at all.
-
-Everything here follows from the configuration alone, so that the scheduler's process and every worker agree on it.
+A *group* is a run of auxiliary rows that reads a request's first c tokens and itself. Two passes have one group per
+request, led by the token that was just chosen; the merged pass has one per number of drafts that may turn out to be
+accepted. `max_aux_rows` limits the rows of a whole batch: larger batches draft less, and beyond the last size not at
+all. Everything here follows from the configuration alone: the scheduler's process and every worker agree on it.
 """
 
 from __future__ import annotations

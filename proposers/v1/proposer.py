@@ -204,7 +204,7 @@ class MtpcProposer:
         masks: Masks,
         couples: bool,
     ) -> naive.Pick:
-        """What draws a draft [B] at each request's temperature, and leaves the law it comes from in draft_probs[:B].
+        """What draws a draft [B] at each request's temperature, and leaves what it comes from in draft_probs[:B].
 
         couples: requests with a seed are drawn for with the numbers that the target's tokens will be drawn with.
         """

@@ -1,7 +1,7 @@
 """Sampling and verification by Pick, for drafts that know the verifier's random numbers (Parallel Token Prediction).
 
 Algorithm: every output token is Pick(u, Q), the smallest token whose cumulative probability under the target's
-processed law Q exceeds u, where u is a hash of the request's seed and the position of the row that gives Q. Drafts are
+processed distribution Q exceeds u, a hash of the request's seed and the position of the row that gives Q. Drafts are
 accepted while they equal what is picked. So the tokens are those of decoding without drafts, whatever the drafts say,
 the batch holds, or steps divide; the drafter who computes the same u can be right always. At temperature 0 the token
 is the argmax, and u, which drafters read all the same, is 0.5.

@@ -1,8 +1,8 @@
 """Verification by coupling: a request with a seed has the text that plain vLLM writes, whatever is drafted.
 
 Algorithm: without drafts vLLM draws the token behind position i as the argmax over v of log p(v) + g(seed, i, v), with
-p the processed law and g Gumbel noise hashed from its arguments. A coupled request's token at every verified row is
-drawn in just that way, by vLLM's own function; drafts are kept while they equal it. Its drafts are the argmax of
+p the processed distribution and g Gumbel noise hashed from its arguments. A coupled request's token at every verified
+row is drawn in that way, by vLLM's own function; drafts are kept while they equal it. Its drafts are the argmax of
 log q(v) + g(seed, i, v), the *same* noise, and so equal the target's token with probability at least
 (1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024, Gumbel coupling); rejection keeps 1 - TV(p, q).
 
