@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vllm_mtpc.kernels.filter.machine import (
-    TRANSITION,
     CONDITION,
     PUSH,
+    TRANSITION,
     UPWARD,
     advance,
     encode,

@@ -31,7 +31,10 @@ def test_a_whole_one_is_constructed():
         ({"latents": CHAIN, "program": None}, "Mine, window=3: program must be 4 lists"),
         ({"latents": CHAIN, "program": [[]] * 3}, "program must be 4 lists"),
         ({"latents": CHAIN, "program": [[], CONDITION, CONDITION, CONDITION]}, "the last one empty"),
-        ({"latents": CHAIN, "program": [[], CONDITION, [Instruction(Op.TRANSITION, 1)], []]}, r"program\[2\]: TRANSITION 1, of 1 inner"),
+        (
+            {"latents": CHAIN, "program": [[], CONDITION, [Instruction(Op.TRANSITION, 1)], []]},
+            r"program\[2\]: TRANSITION 1, of 1 inner",
+        ),
         ({"latents": CHAIN, "program": [[], CONDITION, [Instruction(Op.TRANSITION)], []]}, "TRANSITION -1"),
         ({"latents": CHAIN, "program": [[], [Instruction(Op.SIBLING)], CONDITION, []]}, r"program\[1\]: SIBLING pops"),
         ({"latents": Latents([0], [0, 1]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
