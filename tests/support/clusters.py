@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_mtpc.bench.nodes import PATIENCE, Nodes
+from benchmarks.nodes import PATIENCE, Nodes
 
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
 
