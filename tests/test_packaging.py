@@ -124,7 +124,8 @@ ROOMS = {
     "eval": ("train", "cpu"),
     "train": ("train", "cpu", "ray"),
     "bench": ("train", "cpu"),
-    **dict.fromkeys(("batch", "ray_serve"), ("ray",)),
+    "batch": ("cpu", "ray"),
+    "ray_serve": ("ray",),
     **dict.fromkeys(("benchmarks", "scripts", "tests"), ("cpu", "train", "ray", "s3", "test")),
 }
 OPTIONAL = {"triton", "arctic_inference", "speculators"}  # looked for before they are imported

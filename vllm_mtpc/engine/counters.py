@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from pydantic import TypeAdapter
+
 DEFINITIONS = (
     "tokens/step: tokens a request gains in one forward pass of the target, the target's own token included, over all "
     "passes (plain decoding is 1.00).\n"
@@ -80,7 +82,7 @@ class Acceptance:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
         """From `dataclasses.asdict` through JSON, which knows no tuples."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        return TypeAdapter(cls).validate_python(data)
 
     @classmethod
     def _of(cls, samples: Iterable[tuple[str, Mapping[str, str], float]]) -> Acceptance:
