@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from tests.proposers.test_bad_input import engine_config, write_head
+from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.checkpoint.locate import find_head, shipped_heads
 from vllm_mtpc.errors import MtpcError

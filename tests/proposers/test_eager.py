@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.proposers.test_bad_input import engine_config
 from tests.support import forks
+from tests.support.configs import engine_config
 from tests.support.models import make_ptp_head, make_target
 from tests.support.speculators import CPU
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.proposers.test_bad_input import engine_config, refusal, write_head
+from tests.support.configs import engine_config, refusal, write_head
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc import HeadConfig

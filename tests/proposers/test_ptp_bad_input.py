@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.proposers.test_bad_input import engine_config
+from tests.support.configs import engine_config
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.proposers.config import layers

@@ -22,7 +22,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from tests.proposers.test_bad_input import engine_config
+from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.byte_llama import stop_ids
