@@ -75,12 +75,15 @@ def tables_by_batch(
             f"max_num_seqs={max_num_seqs}, max_rows={max_rows}: allowed are 1 and above, 0 and above; raise them"
         )
     each = full if budget is None else min(full, budget)
-    batches = [1]
-    while batches[-1] < max_num_seqs:
-        batches.append(min(2 * batches[-1], max_num_seqs))
+    batches = doubled(max_num_seqs)
     rows = [min(each, max_rows // batch) for batch in batches]
     tables = {share: choose_groups(accepted, num_drafts, share, variant, window) for share in set(rows)}
     return [(batch, tables[share]) for batch, share in zip(batches, rows, strict=True)]
+
+
+def doubled(most: int) -> list[int]:
+    """1, 2, 4, 8, ... and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def drafts_of_rows(rows: Any, variant: str) -> Any:
