@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -76,8 +74,7 @@ def main() -> None:
 def describe(folder: Path, text: Any, steps: dict[str, int], data: str, device: str, minutes: float) -> dict[str, Any]:
     """Measures the saved target, writes README.md and provenance.json, and returns the latter's values."""
     from benchmarks.demo import byte_target
-    from vllm_mtpc.checkpoint.save import package_versions, replace_file
-    from vllm_mtpc.engine.provenance import commit
+    from vllm_mtpc.checkpoint.save import replace_file
 
     model = byte_target.load(folder).to(device)
     figures = {
@@ -92,17 +89,9 @@ def describe(folder: Path, text: Any, steps: dict[str, int], data: str, device: 
         "long_window": byte_target.LONG,
         "loss_bytes": LOSS_BYTES,
     }
-    record = {
-        "versions": package_versions(),
-        "command": " ".join(["python -m benchmarks.demo.train_target", *sys.argv[1:]]),
-        "commit": commit(),
-        "data": {"description": data, "files": text.files, "bytes": text.bytes, "sha256": text.sha256},
-        "seed": byte_target.SEED,
-        "settings": settings,
-        "figures": figures,
-    }
+    about = {"data": {"description": data}, "settings": settings, "figures": figures}
+    record = byte_target.write_record(folder, parser().prog, text, **about)
     replace_file(folder / "README.md", card(record).encode())
-    replace_file(folder / "provenance.json", (json.dumps(record, indent=2) + "\n").encode())
     return record
 
 
