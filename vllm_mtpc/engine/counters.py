@@ -1,7 +1,7 @@
 """Tokens per step and acceptance per position, from the counters vLLM keeps about speculative decoding.
 
 The counters are read before and after, and subtracted. All steps, and the drafts that were cut, are counted by this
-package (proposers/seam/watch.py), the rest by vLLM itself.
+package (proposers/heads/counts.py), the rest by vLLM itself.
 """
 
 from __future__ import annotations
