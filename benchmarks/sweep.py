@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML: title, common, runs")
     parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="where the heads are written")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="options for every run")
     return parser
 

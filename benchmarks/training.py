@@ -14,7 +14,7 @@ Expected memory in bytes, float32:  base + 12 P + 4 F + 4 B D + s + max(8 P, m L
   s     4 P with several chunks, the gradient summed so far; else 0
   8 P   the gradient of a chunk, twice: autograd puts it in the place of a slice, and adds out of place
   m L   a chunk's logits, L = 4 n r V chunk bytes: m = 3 (logits, log-softmax and a gradient); 4 + 1/r with a loss that
-        reads the target's law, the law included
+        reads the target's distribution, which is included
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shape:
     chunk: int  # windows whose logits exist at once; `windows`: all of them
     head: str = "linear"
     circuit: str = "btree"
-    likelihood: bool = False  # of the text alone, in place of the trainer's own loss, which reads the target's law
+    likelihood: bool = False  # of the text alone, in place of the trainer's own loss, which reads the target's
     steps: int = 2  # timed, after one that is not
 
 

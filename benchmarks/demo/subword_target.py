@@ -144,7 +144,7 @@ def main() -> None:
     byte_target.save(model, arguments.out, tokenizer)
     saved = byte_target.load(arguments.out)
     bits = byte_target.bits_per_byte(saved, subwords.valid)  # per token of what it is given: here a subword
-    figures = {
+    results = {
         "bits_per_byte": bits * num_tokens / num_bytes,
         "bits_per_token": bits,
         "parameters": sum(parameter.numel() for parameter in saved.parameters()),
@@ -157,8 +157,8 @@ def main() -> None:
         "vocab_size": arguments.vocab_size,
         "hidden_size": arguments.hidden_size,
     }
-    byte_target.write_record(arguments.out, parser().prog, text, settings=settings, figures=figures)
-    print(f"target: {figures['bits_per_byte']:.3f} bits/byte on held-out text, {figures['minutes']} minutes")
+    byte_target.write_record(arguments.out, parser().prog, text, settings=settings, figures=results)
+    print(f"target: {results['bits_per_byte']:.3f} bits/byte on held-out text, {results['minutes']} minutes")
 
 
 if __name__ == "__main__":
