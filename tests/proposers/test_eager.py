@@ -38,7 +38,7 @@ def methods(place: Path) -> dict[str, Any]:
 
     from vllm_mtpc.checkpoint.ptp import load_ptp
     from vllm_mtpc.proposers.v2 import eager
-    from vllm_mtpc.proposers.v2.ptp.lora import Gate
+    from vllm_mtpc.proposers.v2.lora import Gate
     from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
 
     compiled = {"mode": 3, "backend": "inductor", "custom_ops": ["none"]}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.grammars import VOCAB, Counting
-from vllm_mtpc.proposers.grammar import Follower, Grammars, Masks
+from vllm_mtpc.proposers.heads.grammar import Follower, Grammars, Masks
 from vllm_mtpc.proposers.v1.grammar import as_point
 
 
@@ -162,7 +162,7 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
         given = {"use_structured_output": True, "is_prefill_chunk": False, "spec_token_ids": [1, 2]} | more
         return SimpleNamespace(is_finished=lambda: False, **given)
 
-    def run(is_mtpc_on_v2: bool) -> dict[str, list[int]]:
+    def run(verifies_forbidden: bool) -> dict[str, list[int]]:
         requests = {
             "cut": request(),
             "whole": request(spec_token_ids=[1, 2, 3]),
@@ -170,7 +170,7 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
             "prompt": request(is_prefill_chunk=True, spec_token_ids=[]),
         }
         scheduler = object.__new__(derived(HeadScheduler, Silent))
-        scheduler.requests, scheduler.is_mtpc_on_v2 = requests, is_mtpc_on_v2
+        scheduler.requests, scheduler.verifies_forbidden = requests, verifies_forbidden
         scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*requests, "gone"], draft_token_ids=[[1, 2, 3]] * 5))
         return {name: one.spec_token_ids for name, one in requests.items()}
 
@@ -182,7 +182,7 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
 @pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")
 def test_masks_of_ptp_are_refused() -> None:
     from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.config.mtpc import create
+    from vllm_mtpc.proposers.config.create import create
 
     given = {"method": "ptp", "model": "x", "mask_drafts": True}
     with pytest.raises(ServeConfigError, match="'mask_drafts' is not an option of method 'ptp'"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,9 @@ from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.proposers.config import schedule
+from vllm_mtpc.proposers.config.plan import most_drafts
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 from vllm_mtpc.proposers.v1.survival import Survival
-from vllm_mtpc.proposers.v2.ptp.plan import most_drafts
-from vllm_mtpc.proposers.watch import DraftClock
 
 KEY = schedule.KEY
 CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n'
@@ -173,14 +173,14 @@ def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str) -> None
 
 def test_a_step_without_drafts_does_not_run_the_head() -> None:
     proposer = object.__new__(MtpcProposer)  # without a model: running it would raise
-    proposer.num_drafts, proposer.clock = 7, DraftClock()
+    proposer.num_drafts, proposer.cut, proposer.is_debug = 7, Counter(), True
     proposer.survival = Survival(np.full((2, 7), 0.5), 0.1)
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
     sampling = SimpleNamespace(generators={}, all_greedy=True)
     step = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=2, num_spec_tokens_to_schedule=0)
     assert proposer.propose_drafts(runner, [[1], [2, 3]], sampling, None, None, step) == [[], []]
     assert runner._draft_probs is None and runner._draft_prob_req_ids is None
-    assert proposer.clock.take()["cut_by_schedule"] == 14 and proposer.clock.passes == 0
+    assert proposer.cut == {"schedule": 14, "budget": 0}
 
 
 # requests of different length end one after the other: the batch shrinks through every range

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_mtpc.bench.nodes import PATIENCE, Nodes
+from benchmarks.nodes import PATIENCE, Nodes
 from vllm_mtpc.bench.serve import Client
 
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]

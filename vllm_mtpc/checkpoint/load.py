@@ -10,7 +10,8 @@ import torch
 from vllm_mtpc.checkpoint.adapters import AdapterInfo, check_adapters
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, head_method, holds, require_weights
 from vllm_mtpc.checkpoint.tensors import check_names, checked
-from vllm_mtpc.config.mtpc import AnyHeadConfig, HeadConfig
+from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import open_tensors
@@ -24,8 +25,8 @@ def read_config(folder: Path) -> AnyHeadConfig:
     """The validated config of a head folder; raises CheckpointError or HeadConfigError."""
     if not holds(folder, CONFIG_FILE):
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; name a head folder, not a target or its parent")
-    family = FAMILIES[head_method(folder) or next(iter(FAMILIES))]  # of no family: refused by the key that should say so
-    return family.config.read(folder / CONFIG_FILE)
+    method = head_method(folder) or next(iter(FAMILIES))  # of no family: refused by the key that should say so
+    return FAMILIES[method].config.read(folder / CONFIG_FILE)
 
 
 def read_circuit_config(folder: Path) -> HeadConfig:
