@@ -8,8 +8,6 @@ other than the demo's are there to try defaults on.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from vllm_mtpc.demo.corpus import Corpus, Split
+    from benchmarks.demo.corpus import Corpus, Split
 
 VOCAB_SIZE = 4096
 STEPS, LONG_STEPS = 550, 50
@@ -95,7 +93,7 @@ def build_tokenizer(texts: list[bytes], vocab_size: int = VOCAB_SIZE) -> PreTrai
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[bytes]) -> Split:
     """Documents in one array of ids, each led by EOS; a line starts behind every token that ends in a line break."""
-    from vllm_mtpc.demo.corpus import Split
+    from benchmarks.demo.corpus import Split
 
     readable = [text.decode("utf-8", errors="replace") for text in texts]
     rows = [[EOS, *encoding.ids] for encoding in tokenizer.backend_tokenizer.encode_batch(readable)]
@@ -108,7 +106,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[bytes]) -> Split:
 
 def as_subwords(text: Corpus, vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedTokenizerFast, Corpus]:
     """A BPE of the training part, and both parts in its ids."""
-    from vllm_mtpc.demo.corpus import Corpus, documents
+    from benchmarks.demo.corpus import Corpus, documents
 
     train, valid = documents(text.train), documents(text.valid)
     tokenizer = build_tokenizer(train, vocab_size)
@@ -130,11 +128,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Trains, measures and saves a target, with what it was made of in provenance.json."""
     arguments = parser().parse_args()
-    from benchmarks.demo import byte_target
-    from vllm_mtpc.checkpoint.save import package_versions
-    from vllm_mtpc.demo import corpus
-    from vllm_mtpc.engine.provenance import commit
-    from vllm_mtpc.files import replace_file
+    from benchmarks.demo import byte_target, corpus
 
     text = corpus.load_file(arguments.text) if arguments.text else corpus.load()
     tokenizer, subwords = as_subwords(text, arguments.vocab_size)
@@ -150,29 +144,21 @@ def main() -> None:
     byte_target.save(model, arguments.out, tokenizer)
     saved = byte_target.load(arguments.out)
     bits = byte_target.bits_per_byte(saved, subwords.valid)  # per token of what it is given: here a subword
-    figures = {
+    results = {
         "bits_per_byte": bits * num_tokens / num_bytes,
         "bits_per_token": bits,
         "parameters": sum(parameter.numel() for parameter in saved.parameters()),
         "minutes": round((time.monotonic() - started) / 60, 1),
     }
-    record = {
-        "versions": package_versions(),
-        "command": " ".join(["python -m benchmarks.demo.subword_target", *sys.argv[1:]]),
-        "commit": commit(),
-        "data": {"files": text.files, "bytes": text.bytes, "sha256": text.sha256},
-        "seed": byte_target.SEED,
-        "settings": {
-            "family": arguments.family,
-            "steps": arguments.steps,
-            "long_steps": long_steps,
-            "vocab_size": arguments.vocab_size,
-            "hidden_size": arguments.hidden_size,
-        },
-        "figures": figures,
+    settings = {
+        "family": arguments.family,
+        "steps": arguments.steps,
+        "long_steps": long_steps,
+        "vocab_size": arguments.vocab_size,
+        "hidden_size": arguments.hidden_size,
     }
-    replace_file(arguments.out / "provenance.json", (json.dumps(record, indent=2) + "\n").encode())
-    print(f"target: {figures['bits_per_byte']:.3f} bits/byte on held-out text, {figures['minutes']} minutes")
+    byte_target.write_record(arguments.out, parser().prog, text, settings=settings, figures=results)
+    print(f"target: {results['bits_per_byte']:.3f} bits/byte on held-out text, {results['minutes']} minutes")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.support.engine import Call, Engine, Reply, run
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.kernels.uniform import uniform
-from vllm_mtpc.proposers.v2.ptp.plan import merged_plan
+from vllm_mtpc.proposers.config.plan import merged_plan
 
 VOCAB, WINDOW, LONGEST = 48, 7, 96
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41], [8], [20, 21, 22, 23, 24]]
@@ -55,14 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def engine(folder, calls: list[Call], head: str | None = None, plant: str | None = None, **arguments: Any) -> Engine:
+def engine(folder, calls: list[Call], head: str | None = None, injected: str | None = None, **arguments: Any) -> Engine:
     if arguments.get("num_gpu_blocks_override") == "few":  # for one and a half of the longest requests
         reserved = merged_plan(PtpConfig.read(folder / head / "config.json"), 3, SMALL["max_num_seqs"], 16)
         arguments["num_gpu_blocks_override"] = reserved.num_blocks(SMALL["block_size"]) + 5
     options = {"draft_pass": "merged", **{key: arguments.pop(key) for key in list(arguments) if key in OPTIONS}}
     if head:
         arguments["speculative_config"] = {"method": "ptp", "model": str(folder / head), **options}
-    return Engine(str(folder / "target"), calls, {**SMALL, **arguments}, plant)
+    return Engine(str(folder / "target"), calls, {**SMALL, **arguments}, injected)
 
 
 OPTIONS = ("draft_pass", "num_speculative_tokens", "group_sizes", "max_aux_rows", "u_table", "aux_rows_per_request")
@@ -78,10 +78,10 @@ DRAFTED = {
         "head": "o-ptp",
         "num_speculative_tokens": 3,
         "draft_pass": "two-pass",
-        "plant": "replayed",
+        "injected": "replayed",
     },
     "merged late": {"head": "late o-ptp", "num_speculative_tokens": 3},
-    "oracle": {"head": "o-ptp", "num_speculative_tokens": 4, "plant": "oracle"},
+    "oracle": {"head": "o-ptp", "num_speculative_tokens": 4, "injected": "oracle"},
     "few blocks": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 16, "num_gpu_blocks_override": "few"},
 }
 
@@ -91,7 +91,7 @@ def said(folder) -> dict[str, dict[str, Reply]]:
     calls = list(CALLS.values())
     engines = {
         "plain": engine(folder, [CALLS["greedy"]]),
-        "undrafted": engine(folder, calls, plant="coupled_without_drafts"),
+        "undrafted": engine(folder, calls, injected="coupled_without_drafts"),
         # directly behind the engine whose text the oracle knows
         **{name: engine(folder, calls, **DRAFTED[name]) for name in ("oracle", *(DRAFTED.keys() - {"oracle"}))},
     }

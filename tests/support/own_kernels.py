@@ -1,7 +1,7 @@
 """Unit-test inputs of the kernels of this package, all or few: `python -m tests.support.own_kernels [all]`.
 
 To be run with MTPC_INTERPRETER=check or check-once: prints JSON, what comparing launches found (see
-scripts/interpreter), and what it finds with each fault of PLANTS in the fast interpreter.
+scripts/interpreter), and what it finds with each fault of INJECTED in the fast interpreter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 from numpy_interpreter import check, functions, language, memory
 from numpy_interpreter.values import Value
 
-from tests.kernels import test_couple, test_draft, test_filter, test_leaf
-from tests.kernels import test_triton as test_others
-from tests.support import draft_runner, filter_runner, interpreted, odd_kernels
+from tests.support import draft_cases, draft_runner, filter_cases, filter_runner, interpreted, kernel_cases, odd_kernels
 from vllm_mtpc.kernels.shard import Shard
 
 # Small ones, and what others do not have: types, paths, constants
@@ -39,16 +37,16 @@ FEW = {
 }
 
 # The second of two ranks, which hears its own from both
-ON_A_RANK = replace(test_draft.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.repeat(2, 1), 1400))
+ON_A_RANK = replace(draft_cases.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.repeat(2, 1), 1400))
 
 
 def launch_all() -> None:
-    _launch(test_couple.CASES, interpreted._launch, {"couple": "accept"})
-    _launch(test_others.CASES, interpreted._launch, {})
-    for cases, function in ((test_leaf.TERMS, "terms"), (test_leaf.LOGITS, "logits")):
+    _launch(kernel_cases.ACCEPTED, interpreted._launch, {"couple": "accept"})
+    _launch(kernel_cases.PICKED, interpreted._launch, {})
+    for cases, function in ((kernel_cases.TERMS, "terms"), (kernel_cases.LOGITS, "logits")):
         _launch({name: ("leaf", case) for name, case in cases.items()}, interpreted._launch, {"leaf": function})
-    _launch(test_filter.CASES, filter_runner._launch)
-    _launch(test_draft.CASES, draft_runner._draft_all)
+    _launch(filter_cases.CASES, filter_runner._launch)
+    _launch(draft_cases.CASES, draft_runner._draft_all)
     draft_runner._draft_all({"a rank": ON_A_RANK}, "cpu")
     odd_kernels.launch_all()
 
@@ -71,7 +69,7 @@ def _lost_store(pointer: Value, value: Value, mask: Value | None = None) -> None
         memory.store(pointer, value, mask)
 
 
-PLANTS = {"order": ("sum", _other_order), "dtype": ("exp", _other_dtype), "lost store": ("store", _lost_store)}
+INJECTED = {"order": ("sum", _other_order), "dtype": ("exp", _other_dtype), "lost store": ("store", _lost_store)}
 
 
 def found_with(name: str, fault: Callable) -> dict[str, Any]:
@@ -93,7 +91,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # masked lanes: -inf - -inf among them
     launch_all()
     report = dict(check.REPORT)
-    print(json.dumps({"report": report, "planted": {name: found_with(*plant) for name, plant in PLANTS.items()}}))
+    print(json.dumps({"report": report, "injected": {name: found_with(*fault) for name, fault in INJECTED.items()}}))
 
 
 if __name__ == "__main__":

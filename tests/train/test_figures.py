@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.harness import options_for, random_documents, tiny_target
+from tests.support.training import options_for, random_documents
 from vllm_mtpc.eval.acceptance import acceptance
 from vllm_mtpc.train import figures, prepare
-
-__all__ = ["tiny_target"]  # the fixture
 
 
 def test_figures_follow_their_temperature(tiny_target, tmp_path):

@@ -7,12 +7,10 @@ import errno
 import pytest
 import torch
 
-from tests.support.harness import losses, make_trainer, options_for, random_documents, save_every, tiny_target
+from tests.support.training import losses, make_trainer, options_for, random_documents, save_every
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.train import state
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, learning_rate, read_metrics
-
-__all__ = ["tiny_target"]  # the fixture
 
 
 def run(options, target, documents=None) -> Trainer:
@@ -152,7 +150,7 @@ def test_a_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, mon
     trainer = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=2), tiny_target), 2)
     update = trainer._update
 
-    def planted(*args, **kwargs):
+    def injected(*args, **kwargs):
         found = update(*args, **kwargs)
         if trainer.step == 3:
             moments = trainer.optimizer.state[trainer.drafter.head.leaf_weight]
@@ -161,7 +159,7 @@ def test_a_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, mon
                 held.view(-1)[-1] = float("nan")
         return found
 
-    monkeypatch.setattr(trainer, "_update", planted)
+    monkeypatch.setattr(trainer, "_update", injected)
     with pytest.raises(CheckpointError, match=r"NaN or infinite at step 4: .*; the state of step 2 is intact"):
         trainer.run()
     kept = state.read_state(tmp_path / "state")

@@ -9,13 +9,14 @@ what it recommends with `vllm-mtpc bench serve`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.report import check_file, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -26,8 +27,7 @@ CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 WORTH = 1.01  # fewer drafts are preferred where more gain less than this
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A head: its name, what its draft curve may be called, and E(K) for K = 0 .. the most drafts."""
 
     name: str
@@ -41,8 +41,7 @@ class Candidate:
         return Path(self.name).name, self.circuit
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The best K of a head for so many requests."""
 
     batch: int
@@ -65,8 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and the options to type."""
-    from rich.console import Console
-
     from vllm_mtpc.bench.curves import Curves
     from vllm_mtpc.eval.arguments import check_positive
 
@@ -82,12 +79,21 @@ def run(args: argparse.Namespace) -> int:
     check_file(args.measure, "--measure")
     curves = Curves.read(args.curves) if args.curves else Curves(_measure(args, heads, batches), str(args.measure))
     found = {head.name: choices(head, curves, batches) for head in heads}
-    Console().print(_table(heads, found, batches))
-    best = max(heads, key=lambda head: _overall(found[head.name]))
+    title = "best K, expected tokens/s and speed by plain decoding, by requests at once"
+    lines = [
+        [
+            *(head.called[0], head.circuit, str(head.window), f"{head.tokens[-1]:.2f}"),
+            *(f"K={one.drafts} {one.tokens_per_second:.0f} {one.gain:.2f}x" for one in found[head.name]),
+        ]
+        for head in heads
+    ]
+    print_table(title, ["head", "circuit", "n", "E(K)", *(f"c={batch}" for batch in batches)], lines)
+    # gains multiplied: no concurrency counts more than another
+    best = max(heads, key=lambda head: math.prod(choice.gain for choice in found[head.name]))
     print(f"best over these concurrencies: {best.name} ({best.circuit}, n={best.window}); expected, not measured")
-    for batch in batches:
-        head = max(heads, key=lambda head: found[head.name][batches.index(batch)].tokens_per_second)
-        choice = found[head.name][batches.index(batch)]
+    for place, batch in enumerate(batches):
+        head = max(heads, key=lambda head: found[head.name][place].tokens_per_second)
+        choice = found[head.name][place]
         print(f"  c={batch}: {head.name}, n={head.window}, K={choice.drafts}, {choice.gain:.2f}x plain")
     print(f"--speculative-config '{json.dumps(speculative_config(best, found[best.name]))}'")
     return 0
@@ -106,25 +112,22 @@ def candidate(name: str, temperature: float) -> Candidate:
             f"head {folder}: provenance.json has no acceptance at temperature {key[1]}; a head trained by vllm-mtpc "
             "train has, retrain it or leave it out"
         )
-    tokens = [1.0]
-    for chance in accepted[: config.window - 1]:
-        tokens.append(tokens[-1] + chance)
+    tokens = tuple(accumulate(accepted[: config.window - 1], initial=1.0))
     circuit = getattr(config, "circuit", None) or config.variant
-    return Candidate(str(name), config.speculators_model_type, circuit, config.window, tuple(tokens))
+    return Candidate(str(name), config.speculators_model_type, circuit, config.window, tokens)
 
 
 def choices(head: Candidate, curves: Curves, batches: Sequence[int]) -> list[Choice]:
     """The best K for each number of requests."""
-    return [_best(head, curves, batch) for batch in batches]
-
-
-def _best(head: Candidate, curves: Curves, batch: int) -> Choice:
-    speeds = [
-        1000 * batch * tokens / (curves.step(batch, drafts) + curves.draft(head.called, batch, drafts))
-        for drafts, tokens in enumerate(head.tokens)
-    ]
-    drafts = next(drafts for drafts, speed in enumerate(speeds) if speed * WORTH >= max(speeds))
-    return Choice(batch, drafts, speeds[drafts], speeds[drafts] / speeds[0])
+    found = []
+    for batch in batches:
+        speeds = [
+            1000 * batch * tokens / (curves.step(batch, drafts) + curves.draft(head.called, batch, drafts))
+            for drafts, tokens in enumerate(head.tokens)
+        ]
+        drafts = next(drafts for drafts, speed in enumerate(speeds) if speed * WORTH >= max(speeds))
+        found.append(Choice(batch, drafts, speeds[drafts], speeds[drafts] / speeds[0]))
+    return found
 
 
 def speculative_config(head: Candidate, found: Sequence[Choice]) -> dict[str, Any]:
@@ -143,26 +146,6 @@ def speculative_config(head: Candidate, found: Sequence[Choice]) -> dict[str, An
     return given | {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
 
 
-def _overall(found: Sequence[Choice]) -> float:
-    """Gains multiplied: no concurrency counts more than another."""
-    product = 1.0
-    for choice in found:
-        product *= choice.gain
-    return product
-
-
-def _table(heads: Sequence[Candidate], found: dict[str, list[Choice]], batches: Sequence[int]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="best K, expected tokens/s and speed by plain decoding, by requests at once")
-    for column in ("head", "circuit", "n", "E(K)", *(f"c={batch}" for batch in batches)):
-        table.add_column(column, justify="left" if column in ("head", "circuit") else "right")
-    for head in heads:
-        cells = [f"K={one.drafts} {one.tokens_per_second:.0f} {one.gain:.2f}x" for one in found[head.name]]
-        table.add_row(head.called[0], head.circuit, str(head.window), f"{head.tokens[-1]:.2f}", *cells)
-    return table
-
-
 def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequence[int]) -> dict[str, Any]:
     """The curves of all heads on this machine, written to args.measure."""
     import torch
@@ -170,14 +153,11 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
 
     from vllm_mtpc.bench import curves
     from vllm_mtpc.bench.engines import arguments
-    from vllm_mtpc.checkpoint import resolve_verifier
     from vllm_mtpc.engine import provenance
-    from vllm_mtpc.eval.loading import place
+    from vllm_mtpc.engine.cells import measure
+    from vllm_mtpc.eval.loading import place, target_of
 
-    target = args.target
-    if target is None:
-        folder, config = place(heads[0].name)
-        target = resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
+    target = target_of(*place(heads[0].name), args.target)
     on_gpu = torch.cuda.is_available()
     steps: dict[tuple[int, int], float] = {}
     drafts: dict[str, list[list[float]]] = {}
@@ -193,15 +173,14 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
             bar.set_postfix_str(f"{head.called[0]}, engine {number + 1} of {len(jobs)}")
             log = args.measure.with_suffix(f".{head.called[0]}.{most}.log")
             engine = {**base, "speculative_config": _speculative(head, most)}
-            for cell in curves.measure(engine, wanted, args.steps, args.temperature, log):
+            for cell in measure(engine, wanted, args.steps, args.temperature, log):
                 bar.update()
                 if cell["step_ms"] is None:
                     continue
                 at = (cell["batch"], cell["batch"] * (1 + cell["drafts"]))
                 steps[at] = min(steps.get(at, float("inf")), cell["step_ms"])
                 if cell["drafts"]:
-                    points = drafts.setdefault(head.called[0], [])
-                    points.append([cell["batch"], cell["drafts"], cell["draft_ms"]])
+                    drafts.setdefault(head.called[0], []).append([cell["batch"], cell["drafts"], cell["draft_ms"]])
     values = {
         "step_ms": [[*at, ms] for at, ms in sorted(steps.items())],
         "draft_ms": drafts,

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_mtpc.bench import serve
 from vllm_mtpc.bench.decodings import Decoding
 from vllm_mtpc.engine import offline
-from vllm_mtpc.engine.passes import Measured, Prompt, Setting
+from vllm_mtpc.engine.options import flags
+from vllm_mtpc.engine.passes import Prompt
 
 CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
-
-
-class Engine(Protocol):
-    """Something that measures passes. ``about``: facts about it for the result."""
-
-    about: dict[str, Any]
-
-    def measure(self, setting: Setting) -> Measured: ...
+Engine = offline.Resident | serve.Served
 
 
 def arguments(
@@ -50,31 +43,14 @@ def start(
     place = "".join(letter if letter.isalnum() else "-" for letter in f"{decoding.name}-{decoding.group}")
     log = logs / f"{place}.log"
     if not over_http:
-        with offline.resident({**engine, **speculative}, prompts, log, decoding.environment) as waiting:
+        with offline.launched({**engine, **speculative}, prompts, log, decoding.environment) as waiting:
+            _ = waiting.about  # waits until it is ready
             yield waiting
         return
-    with serve.server(flags({**engine, **speculative}), log, environment=decoding.environment) as client:
-        yield Served(client, prompts)
+    with serve.server(command({**engine, **speculative}), log, environment=decoding.environment) as client:
+        yield serve.Served(client, prompts)
 
 
-class Served:
-    """A server as an Engine."""
-
-    def __init__(self, client: serve.Client, prompts: Sequence[Prompt]) -> None:
-        self.client, self.prompts = client, prompts
-        self.about: dict[str, Any] = {"runner": "vllm serve"}
-
-    def measure(self, setting: Setting) -> Measured:
-        return serve.measure(self.client, self.prompts, setting)
-
-
-def flags(engine: dict[str, Any]) -> list[str]:
+def command(engine: dict[str, Any]) -> list[str]:
     """Keyword arguments of ``vllm.LLM`` as words of ``vllm serve``."""
-    words = [str(engine["model"])]
-    for key, value in engine.items():
-        flag = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif key != "model":
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
-    return words
+    return [str(engine["model"]), *flags({key: value for key, value in engine.items() if key != "model"})]

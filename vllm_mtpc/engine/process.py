@@ -6,11 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from vllm_mtpc.errors import EngineFailed
 
@@ -22,7 +20,7 @@ def engine_environment() -> dict[str, str]:
     two busy cores spend their time waiting for each other: one core is left to the front-end, as vLLM itself does.
     """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
-    environment["MTPC_AUTO"] = "0"  # what drafts is said by the caller, never by what a target ships
+    environment["MTPC_AUTO"] = "0"  # what drafts is chosen by the caller, never by what a target ships
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
     # vLLM's ngram runs on numba, whose first parallel loop sets the number of torch's OpenMP threads to its own
@@ -51,9 +49,12 @@ def group(
     environment: dict[str, str],
     pass_fds: Sequence[int] = (),
     grace_s: float = 20.0,
-    stdin: int = subprocess.DEVNULL,
+    stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs ``command`` in a process group of its own and ends the whole group on leaving, whatever happened."""
+    """Runs ``command`` in a process group of its own and ends the whole group on leaving, whatever happened.
+
+    The group is asked to end; what is left of it after ``grace_s`` is killed: an engine may outlive its front-end.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -68,44 +69,15 @@ def group(
     try:
         yield process
     finally:
-        stop(process, grace_s)
+        if process.poll() is None:
+            end_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=grace_s)
+        end_group(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-@contextlib.contextmanager
-def engine_child(
-    module: str,
-    job: str,
-    log: Path,
-    environment: Mapping[str, str] | None = None,
-    stdin: int = subprocess.DEVNULL,
-) -> Iterator[tuple[subprocess.Popen[bytes], TextIO]]:
-    """Runs ``python -m MODULE JOB FD`` with an engine inside: JOB is a file that holds ``job``, FD takes its answers.
-
-    ``environment`` is added to that of every engine. ``stdin``: subprocess.PIPE for a child that is told more later.
-
-    Yields the process and its answers, line by line as they come; the group has ended on leaving.
-    """
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment(), **(environment or {})}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job"
-        path.write_text(job, encoding="utf-8")
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", module, str(path), str(writing)]
-        with (
-            os.fdopen(reading, encoding="utf-8") as results,
-            group(command, log, variables, pass_fds=[writing], stdin=stdin) as process,
-        ):
-            os.close(writing)
-            yield process, results
-
-
-def stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Asks the group to end, waits, then kills what is left of it (an engine may outlive its front-end)."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=grace_s)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def end_group(leader: int, how: signal.Signals) -> None:
+    """Signals a process group, if any of it is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, how)

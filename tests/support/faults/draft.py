@@ -11,7 +11,7 @@ from tests.support import engine
 def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
     """Drafts by "kernel" in one launch, in "blocks" of the vocabulary, or by "definition"; notes what is drafted."""
 
-    def plant() -> Callable[[], None]:
+    def inject() -> Callable[[], None]:
         from vllm_mtpc.kernels.draft.kernel import Drafter
         from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
 
@@ -40,12 +40,12 @@ def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
 
         return undo
 
-    return plant
+    return inject
 
 
 def note_drafts() -> Callable[[], None]:
     """Notes, on Model Runner V1, the drafts of every step and the shapes of states that its lm_head was lent for."""
-    from vllm_mtpc.proposers import load
+    from vllm_mtpc.proposers.heads import load
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer as Owner
 
     propose, lend = Owner.propose_drafts, load._lm_head
@@ -91,6 +91,6 @@ def does_not_load() -> Callable[[], None]:
     return undo
 
 
-PLANTS = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}
-PLANTS["note drafts"] = note_drafts
-PLANTS["does_not_load"] = does_not_load
+INJECTED = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}
+INJECTED["note drafts"] = note_drafts
+INJECTED["does_not_load"] = does_not_load

@@ -1,37 +1,34 @@
 """Sizes of the groups of auxiliary rows that a merged pass of a PTP head carries.
 
 A merged pass verifies v drafts and drafts the next step's at once: before it is known how many drafts are accepted, a
-group of n_d rows stands ready for each number d. Only the group of the d that comes true is of use, so rows go where
-they are worth most. The steps of a request are a Markov chain whose state is v, the drafts of the step:
+group of n_d rows stands ready for each number d. The steps of a request are a Markov chain whose state is v, the drafts
+of the step:
 
     P(d accepted | v) = S_d - S_(d+1) for d < v, S_v for d = v;   next v = drafts(n_d)
     drafts(n) = n - 1 (o-ptp: row 0 only tells the others which token comes first) or n (c-ptp), at most K
 
 with S_g = P(at least g leading drafts are right), measured. A table maximises the tokens per step of the chain's
-stationary law over all n with sum n_d <= B. By the performance difference lemma a change of n_d is worth, to first
-order, pi_d w(drafts(n_d)): pi the stationary law of d, w(v) the value of starting a step with v drafts. So a table is
-found by policy iteration: values of the present one, best allocation for them (a knapsack, solved exactly), again;
-then by exchanges of rows between two groups, each judged by its exact tokens per step.
-
-``dynamic_sizes`` gives the rows of each request by how sure its own drafts are instead, on the device.
+stationary distribution over all n with sum n_d <= B. By the performance difference lemma a change of n_d is worth, to
+first order, pi_d w(drafts(n_d)): pi the stationary distribution of d, w(v) the value of starting a step with v drafts.
+So a table is found by policy iteration: values of the present one, best allocation for them (a knapsack, solved
+exactly), again; then by exchanges of rows between two groups, each judged by its exact tokens per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_mtpc.errors import HeadConfigError, ServeConfigError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 MAX_ROUNDS = 100
 MAX_STARTS = 8  # of either kind
 MAX_EXCHANGES = 256  # judged exactly in one round, the most promising ones
-RESTART = 1e-9  # chance that a request ends: the chain has one stationary law, that of requests that start anew
+RESTART = (
+    1e-9  # chance that a request ends: the chain has one stationary distribution, that of requests that start anew
+)
 VARIANTS = {"o-ptp": 1, "c-ptp": 0}  # rows of a group that draft nothing
 
 
@@ -78,12 +75,15 @@ def tables_by_batch(
             f"max_num_seqs={max_num_seqs}, max_rows={max_rows}: allowed are 1 and above, 0 and above; raise them"
         )
     each = full if budget is None else min(full, budget)
-    batches = [1]
-    while batches[-1] < max_num_seqs:
-        batches.append(min(2 * batches[-1], max_num_seqs))
+    batches = doubled(max_num_seqs)
     rows = [min(each, max_rows // batch) for batch in batches]
     tables = {share: choose_groups(accepted, num_drafts, share, variant, window) for share in set(rows)}
     return [(batch, tables[share]) for batch, share in zip(batches, rows, strict=True)]
+
+
+def doubled(most: int) -> list[int]:
+    """1, 2, 4, 8, ... and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def drafts_of_rows(rows: Any, variant: str) -> Any:
@@ -91,52 +91,9 @@ def drafts_of_rows(rows: Any, variant: str) -> Any:
     return (rows - VARIANTS[variant]).clip(min=0)
 
 
-def dynamic_sizes(confidence: Tensor, survival: Tensor, budget: int, variant: str, window: int) -> Tensor:
-    """Rows [R, K + 1] of each group, from how sure the drafts of a step are: confidence[R, K], 0 where there is none.
-
-    Maximises sum_d A_d E[drafts right in the group of d], A_d = P(exactly d are accepted) under ``confidence``, by the
-    largest gains per row; ``survival``[1 + g] = P(at least g drafts of a new group are right). Rows sum to ``budget``,
-    or to what all groups can use if that is less. No synchronisation with the host.
-    """
-    import torch
-
-    lead, drafts = VARIANTS[variant], confidence.shape[1]
-    most = min(window, drafts + lead)
-    reach = torch.nn.functional.pad(confidence.float().clamp(0, 1).cumprod(1), (1, 0), value=1.0)  # [R, K + 1]
-    exactly = reach - torch.nn.functional.pad(reach[:, 1:], (0, 1))
-    gain = survival.to(exactly)[1 : most - lead + 1]
-    gain = torch.nn.functional.pad(gain, (0, most - lead - len(gain))).cummin(0).values  # [drafts] of each further one
-    rate = gain
-    if lead:  # the first row earns nothing by itself: its cost is shared by the drafts it is best shared by
-        mean = gain.cumsum(0) / torch.arange(2, most + 1, device=gain.device)
-        best = mean.max().expand(most)
-        shared = torch.arange(most, device=gain.device) <= mean.argmax() + 1
-        rate = torch.where(shared, best, torch.nn.functional.pad(gain, (1, 0)))
-    rates = (exactly[..., None] * rate).flatten(1)  # [R, (K + 1) * most]: falling within each group
-    order = rates.argsort(dim=1, descending=True, stable=True)[:, : max(0, budget)]
-    sizes = torch.zeros_like(exactly, dtype=torch.long)
-    sizes.scatter_add_(1, order // most, torch.ones_like(order))
-    return _no_single_rows(sizes, exactly, gain, most) if lead else sizes
-
-
-def _no_single_rows(sizes: Tensor, exactly: Tensor, gain: Tensor, most: int) -> Tensor:
-    """Gives the row of a group that has but one (o-ptp: of no use; there is one such group at most) to the best other.
-
-    sizes, exactly: [R, K + 1]; gain: [drafts] of each further draft of a group.
-    """
-    import torch
-
-    further = exactly * gain[(sizes - 1).clamp(0, len(gain) - 1)]
-    further = further.masked_fill((sizes < 2) | (sizes >= most), -1.0)
-    value, taker = further.max(1, keepdim=True)
-    moved = (sizes == 1) & (value >= 0)
-    sizes = torch.where(moved, 0, sizes)
-    return sizes.scatter_add(1, taker, moved.sum(1, keepdim=True))
-
-
 class _Values(NamedTuple):
     tokens: float  # per step, the target's own token included
-    visits: np.ndarray  # [K + 1] stationary law of d
+    visits: np.ndarray  # [K + 1] stationary distribution of d
     worth: np.ndarray  # [K + 1] by v: tokens of a step with v drafts and, relative to the mean, of all behind it
 
 
@@ -150,27 +107,35 @@ class _Chain:
             raise ServeConfigError(
                 f"num_drafts={num_drafts} with window={window}: allowed are 1 to {window - 1}; set num_drafts to that"
             )
-        law = np.asarray(accepted, float)
-        if law.ndim != 1 or not len(law) or not np.isfinite(law).all() or (law < 0).any() or law.sum() <= 0:
-            raise HeadConfigError("accepted: not a law over the numbers of accepted drafts; measure the head again")
+        chances = np.asarray(accepted, float)
+        if (
+            chances.ndim != 1
+            or not len(chances)
+            or not np.isfinite(chances).all()
+            or (chances < 0).any()
+            or chances.sum() <= 0
+        ):
+            raise HeadConfigError(
+                "accepted: not a distribution over the numbers of accepted drafts; measure the head again"
+            )
         self.drafts, self.lead = num_drafts, VARIANTS[variant]
         self.most = num_drafts + self.lead  # rows of a group that are of use
         self.full_budget = (num_drafts + 1) * self.most
-        survival = np.zeros(max(num_drafts + 1, len(law)))
-        survival[: len(law)] = law[::-1].cumsum()[::-1] / law.sum()
+        survival = np.zeros(max(num_drafts + 1, len(chances)))
+        survival[: len(chances)] = chances[::-1].cumsum()[::-1] / chances.sum()
         self.survival = np.minimum.accumulate(survival[: num_drafts + 1])  # S_0 = 1, ..., S_K
         self.tokens = self.survival.cumsum()  # [K + 1] of a step with v drafts
         v, d = np.ogrid[: num_drafts + 1, : num_drafts + 1]
         below = np.append(self.survival[1:], 0)
-        law_of_d = np.where(d < v, self.survival - below, np.where(d == v, self.survival, 0.0))
-        self.transition = (1 - RESTART) * law_of_d  # [v, d]
+        chance_of_d = np.where(d < v, self.survival - below, np.where(d == v, self.survival, 0.0))
+        self.transition = (1 - RESTART) * chance_of_d  # [v, d]
         self.transition[:, 0] += RESTART
 
     def drafts_of(self, sizes: np.ndarray) -> np.ndarray:
         return (sizes - self.lead).clip(min=0)
 
     def stationary(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens per step [...] and law of d [..., K + 1] of tables sizes[..., K + 1]."""
+        """Tokens per step [...] and distribution of d [..., K + 1] of tables sizes[..., K + 1]."""
         drafts = self.drafts_of(sizes)
         step = self.transition[drafts]  # [..., d, next d]
         system = np.eye(step.shape[-1]) - step + 1

@@ -6,14 +6,13 @@ Whatever fails on one tensor-parallel rank is given up on all of them, and said 
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from vllm.distributed import get_tp_group
 
-from vllm_mtpc.proposers.seam import auto
+from vllm_mtpc.proposers.config.switches import logger, warn
 
 Made = TypeVar("Made")
 
@@ -35,25 +34,13 @@ def attempt(call: Callable[[], Made], folder: str) -> Made:
     if not failed:
         return made
     if group.rank_in_group == 0:
-        auto.warn(folder, error or "it failed on another rank")
-        logging.getLogger("vllm.mtpc").debug("what failed", exc_info=error)
+        warn(folder, error or "it failed on another rank")
+        logger.debug("what failed", exc_info=error)
     raise GivenUp from None
 
 
-def release(device: torch.device) -> None:
+def release() -> None:
     """Give back what the head had allocated."""
     gc.collect()
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def restored(*namespaces: dict[str, Any]) -> Callable[[], None]:
-    """What puts these namespaces back to what they are now."""
-    before = [dict(one) for one in namespaces]
-
-    def restore() -> None:
-        for one, given in zip(namespaces, before, strict=True):
-            one.clear()
-            one.update(given)
-
-    return restore
