@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.adapters import check_adapter_shapes, module_names
 from vllm_mtpc.checkpoint.convert.yaml import Settings
-from vllm_mtpc.checkpoint.ptp import READS_HIDDEN, WRITES_HIDDEN
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, MODULES, Adapters
 
@@ -48,8 +47,8 @@ def stored_adapters(
         layers.add(int(match["layer"]))
     ordered = sorted(layers)
     _check_layers(path, ordered, given.get("layers_to_transform"), target.get("num_hidden_layers"))
-    check_adapter_shapes(path, {name: tuple(value.shape) for name, value in tensors.items()}, ordered, rank)
-    _check_width(path, tensors, target["hidden_size"])
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    check_adapter_shapes(path, shapes, ordered, rank, target["hidden_size"])
     return Adapters(ordered, rank, alpha, module_names(tensors), tensors)
 
 
@@ -62,15 +61,3 @@ def _check_layers(path: Path, layers: list[int], said: Any, total: int | None) -
             f"{path}: adapters on layers {layers} of {total}, config.yaml says {said}; allowed: {allowed}, and the "
             "same in both; name the target it was trained on"
         )
-
-
-def _check_width(path: Path, tensors: Mapping[str, Tensor], width: int) -> None:
-    for name, value in tensors.items():
-        module, _, part = name.removesuffix(".weight").rpartition(".lora_")
-        module = module.rpartition(".")[2]
-        side = {"A": 1 if module in READS_HIDDEN else None, "B": 0 if module in WRITES_HIDDEN else None}[part]
-        if side is not None and value.shape[side] != width:
-            raise CheckpointError(
-                f"{path}: {name} has shape {tuple(value.shape)}; the target's hidden_size is {width}; name the target "
-                "it was trained on"
-            )
