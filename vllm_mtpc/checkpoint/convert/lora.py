@@ -52,12 +52,12 @@ def stored_adapters(
     return Adapters(ordered, rank, alpha, module_names(tensors), tensors)
 
 
-def _check_layers(path: Path, layers: list[int], said: Any, total: int | None) -> None:
+def _check_layers(path: Path, layers: list[int], stated: Any, total: int | None) -> None:
     last = layers[-1] if total is None else total - 1
     expected = list(range(last - len(layers) + 1, last + 1))
-    if layers != expected or len(layers) not in ALLOWED_LAYERS or said not in (None, layers):
+    if layers != expected or len(layers) not in ALLOWED_LAYERS or stated not in (None, layers):
         allowed = f"the last {', '.join(map(str, ALLOWED_LAYERS))} layers of the target"
         raise CheckpointError(
-            f"{path}: adapters on layers {layers} of {total}, config.yaml says {said}; allowed: {allowed}, and the "
+            f"{path}: adapters on layers {layers} of {total}, config.yaml says {stated}; allowed: {allowed}, and the "
             "same in both; name the target it was trained on"
         )
