@@ -2,7 +2,7 @@
 
 The verifier's token is Pick(u, Q). A row gives P, near Q but not equal to it, and Pick(u, P) is wrong wherever an edge
 between P's intervals lies on the other side of u: it takes P at its word. Trust r says how far to. Let the verifier's
-token be Pick(u', P), with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the cumulative distribution
+token be Pick(u', P), with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the distribution function
 of P in vocabulary order,
 
     P(v | u) = Phi((a_v - r b) / sqrt(1 - r^2)) - Phi((a_(v-1) - r b) / sqrt(1 - r^2)),   a = Phi^-1(F), b = Phi^-1(u)
