@@ -41,13 +41,13 @@ from vllm_mtpc.heads.ptp.trust import draft_tokens, reads_u
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.v2.coupled import with_coupled_sampler
-from vllm_mtpc.proposers.v2.eager import eager_priorities
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.lora import Gate
 from vllm_mtpc.proposers.v2.ptp.attention import builder_config, check_attention
 from vllm_mtpc.proposers.v2.ptp.batch import RowBatch
 from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
 from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
+from vllm_mtpc.proposers.v2.shared_modules import eager_priorities
 
 # Attention backends whose metadata is where its tensors are: others plan each pass on the host.
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")

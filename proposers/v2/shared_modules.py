@@ -1,13 +1,14 @@
-"""Modules of the target in passes that are not compiled: with kernels in the place of what inductor fuses.
+"""Modules of the target once more: containers are copied, everything that holds weights is shared.
 
-Where vLLM compiles a target, its CustomOps and IR operations (norms, activations, rotary positions) are their PyTorch
-definitions, for inductor to fuse. Our passes run copies of the same modules eagerly, where a definition is half a dozen
-launches and the kernel is one.
+Such copies cost their adapters and nothing else, and the target's tree stays as it is. Where vLLM compiles a target,
+its CustomOps and IR operations (norms, activations, rotary positions) are their PyTorch definitions, for inductor to
+fuse. Our passes run the copies eagerly, where a definition is half a dozen launches and the kernel is one.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict
 
 from torch import nn
@@ -16,6 +17,22 @@ from vllm.config.compilation import CompilationMode
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.model_executor.custom_op import CustomOp
 from vllm.platforms import current_platform
+
+
+def copied(module: nn.Module, name: str, replace: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+    """A copy of a container with its children copied or replaced; a module without children is shared."""
+    other = replace(name, module)
+    if other is not None:
+        return other
+    if not module._modules:
+        return module
+    twin = copy.copy(module)
+    children = {
+        key: child if child is None else copied(child, f"{name}.{key}" if name else key, replace)
+        for key, child in module._modules.items()
+    }
+    twin.__dict__["_modules"] = children
+    return twin
 
 
 def with_kernel(module: nn.Module) -> nn.Module | None:
