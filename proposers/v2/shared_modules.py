@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from torch import nn
 from vllm.config import VllmConfig
@@ -48,12 +49,18 @@ def with_kernel(module: nn.Module) -> nn.Module | None:
     return twin
 
 
+def changed(config: Any, **attributes: Any) -> Any:
+    """A copy of one of vLLM's configs with other attributes, which it is not asked about: they are nobody's options."""
+    twin = copy.copy(config)
+    for name, value in attributes.items():
+        object.__setattr__(twin, name, value)  # the configs validate assignments against each other
+    return twin
+
+
 def eager_priorities(vllm_config: VllmConfig) -> IrOpPriorityConfig:
     """The providers of IR operations outside of compiled code: the user's first, then what vLLM takes uncompiled."""
-    config, compilation = copy.copy(vllm_config), copy.copy(vllm_config.compilation_config)
-    # object.__setattr__: the configs validate assignments against each other, and these are nobody's options
-    object.__setattr__(compilation, "mode", CompilationMode.NONE)
-    object.__setattr__(config, "compilation_config", compilation)
+    uncompiled_config = changed(vllm_config.compilation_config, mode=CompilationMode.NONE)
+    config = changed(vllm_config, compilation_config=uncompiled_config)
     uncompiled = asdict(current_platform.get_default_ir_op_priority(config))
     for name, given in asdict(vllm_config.kernel_config.ir_op_priority).items():
         named = [provider for provider in given if provider != "native"]

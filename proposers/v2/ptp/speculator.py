@@ -61,9 +61,9 @@ class PtpSpeculator(DraftModelSpeculator):
         self.head, self.plan = spec.head, spec.plan(self.max_num_reqs)
         self.is_onehot = self.head.variant == "o-ptp"
         self.gate, self.writes = Gate(), Writes()
-        rows, groups = self.plan.max_rows, self.plan.max_groups
+        rows, groups = self.num_rows(), self.plan.max_groups
         self.embeds = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
-        self.states = torch.zeros_like(self.embeds)  # that a captured pass leaves
+        self.states = torch.zeros_like(self.embeds[: self.plan.max_rows])  # that a captured pass leaves
         self.row_positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.row_slots = torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self.group_ends = torch.zeros(groups, dtype=torch.int32, device=device)
@@ -78,6 +78,10 @@ class PtpSpeculator(DraftModelSpeculator):
         self.drafted: Any = None  # what a merged pass has left
         self.priorities = eager_priorities(vllm_config)
 
+    def num_rows(self) -> int:
+        """The most rows of a pass of the student."""
+        return self.plan.max_rows
+
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
         scale = self.head.lora_alpha / self.head.lora_rank
@@ -85,7 +89,9 @@ class PtpSpeculator(DraftModelSpeculator):
         self.embedding, self.late = head.embedding, head.late
         self.table = head.embedding.table() if self.speculative_config.u_table else None
         base = resolve_model_state_cls(self.vllm_config, target_model)
-        state = self.model_state_cls(with_coupled_sampler(base, self.speculative_config, self.device, self._on_sampler))
+        state = self.model_state_cls(
+            with_coupled_sampler(base, self.speculative_config, self.device, partial(setattr, self, "sampler"))
+        )
         target_model.get_model_state_cls = lambda: state
         student = student_tree(target_model, head.lora, scale, self.gate, self.writes)
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
@@ -95,9 +101,6 @@ class PtpSpeculator(DraftModelSpeculator):
     def model_state_cls(self, base: type) -> type:
         """The ModelState class of the engine; `base` brings the u-coupled sampler."""
         return base
-
-    def _on_sampler(self, sampler: Any) -> None:
-        self.sampler = sampler
 
     def set_attn(
         self,
