@@ -139,7 +139,7 @@ class MergedSpeculator(PtpSpeculator):
 
         num_groups = num_reqs * layout.num_groups
         tables = self.block_tables.input_block_tables[0][:num_reqs]
-        of_groups, source, target = self.scratch.place(
+        of_groups, source, target = self.scratch.attach(
             prefix.flatten(), tables.repeat_interleave(layout.num_groups, dim=0)
         )
         group = (self.group_index[:num_reqs, None] * layout.num_groups + layout.group).flatten()

@@ -71,7 +71,7 @@ class PtpSpeculator(DraftModelSpeculator):
         self.group_index = torch.arange(groups, device=device)
         self.draft_index = torch.arange(self.num_speculative_steps, device=device)
         self.copied = torch.zeros(groups, dtype=torch.int64, device=device)  # block that each group starts in
-        self.places: dict[int, tuple[Tensor, Tensor]] = {}  # by auxiliary rows: where requests and such rows stand
+        self.pass_rows: dict[int, tuple[Tensor, Tensor]] = {}  # by auxiliary rows: where requests and such rows stand
         self.graphs: DraftGraphs | None = None
         self.metadata: dict[str, Any] | None = None  # of the pass under way
         self.sampler: Any = None
@@ -227,7 +227,7 @@ class PtpSpeculator(DraftModelSpeculator):
         positions[:, 1:] = at[:, 1:] - 1 if self.is_onehot else at[:, 1:]
         positions.clamp_(max=self.max_model_len - 1)
 
-        _, self.copied[:num_reqs], _ = self.scratch.place(prefix, self.block_tables.input_block_tables[0][:num_reqs])
+        _, self.copied[:num_reqs], _ = self.scratch.attach(prefix, self.block_tables.input_block_tables[0][:num_reqs])
         group = self.group_index[:num_reqs, None].expand(-1, width)
         self.row_slots[:rows] = self.scratch.slots(group, prefix[:, None], at).flatten()
         self.group_ends[:num_reqs] = prefix + width
@@ -255,10 +255,11 @@ class PtpSpeculator(DraftModelSpeculator):
         upper [R], on the host: bounds on the tokens that they see.
         """
         num_reqs, width = len(upper), 1 + size
-        if size not in self.places:  # made once and kept: a graph reads them where they are
+        if size not in self.pass_rows:  # made once and kept: a graph reads them where they are
             starts = torch.arange(len(self.copied) + 1, device=self.device) * width
-            self.places[size] = starts.int(), (starts[:-1, None] + torch.arange(1, width, device=self.device)).flatten()
-        starts, aux_rows = self.places[size]
+            aux_rows = (starts[:-1, None] + torch.arange(1, width, device=self.device)).flatten()
+            self.pass_rows[size] = starts.int(), aux_rows
+        starts, aux_rows = self.pass_rows[size]
         self.gate.rows = aux_rows[: num_reqs * size]
         writes = self.writes
         writes.num_real, writes.source, writes.target = 0, self.copied[:num_reqs], self.scratch.own[:num_reqs, 0]
