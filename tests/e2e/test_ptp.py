@@ -212,7 +212,7 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
 
     Without the network it is not, nor with another trust.
     """
-    from vllm_mtpc.eval.ptp import draft, draft_rows
+    from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows
     from vllm_mtpc.heads.ptp.student import Student
     from vllm_mtpc.hf import load_target
 

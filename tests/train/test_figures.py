@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.support.harness import options_for, random_documents, tiny_target
-from vllm_mtpc.eval.acceptance import acceptance
+from tests.support.tiny import acceptance
+from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.train import figures, prepare
 
 __all__ = ["tiny_target"]  # the fixture
@@ -29,8 +30,9 @@ def test_figures_follow_their_temperature(tiny_target, tmp_path):
         ):
             for t in range(int(first), int(last) + 1):
                 at = torch.arange(t, t + options.window)
-                kept = acceptance(head, tiny_target.logits, hidden[at][None], text[at + 1][None], greedy=name == "t0")
-                total.append(1 + kept.cumprod(-1).sum().item())
+                sampling = Sampling(0.0 if name == "t0" else 1.0)
+                kept = acceptance(head, tiny_target, hidden[at][None], text[at + 1][None], sampling)
+                total.append(1 + kept.sum().item())
         values[name] = sum(total) / len(total)
     assert found["t0"]["anywhere"] == pytest.approx(values["t0"], abs=1e-5)
     # the figure averages the last factor of each product over the target's law: same mean, other noise

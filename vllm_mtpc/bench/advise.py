@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from vllm_mtpc.bench.curves import Curves
-    from vllm_mtpc.eval.arguments import check_positive
+    from vllm_mtpc.flags import check_positive
 
     check_positive(args, "steps")
     batches = sorted(set(args.concurrency))
@@ -96,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
 def candidate(name: str, temperature: float) -> Candidate:
     """A head by folder or hub name. Raises UsageError where its acceptance is not known."""
     from vllm_mtpc.checkpoint.figures import measured_acceptance
-    from vllm_mtpc.eval.loading import place
+    from vllm_mtpc.eval.loading import resolve
 
-    folder, config = place(name)
+    folder, config = resolve(name)
     key = "t1" if temperature >= 0.5 else "t0"
     accepted = measured_acceptance(folder).get(key)
     if accepted is None:
@@ -172,11 +172,11 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
     from vllm_mtpc.bench.engines import arguments
     from vllm_mtpc.checkpoint import resolve_verifier
     from vllm_mtpc.engine import provenance
-    from vllm_mtpc.eval.loading import place
+    from vllm_mtpc.eval.loading import resolve
 
     target = args.target
     if target is None:
-        folder, config = place(heads[0].name)
+        folder, config = resolve(heads[0].name)
         target = resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
     on_gpu = torch.cuda.is_available()
     steps: dict[tuple[int, int], float] = {}

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_mtpc.eval.arguments import check_positive
+    from vllm_mtpc.flags import check_positive
 
     check_positive(args, "max_num_seqs", "tensor_parallel_size")
     report = inspect_head(args.path)
