@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.harness import options_for, random_documents, tiny_target
 from tests.support.tiny import acceptance
+from tests.support.training import options_for, random_documents
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.train import figures, prepare
-
-__all__ = ["tiny_target"]  # the fixture
 
 
 def test_figures_follow_their_temperature(tiny_target, tmp_path):

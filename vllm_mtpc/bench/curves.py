@@ -8,28 +8,21 @@ The file that `vllm-mtpc advise --measure` writes and `--curves` reads is JSON:
 
 Pairs are read too: [rows, ms] for steps known by their rows alone, [batch, ms] for drafts of any length.
 
-Measuring: one engine in a process of its own runs steps of exactly `batch` requests with exactly `drafts` drafts each;
-the scheduler's K is set from outside, whatever is accepted.
+engine/cells.py measures them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_mtpc.engine.process import engine_child, failure
+from vllm_mtpc.engine.cells import Cell
 from vllm_mtpc.errors import UsageError
-
-Cell = tuple[int, int]  # requests, drafts of each
-WARM_UP = 3  # steps of a cell that are not counted
-PROMPT = 16  # tokens
 
 
 class Curve:
@@ -38,38 +31,22 @@ class Curve:
     Beyond the largest batch the last slope goes on; elsewhere outside of what was measured the nearest value holds.
     """
 
-    def __init__(self, points: Any, what: str) -> None:
-        self.by_batch: dict[int, tuple[list[float], list[float]]] = {}
-        self.alone: tuple[list[float], list[float]] | None = None  # measured in pairs
-        for point in _checked(points, what):
-            if len(point) == 3:
-                xs, ys = self.by_batch.setdefault(int(point[0]), ([], []))
-                xs.append(float(point[1]))
-                ys.append(float(point[2]))
-        if not self.by_batch:
-            self.alone = tuple(list(column) for column in zip(*sorted(map(tuple, points)), strict=True))  # type: ignore[assignment]
+    def __init__(self, points: Any, what: str, per_request: bool = False) -> None:
+        """per_request: neighbouring batches are asked for the second number of each request, not of the whole batch."""
+        self.per_request = per_request
+        self.by_batch: dict[int | None, list[tuple[float, float]]] = {}  # None: measured in pairs
+        for *batch, number, ms in _checked(points, what):
+            self.by_batch.setdefault(int(batch[0]) if batch else None, []).append((number, ms))
 
     def at(self, batch: int, number: float, pairs_by: float) -> float:
         """ms at (batch, number); a curve of pairs is read at `pairs_by`."""
-        if self.alone is not None:
-            return _line(*self.alone, pairs_by)
-        batches = sorted(self.by_batch)
-        values = [self._within(known, number * self._scale(known, batch)) for known in batches]
-        return _line(batches, values, batch)
-
-    def _scale(self, known: int, batch: int) -> float:
-        return 1.0
-
-    def _within(self, batch: int, number: float) -> float:
-        xs, ys = zip(*sorted(zip(*self.by_batch[batch], strict=True)), strict=True)
-        return float(np.interp(number, xs, ys))
-
-
-class StepCurve(Curve):
-    """The second number is the rows of the whole batch: neighbours are asked for the rows each request has."""
-
-    def _scale(self, known: int, batch: int) -> float:
-        return known / batch
+        if None in self.by_batch:
+            return _line(self.by_batch[None], pairs_by)
+        across = []
+        for known, points in self.by_batch.items():
+            wanted = number * known / batch if self.per_request else number
+            across.append((known, float(np.interp(wanted, *zip(*sorted(points), strict=True)))))
+        return _line(across, batch)
 
 
 class Curves:
@@ -81,7 +58,7 @@ class Curves:
                 f'{source}: no cost curves; a file with "step_ms" and "draft_ms" is needed: vllm-mtpc advise --measure'
             )
         self.source = source
-        self.step_curve = StepCurve(values.get("step_ms"), f"{source}: step_ms")
+        self.step_curve = Curve(values.get("step_ms"), f"{source}: step_ms", per_request=True)
         self.draft_curves = {
             name: Curve(points, f"{source}: draft_ms[{name!r}]") for name, points in values["draft_ms"].items()
         }
@@ -114,8 +91,9 @@ class Curves:
         return self.draft_curves[name].at(batch, drafts, batch)
 
 
-def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+def _line(points: Sequence[tuple[float, float]], x: float) -> float:
     """Linear between points and beyond the last one; the first value in front of the first."""
+    xs, ys = zip(*sorted(points), strict=True)
     if len(xs) > 1 and x > xs[-1]:
         return ys[-1] + max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])) * (x - xs[-1])
     return float(np.interp(x, xs, ys))
@@ -135,80 +113,3 @@ def cells(batches: Sequence[int], num_drafts: int) -> list[Cell]:
     """What is measured: every batch size, with 0, 1, 2, 4, ... and all drafts."""
     powers = {1 << power for power in range(num_drafts.bit_length())}
     return [(batch, drafts) for batch in batches for drafts in sorted({0, num_drafts} | powers)]
-
-
-def measure(
-    engine: dict[str, Any], wanted: Sequence[Cell], steps: int, temperature: float, log: Path
-) -> Iterator[dict[str, Any]]:
-    """One dict per cell: batch, drafts, step_ms (without the draft), draft_ms. Raises EngineFailed.
-
-    engine: keyword arguments of `vllm.LLM`, with a head. A cell that the engine cannot run has no times (None).
-    """
-    job = {"engine": engine, "cells": list(wanted), "steps": steps, "temperature": temperature}
-    with engine_child("vllm_mtpc.bench.curves", json.dumps(job), log) as (process, results):
-        left = len(wanted)
-        for line in results:
-            yield json.loads(line)
-            left -= 1
-        if left:
-            raise failure("the measured engine", process.wait(), log)
-
-
-def _measure_cell(llm: Any, clock: Any, cell: Cell, steps: int, temperature: float, turn: int) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    batch, drafts = cell
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    scheduler.dynamic_sd_lookup = [drafts] * (scheduler.scheduler_config.max_num_seqs + 1)
-    vocabulary = llm.model_config.get_vocab_size()
-    how = SamplingParams(temperature=temperature, max_tokens=(steps + WARM_UP + 2) * (drafts + 1), ignore_eos=True)
-    names = [f"{turn}-{index}" for index in range(batch)]
-    for index, name in enumerate(names):
-        prompt = [(7 * turn + 13 * index + place) % vocabulary for place in range(PROMPT)]
-        engine.add_request(name, {"prompt_token_ids": prompt}, how)
-    clock.clear()
-    while (
-        engine.has_unfinished_requests() and sum(_counts(record, cell) for record in clock.records) <= steps + WARM_UP
-    ):
-        engine.step()
-    counted = [
-        (1000 * (following.started - record.started), clock._milliseconds(record, "draft"))
-        for record, following in zip(clock.records[:-1], clock.records[1:], strict=True)
-        if _counts(record, cell)
-    ][WARM_UP:]
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
-    walls, drafting = ([wall - draft for wall, draft in counted], [draft for _, draft in counted])
-    return {"batch": batch, "drafts": drafts, "step_ms": _typical(walls), "draft_ms": _typical(drafting)}
-
-
-def _typical(times: list[float]) -> float | None:
-    """The lower quartile: a step that another process delayed says nothing about what it costs."""
-    return round(sorted(times)[len(times) // 4], 4) if times else None
-
-
-def _counts(record: Any, cell: Cell) -> bool:
-    """Whether a step is one of the cell's: all of its requests, each with all of its drafts."""
-    batch, drafts = cell
-    return record.is_decoding and record.requests == batch and record.rows == batch * (1 + drafts)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """The child: JOB is the job's file, FD the open file that takes one JSON line per cell."""
-    job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    from vllm import LLM
-
-    from vllm_mtpc.engine.steps import StepClock, runner_of
-
-    llm = LLM(**job["engine"])
-    clock = StepClock(runner_of(llm))
-    with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as results:
-        for turn, cell in enumerate(job["cells"]):
-            measured = _measure_cell(llm, clock, tuple(cell), job["steps"], job["temperature"], turn)
-            print(json.dumps(measured), file=results, flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.data.names import is_path
 from vllm_mtpc.errors import UsageError, one_line
+from vllm_mtpc.heads import head_options, option_fields
 
 # Options of one kind of head alone, and the defaults a PTP head has of its own.
 CIRCUIT_OPTIONS = (
-    "circuit", "components", "expander_rank", "expander_layers", "expander_heads", "init", "lora_layers", "beta", "kl",
-    "kl_form", "acceptance", "acceptance_form", "train_first", "checkpoint_circuit",
-    "regenerate_greedy_share", "cache",
+    "circuit", "components", *head_options(), "init", "lora_layers", "beta", "kl", "kl_form", "acceptance",
+    "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
 )  # fmt: skip
 PTP_OPTIONS = (
     "variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "late_only", "law_trust", "ptp_loss",
@@ -29,7 +29,7 @@ STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
 PTP_LOSSES = {"o-ptp": ("ce", "bce", "kl"), "c-ptp": ("kl", "reverse-kl", "inverse")}
 
 
-class TrainOptions(BaseModel):
+class TrainOptions(create_model("HeadOptions", **option_fields())):
     """Every option of `vllm-mtpc train`. A field is a key of the YAML file and, with dashes, a flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,9 +49,6 @@ class TrainOptions(BaseModel):
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
     head: str = Field("linear", description="linear, shared (large vocabularies), mlp or transformer; or ptp")
-    expander_rank: int | None = Field(None, ge=1, description="width of the shared head's expanders")
-    expander_layers: int | None = Field(None, ge=1, description="blocks of the mlp and transformer heads")
-    expander_heads: int | None = Field(None, ge=1, description="attention heads of the transformer head")
     init: Literal["lm-head", "random"] = Field("lm-head", description="start of a new head")
     init_from: str | None = Field(
         None, description="head folder to start from: the same kind; its circuit, or one that has no inner sums"

@@ -16,7 +16,7 @@ from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
 from vllm_mtpc.data.sources import load_documents, size_of
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads import build_head, head_options
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.hf.names import target_config
@@ -127,10 +127,8 @@ def head_config(options: TrainOptions, target: Target) -> HeadConfig:
         verifier=options.verifier or verifier_name(options.target, options.out),
         head=options.head,
         num_speculative_tokens=options.num_speculative_tokens,
-        expander_rank=options.expander_rank,
-        expander_layers=options.expander_layers,
-        expander_heads=options.expander_heads,
         lora_layers=options.lora_layers,
+        **{name: getattr(options, name) for name in head_options()},
     )
 
 

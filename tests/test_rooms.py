@@ -1,0 +1,111 @@
+"""The rooms of the package import one way, no file imports itself through others, and only three rooms know vLLM."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up: a room imports those before it. A room is a folder of the package, or a file beside the folders.
+ROOMS = (
+    *("errors", "families", "files", "progress", "flags", "guard"),
+    *("kernels", "circuits", "heads", "config", "checkpoint", "hf"),
+    *("proposers.config", "proposers.heads", "proposers.v1", "proposers.v2", "proposers.seam", "models", "plugin"),
+    *("engine", "report", "demo", "data", "eval", "batch", "train", "bench", "plots", "ray_serve", "cli"),
+)
+KNOW_VLLM = ("proposers", "models", "engine")  # nobody else imports it, or names what is inside an engine
+INSIDE = {"engine_core", "model_runner"}
+
+
+@cache
+def files() -> dict[str, tuple[Path, ast.Module]]:
+    """Every module of the wheel by its name."""
+    found = {}
+    for folder in ("vllm_mtpc", "proposers", "kernels"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            parts = parts if parts[0] == "vllm_mtpc" else ["vllm_mtpc", *parts]
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = path, ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def room_of(module: str) -> str:
+    _, *parts = module.split(".")
+    deep = parts[:1] == ["proposers"]
+    return ".".join(parts[: 1 + deep])
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the package that a module imports anywhere: at its top, in functions, for annotations."""
+    found = set()
+    for node in ast.walk(files()[name][1]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {one if one in files() else node.module for one in inner}
+    return {one for one in found if one in files() and one != name}
+
+
+def test_rooms_import_one_way():
+    known = {room_of(name) for name in files()} - {"", "__main__", "proposers"}
+    assert known <= set(ROOMS), f"rooms without a place: {sorted(known - set(ROOMS))}"
+    wrong = []
+    for name in files():
+        for other in imports(name):
+            own, its = room_of(name), room_of(other)
+            if own in ROOMS and its in ROOMS and ROOMS.index(its) > ROOMS.index(own):
+                wrong.append(f"{name} imports {other}")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_circle():
+    graph = {name: imports(name) for name in files()}
+    circles = [circle for circle in strongly_connected(graph) if len(circle) > 1]
+    assert not circles, "\n".join(" - ".join(sorted(circle)) for circle in circles)
+
+
+def test_a_circle_would_be_found():
+    assert {"a", "b", "c"} in strongly_connected({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+
+
+def test_vllm_is_known_in_its_rooms_alone():
+    wrong = []
+    for name, (path, tree) in files().items():
+        if room_of(name).split(".")[0] in KNOW_VLLM:
+            continue
+        for node in ast.walk(tree):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found = [module for module in modules if module.split(".")[0] == "vllm"]
+            found += [node.attr] if isinstance(node, ast.Attribute) and node.attr in INSIDE else []
+            wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {one}" for one in found]
+    assert not wrong, "\n".join(wrong)
+
+
+def strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules each of which reaches all others of its set."""
+
+    def reach(edges: dict[str, set[str]], start: str) -> set[str]:
+        seen, waiting = set(), [start]
+        while waiting:
+            for other in edges[waiting.pop()] - seen:
+                seen.add(other)
+                waiting.append(other)
+        return seen
+
+    back = defaultdict(set)
+    for name, others in graph.items():
+        for other in others:
+            back[other].add(name)
+    found, left = [], set(graph)
+    while left:
+        start = min(left)
+        circle = (reach(graph, start) & reach(back, start)) | {start}
+        found.append(circle)
+        left -= circle
+    return found
