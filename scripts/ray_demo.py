@@ -29,6 +29,7 @@ from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.process import failure, group
+from vllm_mtpc.errors import EngineFailed
 
 TARGET, HEAD = str(demo.path("target")), str(demo.path("btree"))
 DRAFTS = json.dumps({"method": "mtpc", "model": HEAD})
@@ -55,7 +56,7 @@ def app(nodes: Nodes, log: Path) -> Iterator[Client]:
     start = [str(BIN / "serve"), "start", "--proxy-location", "HeadOnly", "--http-port", str(port)]
     started = subprocess.run([*start, "--http-host", "127.0.0.1"], env=environment, capture_output=True, text=True)
     if started.returncode:
-        raise RuntimeError(f"serve start: {started.stdout[-500:]}{started.stderr[-1500:]}")
+        raise EngineFailed(f"serve start: {started.stdout[-500:]}{started.stderr[-1500:]}")
     words = ["replicas=2", f"request_timeout_s={TIMEOUT_S}", f"env={json.dumps(ENVIRONMENT)}", *PAIRS]
     run = [str(BIN / "serve"), "run", "vllm_mtpc.ray_serve:app", f"model={TARGET}", f"speculative-config={DRAFTS}"]
     client = Client(port, timeout_s=TIMEOUT_S + 30)
