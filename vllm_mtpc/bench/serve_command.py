@@ -95,9 +95,9 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
     if not args.target:
         if not args.heads:
             raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
-        from vllm_mtpc.eval.loading import place, target_of
+        from vllm_mtpc.eval.loading import resolve, target_of
 
-        args.target = target_of(*place(args.heads[0]), None)
+        args.target = target_of(*resolve(args.heads[0]), None)
     for key, value in (DEMO if args.demo else DEFAULTS).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
