@@ -170,10 +170,10 @@ def test_group_states_are_the_students(folder, recorded, head: str) -> None:
 
     Other kernels, the same numbers in float32: the largest difference allowed is 2e-4 of the states' size.
     """
-    from vllm_mtpc.heads.ptp.student import Student
+    from vllm_mtpc.checkpoint.ptp import load_student
     from vllm_mtpc.hf import load_target
 
-    student = Student.load(folder / head, load_target(folder / "target", torch.float32))
+    student = load_student(folder / head, load_target(folder / "target", torch.float32))
     reply = recorded[head]
     assert len(reply.recorded) > 10
     for note in reply.recorded:
@@ -212,11 +212,11 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
 
     Without the network it is not, nor with another trust.
     """
-    from vllm_mtpc.eval.ptp import draft, draft_rows
-    from vllm_mtpc.heads.ptp.student import Student
+    from vllm_mtpc.checkpoint.ptp import load_student
+    from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows
     from vllm_mtpc.hf import load_target
 
-    student = Student.load(folder / head, load_target(folder / "target", torch.float32))
+    student = load_student(folder / head, load_target(folder / "target", torch.float32))
     reply, same, steps = drafted[head, draft_pass], [0, 0], 0
     config, late = student.config, student.late
     others = ((None, config), (late, config.model_copy(update={"law_trust": 0.2 if config.law_trust else 0.8})))

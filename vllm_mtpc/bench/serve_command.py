@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
     try:
-        with _ended_by_sigterm(), _logs(args.logs) as logs:
+        with _ended_by_sigterm(), tempfile.TemporaryDirectory() as temporary:
+            logs = args.logs or Path(temporary)
             comparison = measure(args, decodings, settings, texts, logs, on_gpu)
     except EngineFailed as error:
         print(error, file=sys.stderr)
@@ -99,9 +100,9 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
     if not args.target:
         if not args.heads:
             raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
-        from vllm_mtpc.eval.loading import place, target_of
+        from vllm_mtpc.eval.loading import resolve, target_of
 
-        args.target = target_of(*place(args.heads[0]), None)
+        args.target = target_of(*resolve(args.heads[0]), None)
     for key, value in (DEMO if args.demo else DEFAULTS).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
@@ -227,15 +228,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _logs(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        yield Path(temporary)
 
 
 def _object(text: str) -> dict[str, Any]:

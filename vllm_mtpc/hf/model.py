@@ -5,7 +5,7 @@ What a head reads and is verified by, without vLLM: training and evaluation use 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,11 +58,14 @@ class Target:
 
         documents[B, S] numbers the document of each token (-1: padding); neither attention nor positions cross one.
         """
+        tokens = tokens.to(self.device, torch.long)
+        return self.backbone(input_ids=tokens, use_cache=False, **self.packed(documents)).last_hidden_state
+
+    def packed(self, documents: Tensor | None) -> dict[str, Any]:
+        """Arguments of the backbone for rows that hold several documents; none where there is one per row."""
         from vllm_mtpc.hf.attention import packed_arguments
 
-        tokens = tokens.to(self.device, torch.long)
-        packed = {} if documents is None else packed_arguments(documents.to(self.device), self.attention)
-        return self.backbone(input_ids=tokens, use_cache=False, **packed).last_hidden_state
+        return {} if documents is None else packed_arguments(documents.to(self.device), self.attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of hidden[..., D], float32, with the model's own scale and soft cap."""
@@ -117,4 +120,14 @@ def _check(name: str, model: PreTrainedModel, missing: Collection[str]) -> None:
         raise UsageError(
             f"target {name}: its files have no {sorted(missing)[0]} ({len(missing)} tensors of {type(model).__name__} "
             "are missing), so it cannot verify drafts; name a causal language model (…ForCausalLM) with all its weights"
+        )
+
+
+def check_length(target: Target, tokens: Sequence[Tensor], new_tokens: int, flag: str) -> None:
+    """Raises UsageError where a text would be longer than the target can read."""
+    limit, longest = getattr(target.config, "max_position_embeddings", None), max(map(len, tokens))
+    if limit is not None and longest + new_tokens > limit:
+        raise UsageError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones (drafts past the end included) are more than the "
+            f"{limit} positions of target {target.name}; lower {flag}"
         )
