@@ -226,8 +226,8 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys):
 
 
 def test_vllm_serving_another_target_is_noticed(tmp_path, capsys):
-    other = str(other_target(tmp_path / "other"))
+    injected = str(other_target(tmp_path / "other"))
     args = arguments("--prompts", "4", "--max-tokens", "32", "--temperature", "0", "--dtype", "float32")
-    diagnosis = doctor.diagnose(args, serve_target=other)
+    diagnosis = doctor.diagnose(args, serve_target=injected)
     assert not diagnosis.healthy and diagnosis.cause.name == "target"
     assert "another target" in diagnosis.verdict

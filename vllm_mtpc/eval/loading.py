@@ -16,7 +16,7 @@ from vllm_mtpc.hf import Target, choose_device, load_target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_mtpc.config.mtpc import AnyHeadConfig
+    from vllm_mtpc.config.base import AnyHeadConfig
     from vllm_mtpc.data.documents import Documents
     from vllm_mtpc.eval.evaluator import Evaluator
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_mtpc.checkpoint import read_config
+from vllm_mtpc.checkpoint.ptp import load_student
 from vllm_mtpc.eval import compare, ptp_acceptance
 from vllm_mtpc.eval.candidates import CandidateMetrics, measure_candidates
 from vllm_mtpc.eval.compare import Asked, Cause, Comparison
@@ -24,7 +25,7 @@ from vllm_mtpc.eval.metrics import Metrics, ratio, reached, shown, shown_shares
 from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, bits_per_token, generate
-from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
+from vllm_mtpc.heads.ptp.student import UNINFORMED
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.config.groups import VARIANTS, GroupTable, choose_groups, drafts_of_rows
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from vllm_mtpc.config.ptp import PtpConfig
     from vllm_mtpc.engine.served import Served
+    from vllm_mtpc.heads.ptp.student import Student
     from vllm_mtpc.hf import Target
 
 ROWS_PER_DRAFT = (2, 4)  # budgets shown: so many auxiliary rows per draft of a step
@@ -94,7 +96,7 @@ class PtpEvaluator:
     @classmethod
     def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> PtpEvaluator:
         """The adapters are float32 whatever ``head_dtype``."""
-        return cls(folder, read_config(folder), Student.load(folder, target), target)
+        return cls(folder, read_config(folder), load_student(folder, target), target)
 
     @staticmethod
     def check_options(args: Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
-from vllm_mtpc.checkpoint.ptp import load_ptp, save_ptp
+from vllm_mtpc.checkpoint.ptp import load_ptp, load_student, save_ptp
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.sampling import Sampling
@@ -166,7 +166,7 @@ def measured(options: TrainOptions, target: Target, prompts: list[Tensor]) -> di
     """Figures of the head in the out folder, as provenance.json holds them."""
     from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 
-    student, figures = Student.load(options.out, target), {}
+    student, figures = load_student(options.out, target), {}
     ways = samplings(options)
     for name, samples in held_out(options, target, prompts).items():
         found = measure_ptp(student, samples, ways[name], num_drafts=options.window - 1, seed=options.seed)
