@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_mtpc.eval.acceptance import measure
-from vllm_mtpc.eval.loading import check_length, prompts
+from vllm_mtpc.eval.loading import prompts
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate, with_draft_layers
+from vllm_mtpc.hf import check_length
 from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:

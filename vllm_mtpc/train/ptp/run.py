@@ -164,7 +164,7 @@ def held_out(options: TrainOptions, target: Target, prompts: list[Tensor]) -> di
 
 def measured(options: TrainOptions, target: Target, prompts: list[Tensor]) -> dict[str, Any]:
     """Figures of the head in the out folder, as provenance.json holds them."""
-    from vllm_mtpc.eval.ptp import measure_ptp
+    from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 
     student, figures = load_student(options.out, target), {}
     ways = samplings(options)
