@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_mtpc.families import FAMILIES
+
 __version__ = "0.1.0"
 __all__ = ["METHODS", "__version__", "has_heads"]
 
@@ -15,7 +17,7 @@ __all__ = ["METHODS", "__version__", "has_heads"]
 if not (Path(__file__).parent / "proposers").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
-METHODS = ("mtpc", "ptp")  # names in vLLM's speculative_config
+METHODS = tuple(FAMILIES)  # names in vLLM's speculative_config
 
 
 def has_heads(path: str | Path) -> bool:

@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 
+from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.proposers.v2 import shipped
 from vllm_mtpc.proposers.v2.grammar import StructuredRequests
 from vllm_mtpc.proposers.watch import watch_speculator, with_cost
@@ -21,16 +22,19 @@ def draft_layers(spec: Any) -> int:
     return getattr(spec.head, "lora_layers", 0)
 
 
-def speculator_class(spec: Any) -> type:
-    """The speculator of one of our configs."""
+def mtpc_speculator(spec: Any) -> type:
+    """The speculator of an MtPC head: with draft layers or without."""
     if draft_layers(spec):
         from vllm_mtpc.proposers.v2.layered import LayeredSpeculator
 
         return LayeredSpeculator
-    if spec.method == "mtpc":
-        from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
-        return MtpcSpeculator
+    return MtpcSpeculator
+
+
+def ptp_speculator(spec: Any) -> type:
+    """The speculator of a PTP head: in the target's own pass or in a second one."""
     if spec.draft_pass == "merged":
         from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator
 
@@ -38,6 +42,11 @@ def speculator_class(spec: Any) -> type:
     from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
 
     return PtpSpeculator
+
+
+def speculator_class(spec: Any) -> type:
+    """The speculator of one of our configs."""
+    return FAMILIES[spec.method].speculator(spec)
 
 
 @contextmanager

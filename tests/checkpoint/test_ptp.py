@@ -225,11 +225,11 @@ def test_inspect_shows_the_head(tmp_path: Path, capsys) -> None:
 
 def test_each_kind_of_head_is_refused_where_the_other_is_needed(folder: Path, tmp_path: Path) -> None:
     for read in (load_head, read_circuit_config, lambda place: plot_command.read(str(place))):
-        with pytest.raises(CheckpointError, match=r'PTP head.*load_ptp.*"method": "ptp"'):
+        with pytest.raises(CheckpointError, match=r'of method ptp; here one of method mtpc.*"method": "ptp"'):
             read(folder)
     config = HeadConfig.create(circuit="cp", window=4, num_components=2, target=LLAMA, verifier="../target")
     save_head(tmp_path / "circuit", config, build_head(config), {}, "card")
-    with pytest.raises(CheckpointError, match=r'method mtpc.*load_head.*"method": "mtpc"'):
+    with pytest.raises(CheckpointError, match=r'of method mtpc; here one of method ptp.*"method": "mtpc"'):
         load_ptp(tmp_path / "circuit")
 
 

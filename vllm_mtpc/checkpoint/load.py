@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_mtpc.checkpoint.adapters import check_adapters
+from vllm_mtpc.checkpoint.adapters import AdapterInfo, check_adapters
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, head_method, holds, require_weights
 from vllm_mtpc.checkpoint.tensors import check_names, checked
-from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.mtpc import AnyHeadConfig, HeadConfig
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import open_tensors
 from vllm_mtpc.heads import build_head
 
@@ -20,35 +20,42 @@ if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
 
 
-def read_config(folder: Path) -> HeadConfig | PtpConfig:
+def read_config(folder: Path) -> AnyHeadConfig:
     """The validated config of a head folder; raises CheckpointError or HeadConfigError."""
     if not holds(folder, CONFIG_FILE):
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; name a head folder, not a target or its parent")
-    kind = PtpConfig if head_method(folder) == "ptp" else HeadConfig
-    return kind.read(folder / CONFIG_FILE)
+    method = head_method(folder) or next(iter(FAMILIES))  # of no family: refused by the key that should say so
+    return FAMILIES[method].config.read(folder / CONFIG_FILE)
 
 
 def read_circuit_config(folder: Path) -> HeadConfig:
     """As read_config, for what only works with circuits; raises CheckpointError for a PTP head."""
-    config = read_config(folder)
-    if isinstance(config, PtpConfig):
+    return of_method("mtpc", folder, read_config(folder))
+
+
+def of_method(method: str, folder: Path, config: AnyHeadConfig) -> Any:
+    """`config`, of the head in `folder`; raises CheckpointError where it is of another method."""
+    if (own := config.speculators_model_type) != method:
         raise CheckpointError(
-            f"{folder} holds a PTP head; here a head of method mtpc is needed; load it with "
-            'vllm_mtpc.checkpoint.load_ptp, serve it with "method": "ptp"'
+            f"{folder} holds a head of method {own}; here one of method {method} is needed; name such a head, or "
+            f'serve this one with "method": "{own}"'
         )
     return config
 
 
-def check_tensors(folder: Path, config: HeadConfig | PtpConfig) -> None:
-    """Raise CheckpointError unless the files hold exactly the tensors of the head and its adapters, all finite."""
-    if isinstance(config, PtpConfig):
-        from vllm_mtpc.checkpoint.ptp import check_ptp
+def check_tensors(folder: Path, config: AnyHeadConfig) -> AdapterInfo | None:
+    """What a head's adapters are (None: it has none).
 
-        check_ptp(folder, config)
-        return
+    Raises CheckpointError unless the files hold exactly the tensors of the head and its adapters, all finite.
+    """
+    return FAMILIES[config.speculators_model_type].check(folder, config)
+
+
+def check_head(folder: Path, config: HeadConfig) -> AdapterInfo | None:
+    """As check_tensors, of an MtPC head."""
     for _ in _tensors(folder, config):
         pass
-    check_adapters(folder, config)
+    return check_adapters(folder, config)
 
 
 def load_head(

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from vllm_mtpc import METHODS
 from vllm_mtpc.errors import CheckpointError, first_line
+from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import read_json
 
 CONFIG_FILE = "config.json"
@@ -22,12 +22,12 @@ _TARGET_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old 
 
 
 def head_method(folder: Path) -> str | None:
-    """Which of METHODS the head in a folder is served with, as its config.json says; None for no head of ours."""
+    """Which of FAMILIES the head in a folder is served with, as its config.json says; None for no head of ours."""
     try:
         method = read_json(folder / CONFIG_FILE).get("speculators_model_type")
     except CheckpointError:
         return None
-    return method if method in METHODS else None
+    return method if method in FAMILIES else None
 
 
 def is_head(folder: Path) -> bool:
@@ -139,7 +139,7 @@ def resolve_verifier(folder: Path, name: str) -> str:
                 "target, else delete it"
             )
         return name
-    chosen = f'{{"method": "{head_method(folder) or METHODS[0]}", "model": "{folder}"}}'
+    chosen = f'{{"method": "{head_method(folder) or next(iter(FAMILIES))}", "model": "{folder}"}}'
     give = f"type vllm serve TARGET --speculative-config '{chosen}'; vllm-mtpc's commands take --target TARGET"
     if (root := _repository(folder)) and os.path.commonpath((root, path)) != root:
         raise CheckpointError(f"{says}, which is outside of its repository on the hub; {give}")

@@ -27,7 +27,7 @@ from vllm_mtpc.checkpoint.adapters import (
     module_names,
     read_adapter_config,
 )
-from vllm_mtpc.checkpoint.load import read_config
+from vllm_mtpc.checkpoint.load import of_method, read_config
 from vllm_mtpc.checkpoint.locate import U_EMBED_FILE, require_weights
 from vllm_mtpc.checkpoint.save import closing_files, to_save, write_folder
 from vllm_mtpc.checkpoint.tensors import check_names, checked, stored_shapes
@@ -87,12 +87,7 @@ def save_ptp(
 def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> PtpHead:
     """The head in a folder; raises CheckpointError or HeadConfigError."""
     folder = Path(folder)
-    config = read_config(folder)
-    if not isinstance(config, PtpConfig):
-        raise CheckpointError(
-            f"{folder} holds a head of method mtpc; here a PTP head is needed; load it with "
-            'vllm_mtpc.checkpoint.load_head, serve it with "method": "mtpc"'
-        )
+    config = of_method("ptp", folder, read_config(folder))
     _check_config(folder, config)
     u_embed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _embedding_tensors(folder, config)}
     lora = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _lora_tensors(folder, config)}

@@ -1,0 +1,48 @@
+"""The table of families: every entry names all parts of a family, and nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_mtpc import METHODS
+from vllm_mtpc.checkpoint import read_config
+from vllm_mtpc.config.mtpc import AnyHeadConfig
+from vllm_mtpc.families import FAMILIES, Family
+
+PARTS = ("config", "check", "load", "evaluator", "job", "serving", "speculator")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_entry_has_all_parts(method):
+    family = FAMILIES[method]
+    assert tuple(family._places) == PARTS
+    assert all(part in Family.__doc__ for part in PARTS)
+    assert issubclass(family.config, AnyHeadConfig)
+    assert list(inspect.signature(family.check).parameters) == ["folder", "config"]
+    with pytest.raises(AttributeError, match="no 'trainer'"):
+        family.trainer  # noqa: B018
+
+
+def test_a_family_of_the_table_is_read_by_it(monkeypatch, tmp_path: Path):
+    """A config of a third family is read by the class that its entry names; no other code knows the name."""
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "third"}')
+    monkeypatch.setitem(FAMILIES, "third", Family(config="tests.test_families:Third"))
+    assert read_config(tmp_path) == "read by the third"
+
+
+class Third:
+    @staticmethod
+    def read(file: Path) -> str:
+        assert file.name == "config.json"
+        return "read by the third"
+
+
+def test_importing_the_table_is_cheap():
+    code = "import sys, vllm_mtpc; assert vllm_mtpc.METHODS; print(*{'torch', 'pydantic', 'vllm'} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not run.stdout.strip()

@@ -1,0 +1,54 @@
+"""The families of heads by their method, the name in vLLM's `speculative_config`: one entry says where all of it is.
+
+A family is an entry here and its own modules; nothing else asks which family a head is of. An entry names objects as
+"module:name", imported when they are asked for: `FAMILIES[config.speculators_model_type].load(folder)`. This module
+imports nothing of the package, so that every room may.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+
+class Family:
+    """Attributes are the objects that the entry names.
+
+    config: pydantic model of `config.json`, a subclass of `vllm_mtpc.config.base.AnyHeadConfig`
+    check: (folder, config) -> AdapterInfo | None; raises CheckpointError unless every tensor is as the config says
+    load: (folder, dtype, device) -> the head as it is on disk
+    evaluator: the Evaluator of `vllm-mtpc eval`, `generate` and `doctor`
+    job: what `vllm-mtpc train` runs, (options, target)
+    serving: the class of vLLM's speculative config
+    speculator: (speculative config) -> class of the speculator on Model Runner V2
+    """
+
+    def __init__(self, **places: str) -> None:
+        self._places = places
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._places:
+            raise AttributeError(f"a family has no {name!r}")
+        return resolve_name(self._places[name])
+
+
+FAMILIES = {
+    "mtpc": Family(
+        config="vllm_mtpc.config.mtpc:HeadConfig",
+        check="vllm_mtpc.checkpoint.load:check_head",
+        load="vllm_mtpc.checkpoint.load:load_head",
+        evaluator="vllm_mtpc.eval.mtpc:MtpcEvaluator",
+        job="vllm_mtpc.train.run:CircuitJob",
+        serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
+        speculator="vllm_mtpc.proposers.v2.runner:mtpc_speculator",
+    ),
+    "ptp": Family(
+        config="vllm_mtpc.config.ptp:PtpConfig",
+        check="vllm_mtpc.checkpoint.ptp:check_ptp",
+        load="vllm_mtpc.checkpoint.ptp:load_ptp",
+        evaluator="vllm_mtpc.eval.ptp:PtpEvaluator",
+        job="vllm_mtpc.train.ptp.run:PtpJob",
+        serving="vllm_mtpc.proposers.config.ptp:PtpSpeculativeConfig",
+        speculator="vllm_mtpc.proposers.v2.runner:ptp_speculator",
+    ),
+}
