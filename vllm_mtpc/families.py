@@ -38,7 +38,7 @@ FAMILIES = {
         check="vllm_mtpc.checkpoint.load:check_head",
         load="vllm_mtpc.checkpoint.load:load_head",
         evaluator="vllm_mtpc.eval.mtpc:MtpcEvaluator",
-        job="vllm_mtpc.train.run:CircuitJob",
+        job="vllm_mtpc.train.circuit:CircuitJob",
         serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
         speculator="vllm_mtpc.proposers.v2.runner:mtpc_speculator",
     ),

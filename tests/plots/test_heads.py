@@ -130,7 +130,7 @@ def test_labels_of_many_heads_cover_neither_each_other_nor_a_point(tmp_path: Pat
 )
 def test_the_axis_says_what_the_loss_counts(tmp_path: Path, drawn: list, values: dict, unit: str) -> None:
     options = parse({"target": "t", "data": ["d"], "out": tmp_path, **values})
-    plot_loss(metrics(3), tmp_path, options.loss_unit)
+    plot_loss(metrics(3), tmp_path, options.job.loss_unit(options))
     assert drawn[0].axes[0].get_ylabel() == f"loss ({unit})"
 
 

@@ -64,6 +64,14 @@ CIRCUIT_LOOKS = dict(zip(CIRCUITS, itertools.cycle(LOOKS), strict=False))
 LOSS_COLOUR = "#0072B2"
 
 
+def plot_run(
+    folder: Path, metrics: Sequence[Mapping[str, Any]], unit: str, name: str, results: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """What a training run draws into its folder: the loss (in `unit`), and the acceptance of the head `name`."""
+    plot_loss(metrics, folder, unit)
+    plot_acceptance({name: results}, folder)
+
+
 def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path, unit: str) -> list[Path]:
     """loss.png and loss.svg: the loss and expected tokens/step at T=1 over optimiser steps, one panel each.
 

@@ -99,8 +99,7 @@ def with_responses(options: TrainOptions) -> TrainOptions:
             "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
             "the file it writes"
         )
-    # A PTP head learns one law: all of its text is drawn from it.
-    greedy = 0 if options.is_ptp else round(options.regenerate * options.regenerate_greedy_share)
+    greedy = round(options.regenerate * options.job.greedy_share(options))
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     files = []
     for name, law, count in (

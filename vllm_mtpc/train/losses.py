@@ -22,7 +22,7 @@ Means are over windows with a token at k; positions without one are marginalised
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,36 @@ def position_weights(options: TrainOptions) -> Tensor:
     return weights / weights.sum()
 
 
+class Overlaps(NamedTuple):
+    """What acceptance losses are made of, for drafts 2 .. n of B windows."""
+
+    overlap: Tensor  # [B, n - 1], sum_v min(p_k(v), q_k(v))
+    kept: Tensor  # [B, n - 1] bool, there is a token
+    ratio: Tensor  # [B, n - 1], log q_k(x_k) - log p_k(x_k)
+    weights: Tensor  # [n - 1], w_k by the windows of the step that have a token at k
+    mean: Tensor  # scalar, 1 by the windows that have a second token
+
+
+def length_loss(of: Overlaps) -> Tensor:
+    """Minus the expected number of accepted drafts, by n - 1."""
+    survived = of.ratio[:, :-1].clamp(max=0).masked_fill(~of.kept[:, :-1], 0).cumsum(1).exp()
+    alive = torch.nn.functional.pad(survived, (1, 0), value=1.0)  # [B, n - 1]
+    return -(alive * of.overlap).masked_fill(~of.kept, 0).sum() * of.mean / of.overlap.shape[1]
+
+
+def tv_loss(of: Overlaps) -> Tensor:
+    """Total variation between the target and the draft."""
+    return ((1 - of.overlap).masked_fill(~of.kept, 0) * of.weights).sum()
+
+
+def log_loss(of: Overlaps) -> Tensor:
+    """-log of the overlap."""
+    return (-of.overlap.clamp(min=TINY).log().masked_fill(~of.kept, 0) * of.weights).sum()
+
+
+LOSSES = {"length": length_loss, "tv": tv_loss, "log": log_loss}  # A, by `acceptance_form`
+
+
 def window_loss(
     circuit: Circuit, params: CircuitParams, tokens: Tensor, law: Tensor | None, options: TrainOptions, counts: Tensor
 ) -> Tensor:
@@ -70,15 +100,10 @@ def window_loss(
     loss = (1 - options.acceptance) * (terms.masked_fill(~kept, 0) * weights).sum()
     if options.acceptance == 0:
         return loss
-    overlap = torch.minimum(log_q, law).exp().sum(-1)[:, 1:]  # [B, n - 1]
-    if options.acceptance_form == "length":
-        survived = (chosen - _at(law, tokens))[:, 1:-1].clamp(max=0).masked_fill(~kept[:, 1:-1], 0).cumsum(1).exp()
-        alive = torch.nn.functional.pad(survived, (1, 0), value=1.0)  # [B, n - 1]
-        gained = (alive * overlap).masked_fill(~kept[:, 1:], 0).sum()
-        return loss - options.acceptance * gained * means[1] / (options.window - 1)
-    lost = 1 - overlap if options.acceptance_form == "tv" else -overlap.clamp(min=TINY).log()
+    overlap = torch.minimum(log_q, law).exp().sum(-1)
     rest = weights[1:] / position_weights(options)[1:].sum()
-    return loss + options.acceptance * (lost.masked_fill(~kept[:, 1:], 0) * rest).sum()
+    parts = Overlaps(overlap[:, 1:], kept[:, 1:], (chosen - _at(law, tokens))[:, 1:], rest, means[1])
+    return loss + options.acceptance * LOSSES[options.acceptance_form](parts)
 
 
 def _kl(log_q: Tensor, law: Tensor, tokens: Tensor, options: TrainOptions) -> Tensor:

@@ -19,7 +19,7 @@ from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.losses import row_losses
+from vllm_mtpc.train.ptp.losses import NEED_LAW, loss_name, row_losses
 from vllm_mtpc.train.ptp.source import Block, law_of
 from vllm_mtpc.train.windows import Windows, window_states
 
@@ -43,6 +43,7 @@ class PtpDrafter(nn.Module):
         super().__init__()
         self.head = student
         self.options = options
+        self.loss = loss_name(options)
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """The loss (nats, scalar) and, when watched, sums [2]: tokens of steps started at these windows, windows."""
@@ -73,7 +74,7 @@ class PtpDrafter(nn.Module):
         with torch.no_grad():
             text = self._text(batch, piece)
         log_q = None
-        if options.loss_name in ("kl", "reverse-kl"):
+        if self.loss in NEED_LAW:
             states = text.states
             if states is None:
                 states = window_states(block.prefix.hidden, row, start, batch.tokens.shape[1])
@@ -82,14 +83,14 @@ class PtpDrafter(nn.Module):
             states = student.aux(block.prefix, row, start, text.u[:, : text.u.shape[1] - first])
         logits = student.logits(student.states(states, text.tokens))
         tokens, u, trust = text.tokens[:, first:], text.u[:, first:], student.config.law_trust
-        values = row_losses(options.loss_name, logits, tokens, log_q, u, trust)
+        values = row_losses(self.loss, logits, tokens, log_q, u, trust)
         return (values.masked_fill(~text.usable[:, first:], 0) * weights).sum()
 
     def _text(self, batch: Windows, piece: Tensor) -> Text:
         draws = batch.draws[piece].to(self.head.target.device)
         if self.options.proposals == "student":
             return self._own_text(batch, piece, draws)
-        if self.options.loss_name == "inverse":
+        if self.loss == "inverse":
             return self._inverse_text(batch, piece, draws[:, 0])
         return self._given_text(batch, piece, draws[:, 0])
 
