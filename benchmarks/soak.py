@@ -29,6 +29,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
 from vllm_mtpc.data import prompts
@@ -37,8 +39,8 @@ from vllm_mtpc.engine.passes import Setting
 from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, write_json
-from vllm_mtpc.top import Look
 
+PROG = "python -m benchmarks.soak"
 LONGEST = 64  # tokens of an answer
 PROMPTS = 64
 SEQUENCES, BLOCK, BLOCKS = 12, 32, 64  # 2048 tokens of KV cache; 12 requests of up to 264 tokens want more
@@ -203,6 +205,15 @@ def soak(clients: Clients, num_clients: int, seconds: float, seed: int, tally: T
             future.result()
 
 
+def metrics(client: serve.Client) -> Counter[str]:
+    """The server's metrics by name, summed over engines."""
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(client.get("/metrics")[1]):
+        for sample in family.samples:
+            found[sample.name] += sample.value
+    return found
+
+
 def aftermath(client: serve.Client, patience_s: float = 30.0) -> Iterator[str]:
     """What is wrong with a server that everybody has left."""
     if client.get("/health")[0] != 200:
@@ -210,16 +221,16 @@ def aftermath(client: serve.Client, patience_s: float = 30.0) -> Iterator[str]:
         return
     deadline = time.monotonic() + patience_s
     while True:
-        look = Look.parse(client.get("/metrics")[1], 0.0)
-        busy = look.get("vllm:num_requests_running") + look.get("vllm:num_requests_waiting")
-        if (not busy and not look.get("vllm:kv_cache_usage_perc")) or time.monotonic() > deadline:
+        seen = metrics(client)
+        busy = seen["vllm:num_requests_running"] + seen["vllm:num_requests_waiting"]
+        if (not busy and not seen["vllm:kv_cache_usage_perc"]) or time.monotonic() > deadline:
             break
         time.sleep(0.5)
     if busy:
         yield f"{busy:.0f} requests are left though no client is"
-    if look.get("vllm:kv_cache_usage_perc"):
-        yield f"{100 * look.get('vllm:kv_cache_usage_perc'):.2f} % of the KV cache is in use though nobody asks"
-    if not look.get("vllm:num_preemptions_total"):
+    if seen["vllm:kv_cache_usage_perc"]:
+        yield f"{100 * seen['vllm:kv_cache_usage_perc']:.2f} % of the KV cache is in use though nobody asks"
+    if not seen["vllm:num_preemptions_total"]:
         yield "nothing was preempted: the cache was not too small, so this was no test of preemption"
 
 
@@ -228,7 +239,8 @@ def reference(target: str, asked: list[list[int]], logs: Path) -> list[list[int]
     engine = {"model": target, "dtype": "float32", "max_model_len": 320, "max_num_seqs": 16, "enforce_eager": True}
     engine |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
     setting = Setting("reference", clients=16, temperature=0.0, max_tokens=LONGEST, prompts=len(asked))
-    return next(offline.run(engine, asked, [setting], logs / "plain.log")).outputs
+    with offline.resident(engine, asked, logs / "plain.log") as plain:
+        return plain.measure(setting).outputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -253,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
             clients = Clients(client, client.model(), asked, wanted)
             soak(clients, args.clients, 60 * args.minutes, args.seed, tally)
             faults = [*tally.faults, *aftermath(client)]
-            look, accepted = Look.parse(client.get("/metrics")[1], 0.0), client.acceptance()
+            seen, accepted = metrics(client), client.acceptance()
     growth = tally.growth()
     if growth is not None and growth > GROWTH and args.minutes >= SETTLED:
         faults.append(f"memory has grown: {growth:.3f} of what it was, {GROWTH} are allowed")
@@ -266,8 +278,8 @@ def run(args: argparse.Namespace) -> int:
         "speculative_config": {**speculative, "model": provenance.public(args.head)},
         "requests": dict(tally.answered),
         "greedy_equal_to_plain": tally.answered["greedy"] + tally.answered["logprobs"] if not tally.faults else None,
-        "preemptions": int(look.get("vllm:num_preemptions_total")),
-        "tokens": int(look.get("vllm:generation_tokens_total")),
+        "preemptions": int(seen["vllm:num_preemptions_total"]),
+        "tokens": int(seen["vllm:generation_tokens_total"]),
         "tokens_per_step": round(accepted.tokens_per_step, 3),
         "memory_growth": None if growth is None else round(growth, 4),
         "memory_mib": [[second, size >> 20] for second, size in tally.memory[:: max(1, len(tally.memory) // 60)]],
@@ -282,11 +294,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:
-        return guard("bench.soak", lambda: run(args))
+        return guard(PROG, lambda: run(args))
     except EngineFailed as error:
         print(error, file=sys.stderr)
         return 2

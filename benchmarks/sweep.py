@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """The exit code; bad input is one line."""
     args = parser().parse_args(arguments)
-    return guard("bench.sweep", lambda: run(args))
+    return guard("python -m benchmarks.sweep", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--child", metavar="SHAPE", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    return guard("bench.training", lambda: measure_shapes(args))
+    return guard("python -m benchmarks.training", lambda: measure_shapes(args))
 
 
 def measure_shapes(args: argparse.Namespace) -> int:

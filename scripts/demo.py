@@ -80,7 +80,7 @@ def measure(lines: Lines, logs: Path) -> tuple[rounds.Comparison, Measured, list
             drafts = {} if one.is_plain else {"speculative_config": one.speculative}
             log = logs / f"{one.name}.log"
             running[one] = stack.enter_context(offline.launched({**engine, **drafts}, texts, log, one.environment))
-        words = engines.flags({**engine, "model": demo.path("btree"), "served_model_name": "demo"})
+        words = engines.command({**engine, "model": demo.path("btree"), "served_model_name": "demo"})
         lines.say(f"starting vllm serve {' '.join(words)}")
         client = stack.enter_context(serve.server(words, logs / "serve.log"))
         for one, waiting in running.items():

@@ -19,7 +19,7 @@ NO_VLLM = "vllm is not installed, whose metrics are looked up: run scripts/setup
 def test_every_metric_exists() -> None:
     sources = Path(importlib.util.find_spec("vllm").origin).parent / "v1"
     text = "".join((sources / file).read_text() for file in ("metrics/loggers.py", "spec_decode/metrics.py"))
-    text += (ROOT / "proposers" / "seam" / "watch.py").read_text()
+    text += "".join(file.read_text() for file in (ROOT / "proposers" / "seam").glob("*.py"))
     names = set(re.findall(r'"(vllm:\w+)"', text))
     assert {"vllm:generation_tokens", "vllm:spec_decode_num_drafts"} <= names
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())

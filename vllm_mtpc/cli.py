@@ -32,7 +32,6 @@ COMMANDS = {
     "batch": Command("answer files of prompts, on one engine or on Ray, resumed", "vllm_mtpc.batch.command"),
     "bench": Command("measure: plain vLLM, peers and heads; drafts; kernels", "vllm_mtpc.bench.command"),
     "advise": Command("choose head, drafts and schedule from measured costs", "vllm_mtpc.bench.advise"),
-    "top": Command("watch a server: speed, latency, what becomes of its drafts", "vllm_mtpc.top"),
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.checkpoint.inspect"),
     "convert": Command("make a head of a checkpoint of the papers' authors", "vllm_mtpc.checkpoint.convert.command"),

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import synthetic
-from vllm_mtpc.bench import curves
 from vllm_mtpc.bench.engines import arguments
-from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine import cells, provenance
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import write_json
 
+PROG = "python -m benchmarks.gpu.steps"
 STEPS = 20  # of a cell
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shape", required=True, help="of benchmarks.synthetic")
     add(
@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> int:
     add("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine")
     add("--json", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(words)
-    return guard("benchmarks.gpu.steps", lambda: run(args))
+    return guard(PROG, lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         engine = arguments(str(folder / "SYNTHETIC-target"), "auto", longest, max(args.batch), on_gpu, args.engine)
         engine |= {"load_format": "dummy", "speculative_config": speculative(folder / "SYNTHETIC-head", window)}
         wanted = [(batch, window - 1) for batch in args.batch]
-        for cell in curves.measure(engine, wanted, STEPS, 1.0, args.json.with_suffix(f".n{window}.log")):
+        for cell in cells.measure(engine, wanted, STEPS, 1.0, args.json.with_suffix(f".n{window}.log")):
             if cell["step_ms"] is not None:
                 found[cell["batch"], cell["batch"] * (1 + cell["drafts"])] = cell["step_ms"]
     values = {"target": f"SYNTHETIC, {args.shape}", **provenance.collect()}

@@ -294,7 +294,7 @@ def test_arguments_of_the_engine(tmp_path):
     add_arguments(parser)
     args = parser.parse_args(["--target", "t", "--data", "d", "--out", str(tmp_path / "o"), *given])
     how = parse(typed(args, RegenerateOptions))
-    engine = json.loads(module._job(how, [], True).splitlines()[0])["engine"]
+    engine, _ = module._arguments(how, True)
     assert engine["enforce_eager"] is True and engine["dtype"] == "float32" and engine["max_model_len"] == 9
     assert how.meta()["engine"] == {"enforce_eager": True, "dtype": "float32"}
 

@@ -13,7 +13,7 @@ from tests.support.fakes import BTREE, PLAIN, Engines
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import engines, serve_command
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED
-from vllm_mtpc.bench.engines import flags
+from vllm_mtpc.bench.engines import command
 from vllm_mtpc.errors import UsageError
 
 
@@ -150,7 +150,7 @@ def test_arguments_as_flags() -> None:
         "enable_prefix_caching": False,
         "speculative_config": {"a": 1},
     }
-    assert flags(engine) == [
+    assert command(engine) == [
         *("m", "--seed", "0", "--enforce-eager", "--no-enable-prefix-caching"),
         *("--speculative-config", '{"a": 1}'),
     ]

@@ -6,7 +6,6 @@ its own, so that its memory is free again when the head is trained.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
 
-from vllm_mtpc.errors import UsageError, one_line
+from vllm_mtpc.errors import EngineFailed, UsageError, one_line
 from vllm_mtpc.flags import add_flags, typed
 
 if TYPE_CHECKING:
@@ -145,29 +144,31 @@ def _write(options: RegenerateOptions, left: list[Request], total: int, tokenize
 def _engine(
     options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
 ) -> Generator[list[dict[str, Any]]]:
-    """Runs vllm_mtpc.batch.regenerate_engine; yields an empty wave when it is ready, then its answers wave by wave."""
-    from vllm_mtpc.engine.process import engine_child
+    """Yields an empty wave when the engine is ready, then its answers wave by wave."""
+    from vllm_mtpc.engine.child import started
+    from vllm_mtpc.engine.writer import ON_CPU
 
     log = options.out.with_name(options.out.name + ".log")
-    job = _job(options, requests, has_tokenizer)
-    with engine_child("vllm_mtpc.batch.regenerate_engine", job, log) as (process, results):
-        left = len(requests)
-        for line in results:
-            answers = json.loads(line)
-            yield answers
-            left -= len(answers)
-            if not left:
-                break
-        if left:
+    prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)
+    engine, sampling = _arguments(options, has_tokenizer)
+    left = len(requests)
+    with started("vllm_mtpc.engine.writer:waves", engine, log, {"sampling": sampling}, prompts, ON_CPU) as child:
+        try:
+            while left:
+                answers = child.answer()
+                yield answers
+                left -= len(answers)
+        except EngineFailed:
             raise UsageError(
-                f"vLLM ended with exit code {process.wait()} before it had answered {left} of {len(requests)} "
-                f"prompts: {_reason(log)}; its log is {log}; what was answered is kept, run again to continue"
-            )
+                f"vLLM ended with exit code {child.process.returncode} before it had answered {left} of "
+                f"{len(requests)} prompts: {_reason(log)}; its log is {log}; what was answered is kept, run again to "
+                "continue"
+            ) from None
     log.unlink(missing_ok=True)
 
 
-def _job(options: RegenerateOptions, requests: list[Request], has_tokenizer: bool) -> str:
-    """What the child reads: a line of settings, a line per prompt."""
+def _arguments(options: RegenerateOptions, has_tokenizer: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments of `vllm.LLM` and of `SamplingParams`."""
     engine = {
         "model": options.target,
         "dtype": options.dtype,
@@ -179,9 +180,7 @@ def _job(options: RegenerateOptions, requests: list[Request], has_tokenizer: boo
     given = {"max_model_len": options.max_model_len, "kv_cache_memory_bytes": options.kv_cache_memory}
     engine |= {key: value for key, value in given.items() if value is not None} | options.engine
     names = ("temperature", "top_p", "top_k", "max_tokens", "ignore_eos")
-    sampling = {name: getattr(options, name) for name in names} | {"detokenize": False}
-    prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)
-    return "".join(json.dumps(line) + "\n" for line in ({"engine": engine, "sampling": sampling}, *prompts))
+    return engine, {name: getattr(options, name) for name in names} | {"detokenize": False}
 
 
 def _reason(log: Path) -> str:

@@ -172,6 +172,7 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
     from vllm_mtpc.bench.engines import arguments
     from vllm_mtpc.checkpoint import resolve_verifier
     from vllm_mtpc.engine import provenance
+    from vllm_mtpc.engine.cells import measure
     from vllm_mtpc.eval.loading import place
 
     target = args.target
@@ -193,7 +194,7 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
             bar.set_postfix_str(f"{head.called[0]}, engine {number + 1} of {len(jobs)}")
             log = args.measure.with_suffix(f".{head.called[0]}.{most}.log")
             engine = {**base, "speculative_config": _speculative(head, most)}
-            for cell in curves.measure(engine, wanted, args.steps, args.temperature, log):
+            for cell in measure(engine, wanted, args.steps, args.temperature, log):
                 bar.update()
                 if cell["step_ms"] is None:
                     continue

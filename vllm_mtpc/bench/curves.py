@@ -8,28 +8,21 @@ The file that `vllm-mtpc advise --measure` writes and `--curves` reads is JSON:
 
 Pairs are read too: [rows, ms] for steps known by their rows alone, [batch, ms] for drafts of any length.
 
-Measuring: one engine in a process of its own runs steps of exactly `batch` requests with exactly `drafts` drafts each;
-the scheduler's K is set from outside, whatever is accepted.
+engine/cells.py measures them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_mtpc.engine.process import engine_child, failure
+from vllm_mtpc.engine.cells import Cell
 from vllm_mtpc.errors import UsageError
-
-Cell = tuple[int, int]  # requests, drafts of each
-WARM_UP = 3  # steps of a cell that are not counted
-PROMPT = 16  # tokens
 
 
 class Curve:
@@ -135,80 +128,3 @@ def cells(batches: Sequence[int], num_drafts: int) -> list[Cell]:
     """What is measured: every batch size, with 0, 1, 2, 4, ... and all drafts."""
     powers = {1 << power for power in range(num_drafts.bit_length())}
     return [(batch, drafts) for batch in batches for drafts in sorted({0, num_drafts} | powers)]
-
-
-def measure(
-    engine: dict[str, Any], wanted: Sequence[Cell], steps: int, temperature: float, log: Path
-) -> Iterator[dict[str, Any]]:
-    """One dict per cell: batch, drafts, step_ms (without the draft), draft_ms. Raises EngineFailed.
-
-    engine: keyword arguments of `vllm.LLM`, with a head. A cell that the engine cannot run has no times (None).
-    """
-    job = {"engine": engine, "cells": list(wanted), "steps": steps, "temperature": temperature}
-    with engine_child("vllm_mtpc.bench.curves", json.dumps(job), log) as (process, results):
-        left = len(wanted)
-        for line in results:
-            yield json.loads(line)
-            left -= 1
-        if left:
-            raise failure("the measured engine", process.wait(), log)
-
-
-def _measure_cell(llm: Any, clock: Any, cell: Cell, steps: int, temperature: float, turn: int) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    batch, drafts = cell
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    scheduler.dynamic_sd_lookup = [drafts] * (scheduler.scheduler_config.max_num_seqs + 1)
-    vocabulary = llm.model_config.get_vocab_size()
-    how = SamplingParams(temperature=temperature, max_tokens=(steps + WARM_UP + 2) * (drafts + 1), ignore_eos=True)
-    names = [f"{turn}-{index}" for index in range(batch)]
-    for index, name in enumerate(names):
-        prompt = [(7 * turn + 13 * index + place) % vocabulary for place in range(PROMPT)]
-        engine.add_request(name, {"prompt_token_ids": prompt}, how)
-    clock.clear()
-    while (
-        engine.has_unfinished_requests() and sum(_counts(record, cell) for record in clock.records) <= steps + WARM_UP
-    ):
-        engine.step()
-    counted = [
-        (1000 * (following.started - record.started), clock._milliseconds(record, "draft"))
-        for record, following in zip(clock.records[:-1], clock.records[1:], strict=True)
-        if _counts(record, cell)
-    ][WARM_UP:]
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
-    walls, drafting = ([wall - draft for wall, draft in counted], [draft for _, draft in counted])
-    return {"batch": batch, "drafts": drafts, "step_ms": _typical(walls), "draft_ms": _typical(drafting)}
-
-
-def _typical(times: list[float]) -> float | None:
-    """The lower quartile: a step that another process delayed says nothing about what it costs."""
-    return round(sorted(times)[len(times) // 4], 4) if times else None
-
-
-def _counts(record: Any, cell: Cell) -> bool:
-    """Whether a step is one of the cell's: all of its requests, each with all of its drafts."""
-    batch, drafts = cell
-    return record.is_decoding and record.requests == batch and record.rows == batch * (1 + drafts)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """The child: JOB is the job's file, FD the open file that takes one JSON line per cell."""
-    job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    from vllm import LLM
-
-    from vllm_mtpc.engine.steps import StepClock, runner_of
-
-    llm = LLM(**job["engine"])
-    clock = StepClock(runner_of(llm))
-    with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as results:
-        for turn, cell in enumerate(job["cells"]):
-            measured = _measure_cell(llm, clock, tuple(cell), job["steps"], job["temperature"], turn)
-            print(json.dumps(measured), file=results, flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 from vllm_mtpc.bench import serve
 from vllm_mtpc.bench.decodings import Decoding
 from vllm_mtpc.engine import offline
+from vllm_mtpc.engine.options import flags
 from vllm_mtpc.engine.passes import Measured, Prompt, Setting
 
 CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
@@ -53,7 +53,7 @@ def start(
         with offline.resident({**engine, **speculative}, prompts, log, decoding.environment) as waiting:
             yield waiting
         return
-    with serve.server(flags({**engine, **speculative}), log, environment=decoding.environment) as client:
+    with serve.server(command({**engine, **speculative}), log, environment=decoding.environment) as client:
         yield Served(client, prompts)
 
 
@@ -68,13 +68,6 @@ class Served:
         return serve.measure(self.client, self.prompts, setting)
 
 
-def flags(engine: dict[str, Any]) -> list[str]:
+def command(engine: dict[str, Any]) -> list[str]:
     """Keyword arguments of ``vllm.LLM`` as words of ``vllm serve``."""
-    words = [str(engine["model"])]
-    for key, value in engine.items():
-        flag = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif key != "model":
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
-    return words
+    return [str(engine["model"]), *flags({key: value for key, value in engine.items() if key != "model"})]

@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import json
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,8 @@ from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Measured, Prompt, Setting
-from vllm_mtpc.engine.process import engine_environment, failure, group, tail
+from vllm_mtpc.engine.process import engine_environment
+from vllm_mtpc.engine.server import PROGRAM, ServerProcess
 from vllm_mtpc.errors import EngineFailed
 
 HOST = "127.0.0.1"
@@ -58,20 +58,31 @@ class Client:
     timeout_s: float = 120.0
     process: int | None = None  # id of the server's first process
 
+    @contextlib.contextmanager
+    def ask(
+        self, method: str, path: str, body: bytes | str | None = None, timeout_s: float | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s or self.timeout_s)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            yield connection.getresponse()
+
     def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
-        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)) as connection:
-            connection.request("GET", path)
-            response = connection.getresponse()
+        with self.ask("GET", path, timeout_s=timeout_s) as response:
             return response.status, response.read().decode("utf-8", errors="replace")
 
     def post(self, path: str, body: bytes) -> tuple[int, str]:
-        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=self.timeout_s)) as connection:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
+        with self.ask("POST", path, body) as response:
             return response.status, response.read().decode("utf-8", errors="replace")
 
+    def is_healthy(self) -> bool:
+        try:
+            return self.get("/health")[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
     def acceptance(self) -> Acceptance:
-        return Acceptance.from_prometheus(self.get("/metrics")[1])
+        return Acceptance.from_prometheus(self.get("/metrics", timeout_s=30)[1])
 
     def model(self) -> str:
         """The name the server answers to."""
@@ -84,9 +95,7 @@ class Client:
         tokens: list[int] = []
         started = time.perf_counter()
         first = None
-        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=self.timeout_s)) as connection:
-            connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
-            response = connection.getresponse()
+        with self.ask("POST", "/v1/completions", payload) as response:
             if response.status != 200:
                 raise EngineFailed(f"POST /v1/completions answered {response.status}: {response.read()[:500]!r}")
             for line in response:
@@ -112,20 +121,20 @@ def server(
     ``environment`` is added to that of every engine.
     """
     client = Client(free_port())
-    address = ["--host", HOST, "--port", str(client.port)]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments, *address]
-    with group(command, log, {**engine_environment(), **(environment or {})}) as process:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if process.poll() is not None:
-                raise failure("vllm serve", process.returncode, log)
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if client.get("/health")[0] == 200:
-                    break
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"vllm serve was not healthy after {timeout_s:.0f} s; its log {log}:\n{tail(log)}")
-            time.sleep(0.25)
-        yield replace(client, process=process.pid)
+    command = [*PROGRAM, *arguments, "--host", HOST, "--port", str(client.port)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        process = ServerProcess(command, {**engine_environment(), **(environment or {})}, output)
+        try:
+            deadline = time.monotonic() + timeout_s
+            while not client.is_healthy():
+                process.check_running()
+                if time.monotonic() > deadline:
+                    raise process.failed(f"was not healthy after {timeout_s:.0f} s")
+                time.sleep(0.25)
+            yield replace(client, process=process.pid)
+        finally:
+            process.stop()
 
 
 def measure(client: Client, prompts: Sequence[Prompt], setting: Setting) -> Measured:

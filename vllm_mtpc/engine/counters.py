@@ -6,7 +6,6 @@ package (proposers/seam/watch.py), the rest by vLLM itself.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,10 +22,7 @@ CUT_DEFINITION = (
     "(unlikely to be accepted) or by budget (no room left in a step or a text)."
 )
 
-_COUNTER = re.compile(r"^vllm:spec_decode_(\w+?)_total(?:\{(.*)\})? (\S+)$")
-_POSITION = re.compile(r'position="(\d+)"')
-_BY = re.compile(r'by="(\w+)"')
-_PREFIX, POSITIONS = "vllm:spec_decode_", "num_accepted_tokens_per_pos"
+_PREFIX, _POSITIONS = "vllm:spec_decode_", "num_accepted_tokens_per_pos"
 CUTS = ("schedule", "survival", "budget")
 
 
@@ -87,43 +83,38 @@ class Acceptance:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
     @classmethod
-    def _from_samples(cls, samples: Iterable[tuple[str, int | str | None, int]]) -> Acceptance:
-        """Sums samples (counter, position or reason or None, value) over engines."""
-        totals: Counter[tuple[str, int | str | None]] = Counter()
-        for name, label, value in samples:
-            totals[name, label] += value
-        positions = sorted(label for name, label in totals if name == POSITIONS and isinstance(label, int))
+    def _of(cls, samples: Iterable[tuple[str, Mapping[str, str], float]]) -> Acceptance:
+        """From samples (counter, labels, value), summed over engines."""
+        totals: Counter[tuple[str, str]] = Counter()
+        for name, labels, value in samples:
+            if name.startswith(_PREFIX):
+                label = labels.get("position") or labels.get("by") or ""
+                totals[name.removeprefix(_PREFIX).removesuffix("_total"), label] += int(value)
+        positions = sorted((label for name, label in totals if name == _POSITIONS), key=int)
         return cls(
-            totals["num_drafts", None],
-            totals["num_draft_tokens", None],
-            totals["num_accepted_tokens", None],
-            tuple(totals[POSITIONS, position] for position in positions),
-            totals["steps", None],
+            totals["num_drafts", ""],
+            totals["num_draft_tokens", ""],
+            totals["num_accepted_tokens", ""],
+            tuple(totals[_POSITIONS, position] for position in positions),
+            totals["steps", ""],
             tuple(totals["drafts_cut", by] for by in CUTS) if any(name == "drafts_cut" for name, _ in totals) else (),
         )
 
     @classmethod
     def from_llm(cls, metrics: Iterable[Any]) -> Acceptance:
         """From ``llm.get_metrics()`` of an engine with ``disable_log_stats=False``."""
-        samples: list[tuple[str, int | str | None, int]] = []
+        samples: list[tuple[str, Mapping[str, str], float]] = []
         for metric in metrics:
-            if not metric.name.startswith(_PREFIX):
-                continue
-            name = metric.name.removeprefix(_PREFIX)
-            if hasattr(metric, "values"):
-                samples += [(name, position, value) for position, value in enumerate(metric.values)]
-            else:
-                samples.append((name, (metric.labels or {}).get("by"), int(metric.value)))
-        return cls._from_samples(samples)
+            if hasattr(metric, "value"):
+                samples.append((metric.name, metric.labels, metric.value))
+            elif hasattr(metric, "values"):
+                samples += [(metric.name, {"position": str(k)}, value) for k, value in enumerate(metric.values)]
+        return cls._of(samples)
 
     @classmethod
     def from_prometheus(cls, text: str) -> Acceptance:
         """From the text of a server's ``/metrics``."""
-        samples: list[tuple[str, int | str | None, int]] = []
-        for line in text.splitlines():
-            if found := _COUNTER.match(line):
-                name, labels, value = found.groups()
-                position, by = _POSITION.search(labels or ""), _BY.search(labels or "")
-                label = int(position[1]) if position else by[1] if by else None
-                samples.append((name, label, int(float(value))))
-        return cls._from_samples(samples)
+        from prometheus_client.parser import text_string_to_metric_families
+
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return cls._of((one.name, one.labels, one.value) for one in samples if not one.name.endswith("_created"))

@@ -6,11 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from vllm_mtpc.errors import EngineFailed
 
@@ -51,7 +49,7 @@ def group(
     environment: dict[str, str],
     pass_fds: Sequence[int] = (),
     grace_s: float = 20.0,
-    stdin: int = subprocess.DEVNULL,
+    stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Runs ``command`` in a process group of its own and ends the whole group on leaving, whatever happened."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -69,34 +67,6 @@ def group(
         yield process
     finally:
         stop(process, grace_s)
-
-
-@contextlib.contextmanager
-def engine_child(
-    module: str,
-    job: str,
-    log: Path,
-    environment: Mapping[str, str] | None = None,
-    stdin: int = subprocess.DEVNULL,
-) -> Iterator[tuple[subprocess.Popen[bytes], TextIO]]:
-    """Runs ``python -m MODULE JOB FD`` with an engine inside: JOB is a file that holds ``job``, FD takes its answers.
-
-    ``environment`` is added to that of every engine. ``stdin``: subprocess.PIPE for a child that is told more later.
-
-    Yields the process and its answers, line by line as they come; the group has ended on leaving.
-    """
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment(), **(environment or {})}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job"
-        path.write_text(job, encoding="utf-8")
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", module, str(path), str(writing)]
-        with (
-            os.fdopen(reading, encoding="utf-8") as results,
-            group(command, log, variables, pass_fds=[writing], stdin=stdin) as process,
-        ):
-            os.close(writing)
-            yield process, results
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float) -> None:

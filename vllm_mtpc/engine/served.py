@@ -1,22 +1,15 @@
-"""Text that vLLM serves with a head, and what it counted: an engine in a process of its own.
-
-``serve`` starts this module as a process, with a job (JSON); the child builds the engine once and answers all
-prompts, given as token ids, at each temperature.
-"""
+"""Text that vLLM serves with a head, and what it counted: an engine in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_mtpc.engine.child import started
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.process import engine_child, failure
 
 
 @dataclass(frozen=True)
@@ -51,57 +44,37 @@ def serve(
 
     ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds).
 
-    Raises bench.process.EngineFailed, with the end of the log, where the engine does not answer.
+    Raises EngineFailed, with the end of the log, where the engine does not answer.
     """
-    job = {
-        "engine": engine,
-        "prompts": [list(prompt) for prompt in prompts],
-        "max_tokens": max_tokens,
-        "temperatures": list(temperatures),
-        "sampling": sampling or {},
-        "seeds": list(seeds or [None] * len(prompts)),
-        "alone": alone,
-    }
-    with engine_child("vllm_mtpc.engine.served", json.dumps(job), log) as (process, results):
-        answers = [json.loads(line) for line in results]
-        if len(answers) < len(temperatures) * (1 + (alone > 0)):
-            raise failure("the engine", process.wait(), log)
-    return [_served(answer) for answer in answers]
+    asked = [list(pair) for pair in zip(map(list, prompts), seeds or [None] * len(prompts), strict=True)]
+    given = {"temperatures": list(temperatures), "sampling": {**(sampling or {}), "max_tokens": max_tokens}}
+    with started(f"{__name__}:answers", engine, log, {**given, "alone": alone}, asked) as child:
+        found = [child.answer() for _ in range(len(temperatures) * (1 + (alone > 0)))]
+    return [Served(**{**one, "acceptance": Acceptance.from_json(one["acceptance"])}) for one in found]
 
 
-def _served(answer: dict[str, Any]) -> Served:
-    return Served(acceptance=Acceptance.from_json(answer.pop("acceptance")), **answer)
+def answers(
+    llm: Any, items: Iterator[Any], temperatures: list[float], sampling: dict[str, Any], alone: int
+) -> Iterator[dict[str, Any]]:
+    """The job: (prompt, seed) pairs are answered at each temperature, and the first `alone` once more."""
+    from vllm import SamplingParams
 
-
-def main(arguments: Sequence[str]) -> None:
-    """The child: ``JOB`` is the job's file, ``FD`` the open file that takes one JSON line per temperature."""
-    from vllm import LLM, SamplingParams
-
-    job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    llm = LLM(**{"disable_log_stats": False, **job["engine"]})
-    dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
-    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as results:
-        for temperature in job["temperatures"]:
-            more = {**job["sampling"], "temperature": temperature, "max_tokens": job["max_tokens"]}
-            how = [SamplingParams(**more, seed=seed) for seed in job["seeds"]]
-            asked = list(zip(prompts, how, strict=True))
-            for at_once, some in ((None, asked), (1, asked[: job["alone"]])):
-                if some:
-                    answer = {"temperature": temperature, "dtype": dtype, "at_once": at_once}
-                    print(json.dumps({**answer, **_answers(llm, some, at_once)}), file=results, flush=True)
-
-
-def _answers(llm: Any, asked: list[tuple[Any, Any]], at_once: int | None) -> dict[str, Any]:
-    """Outputs of (prompt, sampling parameters), at_once of them at a time, and what was counted meanwhile."""
-    before, started, outputs = Acceptance.from_llm(llm.get_metrics()), time.monotonic(), []
-    for start in range(0, len(asked), at_once or len(asked)):
-        prompts, how = zip(*asked[start : start + (at_once or len(asked))], strict=True)
-        outputs += [list(one.outputs[0].token_ids) for one in llm.generate(list(prompts), list(how), use_tqdm=False)]
-    seconds = time.monotonic() - started
-    counted = asdict(Acceptance.from_llm(llm.get_metrics()) - before)
-    return {"outputs": outputs, "acceptance": counted, "seconds": seconds}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    dtype, asked = str(llm.llm_engine.model_config.dtype).removeprefix("torch."), list(items)
+    for temperature in temperatures:
+        for at_once, some in ((None, asked), (1, asked[:alone])):
+            if some:
+                prompts = [{"prompt_token_ids": prompt} for prompt, _ in some]
+                how = [SamplingParams(**sampling, temperature=temperature, seed=seed) for _, seed in some]
+                before, begun, size = Acceptance.from_llm(llm.get_metrics()), time.monotonic(), at_once or len(some)
+                found = []
+                for start in range(0, len(some), size):
+                    part = slice(start, start + size)
+                    found += llm.generate(prompts[part], how[part], use_tqdm=False)
+                yield {
+                    "temperature": temperature,
+                    "dtype": dtype,
+                    "at_once": at_once,
+                    "outputs": [list(one.outputs[0].token_ids) for one in found],
+                    "seconds": time.monotonic() - begun,
+                    "acceptance": asdict(Acceptance.from_llm(llm.get_metrics()) - before),
+                }

@@ -1,4 +1,4 @@
-"""`vllm serve` on a Unix socket, as a child that never outlives its parent.
+"""`vllm serve` as a child that never outlives its parent, and asked over a Unix socket.
 
 Replicas on Ray and batch jobs are vLLM's own server, so whatever its API can do they can: nothing of it is written down
 twice. A socket in place of a port: two engines of one machine never want the same one, and nobody else can ask it.
@@ -34,11 +34,64 @@ class EngineGone(EngineFailed):
     """The server was gone when it was asked: the request has not reached it."""
 
 
-class EngineServer:
-    """One `vllm serve ARGUMENTS`.
+class ServerProcess:
+    """A process behind `python -m vllm_mtpc.engine.parent`, running until `stop`.
 
-    environment: added to this process's. program: what is started, for tests. output: where its lines go, besides the
-    last ones, which are kept for the message of EngineFailed.
+    output: where its lines go, besides the last ones, which are kept for the message of EngineFailed.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: TextIO | None = None) -> None:
+        self._output = output
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_mtpc.engine.parent", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read_output, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def check_running(self) -> None:
+        """Raises EngineFailed with its last lines where it has ended."""
+        if self.has_ended:
+            self._reader.join(1.0)  # its last lines are on their way
+            raise self.failed(f"ended with exit code {self._process.returncode}")
+
+    def failed(self, what: str) -> EngineFailed:
+        return EngineFailed(f"vllm serve {what}; its last lines:\n" + "\n".join(self._tail))
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # the watcher takes it as our end
+        self._process.wait()
+        self._reader.join(1.0)
+
+    def _read_output(self) -> None:
+        with contextlib.suppress(ValueError):  # closed while it is read
+            for line in self._process.stdout:
+                self._tail.append(line.rstrip())
+                if self._output is not None:
+                    self._output.write(line)
+                    self._output.flush()
+
+
+class EngineServer:
+    """One `vllm serve ARGUMENTS` on a Unix socket.
+
+    environment: added to this process's. program: what is started, for tests. output: as of ServerProcess.
     """
 
     def __init__(
@@ -51,9 +104,8 @@ class EngineServer:
         self._command = [*program, *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self._output = output
-        self._tail: deque[str] = deque(maxlen=TAIL)
         self._folder = Path(tempfile.mkdtemp(prefix="vllm_mtpc-"))  # short: a socket's path has at most 107 characters
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self, timeout_s: float = 1800.0) -> None:
@@ -61,17 +113,7 @@ class EngineServer:
         import aiohttp
 
         socket = str(self._folder / "http")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_mtpc.engine.parent", *self._command, "--uds", socket],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=self._environment,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
-        threading.Thread(target=self._read_output, daemon=True).start()
+        self._process = ServerProcess([*self._command, "--uds", socket], self._environment, self._output)
         connector = aiohttp.UnixConnector(path=socket, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         deadline = time.monotonic() + timeout_s
@@ -79,35 +121,30 @@ class EngineServer:
             self.check_running()
             if time.monotonic() > deadline:
                 await self.stop()
-                raise EngineFailed(f"vllm serve was not healthy after {timeout_s:.0f} s:\n{self._last_lines()}")
+                raise self._process.failed(f"was not healthy after {timeout_s:.0f} s")
             await asyncio.sleep(0.25)
 
     async def stop(self) -> None:
         if self._session is not None:
             await self._session.close()
         if self._process is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()  # the watcher takes it as our end
-            await asyncio.to_thread(self._process.wait)
+            await asyncio.to_thread(self._process.stop)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def ended(self) -> None:
         """Returns when the server has ended by itself."""
-        while self._process.poll() is None:
+        while not self._process.has_ended:
             await asyncio.sleep(0.2)
 
     def check_running(self) -> None:
-        code = self._process.poll()
-        if code is not None:
-            time.sleep(0.1)  # its last lines are on their way
-            raise EngineFailed(f"vllm serve ended with exit code {code}:\n{self._last_lines()}")
+        self._process.check_running()
 
     async def check(self) -> None:
         """Raises EngineFailed unless the server runs and its engine is healthy."""
         self.check_running()
         if not await self._is_healthy():
             self.check_running()
-            raise EngineFailed(f"vllm serve is not healthy:\n{self._last_lines()}")
+            raise self._process.failed("is not healthy")
 
     @contextlib.asynccontextmanager
     async def ask(
@@ -121,14 +158,15 @@ class EngineServer:
         import aiohttp
 
         try:
-            async with self._session.request(method, path_url(path), data=body or None, headers=headers) as response:
+            url = f"http://localhost{path}"
+            async with self._session.request(method, url, data=body or None, headers=headers) as response:
                 if response.status >= 500:
                     await self.check()
                 yield response
         except aiohttp.ClientConnectorError as error:
-            raise EngineGone(f"vllm serve has ended: {error}\n{self._last_lines()}") from None
+            raise EngineGone(str(self._process.failed(f"has ended: {error}"))) from None
         except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
-            raise EngineFailed(f"vllm serve did not answer: {error!r}\n{self._last_lines()}") from None
+            raise self._process.failed(f"did not answer: {error!r}") from None
 
     async def text(self, path: str) -> str:
         async with self.ask("GET", path) as response:
@@ -139,22 +177,7 @@ class EngineServer:
 
         try:
             timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-            async with self._session.get(path_url("/health"), timeout=timeout) as response:
+            async with self._session.get("http://localhost/health", timeout=timeout) as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
             return False
-
-    def _read_output(self) -> None:
-        with contextlib.suppress(ValueError):  # closed while it is read
-            for line in self._process.stdout:
-                self._tail.append(line.rstrip())
-                if self._output is not None:
-                    self._output.write(line)
-                    self._output.flush()
-
-    def _last_lines(self) -> str:
-        return "\n".join(self._tail)
-
-
-def path_url(path: str) -> str:
-    return f"http://localhost{path}"

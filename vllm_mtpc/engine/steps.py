@@ -35,7 +35,7 @@ class Steps:
 
 
 @dataclass
-class _Record:
+class StepRecord:
     started: float  # host, seconds
     requests: int  # that decode
     rows: int
@@ -48,7 +48,7 @@ class StepClock:
 
     def __init__(self, runner: Any) -> None:
         self.on_gpu = runner.device.type == "cuda"
-        self.records: list[_Record] = []
+        self.records: list[StepRecord] = []
         drafter, name = draft_method(runner)
         if drafter is not None:
             setattr(drafter, name, self._timed("draft", getattr(drafter, name)))
@@ -80,7 +80,7 @@ class StepClock:
         event.record()
         return event
 
-    def _milliseconds(self, record: _Record, name: str) -> float:
+    def milliseconds(self, record: StepRecord, name: str) -> float:
         if name not in record.spans:
             return 0.0
         begin, end = record.spans[name]
@@ -98,10 +98,10 @@ class StepClock:
         walls, targets, drafts = [], [], []
         for record, following in pairwise(self.records):
             if record.is_decoding:
-                draft = self._milliseconds(record, "draft")
+                draft = self.milliseconds(record, "draft")
                 walls.append(1000 * (following.started - record.started))
                 drafts.append(draft)
-                targets.append(self._milliseconds(record, "execute") + self._milliseconds(record, "sample") - draft)
+                targets.append(self.milliseconds(record, "execute") + self.milliseconds(record, "sample") - draft)
         if not walls:
             return None
         count = sum(record.is_decoding for record in self.records)
@@ -109,12 +109,12 @@ class StepClock:
         return Steps(count, requests, rows, *(round(median(x), 4) for x in (walls, targets, drafts)))
 
 
-def _record(scheduler_output: Any) -> _Record:
+def _record(scheduler_output: Any) -> StepRecord:
     new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
     drafts = scheduler_output.scheduled_spec_decode_tokens  # request -> its drafts
     scheduled = scheduler_output.num_scheduled_tokens  # request -> tokens, drafts included
     rows = [n for name, n in scheduled.items() if name not in new and n == 1 + len(drafts.get(name, ()))]
-    return _Record(time.perf_counter(), len(rows), sum(rows), bool(rows) and len(rows) == len(scheduled))
+    return StepRecord(time.perf_counter(), len(rows), sum(rows), bool(rows) and len(rows) == len(scheduled))
 
 
 def draft_method(runner: Any) -> tuple[Any, str]:

@@ -1,0 +1,92 @@
+"""A job with an engine (`vllm.LLM`) in a process of its own: `python -m vllm_mtpc.engine.child FD`.
+
+A job is a function `job(llm, items, **given)` of this room that yields answers. The child reads lines of JSON from its
+standard input, first what to build and to run, then the items, which may come one by one; each answer is a line of JSON
+on the open file FD. While it waits for an item it sleeps: several engines can be alive and take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+from vllm_mtpc.engine.process import engine_environment, failure, group
+
+
+class Child:
+    """A job that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], answers: TextIO, log: Path) -> None:
+        self.process, self._answers, self._log = process, answers, log
+
+    def send(self, item: Any) -> None:
+        """One more item, to a job that was started without any."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(item).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """The next answer. Raises EngineFailed, with the end of the log, where the process has ended before."""
+        line = self._answers.readline()
+        if not line:
+            raise failure("the engine", self.process.wait(), self._log)
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def started(
+    job: str,
+    engine: dict[str, Any],
+    log: Path,
+    given: Mapping[str, Any] | None = None,
+    items: Iterable[Any] | None = None,
+    on_cpu: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Child]:
+    """The process, which has ended on leaving; its engine is still starting.
+
+    job: "module:function"; engine: keyword arguments of `vllm.LLM`; on_cpu: more of them where vLLM runs on a CPU, as
+    defaults; given: keyword arguments of the job; items: None, and they are sent later; environment: added to that of
+    every engine.
+    """
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment(), **(environment or {})}
+    what = {"job": job, "engine": engine, "on_cpu": dict(on_cpu or {}), "given": dict(given or {})}
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as told, os.fdopen(reading, encoding="utf-8") as answers:
+        told.writelines(json.dumps(line).encode() + b"\n" for line in (what, *(items or ())))
+        told.seek(0)
+        stdin = subprocess.PIPE if items is None else told
+        command = [sys.executable, "-m", "vllm_mtpc.engine.child", str(writing)]
+        with group(command, log, variables, pass_fds=[writing], stdin=stdin) as process:
+            os.close(writing)
+            child = Child(process, answers, log)
+            if items is None:
+                child.send(what)
+            yield child
+
+
+def main(file: int) -> None:
+    """The child's side."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    what = json.loads(sys.stdin.readline())
+    module, _, name = what["job"].partition(":")
+    job = getattr(import_module(module), name)
+    defaults = {"disable_log_stats": False, **(what["on_cpu"] if current_platform.is_cpu() else {})}
+    llm = LLM(**{**defaults, **what["engine"]})
+    with os.fdopen(file, "w", encoding="utf-8") as answers:
+        for answer in job(llm, map(json.loads, sys.stdin), **what["given"]):
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
