@@ -92,7 +92,8 @@ def read_options(args: argparse.Namespace) -> TrainOptions:
 
 def with_responses(options: TrainOptions) -> TrainOptions:
     """Have vLLM write the responses (or the missing ones of them); the options then name their files as data."""
-    from vllm_mtpc.batch.regenerate import RegenerateOptions, regenerate
+    from vllm_mtpc.batch.options import RegenerateOptions
+    from vllm_mtpc.batch.regenerate import regenerate
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or options.ray_workers:
         raise UsageError(
