@@ -28,7 +28,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from vllm_mtpc.proposers.seam import patches, versions
+from vllm_mtpc.proposers.config import versions
+from vllm_mtpc.proposers.seam import frontend, sampling, stats
+from vllm_mtpc.proposers.seam.patch import declared
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("proposers", "vllm_mtpc")
@@ -200,14 +202,14 @@ class Finding:
 
 
 def replaced(sources: Sources) -> Iterator[Finding]:
-    for patch in patches(sources.minor()):
+    for patch in declared(frontend, sampling, stats, minor=sources.minor()):
         found = sources.find(patch.module, patch.attribute)
         if found is None:
-            yield Finding("replaced", patch.key(), "gone", patch.reason)
+            yield Finding("replaced", patch.key, "gone", patch.why)
             continue
-        missing = set(patch.parameters or ()) - set(parameters(found[1]) or patch.parameters or ())
+        missing = set(patch.needs or ()) - set(parameters(found[1]) or patch.needs or ())
         detail = f"no longer takes {', '.join(sorted(missing))}" if missing else ""
-        yield Finding("replaced", patch.key(), "gone" if missing else "ok", detail)
+        yield Finding("replaced", patch.key, "gone" if missing else "ok", detail)
 
 
 Member = tuple[str, str, str]  # module, class, attribute
@@ -234,7 +236,10 @@ def relied_on() -> tuple[set[tuple[str, str]], set[Member], set[Member]]:
 def _reached(node: ast.AST, here: dict[str, tuple[str, str]], objects: dict[str, tuple[str, ...]]) -> Iterator[Member]:
     """What is read or written of `objects` below a node; `here`: what its file imports from vLLM."""
     if isinstance(node, ast.ClassDef):
-        objects = {**objects, "self": _self_of(node, here)}
+        bases = [ast.unparse(base) for base in node.bases]
+        objects = {**objects, "self": tuple(":".join(here[base]) for base in bases if base in here)}
+    if isinstance(node, ast.FunctionDef):
+        objects = {**objects, **_self_of(node)}
     match node:
         case ast.Attribute(value=value, attr=name):
             owners = objects.get(_last_name(value), ())
@@ -251,12 +256,13 @@ def _last_name(value: ast.AST) -> str:
     return getattr(value, "id", "") or getattr(value, "attr", "")
 
 
-def _self_of(owner: ast.ClassDef, here: dict[str, tuple[str, str]]) -> tuple[str, ...]:
-    """What `self` is in a class: the class of vLLM it is made from; in a patch, the one whose method it replaces."""
-    said = {name: part.value for part in owner.body if isinstance(part, ast.Assign) for name in _names(part)}
-    if isinstance(said.get("attribute"), ast.Constant) and isinstance(said.get("module"), ast.Constant):
-        return (f"{said['module'].value}:{said['attribute'].value.rpartition('.')[0]}",)
-    return tuple(":".join(here[name]) for base in owner.bases if (name := ast.unparse(base)) in here)
+def _self_of(function: ast.FunctionDef) -> dict[str, tuple[str, ...]]:
+    """What `self` is in a function that is declared as a patch: of the class whose method it replaces."""
+    for decorator in function.decorator_list:
+        match decorator:
+            case ast.Call(func=ast.Name(id="patch"), args=[ast.Constant(value=module), ast.Constant(value=name)]):
+                return {"self": (f"{module}:{name.rpartition('.')[0]}",)}
+    return {}
 
 
 def findings(sources: Sources, reference: Sources) -> list[Finding]:

@@ -27,7 +27,7 @@ from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import offline
 from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
-from vllm_mtpc.report import check_folder
+from vllm_mtpc.report import check_folder, print_table
 
 SILENCE_S = 10.0
 BATCH, ROUNDS, MAX_TOKENS = 16, 2, 96
@@ -99,8 +99,8 @@ def measure(lines: Lines, logs: Path) -> tuple[rounds.Comparison, Measured, list
 def show(comparison: rounds.Comparison, served: Measured, alone: Sequence[rounds.Pass]) -> bool:
     """Prints everything; whether all greedy output is plain vLLM's."""
     found = report.rows(comparison.passes)
-    report.print_table("tok/s and speed-up over plain vLLM, same machine, same run", *report.overview(found, OWN))
-    report.print_table("everything", *report.details(found))
+    print_table("tok/s and speed-up over plain vLLM, same machine, same run", *report.overview(found, OWN))
+    print_table("everything", *report.details(found))
     print("\n" + "\n".join(report.definitions(over_http=False)))
     plain = next(one.measured for one in comparison.passes if one.decoding.is_plain and one.cell == CELLS[2])
     for one in alone:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import soak
+from benchmarks.nodes import PATIENCE, Nodes
 from vllm_mtpc import demo
-from vllm_mtpc.bench.nodes import PATIENCE, Nodes
 from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance

@@ -13,7 +13,7 @@ out=build/shakespeare
 
 [ -f "$out/target/provenance.json" ] || "$python" -m benchmarks.demo.train_target --out "$out/target" --text "$text" \
     --steps 1200 --long-steps 100 --layers 4 --intermediate-size 512
-"$python" -m vllm_mtpc.demo.corpus --out "$out" --text "$text"
+"$python" -m benchmarks.demo.corpus --out "$out" --text "$text"
 write() {
     "$python" -m vllm_mtpc regenerate --target "$out/target" --ignore-eos "$@"
 }

@@ -31,7 +31,7 @@ fi
 
 [ -f "$out/target/provenance.json" ] ||
     "$python" -m benchmarks.demo.subword_target --out "$out/target" --steps "$steps" ${text[@]+"${text[@]}"}
-"$python" -m vllm_mtpc.demo.corpus --out "$out" ${text[@]+"${text[@]}"}
+"$python" -m benchmarks.demo.corpus --out "$out" ${text[@]+"${text[@]}"}
 write() {
     "$python" -m vllm_mtpc regenerate --target "$out/target" --ignore-eos "$@"
 }

@@ -55,7 +55,7 @@ data=build/demo${quick:+-quick}
 write() {
     "$python" -m vllm_mtpc regenerate --target "$out/target" --ignore-eos "$@"
 }
-"$python" -m vllm_mtpc.demo.corpus --out "$data"
+"$python" -m benchmarks.demo.corpus --out "$data"
 write --data "$data/train.jsonl" --out "$data/sampled.jsonl" --crops 6 --limit "$sampled" --max-tokens "$new_tokens"
 write --data "$data/train.jsonl" --out "$data/greedy.jsonl" --crops 4 --limit "$greedy" --max-tokens "$new_tokens" \
     --temperature 0 --seed 1

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_mtpc import METHODS
 from vllm_mtpc.checkpoint import read_config
-from vllm_mtpc.config.mtpc import AnyHeadConfig
+from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.families import FAMILIES, Family
 
 PARTS = ("config", "check", "load", "evaluator", "job", "serving", "speculator")

@@ -100,7 +100,7 @@ def test_a_row_that_the_page_lacks_is_refused() -> None:
 
 @pytest.mark.feature("asynchronous scheduling", "off", "mtpc on V1", why="V1 drafts from token lists on the host")
 def test_v1_is_kept_synchronous() -> None:
-    from vllm_mtpc.proposers.seam.frontend import check_runner
+    from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
 
     spec = SimpleNamespace(
         method="mtpc",
@@ -118,6 +118,6 @@ def test_v1_is_kept_synchronous() -> None:
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         lora_config=None,
     )
-    check_runner(config)
+    MtpcSpeculativeConfig.check_engine(spec, config)
     assert config.scheduler_config.async_scheduling is False
     assert spec.num_speculative_tokens_per_batch_size is None  # the worker plans by what it observes

@@ -83,7 +83,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 def test_a_server_ends_with_whoever_asked_it(tmp_path: Path) -> None:
     """Killed in the middle of a call: the server goes, and the fork with it."""
     file = tmp_path / "pid"
-    code = "from tests import forks; forks.IMPORTED = ('json',); "
+    code = "from tests.support import forks; forks.IMPORTED = ('json',); "
     code += f"forks.call('v1', 'tests.test_forks:hang', {str(file)!r})"
     asker = subprocess.Popen([sys.executable, "-c", code], cwd=forks.ROOT)
     while not file.is_file() or not file.read_text():
@@ -97,7 +97,7 @@ def test_a_server_ends_with_whoever_asked_it(tmp_path: Path) -> None:
 
 def test_on_a_gpu_nothing_is_inherited_and_nothing_interpreted() -> None:
     """A fork of what has imported vLLM could inherit a GPU in use."""
-    code = "from tests import forks; print(forks.call('v2', 'tests.test_forks:about_itself'))"
+    code = "from tests.support import forks; print(forks.call('v2', 'tests.test_forks:about_itself'))"
     environment = {**os.environ, "MTPC_TEST_GPU": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=forks.ROOT, env=environment, capture_output=True, text=True)
     assert "'runner': '1', 'imported': False" in done.stdout, done.stderr

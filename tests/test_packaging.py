@@ -117,13 +117,15 @@ def test_wheel_metadata(wheel: Path, sources: Path) -> None:
 
 # The extras that a room's users have ("cpu" stands for "cuda" too); other rooms get along with a plain install.
 ROOMS = {
-    **dict.fromkeys(("circuits", "heads", "checkpoint", "demo"), ("train",)),
-    **dict.fromkeys(("models", "proposers", "kernels", "serving"), ("cpu",)),
-    "target": ("train", "train-cuda"),
+    **dict.fromkeys(("circuits", "heads", "config", "checkpoint", "demo"), ("train",)),
+    **dict.fromkeys(("models", "proposers", "kernels", "engine"), ("cpu",)),
+    "hf": ("train", "train-cuda"),
+    **dict.fromkeys(("data", "plots"), ("train",)),
     "eval": ("train", "cpu"),
     "train": ("train", "cpu", "ray"),
-    "bench": ("train", "cpu", "ray"),
-    **dict.fromkeys(("batch", "ray_serve"), ("ray",)),
+    "bench": ("train", "cpu"),
+    "batch": ("cpu", "ray"),
+    "ray_serve": ("ray",),
     **dict.fromkeys(("benchmarks", "scripts", "tests"), ("cpu", "train", "ray", "s3", "test")),
 }
 OPTIONAL = {"triton", "arctic_inference", "speculators"}  # looked for before they are imported

@@ -19,8 +19,7 @@ class Family:
     load: (folder, dtype, device) -> the head as it is on disk
     evaluator: the Evaluator of `vllm-mtpc eval`, `generate` and `doctor`
     job: what `vllm-mtpc train` runs, (options, target)
-    serving: the class of vLLM's speculative config
-    speculator: (speculative config) -> class of the speculator on Model Runner V2
+    serving: the class of vLLM's speculative config, which names its speculator
     """
 
     def __init__(self, **places: str) -> None:
@@ -40,7 +39,6 @@ FAMILIES = {
         evaluator="vllm_mtpc.eval.mtpc:MtpcEvaluator",
         job="vllm_mtpc.train.circuit:CircuitJob",
         serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
-        speculator="vllm_mtpc.proposers.v2.runner:mtpc_speculator",
     ),
     "ptp": Family(
         config="vllm_mtpc.config.ptp:PtpConfig",
@@ -49,6 +47,5 @@ FAMILIES = {
         evaluator="vllm_mtpc.eval.ptp:PtpEvaluator",
         job="vllm_mtpc.train.ptp.run:PtpJob",
         serving="vllm_mtpc.proposers.config.ptp:PtpSpeculativeConfig",
-        speculator="vllm_mtpc.proposers.v2.runner:ptp_speculator",
     ),
 }

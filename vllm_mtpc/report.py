@@ -1,9 +1,11 @@
-"""Where a measurement goes: refused in one line before anything is measured, written afterwards."""
+"""Where a measurement goes: refused in one line before anything is measured, written and printed afterwards."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +53,24 @@ def write_json(file: Path, values: dict[str, Any]) -> None:
     """A result, in a file that `check_file` has passed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """A rich table on a terminal; Markdown elsewhere, as it goes into the documentation."""
+    if not sys.stdout.isatty():
+        print(f"\n{title}\n\n" + markdown(header, lines), flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for place, name in enumerate(header):
+        table.add_column(name, justify="left" if place < 2 else "right")
+    for line, following in zip(lines, [*lines[1:], None], strict=True):
+        table.add_row(*line, end_section="=" in line[0] and following is not None and following[0] != line[0])
+    Console(highlight=False).print(table, markup=False)
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])

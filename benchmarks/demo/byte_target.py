@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from vllm_mtpc.demo import corpus
+from benchmarks.demo import corpus
 
 EOS_TEXT = "<|endoftext|>"
 SEED = 0

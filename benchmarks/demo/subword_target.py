@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from vllm_mtpc.demo.corpus import Corpus, Split
+    from benchmarks.demo.corpus import Corpus, Split
 
 VOCAB_SIZE = 4096
 STEPS, LONG_STEPS = 550, 50
@@ -95,7 +95,7 @@ def build_tokenizer(texts: list[bytes], vocab_size: int = VOCAB_SIZE) -> PreTrai
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[bytes]) -> Split:
     """Documents in one array of ids, each led by EOS; a line starts behind every token that ends in a line break."""
-    from vllm_mtpc.demo.corpus import Split
+    from benchmarks.demo.corpus import Split
 
     readable = [text.decode("utf-8", errors="replace") for text in texts]
     rows = [[EOS, *encoding.ids] for encoding in tokenizer.backend_tokenizer.encode_batch(readable)]
@@ -108,7 +108,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[bytes]) -> Split:
 
 def as_subwords(text: Corpus, vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedTokenizerFast, Corpus]:
     """A BPE of the training part, and both parts in its ids."""
-    from vllm_mtpc.demo.corpus import Corpus, documents
+    from benchmarks.demo.corpus import Corpus, documents
 
     train, valid = documents(text.train), documents(text.valid)
     tokenizer = build_tokenizer(train, vocab_size)
@@ -130,9 +130,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Trains, measures and saves a target, with what it was made of in provenance.json."""
     arguments = parser().parse_args()
-    from benchmarks.demo import byte_target
+    from benchmarks.demo import byte_target, corpus
     from vllm_mtpc.checkpoint.save import package_versions, replace_file
-    from vllm_mtpc.demo import corpus
     from vllm_mtpc.engine.provenance import commit
 
     text = corpus.load_file(arguments.text) if arguments.text else corpus.load()

@@ -39,8 +39,7 @@ def main() -> None:
     """Runs what was asked for."""
     arguments = parser().parse_args()
     # Imported late: --help should not wait for torch and transformers.
-    from benchmarks.demo import byte_target
-    from vllm_mtpc.demo import corpus
+    from benchmarks.demo import byte_target, corpus
     from vllm_mtpc.hf import choose_device
 
     text = corpus.load_file(arguments.text) if arguments.text else corpus.load(packages=arguments.packages)

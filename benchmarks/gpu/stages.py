@@ -145,7 +145,7 @@ def target(programme: Programme) -> list[Part]:
     )
     weights = folder / "model.safetensors"
     train = words(sys.executable, "-m", "benchmarks.demo.train_target", *text, out=folder, **sizes)
-    split = words(sys.executable, "-m", "vllm_mtpc.demo.corpus", *text, out=data)
+    split = words(sys.executable, "-m", "benchmarks.demo.corpus", *text, out=data)
 
     def written(name: str, source: str, seconds: float, **options: Any) -> Part:
         out, dtype = data / f"{name}.jsonl", programme.size("bfloat16", None)

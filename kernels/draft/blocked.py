@@ -282,7 +282,7 @@ def elect(
 
 @triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["slot_ptr"])
 def spread(
-    law_ptr,
+    log_q_ptr,
     slot_ptr,
     cache_ptr,
     cache_stride,
@@ -300,5 +300,5 @@ def spread(
     mask = (token < vocab_size) & (slot >= 0)
     rank = (token // rows).to(tl.int64)
     at = ((rank * tl.num_programs(2) + row) * num_drafts + k) * width + token % rows
-    log_q = tl.load(law_ptr + at, mask=mask, other=0.0)
+    log_q = tl.load(log_q_ptr + at, mask=mask, other=0.0)
     tl.store(cache_ptr + slot * cache_stride + k.to(tl.int64) * cache_k_stride + token, log_q, mask=mask)

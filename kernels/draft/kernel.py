@@ -140,10 +140,10 @@ class Drafter:
         state = (buffer(batch, size), buffer(batch, depth, size), buffer(batch, dtype=torch.int32))
         values = buffer(batch, blocks, dtype=torch.float64 if self.noise["USE_FP64"] else torch.float32)
         per_block = (values, buffer(batch, blocks, dtype=torch.int32), buffer(batch, blocks, 3))
-        has_law = self.shard is not None and cache_dtype is not None
+        has_columns = self.shard is not None and cache_dtype is not None
         # rows of a multiple of 16: strides that K decides are then not specialised
-        law = buffer(batch, drafts, -(-self.shard.rows // 16) * 16, dtype=cache_dtype) if has_law else None
-        return of_leaves, buffer(batch, drafts, size), state, per_block, law
+        columns = buffer(batch, drafts, -(-self.shard.rows // 16) * 16, dtype=cache_dtype) if has_columns else None
+        return of_leaves, buffer(batch, drafts, size), state, per_block, columns
 
     def _blocks(self, params: tuple, requests: tuple, cached: tuple, out: tuple, draw: bool) -> None:
         evidence, leaf, root, inner = params
@@ -156,7 +156,7 @@ class Drafter:
         of_blocks = {"BLOCKS": triton.next_power_of_2(self.num_blocks)}
         tile = {"R": self.sizes["R"], "BLOCK": self.block, "UNIT": unit, "num_warps": self.num_warps}
         blocks = self.num_blocks
-        of_leaves, norms, state, per_block, law = self.buffers(
+        of_leaves, norms, state, per_block, columns = self.buffers(
             batch, num_drafts, leaf.device, None if cache is None else cache.dtype
         )
         blocked.leaf_blocks[(blocks, num_drafts, batch)](*from_leaf, *of_leaves, num_drafts, r, vocab_size, **tile)
@@ -176,7 +176,7 @@ class Drafter:
         )
         if shard is not None:
             norms = shard.normalisers(norms)
-            cached = cached if law is None else (law, law.stride(0), law.stride(1))
+            cached = cached if columns is None else (columns, columns.stride(0), columns.stride(1))
         for k in range(num_drafts):
             blocked.draft_blocks[(blocks, batch)](
                 *from_leaf,
@@ -215,16 +215,16 @@ class Drafter:
                 **self.sizes,
                 **of_blocks,
             )
-        if law is not None:
+        if columns is not None:
             blocked.spread[(blocks * shard.size, num_drafts, batch)](
-                shard.gather(law.flatten(1)),
+                shard.gather(columns.flatten(1)),
                 requests[0],
                 cache,
                 cache.stride(0),
                 cache.stride(1),
                 num_drafts,
                 shard.rows,
-                law.shape[2],
+                columns.shape[2],
                 cache.shape[2],
                 BLOCK=self.block,
             )

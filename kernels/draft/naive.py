@@ -58,10 +58,10 @@ def _norms(leaf_logits: Tensor, shard: Shard) -> Tensor:
 
 
 def confidence(log_q: Tensor, temperature: Tensor, draw: bool = True) -> Tensor:
-    """Probability [B] that a token of the law log_q [B, V] is drafted twice, at temperature [B]: sum_v q_T(v)^2.
+    """Probability [B] that two draws from log_q [B, V] at temperature [B] are the same token: sum_v q_T(v)^2.
 
     Where the draft is the argmax (temperature 0, or draw False): max_v q_T(v), T = 1 for temperature 0. A function of
-    the law alone, never of the token drawn from it: a length chosen by the token itself would bias what is kept.
+    the distribution alone, never of the drawn token: a length chosen by the token itself would bias what is kept.
     """
     is_greedy = temperature == 0
     scaled = log_q / torch.where(is_greedy, 1.0, temperature)[:, None]

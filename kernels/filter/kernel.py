@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vllm_mtpc.kernels.filter.machine import (
-    FALL,
-    FOLD,
+    CONDITION,
     PUSH,
-    RISE,
+    TRANSITION,
+    UPWARD,
     advance,
     encode,
     load_sum,
@@ -94,7 +94,7 @@ def _share(terms, total):
 def _add_sum_gradient(grad_ptr, index, adjoint, log_probs, r, R: tl.constexpr):
     """To the gradient [F, r, r] of the logits of inner sums, from the adjoint [R, R] of the rows of one.
 
-    A sum that fell and rose is written twice, here and there by the same instance: hence the barrier.
+    A sum with a TRANSITION and an UPWARD is written twice, here and there by the same instance: hence the barrier.
     """
     z = tl.arange(0, R)
     mask = (z[:, None] < r) & (z[None, :] < r)
@@ -127,10 +127,10 @@ def _retreat(
         op = tl.load(code_ptr + 2 * at)
         index = tl.load(code_ptr + 2 * at + 1)
         kept = load_vector(tape_ptr + at * r, r, R)
-        if op == FOLD:
+        if op == CONDITION:
             weights = _through_softmax(weights, kept, 0)
             message += weights
-        elif op == FALL:
+        elif op == TRANSITION:
             log_probs = load_sum(inner_ptr, index, r, R)
             terms = kept[:, None] + log_probs
             adjoint = _share(terms, log_sum_exp(terms, 0)[None, :]) * weights[None, :]
@@ -139,7 +139,7 @@ def _retreat(
         elif op == PUSH:
             depth -= 1
             weights += _pop_adjoint(stack, depth, DEPTH)
-        elif op == RISE:
+        elif op == UPWARD:
             log_probs = load_sum(inner_ptr, index, r, R)
             terms = log_probs + kept[None, :]
             adjoint = _share(terms, log_sum_exp(terms, 1)[:, None]) * message[:, None]
@@ -152,7 +152,7 @@ def _retreat(
             opened = _through_softmax(weights, kept, 0)
             stack = push(stack, depth - 1, opened, DEPTH)
             message += given + opened
-            weights = tl.zeros([R], tl.float32)  # those before the join end there
+            weights = tl.zeros([R], tl.float32)  # those before the sibling end there
     return weights, stack, depth, message
 
 

@@ -2,7 +2,7 @@
 
 Vectors [R] hold r values, R = next power of two; what is beyond r is -inf in weights, stack and messages that a sum has
 made, and -inf or anything finite in evidence. The stack is a tile [DEPTH, R] in registers with the number of its
-vectors. A law whose every term is -inf stays -inf, where PyTorch makes NaN of it; NaN stays NaN.
+vectors. A distribution whose every term is -inf stays -inf, where PyTorch makes NaN of it; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from vllm_mtpc.kernels.filter.program import Instruction, Op, Program, stack_depth
 
-FOLD: tl.constexpr = tl.constexpr(int(Op.FOLD))
-FALL: tl.constexpr = tl.constexpr(int(Op.FALL))
+CONDITION: tl.constexpr = tl.constexpr(int(Op.CONDITION))
+TRANSITION: tl.constexpr = tl.constexpr(int(Op.TRANSITION))
 PUSH: tl.constexpr = tl.constexpr(int(Op.PUSH))
-RISE: tl.constexpr = tl.constexpr(int(Op.RISE))
+UPWARD: tl.constexpr = tl.constexpr(int(Op.UPWARD))
 
 
 def encode(program: Program, device: torch.device) -> tuple[Tensor, Tensor, int]:
@@ -29,7 +29,7 @@ def encode(program: Program, device: torch.device) -> tuple[Tensor, Tensor, int]
 
 @lru_cache(maxsize=64)
 def _encoded(program: tuple[tuple[Instruction, ...], ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
-    flat = [(int(op), index) for instructions in program for op, index in instructions] or [(int(Op.FOLD), -1)]
+    flat = [(int(op), index) for instructions in program for op, index in instructions] or [(int(Op.CONDITION), -1)]
     begins = [0]
     for instructions in program:
         begins.append(begins[-1] + len(instructions))
@@ -113,15 +113,15 @@ def advance(
         op = tl.load(code_ptr + 2 * at)
         index = tl.load(code_ptr + 2 * at + 1)
         kept = weights
-        if op == FOLD:
+        if op == CONDITION:
             weights = normalise(weights + message)
             kept = weights
-        elif op == FALL:
+        elif op == TRANSITION:
             weights = log_sum_exp(weights[:, None] + load_sum(inner_ptr, index, r, R), 0)
         elif op == PUSH:
             stack = push(stack, depth, weights, DEPTH)
             depth += 1
-        elif op == RISE:
+        elif op == UPWARD:
             depth -= 1
             kept = pop(stack, depth, DEPTH) + message
             message = log_sum_exp(load_sum(inner_ptr, index, r, R) + kept[None, :], 1)

@@ -16,13 +16,13 @@ def advance(
     """Weights [B, r] and stack after `instructions`; message [B, r], inner [B, F, r, r] log-softmax, all float32."""
     stack = list(stack)
     for op, index in instructions:
-        if op == Op.FOLD:
+        if op == Op.CONDITION:
             weights = (weights + message).log_softmax(dim=-1)
-        elif op == Op.FALL:
+        elif op == Op.TRANSITION:
             weights = torch.logsumexp(weights.unsqueeze(-1) + inner[:, index], dim=1)
         elif op == Op.PUSH:
             stack.append(weights)
-        elif op == Op.RISE:
+        elif op == Op.UPWARD:
             message = torch.logsumexp(inner[:, index] + (stack.pop() + message).unsqueeze(1), dim=-1)
         else:
             weights = (stack.pop() + message).log_softmax(dim=-1)
@@ -31,7 +31,7 @@ def advance(
 
 
 def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
-    """log pi [B, m, r], float32: the law of the latent that token k reads, given the tokens before it.
+    """log pi [B, m, r], float32: the distribution of the latent that token k reads, given the tokens before it.
 
     evidence [B, m, r] is log p(x_k | z), 1 <= m <= n (0: token k is marginalised); root_logits [B, r] and
     inner_logits [B, F, r, r] are not normalised. Half precisions are read as float32, float64 stays so.

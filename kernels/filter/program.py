@@ -3,11 +3,11 @@
 The machine holds the log weights of the current latent [r], a stack of vectors [r], and a message [r], which is the
 evidence of the token just seen. Inner sums are numbered as in the checkpoint; A_f has rows log p(z' | z).
 
-    FOLD      weights <- normalise(weights + message)
-    FALL f    weights <- log(exp(weights) A_f)             a latent below: its law, given the one above
-    PUSH      push weights                                 a region is opened
-    RISE f    message <- log(A_f exp(pop + message))       a region is closed: what it tells the latent above it
-    JOIN      weights <- normalise(pop + message), push message     from a left child to its right sibling
+    CONDITION     weights <- normalise(weights + message)             on the token just seen
+    TRANSITION f  weights <- log(exp(weights) A_f)                    to the latent below, given the one above
+    PUSH          push weights                                        a region is opened
+    UPWARD f      message <- log(A_f exp(pop + message))              a region is closed
+    SIBLING       weights <- normalise(pop + message), push message   from a left child to its right sibling
 
 A program is n + 1 lists of instructions: [0] goes from the root's weights to those of token 0, [k + 1] from token k to
 token k + 1; the last list is empty. Every list begins with the evidence of its token as message.
@@ -21,20 +21,20 @@ from typing import NamedTuple
 
 
 class Op(IntEnum):
-    FOLD = 0
-    FALL = 1
+    CONDITION = 0
+    TRANSITION = 1
     PUSH = 2
-    RISE = 3
-    JOIN = 4
+    UPWARD = 3
+    SIBLING = 4
 
 
 class Instruction(NamedTuple):
     op: Op
-    index: int = -1  # of the inner sum; FALL and RISE only
+    index: int = -1  # of the inner sum; TRANSITION and UPWARD only
 
 
 Program = Sequence[Sequence[Instruction]]
-CHANGE = {Op.PUSH: 1, Op.RISE: -1}  # of the number of vectors on the stack
+CHANGE = {Op.PUSH: 1, Op.UPWARD: -1}  # of the number of vectors on the stack
 
 
 def check_program(program: Program, n: int, num_inner: int) -> None:
@@ -44,9 +44,9 @@ def check_program(program: Program, n: int, num_inner: int) -> None:
     depth = 0
     for k, instructions in enumerate(program):
         for op, index in instructions:
-            if op in (Op.FALL, Op.RISE) and not 0 <= index < num_inner:
+            if op in (Op.TRANSITION, Op.UPWARD) and not 0 <= index < num_inner:
                 raise ValueError(f"program[{k}]: {Op(op).name} {index}, of {num_inner} inner sums counted from 0")
-            if op in (Op.RISE, Op.JOIN) and depth == 0:
+            if op in (Op.UPWARD, Op.SIBLING) and depth == 0:
                 raise ValueError(f"program[{k}]: {Op(op).name} pops from an empty stack; PUSH comes first")
             depth += CHANGE.get(op, 0)
 

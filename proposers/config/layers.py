@@ -1,15 +1,16 @@
-"""What heads with LoRA draft layers are served on: refusals of everything else, in the caller's process."""
+"""What heads with LoRA draft layers are served on: everything else is refused, in the caller's process."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from vllm.config.model import ModelConfig
+from vllm.platforms import current_platform
 
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.config.runner import how_to_v2
 
 # vLLM's class has `model.layers` and `model.norm`, a layer takes (positions, states, residual), and the states that
 # enter a layer can be asked for. A test compares the drafts of each with those of a model with merged adapters.
@@ -21,6 +22,15 @@ ARCHITECTURES = (
     "EvaByteForCausalLM",
     "TPULlamaForCausalLM",
 )
+
+
+def how_to_v2() -> str:
+    """What to type for Model Runner V2, as an error says it; a variable is to be dropped only where it is set."""
+    if current_platform.is_cpu():
+        return "without a GPU type scripts/v2_on_cpu.sh vllm serve ... in the checkout of vllm_mtpc"
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return "drop VLLM_USE_V2_MODEL_RUNNER=0"
+    return "vLLM's log says above why it chose V1"
 
 
 def check_target(folder: Path, head: HeadConfig, target: ModelConfig) -> None:
@@ -54,16 +64,26 @@ def check_engine(vllm_config: Any) -> None:
         )
     refused = {
         "enable_lora": vllm_config.lora_config is not None,
+        **context_parallel(parallel),
+        "a KV connector that works layer by layer": _is_layerwise(vllm_config.kv_transfer_config),
+    }
+    refuse(refused, f"a head with lora_layers={count} and")
+
+
+def context_parallel(parallel: Any) -> dict[str, bool]:
+    """Options by name, and whether they are set, under which no pass of ours may follow the target's."""
+    return {
         "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "enable_dbo": getattr(parallel, "enable_dbo", False),
-        "a KV connector that works layer by layer": _is_layerwise(vllm_config.kv_transfer_config),
     }
-    for option, is_set in refused.items():
+
+
+def refuse(options: dict[str, bool], what: str) -> None:
+    """Raises ServeConfigError for the first of these options that is set together with `what`."""
+    for option, is_set in options.items():
         if is_set:
-            raise ServeConfigError(
-                f"a head with lora_layers={count} and {option}: not served together in this version; drop {option}"
-            )
+            raise ServeConfigError(f"{what} {option}: not served together in this version; drop {option}")
 
 
 def _is_layerwise(kv_transfer_config: Any) -> bool:

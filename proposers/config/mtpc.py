@@ -1,50 +1,28 @@
-"""`speculative_config` of this package's methods: checked whole, in the caller's process, one line per error.
+"""`speculative_config` of method mtpc: its options, what they mean, and every engine it is not served on.
 
-What only PTP heads have is in `config_ptp.py`.
+`ptp.py` derives from it; `create.py` makes either from what a user writes.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, SkipValidation, ValidationError
+from pydantic import Field, SkipValidation
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
-from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
+from vllm_mtpc.checkpoint import check_tensors
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.config.ptp import PtpConfig
-from vllm_mtpc.errors import ServeConfigError, did_you_mean, one_line
+from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.heads import needs_lm_head
-from vllm_mtpc.proposers.config import layers as config_layers
-from vllm_mtpc.proposers.config import schedule
-
-# What a user may write. Everything else in vLLM's SpeculativeConfig belongs to other methods, and an
-# option that would be ignored is refused instead.
-USER_KEYS = (
-    "method",
-    "model",
-    "revision",
-    "num_speculative_tokens",
-    "num_speculative_tokens_per_batch_size",
-    "min_survival",
-    "mask_drafts",
-    "enable_adaptive_verification",
-    "draft_sample_method",
-    "head_dtype",
-    "verify",
-    "rejection_sample_method",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-)
-
-REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that the target's law rejects
+from vllm_mtpc.heads.memory import by_batch, draft_memory
+from vllm_mtpc.proposers.config import layers, schedule
 
 # Weights of the head. auto: the target's, on a CPU bfloat16 where it multiplies that; fp8: its unembeddings in float8
 HeadDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
@@ -57,6 +35,26 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     Differences from the parent: never runs its __post_init__ (which knows a closed list of methods),
     and describes the draft by the target's own ModelConfig, because a head has no layers of its own.
     """
+
+    # What a user may write. Everything else in vLLM's SpeculativeConfig belongs to other methods, and an option that
+    # would be ignored is refused instead.
+    user_keys: ClassVar[tuple[str, ...]] = (
+        "method",
+        "model",
+        "revision",
+        "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
+        "min_survival",
+        "mask_drafts",
+        "enable_adaptive_verification",
+        "draft_sample_method",
+        "head_dtype",
+        "verify",
+        "rejection_sample_method",
+        "synthetic_acceptance_rates",
+        "synthetic_acceptance_length",
+    )
+    has_distribution: ClassVar[bool] = True  # drafts come from one that the verifier scores
 
     method: Literal["mtpc"] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -90,7 +88,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
     def compute_hash(self) -> str:
         """Key of compiled targets: with draft layers their graph hands out the states that enter one of its layers."""
-        return f"{SpeculativeConfig.compute_hash(self)}-{getattr(self.head, 'lora_layers', 0)}"
+        return f"{SpeculativeConfig.compute_hash(self)}-{self.draft_layers}"
 
     def take_own_schedule(self) -> None:
         """Once vLLM has made the configuration: each of the dense data-parallel engines has the schedule to itself."""
@@ -107,153 +105,112 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         """Multiplications of the head's leaves for one draft, by those of the target for one row."""
         return schedule.load_of(self.head, self.target_model_config.hf_text_config)
 
+    @property
+    def draft_layers(self) -> int:
+        """How many LoRA draft layers the head reads."""
+        return self.head.lora_layers
 
-class HeadSchedulerConfig(SchedulerConfig):
-    """vLLM's, whose scheduler is derived from the one it would choose: its field `scheduler_cls` warns, and names one
-    class for both synchronous and asynchronous scheduling."""
+    def speculator(self) -> str:
+        """The class that drafts on Model Runner V2, by its name in `vllm_mtpc.proposers.v2`."""
+        return "layered.LayeredSpeculator" if self.draft_layers else "speculator.MtpcSpeculator"
 
-    def get_scheduler_cls(self) -> type:
-        from vllm_mtpc.proposers.seam.derive import derived
-        from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+    def drafts_in_words(self, is_v2: bool) -> str:
+        """How many drafts there will be, in a line."""
+        is_planned = not is_v2 and self.min_survival is None
+        ranges = None if is_planned else self.num_speculative_tokens_per_batch_size
+        return schedule.in_words(ranges, self.num_speculative_tokens, is_planned)
 
-        return derived(HeadScheduler, super().get_scheduler_cls())
+    def device_bytes(self, vllm_config: Any) -> int:
+        """What the head and its drafts take on each device, as far as that is known before a worker starts."""
+        num_drafts, max_num_seqs = self.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
+        found = draft_memory(
+            self.head,
+            by_batch(self.num_speculative_tokens_per_batch_size, max_num_seqs, num_drafts),
+            num_drafts,
+            vllm_config.model_config.dtype,
+            vllm_config.parallel_config.tensor_parallel_size,
+            vllm_config.device_config.device_type,
+            self.draft_sample_method == "probabilistic",
+        )
+        return sum(found)
 
+    def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
+        """KV blocks that are kept from requests; raises ServeConfigError where too few are left for one request."""
+        return 0
 
-def create(**given: Any) -> MtpcSpeculativeConfig:
-    """The validated config for a user's `speculative_config` plus vLLM's target_* entries, of the method it names.
-
-    Raises ServeConfigError, CheckpointError or HeadConfigError, each one line.
-    """
-    target: ModelConfig = given.pop("target_model_config")
-    parallel: ParallelConfig = given.pop("target_parallel_config")
-    given = {key: value for key, value in given.items() if value is not None}
-    if given["method"] == "ptp":
-        from vllm_mtpc.proposers.config import ptp as config_ptp
-
-        config_class, user_keys = config_ptp.PtpSpeculativeConfig, config_ptp.USER_KEYS
-    else:
-        config_class, user_keys = MtpcSpeculativeConfig, USER_KEYS
-    _check_request(given, user_keys)
-    folder = _head_folder(given, target)
-    head = read_config(folder)
-    _check_method(folder, head, given["method"])
-    _check_fit(folder, head, given, target)
-    if isinstance(head, HeadConfig):
-        given.setdefault("draft_sample_method", head.draft_sample_method)
+    @classmethod
+    def check_head(cls, folder: Path, head: Any, target: ModelConfig, parallel: ParallelConfig) -> None:
+        """Check the head's files, and refuse a target or layout that it is not served on."""
         check_tensors(folder, head)
         if head.lora_layers:
-            config_layers.check_target(folder, head, target)
-    else:
-        config_ptp.check_target(folder, head, target, parallel)
-    drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
-    wants_default = schedule.KEY not in given
-    if not wants_default:
-        given[schedule.KEY] = schedule.chosen(given[schedule.KEY], drafts)
-    try:
-        made = config_class(
-            **{**given, "model": str(folder), "model_folder": str(folder), "head": head},
-            target_model_config=target,
-            target_parallel_config=parallel,
-        )
-    except ValidationError as error:
-        raise ServeConfigError(f"speculative_config: {one_line(error, list(user_keys))}") from None
-    # no default where data-parallel ranks step together, or prescribed acceptance says nothing about drafts
-    together = parallel.data_parallel_size > 1 and target.is_moe
-    if wants_default and not together and made.rejection_sample_method != "synthetic":
-        made.num_speculative_tokens_per_batch_size = made.default_schedule()
-        made.has_default_schedule = True
-    if parallel.data_parallel_size > 1 and not together:  # vLLM drops it, though each engine runs by itself
-        made.own_schedule = made.num_speculative_tokens_per_batch_size
-        made.num_speculative_tokens_per_batch_size = None
-    if made.rejection_sample_method == "synthetic":  # whatever the drafts are
-        if made.min_survival is None:
-            made.min_survival = 0.0
-        made.verify = "rejection"
-    return made
+            layers.check_target(folder, head, target)
 
+    def check_adaptive(self, engine_args: Any) -> None:
+        """Refuse vLLM's adaptive verification where it does not run, before vLLM does in other words."""
+        if not self.enable_adaptive_verification:
+            return
+        mode = getattr(engine_args.compilation_config, "cudagraph_mode", None)
+        lacking = {
+            "a CPU": current_platform.is_cpu(),
+            "VLLM_USE_V2_MODEL_RUNNER=0": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0",
+            "enforce_eager": engine_args.enforce_eager,
+            "CUDA graphs without full ones": mode is not None and not mode.has_full_cudagraphs(),
+            "enable_lora": engine_args.enable_lora,
+            "pipeline_parallel_size above 1": engine_args.pipeline_parallel_size > 1,
+        }
+        for what, is_given in lacking.items():
+            if is_given:
+                raise ServeConfigError(
+                    f"enable_adaptive_verification with {what}: vLLM needs Model Runner V2 on a GPU with full CUDA "
+                    "graphs, no LoRA and one pipeline stage; drop either; on Model Runner V1 min_survival cuts drafts"
+                )
 
-def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
-    """What can be said without looking at the head."""
-    unknown = [key for key in given if key not in user_keys]
-    if unknown:
-        raise ServeConfigError(
-            f"speculative_config: {unknown[0]!r} is not an option of method {given['method']!r}; allowed: "
-            f"{', '.join(user_keys)}; remove it{did_you_mean(unknown[0], user_keys)}"
-        )
-    if (rule := given.get("rejection_sample_method", "standard")) not in REJECTION_METHODS:
-        raise ServeConfigError(
-            f"speculative_config: rejection_sample_method={rule!r} does not keep the target's law or is not known; "
-            f"allowed: {', '.join(REJECTION_METHODS)}; drop it"
-        )
-    if rule != "standard" and given.get("verify") == "coupled":
-        raise ServeConfigError(
-            f"speculative_config: rejection_sample_method={rule!r} with verify='coupled', which rejects nothing; "
-            "allowed: 'standard'; drop one of them"
-        )
-
-
-def _head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
-    if "model" in given:
-        folder = resolve_head(str(given["model"]), given.get("revision"))
-        return find_head(folder) or folder  # a folder without a head is refused by name when it is read
-    shipped = find_head(target.model) if Path(target.model).is_dir() else _shipped_on_hub(target)
-    if shipped is None:
-        raise ServeConfigError(
-            f"speculative_config: no 'model' given and {target.model} ships no head in mtpc/; "
-            'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
-        )
-    return shipped
-
-
-def _shipped_on_hub(target: ModelConfig) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(target.model, revision=target.revision, allow_patterns=["mtpc/*"])
-    except Exception:  # offline, private or absent: all mean that no head can be had from there
-        return None
-    return find_head(folder)
-
-
-def _check_method(folder: Path, head: HeadConfig | PtpConfig, method: str) -> None:
-    """Refuse a head of the other family."""
-    if head.speculators_model_type != method:
-        raise ServeConfigError(
-            f"speculative_config: head {folder} is of method {head.speculators_model_type!r}, not {method!r}; "
-            f'type {{"method": "{head.speculators_model_type}"}}'
-        )
-
-
-def _check_fit(folder: Path, head: HeadConfig | PtpConfig, given: dict[str, Any], target: ModelConfig) -> None:
-    """Refuse a head made for another target, and more drafts than its window holds."""
-    sizes = (
-        ("vocab_size", head.vocab_size, target.get_vocab_size()),
-        ("hidden_size", head.hidden_size, target.get_hidden_size()),
-    )
-    for name, ours, theirs in sizes:
-        if ours != theirs:
+    def check_engine(self, vllm_config: Any) -> None:
+        """Refuse what a head cannot be served with on this runner; keep V1's scheduling synchronous."""
+        is_v2, scheduler = vllm_config.use_v2_model_runner, vllm_config.scheduler_config
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1 and not (is_v2 and scheduler.async_scheduling):
+            runner = "Model Runner V2 with synchronous scheduling" if is_v2 else "Model Runner V1"
+            remedy = "drop --no-async-scheduling" if is_v2 else layers.how_to_v2()
             raise ServeConfigError(
-                f"speculative_config: head {folder} has {name}={ours}, but target {target.model} has {theirs}; "
-                f"use a head trained for this target (this one was trained for "
-                f"{head.speculators_config.verifier.name_or_path})"
+                f"pipeline_parallel_size={stages} with drafts on {runner}: vLLM crashes there; allowed: Model Runner "
+                f"V2 with asynchronous scheduling; {remedy}, or use tensor parallelism"
             )
-    if (copies := getattr(target.hf_config, "hc_mult", 1)) > 1:
-        from vllm.model_executor.model_loader.utils import get_model_cls
-
-        if hasattr(get_model_cls(target), "get_mtp_target_hidden_states"):  # as vLLM's speculators find out
+        head = self.head
+        if head.lora_layers:
+            layers.check_engine(vllm_config)
+        if vllm_config.lora_config is not None and needs_lm_head(head.head):
             raise ServeConfigError(
-                f"speculative_config: target {target.model} hands out hidden states of {copies} x {head.hidden_size} "
-                f"numbers, the copies of its residual stream; head {folder} reads hidden_size={head.hidden_size}: "
-                "allowed are targets that hand out what leaves their final norm; drop speculative_config"
+                f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes "
+                "one row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop enable_lora or the "
+                "head"
             )
-    if given.get("head_dtype") == "fp8" and needs_lm_head(head.head):
-        raise ServeConfigError(
-            f"speculative_config: head_dtype='fp8', but head {folder} (head={head.head!r}) has no unembeddings of its "
-            "own to keep in float8; allowed: auto, bfloat16, float16, float32; remove head_dtype"
-        )
-    drafts = given.get("num_speculative_tokens")
-    if drafts is not None and (not isinstance(drafts, int) or not 1 <= drafts <= head.window - 1):
-        raise ServeConfigError(
-            f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window} and its "
-            f"first token is the target's own, so allowed are 1 to {head.window - 1}; lower it or leave it out"
-        )
+        if is_v2 and self.min_survival:
+            raise ServeConfigError(
+                f"min_survival={self.min_survival} on Model Runner V2: the host does not see drafts there; allowed: 0; "
+                "drop it, or type enable_adaptive_verification: true"
+            )
+        if not is_v2 and self.verify == "coupled":
+            raise ServeConfigError(
+                "verify='coupled' on Model Runner V1, where requests without a seed have no noise that can be drawn "
+                f"again; allowed: 'rejection'; drop it, or {layers.how_to_v2()}"
+            )
+        if not is_v2 and self.rejection_sample_method == "block":
+            raise ServeConfigError(
+                "rejection_sample_method 'block' on Model Runner V1, which verifies token by token: allowed are "
+                "'standard' and 'synthetic'; drop it"
+            )
+        if not is_v2 and self.rejection_sample_method == "synthetic" and vllm_config.device_config.device_type == "cpu":
+            raise ServeConfigError(
+                "rejection_sample_method 'synthetic' on Model Runner V1 on a CPU: vLLM's kernels there do not have it; "
+                "allowed: 'standard'; drop it, or use a GPU"
+            )
+        if not is_v2:
+            scheduler.async_scheduling = False  # V1 drafts from token lists on the host
+            if self.has_default_schedule and self.min_survival is None:  # the worker plans by what it observes
+                self.num_speculative_tokens_per_batch_size = None
+
+
+def weights_of(folder: Path) -> int:
+    """Bytes of the safetensors in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SkipValidation
 from vllm.config.model import ModelConfig
@@ -15,27 +15,13 @@ from vllm.platforms import current_platform
 from vllm_mtpc.checkpoint.ptp import check_ptp
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
-from vllm_mtpc.proposers.config.runner import how_to_v2
+from vllm_mtpc.proposers.config.layers import context_parallel, how_to_v2, refuse
+from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig, weights_of
+from vllm_mtpc.proposers.config.plan import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
 from vllm_mtpc.proposers.config.schedule import Schedule, few_lengths, merged
-
-if TYPE_CHECKING:
-    from vllm_mtpc.proposers.v2.ptp.plan import Plan
 
 logger = logging.getLogger("vllm.mtpc")
 
-USER_KEYS = (
-    "method",
-    "model",
-    "revision",
-    "num_speculative_tokens",
-    "num_speculative_tokens_per_batch_size",
-    "draft_pass",
-    "max_aux_rows",
-    "aux_rows_per_request",
-    "group_sizes",
-    "u_table",
-)
 CPU_BLOCK_SIZE = 32  # the smallest vLLM's CPU attention takes: each group of rows owns blocks of this size
 
 
@@ -49,9 +35,25 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     instead of one computed for each u.
     """
 
+    user_keys: ClassVar[tuple[str, ...]] = (
+        "method",
+        "model",
+        "revision",
+        "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
+        "draft_pass",
+        "max_aux_rows",
+        "aux_rows_per_request",
+        "group_sizes",
+        "u_table",
+    )
+    has_distribution: ClassVar[bool] = False
+    draft_layers: ClassVar[int] = 0
+
     method: Literal["ptp"] | None = None
     draft_sample_method: Literal["greedy"] = "greedy"
     head: SkipValidation[PtpConfig] = None  # type: ignore[assignment]
+    mask_drafts: bool = False
     draft_pass: Literal["merged", "two-pass"] = "two-pass"
     max_aux_rows: int = Field(default=256, ge=2)
     aux_rows_per_request: int | None = Field(default=None, ge=1)
@@ -71,8 +73,6 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         """Groups of auxiliary rows by batch size."""
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-        from vllm_mtpc.proposers.v2.ptp.plan import scheduled_plan
-
         ranges, drafts = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
         if ranges is None:
             return self._plan_of(drafts, max_num_seqs)
@@ -80,8 +80,6 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         return scheduled_plan(lambda count: self._plan_of(count, max_num_seqs), by_batch)
 
     def _plan_of(self, drafts: int, max_num_seqs: int) -> Plan:
-        from vllm_mtpc.proposers.v2.ptp.plan import merged_plan, two_pass_plan
-
         if self.draft_pass == "two-pass":
             return two_pass_plan(self.head, drafts, max_num_seqs, self.max_aux_rows)
         return merged_plan(
@@ -98,68 +96,81 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
 
         On a GPU few lengths: vLLM captures graphs for each.
         """
-        from vllm_mtpc.proposers.v2.ptp.plan import most_drafts
-
         largest = self.max_aux_rows + 1  # a batch with more requests than rows is not drafted for
         plan = self._plan_of(self.num_speculative_tokens, largest)
         by_batch = [most_drafts(plan.bucket(n), self.head.variant, plan.leading) for n in range(1, largest + 1)]
         by_batch = [min(drafts, self.num_speculative_tokens) for drafts in by_batch]
         return merged(by_batch if current_platform.is_cpu() else few_lengths(by_batch))
 
+    def speculator(self) -> str:
+        return "ptp.merged.MergedSpeculator" if self.draft_pass == "merged" else "ptp.speculator.PtpSpeculator"
 
-def check_target(folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check the head's files, and refuse a target or layout that PTP is not served on."""
-    check_ptp(folder, head)
-    if parallel.pipeline_parallel_size > 1:
-        raise ServeConfigError(
-            f"speculative_config: method 'ptp' with pipeline_parallel_size={parallel.pipeline_parallel_size}: drafts "
-            "come from the whole target, which no stage holds; allowed: 1; use tensor_parallel_size"
-        )
-    text = target.hf_text_config
-    sliding = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
-    if target.is_hybrid or target.is_attention_free or target.use_mla or sliding or target.get_sliding_window():
-        raise ServeConfigError(
-            f"speculative_config: method 'ptp' on {target.model}, whose layers do not all have full attention with a "
-            "key and a value per head: allowed are such targets alone; use an MtPC head"
-        )
-    if target.uses_mrope:
-        raise ServeConfigError(
-            f"speculative_config: method 'ptp' on {target.model}, which has several positions per token: allowed are "
-            "targets with one; use an MtPC head"
-        )
+    def device_bytes(self, vllm_config: Any) -> int:
+        return weights_of(Path(self.model_folder))  # what else it takes are rows of the target
 
+    def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
+        if not kv_cache_config.kv_cache_groups:
+            return 0
+        longest = vllm_config.model_config.max_model_len
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        blocks = self.plan(vllm_config.scheduler_config.max_num_seqs).num_blocks(block_size)
+        needed = -(-longest // block_size) + 1  # vLLM keeps one block for itself
+        if kv_cache_config.num_blocks - blocks < needed:
+            raise ServeConfigError(
+                f"the KV cache holds {kv_cache_config.num_blocks} blocks of {block_size} tokens; {blocks} of them are "
+                f"for auxiliary rows and {needed} for one request of {longest} tokens; raise --gpu-memory-utilization "
+                f"(or --kv-cache-memory-bytes), or lower max_aux_rows={self.max_aux_rows} or --max-num-seqs"
+            )
+        return blocks
 
-def check_engine(vllm_config: Any) -> None:
-    """Refuse what PTP cannot be served with, once the engine's configuration is known; choose its block size."""
-    if not vllm_config.use_v2_model_runner:
-        raise ServeConfigError(
-            "method 'ptp' on Model Runner V1: it drafts from token lists on the host, PTP from the target's own rows; "
-            f"allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head"
-        )
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    refused = {
-        "enable_lora": vllm_config.lora_config is not None,
-        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
-        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "enable_dbo": getattr(parallel, "enable_dbo", False),
-        "watermark_config": getattr(vllm_config, "watermark_config", None) is not None,
-        # engines step together there, and the student's pass is no part of that
-        "data_parallel_size on a mixture of experts": parallel.data_parallel_size > 1 and model.is_moe,
-        "max_model_len 'auto'": model.original_max_model_len == -1,  # fitted to blocks of which some are set aside
-    }
-    for option, is_set in refused.items():
-        if is_set:
-            raise ServeConfigError(f"method 'ptp' with {option}: not served together in this version; drop {option}")
-    spec, cache = vllm_config.speculative_config, vllm_config.cache_config
-    if spec.draft_pass == "merged":
-        from vllm.config.compilation import CUDAGraphMode
+    @classmethod
+    def check_head(cls, folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:
+        check_ptp(folder, head)
+        if parallel.pipeline_parallel_size > 1:
+            raise ServeConfigError(
+                f"speculative_config: method 'ptp' with pipeline_parallel_size={parallel.pipeline_parallel_size}: "
+                "drafts come from the whole target, which no stage holds; allowed: 1; use tensor_parallel_size"
+            )
+        text = target.hf_text_config
+        sliding = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
+        if target.is_hybrid or target.is_attention_free or target.use_mla or sliding or target.get_sliding_window():
+            raise ServeConfigError(
+                f"speculative_config: method 'ptp' on {target.model}, whose layers do not all have full attention with "
+                "a key and a value per head: allowed are such targets alone; use an MtPC head"
+            )
+        if target.uses_mrope:
+            raise ServeConfigError(
+                f"speculative_config: method 'ptp' on {target.model}, which has several positions per token: allowed "
+                "are targets with one; use an MtPC head"
+            )
 
-        # the target's pass is the student's, whose rows no captured graph has
-        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-        keep_the_order(vllm_config.attention_config)
-    if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
-        cache.block_size = CPU_BLOCK_SIZE
+    def check_engine(self, vllm_config: Any) -> None:
+        """Refuse what PTP cannot be served with, once the engine's configuration is known; choose its block size."""
+        if not vllm_config.use_v2_model_runner:
+            raise ServeConfigError(
+                "method 'ptp' on Model Runner V1: it drafts from token lists on the host, PTP from the target's own "
+                f"rows; allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head"
+            )
+        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        refused = {
+            "enable_lora": vllm_config.lora_config is not None,
+            "kv_transfer_config": vllm_config.kv_transfer_config is not None,
+            **context_parallel(parallel),
+            "watermark_config": getattr(vllm_config, "watermark_config", None) is not None,
+            # engines step together there, and the student's pass is no part of that
+            "data_parallel_size on a mixture of experts": parallel.data_parallel_size > 1 and model.is_moe,
+            "max_model_len 'auto'": model.original_max_model_len == -1,  # fitted to blocks of which some are set aside
+        }
+        refuse(refused, "method 'ptp' with")
+        if self.draft_pass == "merged":
+            from vllm.config.compilation import CUDAGraphMode
+
+            # the target's pass is the student's, whose rows no captured graph has
+            vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+            keep_the_order(vllm_config.attention_config)
+        cache = vllm_config.cache_config
+        if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
+            cache.block_size = CPU_BLOCK_SIZE
 
 
 def keep_the_order(attention_config: Any) -> None:
@@ -179,20 +190,3 @@ def keep_the_order(attention_config: Any) -> None:
     if named is None and current_platform.is_cuda() and current_platform.is_device_capability_family(100):
         logger.warning("method 'ptp': attention backend FLASH_ATTN, because FlashInfer sorts a batch by length")
         attention_config.backend = AttentionBackendEnum.FLASH_ATTN
-
-
-def reserved_blocks(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Blocks of auxiliary rows; raises ServeConfigError where too few are left for one request."""
-    if not kv_cache_config.kv_cache_groups:
-        return 0
-    spec, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
-    block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    blocks = spec.plan(vllm_config.scheduler_config.max_num_seqs).num_blocks(block_size)
-    needed = -(-longest // block_size) + 1  # vLLM keeps one block for itself
-    if kv_cache_config.num_blocks - blocks < needed:
-        raise ServeConfigError(
-            f"the KV cache holds {kv_cache_config.num_blocks} blocks of {block_size} tokens; {blocks} of them are for "
-            f"auxiliary rows and {needed} for one request of {longest} tokens; raise --gpu-memory-utilization (or "
-            f"--kv-cache-memory-bytes), or lower max_aux_rows={spec.max_aux_rows} or --max-num-seqs"
-        )
-    return blocks

@@ -6,27 +6,20 @@ drafts, never the target. A target that ships none costs one look at a path.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger("vllm.mtpc")
+from vllm_mtpc.proposers.config.switches import AUTO, is_on, logger, warn
 
-VARIABLE = "MTPC_AUTO"
-OFF = ("0", "false", "off", "no")
 _MARK = "_mtpc_auto"  # attribute of EngineArgs: the head that was engaged, or None where it was given up
-
-
-def is_on() -> bool:
-    return os.environ.get(VARIABLE, "1").strip().lower() not in OFF
 
 
 def head_for(engine_args: Any, target: Any) -> Path | None:
     """The head that `target` (a ModelConfig) ships, where the user has left the choice open; else None."""
     flags = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-    if target is None or not is_on() or any(getattr(engine_args, flag, None) is not None for flag in flags):
+    if target is None or not is_on(AUTO, "1") or any(getattr(engine_args, flag, None) is not None for flag in flags):
         return None
     if getattr(engine_args, _MARK, True) is None or target.runner_type != "generate":
         return None
@@ -65,15 +58,16 @@ def check_memory(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
     from vllm_mtpc.errors import ServeConfigError
+    from vllm_mtpc.proposers.config.mtpc import weights_of
 
     try:
         total = current_platform.get_device_total_memory()
     except NotImplementedError:
         return
     spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    target = _weights(_folder(spec.target_model_config.model, spec.target_model_config.revision))
-    target /= parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    head = _head_bytes(vllm_config)
+    folder = _folder(spec.target_model_config.model, spec.target_model_config.revision)
+    target = weights_of(folder) / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size) if folder else 0
+    head = spec.device_bytes(vllm_config)
     usable = total * vllm_config.cache_config.gpu_memory_utilization
     if target + head > usable:
         raise ServeConfigError(
@@ -81,31 +75,6 @@ def check_memory(vllm_config: Any) -> None:
             f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs}, are more than the {usable / 2**30:.2f} GiB "
             "that vLLM may take of the device; lower --max-num-seqs"
         )
-
-
-def _head_bytes(vllm_config: Any) -> int:
-    """What a head takes on a device; of a PTP head its files: what else it takes are rows of the target."""
-    spec = vllm_config.speculative_config
-    if spec.method == "ptp":
-        return _weights(Path(spec.model_folder))
-    from vllm_mtpc.heads.memory import by_batch, draft_memory
-
-    num_drafts, max_num_seqs = spec.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
-    found = draft_memory(
-        spec.head,
-        by_batch(spec.num_speculative_tokens_per_batch_size, max_num_seqs, num_drafts),
-        num_drafts,
-        vllm_config.model_config.dtype,
-        vllm_config.parallel_config.tensor_parallel_size,
-        vllm_config.device_config.device_type,
-        spec.draft_sample_method == "probabilistic",
-    )
-    return sum(found)
-
-
-def _weights(folder: Path | None) -> int:
-    """Bytes of the safetensors in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder else 0
 
 
 def begin(engine_args: Any) -> None:
@@ -123,12 +92,7 @@ def give_up(engine_args: Any) -> None:
 
 
 def announce(head: Path, made: Any) -> None:
-    logger.info("The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off", head, made, VARIABLE)
-
-
-def warn(head: Path | str, error: Exception | str) -> None:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    logger.warning("Serving without drafts: the head that the target ships, %s, is not served here: %s", head, reason)
+    logger.info("The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off", head, made, AUTO)
 
 
 def _folder(model: str, revision: str | None) -> Path | None:

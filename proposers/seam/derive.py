@@ -10,6 +10,8 @@ import inspect
 from functools import cache
 from typing import TypeVar
 
+from vllm.config.scheduler import SchedulerConfig
+
 from vllm_mtpc.proposers.seam.patch import refuse
 
 Head = TypeVar("Head")
@@ -56,3 +58,13 @@ def named(ours: type[Head], name: str) -> type[Head]:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     return derived(ours, resolve_obj_by_qualname(name.replace(":", ".")))
+
+
+class HeadSchedulerConfig(SchedulerConfig):
+    """vLLM's, whose scheduler is derived from the one it would choose: its field `scheduler_cls` warns, and names one
+    class for both synchronous and asynchronous scheduling."""
+
+    def get_scheduler_cls(self) -> type:
+        from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+
+        return derived(HeadScheduler, super().get_scheduler_cls())

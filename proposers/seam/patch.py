@@ -11,51 +11,78 @@ import importlib.util
 import inspect
 import logging
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import Any
+
+from vllm_mtpc.proposers.config import versions
 
 logger = logging.getLogger("vllm.mtpc")
 
-applied: dict[str, type[Patch]] = {}  # "module:attribute" -> the patch in force
+applied: dict[str, Patch] = {}  # "module:attribute" -> the patch in force
 problems: list[str] = []  # why a patch could not be applied; see refuse_problems
 
 
-class PatchError(RuntimeError):
-    """A patch that contradicts another one."""
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """One replaced attribute of vLLM: what `function(original, *args, **kwargs)` returns is what a call of it returns.
+
+    An attribute that is no function has needs None, and becomes `function(original)`.
+    """
+
+    module: str
+    attribute: str  # dotted, inside the module
+    function: Callable[..., Any]
+    needs: tuple[str, ...] | None  # parameters that the original must take
+    why: str
+    since: tuple[int, int]  # the first minor release of vLLM that has it
+
+    @property
+    def key(self) -> str:
+        return f"{self.module}:{self.attribute}"
+
+    def replace(self, original: Any) -> Any:
+        """The new value of the attribute."""
+        if self.needs is None:
+            return self.function(original)
+        function = self.function
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
 
 
-class Patch(ABC):
-    """One replaced attribute of vLLM. A subclass says what, why, and which parameters it relies on."""
-
-    module: ClassVar[str]
-    attribute: ClassVar[str]  # dotted, inside the module
-    reason: ClassVar[str]
-    parameters: ClassVar[tuple[str, ...] | None] = ()  # names the original must take; None: not a function
-
-    @classmethod
-    def key(cls) -> str:
-        return f"{cls.module}:{cls.attribute}"
-
-    @classmethod
-    @abstractmethod
-    def replace(cls, original: Any) -> Any:
-        """The new value of the attribute; for what is not ours it does what `original` does."""
+def patch(
+    module: str, attribute: str, needs: tuple[str, ...] | None = None, *, why: str, since: tuple[int, int] = (0, 0)
+) -> Callable[[Callable[..., Any]], Patch]:
+    """Declares the decorated function as a patch; `apply` puts it in force."""
+    return lambda function: Patch(module, attribute, function, needs, why, since)
 
 
-def apply(patch: type[Patch]) -> None:
-    """Put a patch in force once; a second, different patch of the same attribute raises PatchError."""
-    holder = applied.get(patch.key())
-    if holder is patch:
-        return
-    if holder is not None:
-        raise PatchError(f"{patch.key()} is already replaced by {holder.__name__}; {patch.__name__} would undo it")
-    applied[patch.key()] = patch
-    when_imported(patch.module, functools.partial(_patch_module, patch))
+def declared(*files: ModuleType, minor: tuple[int, int] | None = None) -> list[Patch]:
+    """The patches that these modules declare for a minor release of vLLM (None: the one that is installed)."""
+    minor = minor or versions.vllm_minor()
+    every = (value for file in files for value in vars(file).values())
+    return [one for one in every if isinstance(one, Patch) and minor >= one.since]
 
 
-def _patch_module(patch: type[Patch]) -> None:
+def apply(*patches: Patch) -> None:
+    """Put patches in force, each once; a second, different patch of the same attribute raises RuntimeError."""
+    for one in patches:
+        holder = applied.get(one.key)
+        if holder is None:
+            applied[one.key] = one
+            when_imported(one.module, functools.partial(_patch_module, one))
+        elif holder is not one:
+            ours, theirs = one.function.__name__, holder.function.__name__
+            raise RuntimeError(f"{one.key} is already replaced by {theirs}; {ours} would undo it")
+
+
+def _patch_module(patch: Patch) -> None:
     owner: Any = sys.modules[patch.module]
     *path, name = patch.attribute.split(".")
     try:
@@ -66,20 +93,16 @@ def _patch_module(patch: type[Patch]) -> None:
         _give_up(patch, "this vLLM has no such attribute")
         return
     function = original.__func__ if isinstance(original, staticmethod) else original
-    if patch.parameters is not None:
-        missing = set(patch.parameters) - set(inspect.signature(function).parameters)
-        if missing:
-            _give_up(patch, f"it no longer takes {', '.join(sorted(missing))}")
-            return
+    if patch.needs and (missing := set(patch.needs) - set(inspect.signature(function).parameters)):
+        _give_up(patch, f"it no longer takes {', '.join(sorted(missing))}")
+        return
     try:
         replacement = patch.replace(function)
     except Exception as error:  # it would be one of importing vLLM, also for who serves no head
         _give_up(patch, f"{type(error).__name__}: {error}")
         return
-    if patch.parameters is not None:
-        functools.update_wrapper(replacement, function)
     setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
-    logger.debug("vllm_mtpc replaced %s: %s", patch.key(), patch.reason)
+    logger.debug("vllm_mtpc replaced %s: %s", patch.key, patch.why)
 
 
 def refuse_problems() -> None:
@@ -95,7 +118,6 @@ def refuse(moved: list[str]) -> None:
     if not moved:
         return
     from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.seam import versions
 
     raise ServeConfigError(
         f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(moved)}; "
@@ -103,9 +125,9 @@ def refuse(moved: list[str]) -> None:
     )
 
 
-def _give_up(patch: type[Patch], why: str) -> None:
-    problems.append(f"{patch.key()} ({why})")
-    logger.debug("vllm_mtpc did not replace %s: %s", patch.key(), why)
+def _give_up(patch: Patch, why: str) -> None:
+    problems.append(f"{patch.key} ({why})")
+    logger.debug("vllm_mtpc did not replace %s: %s", patch.key, why)
 
 
 class _AfterImport(MetaPathFinder):

@@ -1,24 +1,55 @@
-"""A bug of V1 sampling on a CPU, mended for every engine: the one replacement that runs where no head is served."""
+"""A bug of V1 sampling on a CPU, mended for every engine: the one replacement that runs where no head is served.
+
+`utils/cpu_triton_utils.py:_expand_kernel_impl` (vLLM 0.31 to 0.33) converts a float32 or int32 output to int64 and
+fills the copy. Temperatures, top-k and top-p of V1 speculative sampling on a CPU are then whatever the memory held.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING
 
-from vllm_mtpc.proposers.seam.patch import Patch
+from vllm_mtpc.proposers.seam.patch import patch
 
-
-class ExpandBatchToTokens(Patch):
-    module = "vllm.v1.sample.rejection_sampler"
-    attribute = "expand_batch_to_tokens"
-    reason = "vLLM's CPU kernel fills a copy of a float output, so V1 samples with uninitialised temperatures"
-    parameters = ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
-
-    @classmethod
-    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
-        from vllm_mtpc.proposers.v1.expand import choose
-
-        return choose(original)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-PATCHES: tuple[type[Patch], ...] = (ExpandBatchToTokens,)
+@patch(
+    "vllm.v1.sample.rejection_sampler",
+    "expand_batch_to_tokens",
+    needs=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+    why="vLLM's CPU kernel fills a copy of a float output, so V1 samples with uninitialised temperatures",
+)
+def expand_batch_to_tokens(
+    original: Callable[..., Tensor],
+    x: Tensor,
+    cu_num_tokens: Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> Tensor:
+    is_mended = x.device.type == "cpu" and is_broken(original)
+    return (expand if is_mended else original)(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+
+
+def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+    """x[batch] repeated to [num_tokens], row i cu_num_tokens[i] - cu_num_tokens[i-1] times; one value replaced."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
+    if replace_from != replace_to:
+        x = x.masked_fill(x == replace_from, replace_to)
+    return x.repeat_interleave(counts, output_size=num_tokens)
+
+
+@cache
+def is_broken(original: Callable[..., Tensor]) -> bool:
+    """Whether `original` loses float values on the CPU: tried out on three tokens, at the first call and not earlier,
+    because that loads the kernel."""
+    import torch
+
+    x, counts = torch.tensor([0.25, 0.75]), torch.tensor([1, 3], dtype=torch.int32)
+    try:
+        return original(x, counts, 3).tolist() != [0.25, 0.75, 0.75]
+    except Exception:  # no CPU kernel at all in a GPU build: nothing to mend
+        return False

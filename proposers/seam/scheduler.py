@@ -1,6 +1,6 @@
 """The scheduler of an engine that serves a head: vLLM's, asynchronous or not, plus what it does not know of a head.
 
-Engines reach it through their configuration's `scheduler_config` (config.py: HeadSchedulerConfig); others never import
+Engines reach it through their configuration's `scheduler_config` (derive.py: HeadSchedulerConfig); others never import
 this file.
 """
 
@@ -13,9 +13,8 @@ from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_mtpc.proposers.config.ptp import reserved_blocks
+from vllm_mtpc.proposers.heads.counts import CUT, IDLE, put_into
 from vllm_mtpc.proposers.seam.patch import refuse_problems
-from vllm_mtpc.proposers.seam.watch import COST, IDLE, DraftFigures
 
 
 class HeadScheduler(Scheduler):
@@ -27,16 +26,18 @@ class HeadScheduler(Scheduler):
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_problems()
-        if vllm_config.speculative_config.method == "ptp":
-            kv_cache_config = _without_reserved(vllm_config, kv_cache_config)
+        spec = vllm_config.speculative_config
+        if reserved := spec.reserved_blocks(vllm_config, kv_cache_config):
+            kv_cache_config = _without(reserved, vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.is_mtpc_on_v2 = vllm_config.speculative_config.method == "mtpc" and self.use_v2_model_runner
+        # V1's drafts are never cut in a way that matters (v1/proposer.py: as_point), PTP's have no distribution
+        self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """With synchronous scheduling: the first draft that a grammar forbids is verified; vLLM drops it, and the token
-        there has another law."""
+        there has another distribution."""
         super().update_draft_token_ids(draft_token_ids)
-        if not self.is_mtpc_on_v2:  # V1's drafts are never cut in a way that matters (grammar.py), PTP's have no law
+        if not self.verifies_forbidden:
             return
         for name, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(name)
@@ -46,28 +47,25 @@ class HeadScheduler(Scheduler):
                 request.spec_token_ids = [*request.spec_token_ids, -1]  # the runner knows the token, and rejects it
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Adds what drafts have cost, and the target's steps, to the figures that the front end gets."""
+        """Adds the target's steps and what was cut to the counts that the front end gets."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if getattr(model_runner_output, IDLE, False):  # a head that the target ships, and that has failed
-            self.dynamic_sd_lookup, self.is_mtpc_on_v2 = [0] * (1 + self.max_num_running_reqs), False
-        cost = getattr(model_runner_output, COST, None)
-        if cost is None or not self.log_stats:
+            self.dynamic_sd_lookup, self.verifies_forbidden = [0] * (1 + self.max_num_running_reqs), False
+        cut = getattr(model_runner_output, CUT, None)
+        if cut is None or not self.log_stats:
             return outputs
-        figures = DraftFigures(**cost, steps=sum(len(tokens) > 0 for tokens in model_runner_output.sampled_token_ids))
-        for sent in outputs.values():
-            if sent.scheduler_stats is not None:
-                if sent.scheduler_stats.spec_decoding_stats is None:  # a step that verified nothing
-                    sent.scheduler_stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
-                figures.put_into(sent.scheduler_stats.spec_decoding_stats)
-                break
+        steps = sum(len(tokens) > 0 for tokens in model_runner_output.sampled_token_ids)
+        if stats := next((sent.scheduler_stats for sent in outputs.values() if sent.scheduler_stats), None):
+            if stats.spec_decoding_stats is None:  # a step that verified nothing
+                stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
+            put_into(stats.spec_decoding_stats, {"steps": steps, **cut})
         return outputs
 
 
-def _without_reserved(vllm_config: Any, kv_cache_config: Any) -> Any:
+def _without(reserved: int, vllm_config: Any, kv_cache_config: Any) -> Any:
     """The KV cache as the scheduler may use it: all blocks but the last ones, which auxiliary rows own."""
-    blocks = kv_cache_config.num_blocks - reserved_blocks(vllm_config, kv_cache_config)
-    kept = replace(kv_cache_config, num_blocks=blocks)
-    vllm_config.cache_config.num_gpu_blocks = blocks
+    kept = replace(kv_cache_config, num_blocks=kv_cache_config.num_blocks - reserved)
+    vllm_config.cache_config.num_gpu_blocks = kept.num_blocks
     if kept.kv_cache_groups:
         update_kv_cache_capacity(vllm_config, kept)
     return kept

@@ -11,7 +11,6 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_mtpc.proposers.config.ptp import reserved_blocks
 from vllm_mtpc.proposers.seam.derive import derived, named
 from vllm_mtpc.proposers.seam.patch import refuse_problems
 
@@ -41,8 +40,7 @@ class HeadWorker(Worker):
         runner.begin()
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        if self.vllm_config.speculative_config.method == "ptp":
-            reserved_blocks(self.vllm_config, kv_cache_config)  # raises where they leave too few
+        self.vllm_config.speculative_config.reserved_blocks(self.vllm_config, kv_cache_config)  # raises: too few left
         super().initialize_from_config(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> Any:

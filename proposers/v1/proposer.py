@@ -12,6 +12,7 @@ probabilities are handed over normalised, after temperature.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ from vllm.distributed import get_tp_group
 
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
-from vllm_mtpc.proposers.grammar import Grammars, Masks
-from vllm_mtpc.proposers.load import load_served_head
-from vllm_mtpc.proposers.seam.watch import is_debug
+from vllm_mtpc.proposers.config.switches import DEBUG, is_on
+from vllm_mtpc.proposers.heads.counts import check_ranks
+from vllm_mtpc.proposers.heads.grammar import Grammars, Masks
+from vllm_mtpc.proposers.heads.load import load_served_head
 from vllm_mtpc.proposers.v1 import seeded
 from vllm_mtpc.proposers.v1.acceptance import GREEDY, SAMPLED, card_rates
 from vllm_mtpc.proposers.v1.early import most_drafts
 from vllm_mtpc.proposers.v1.grammar import as_point
 from vllm_mtpc.proposers.v1.survival import Confidence, Drafted, Survival
-from vllm_mtpc.proposers.watch import DraftClock, check_ranks
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
@@ -72,8 +73,8 @@ class MtpcProposer:
         rates = card_rates(measured_acceptance(Path(spec.model_folder)), self.num_drafts)
         self.survival = Survival(rates, spec.load, spec.min_survival, _of_the_first_rank)
         self.confidence = Confidence(max_num_reqs, self.num_drafts)
-        self.clock = DraftClock()  # the host's clock: a draft ends with its tokens on the host
-        self.is_debug = is_debug()
+        self.cut = Counter[str]()
+        self.is_debug = is_on(DEBUG, "0")
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, vocab_size)
@@ -110,7 +111,7 @@ class MtpcProposer:
         verified = spec_decode_metadata.num_draft_tokens if spec_decode_metadata is not None else [0] * len(emitted)
         rows = len(emitted) + sum(verified)
         is_plain = not scheduler_output.scheduled_new_reqs and scheduler_output.total_num_scheduled_tokens == rows
-        self.clock.cuts.budget += self.survival.begin(names, verified, emitted, is_plain)
+        self.cut["budget"] += self.survival.begin(names, verified, emitted, is_plain)
         started = time.perf_counter()
         drafts, drafted = self._draft(
             runner,
@@ -121,10 +122,8 @@ class MtpcProposer:
             scheduler_output.num_spec_tokens_to_schedule,
         )
         seconds = time.perf_counter() - started
-        if drafted is not None:
-            self.clock.add(seconds)
-            if self.is_debug:
-                check_ranks(drafts)
+        if drafted is not None and self.is_debug:
+            check_ranks(drafts)
         self.survival.end(names, drafted, seconds)
         return drafts
 
@@ -143,7 +142,7 @@ class MtpcProposer:
         kind = _kinds(sampling_metadata, batch)
         num_sampled = kind.count(SAMPLED)
         num_drafts, least = self.survival.plan(batch - num_sampled, num_sampled, num_scheduled)
-        self.clock.cuts.schedule += (self.num_drafts - num_drafts) * batch
+        self.cut["schedule"] += (self.num_drafts - num_drafts) * batch
         if num_drafts == 0:
             return [[] for _ in sampled_token_ids], None
         hidden = sample_hidden_states[self._last_rows(sampled_token_ids, spec_decode_metadata)]  # [B, D]
@@ -170,7 +169,7 @@ class MtpcProposer:
         ]
         rows = {name: row for row, name in enumerate(runner.input_batch.req_ids)}
         drafted = Drafted(kinds, confidence, rows, [len(one) for one in kept])
-        self.clock.cuts.survival += sum(num_drafts - length for length in lengths)
+        self.cut["survival"] += sum(num_drafts - length for length in lengths)
         return kept, drafted
 
     @staticmethod

@@ -6,8 +6,8 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_mtpc.proposers.heads.counts import with_counts
 from vllm_mtpc.proposers.v1 import seeded
-from vllm_mtpc.proposers.watch import with_cost
 
 
 class HeadModelRunner(GPUModelRunner):
@@ -25,8 +25,8 @@ class HeadModelRunner(GPUModelRunner):
         return getattr(getattr(self, "drafter", None), "is_idle", False)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The step's output, with what its drafts have cost; Ray's executor asks no worker."""
-        return with_cost(super().sample_tokens(grammar_output), getattr(self, "drafter", None), self.is_idle)
+        """The step's output, with what was cut of its drafts; Ray's executor asks no worker."""
+        return with_counts(super().sample_tokens(grammar_output), getattr(self, "drafter", None), self.is_idle)
 
     def propose_draft_token_ids(
         self,

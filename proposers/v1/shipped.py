@@ -8,7 +8,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_mtpc.kernels.draft import naive
-from vllm_mtpc.proposers import shipped
+from vllm_mtpc.proposers.heads import shipped
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
 

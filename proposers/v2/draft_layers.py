@@ -22,7 +22,7 @@ from vllm_mtpc.checkpoint.adapters import load_adapters
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.v2.eager import with_kernel
-from vllm_mtpc.proposers.v2.ptp.lora import Gate, adapted
+from vllm_mtpc.proposers.v2.lora import Gate, adapted
 from vllm_mtpc.proposers.v2.ptp.tree import copied
 
 NAME = "mtpc."  # in front of a layer's name: its twin's

@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_mtpc.proposers.grammar import Grammars, Masks
+from vllm_mtpc.proposers.heads.grammar import Grammars, Masks
 
 
 @dataclass

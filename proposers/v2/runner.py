@@ -6,47 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 
-from vllm_mtpc.families import FAMILIES
+from vllm_mtpc.proposers.heads.counts import watch_speculator, with_counts
 from vllm_mtpc.proposers.v2 import shipped
 from vllm_mtpc.proposers.v2.grammar import StructuredRequests
-from vllm_mtpc.proposers.watch import watch_speculator, with_cost
-
-
-def draft_layers(spec: Any) -> int:
-    """How many LoRA draft layers the head of a speculative config reads."""
-    return getattr(spec.head, "lora_layers", 0)
-
-
-def mtpc_speculator(spec: Any) -> type:
-    """The speculator of an MtPC head: with draft layers or without."""
-    if draft_layers(spec):
-        from vllm_mtpc.proposers.v2.layered import LayeredSpeculator
-
-        return LayeredSpeculator
-    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
-
-    return MtpcSpeculator
-
-
-def ptp_speculator(spec: Any) -> type:
-    """The speculator of a PTP head: in the target's own pass or in a second one."""
-    if spec.draft_pass == "merged":
-        from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator
-
-        return MergedSpeculator
-    from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
-
-    return PtpSpeculator
 
 
 def speculator_class(spec: Any) -> type:
     """The speculator of one of our configs."""
-    return FAMILIES[spec.method].speculator(spec)
+    return resolve_obj_by_qualname(f"vllm_mtpc.proposers.v2.{spec.speculator()}")
 
 
 @contextmanager
@@ -84,16 +57,17 @@ class HeadModelRunner(GPUModelRunner):
 
     def begin(self) -> None:
         """Called once vLLM has made the runner, before it loads the target."""
-        if draft_layers(self.speculative_config):  # let the target hand out the states that draft layers read
+        spec = self.speculative_config
+        if spec.draft_layers:  # let the target hand out the states that they read
             self.use_aux_hidden_state_outputs = True
-        if self.lora_config and self.speculative_config.method == "mtpc":
+        if self.lora_config:
             self.lora_state = RowLoraState(self.max_num_reqs)
         if self.speculator is None or self.is_idle:  # None: not the last pipeline stage
             return
-        if self.speculative_config.method == "mtpc" and self.speculative_config.mask_drafts:
+        if spec.mask_drafts:
             self.speculator.structured = StructuredRequests(self.vllm_config, self.req_states)
         watch_speculator(self.speculator)
-        if self.speculative_config.is_shipped:
+        if spec.is_shipped:
             shipped.guard(self)
 
     def ready(self) -> None:
@@ -113,8 +87,8 @@ class HeadModelRunner(GPUModelRunner):
             structured.add(scheduler_output.scheduled_new_reqs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The step's output, with what its drafts have cost; Ray's executor asks no worker."""
-        return with_cost(super().sample_tokens(grammar_output), self.speculator, self.is_idle)
+        """The step's output, with what was cut of its drafts; Ray's executor asks no worker."""
+        return with_counts(super().sample_tokens(grammar_output), self.speculator, self.is_idle)
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Also notes how many rows with logits each request of the step has."""

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.kernels.couple import accept, warm_up
-from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
 from vllm_mtpc.proposers.v2.stepped import SteppedRejectionSampler, needs_fresh_noise
 

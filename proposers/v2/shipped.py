@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_mtpc.proposers import shipped
+from vllm_mtpc.proposers.heads import shipped
 
 GUARDED = ("load_model", "propose", "init_cudagraph_manager", "capture")
 

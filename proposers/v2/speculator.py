@@ -41,9 +41,9 @@ from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.leaf.kernel import batches
-from vllm_mtpc.proposers.grammar import Masks
-from vllm_mtpc.proposers.load import kept, load_served_head, weights_dtype
-from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.heads.grammar import Masks
+from vllm_mtpc.proposers.heads.load import kept, load_served_head, weights_dtype
 from vllm_mtpc.proposers.v2.gather import last_rows
 from vllm_mtpc.proposers.v2.grammar import StructuredRequests
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs

@@ -8,10 +8,11 @@ import pytest
 
 from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, decoding, measured
 from vllm_mtpc.bench.decodings import V2_INTERPRETED
-from vllm_mtpc.bench.report import definitions, details, differing, losing, markdown, overview, print_table, rows
+from vllm_mtpc.bench.report import definitions, details, differing, losing, overview, rows
 from vllm_mtpc.bench.rounds import Pass
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.steps import Steps
+from vllm_mtpc.report import markdown, print_table
 
 
 def passes(who, cell, seconds, wrong=0, **more) -> list[Pass]:

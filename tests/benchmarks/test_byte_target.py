@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.demo import byte_target, train_target
-from vllm_mtpc.demo import corpus
+from benchmarks.demo import byte_target, corpus, train_target
 
 
 @pytest.fixture(name="small", autouse=True)

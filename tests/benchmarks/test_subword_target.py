@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.demo import byte_target, subword_target
-from vllm_mtpc.demo import corpus
+from benchmarks.demo import byte_target, corpus, subword_target
 
 VOCAB = 300
 

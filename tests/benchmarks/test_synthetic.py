@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import synthetic
-from tests.proposers.test_bad_input import engine_config
+from tests.support.configs import engine_config
 from tests.support.engine import Call, Engine, run
 from vllm_mtpc.errors import MtpcError
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
+from tests.support.files import front_matter_of
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.card import front_matter
-
-
-def front_matter_of(folder: Path) -> dict[str, Any]:
-    """The YAML in front of a folder's README.md."""
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    assert text.startswith("---\n")
-    return yaml.safe_load(text.split("---\n")[1])
 
 
 @pytest.mark.parametrize("name, shown", [("org/model", "org/model"), (None, "OWNER/NAME")])

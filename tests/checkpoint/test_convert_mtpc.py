@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.checkpoint.test_cards import front_matter_of
 from tests.support import authors_mtpc as authors
+from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main

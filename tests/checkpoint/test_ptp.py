@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.checkpoint.test_fuzz import mutate
+from tests.support.files import mutate
 from vllm_mtpc.checkpoint import check_ptp, check_tensors, load_head, load_ptp, read_config, save_head, save_ptp
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.checkpoint.load import read_circuit_config

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.checkpoint.test_cards import front_matter_of
+from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import load_ptp
 from vllm_mtpc.checkpoint.convert.ptp import accepted_drafts
 from vllm_mtpc.checkpoint.inspect import inspect_head

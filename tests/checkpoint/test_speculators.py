@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from tests.support import speculators_schema
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import read_config
-from vllm_mtpc.config.mtpc import SPECULATORS_VERSION, HeadConfig
+from vllm_mtpc.config.base import SPECULATORS_VERSION
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import MtpcError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.test_cards import front_matter_of
 from tests.support.evabyte_reference import SIZES, Reference, make_evabyte
+from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 

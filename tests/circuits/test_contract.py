@@ -7,7 +7,7 @@ import pytest
 from vllm_mtpc.circuits import Circuit, Latents
 from vllm_mtpc.kernels.filter import Instruction, Op
 
-FOLD = [Instruction(Op.FOLD)]
+CONDITION = [Instruction(Op.CONDITION)]
 CHAIN = Latents([0], [0, 0, 1])
 
 
@@ -17,7 +17,7 @@ def build(**parts):
 
 
 def test_a_whole_one_is_constructed():
-    assert build(latents=CHAIN, program=[[], FOLD, [*FOLD, Instruction(Op.FALL, 0)], []]).num_inner == 1
+    assert build(latents=CHAIN, program=[[], CONDITION, [*CONDITION, Instruction(Op.TRANSITION, 0)], []]).num_inner == 1
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,13 @@ def test_a_whole_one_is_constructed():
         ({"latents": None, "program": []}, "Mine, window=3: latents must be Latents"),
         ({"latents": CHAIN, "program": None}, "Mine, window=3: program must be 4 lists"),
         ({"latents": CHAIN, "program": [[]] * 3}, "program must be 4 lists"),
-        ({"latents": CHAIN, "program": [[], FOLD, FOLD, FOLD]}, "the last one empty"),
-        ({"latents": CHAIN, "program": [[], FOLD, [Instruction(Op.FALL, 1)], []]}, r"program\[2\]: FALL 1, of 1 inner"),
-        ({"latents": CHAIN, "program": [[], FOLD, [Instruction(Op.FALL)], []]}, "FALL -1"),
-        ({"latents": CHAIN, "program": [[], [Instruction(Op.JOIN)], FOLD, []]}, r"program\[1\]: JOIN pops"),
+        ({"latents": CHAIN, "program": [[], CONDITION, CONDITION, CONDITION]}, "the last one empty"),
+        (
+            {"latents": CHAIN, "program": [[], CONDITION, [Instruction(Op.TRANSITION, 1)], []]},
+            r"program\[2\]: TRANSITION 1, of 1 inner",
+        ),
+        ({"latents": CHAIN, "program": [[], CONDITION, [Instruction(Op.TRANSITION)], []]}, "TRANSITION -1"),
+        ({"latents": CHAIN, "program": [[], [Instruction(Op.SIBLING)], CONDITION, []]}, r"program\[1\]: SIBLING pops"),
         ({"latents": Latents([0], [0, 1]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
         ({"latents": Latents([0], [0, 1, 2]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
         ({"latents": Latents([2, 1], [0, 1, 2]), "program": [[]] * 4}, "parents of latents go in a circle"),

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
 
+from tests.support.circuit_checks import BATCH, TOLERANCE, best_value, check_mpe
 from tests.support.enumeration import CIRCUITS, Enumerated, conditionals, make, random_params
 from vllm_mtpc.circuits import CircuitParams
 
 torch.set_num_threads(1)
 
 SIZES = [(2, 3, 4), (3, 2, 4), (4, 3, 3), (5, 3, 2), (6, 2, 3), (4, 1, 3)]
-TOLERANCE = 2e-5  # float32 against float64, see test_law
-BATCH = 8
 ALL = pytest.mark.parametrize("name", CIRCUITS)
-
-
-def best_value(exact: Enumerated, prefix: tuple[int, ...], length: int) -> float:
-    """max over latents and over tokens after the prefix of log p(latents, first `length` tokens)."""
-    return max(
-        exact.latent_terms((*prefix, *rest)).max() for rest in product(range(exact.vocab), repeat=length - len(prefix))
-    )
 
 
 @ALL
@@ -45,13 +35,7 @@ def test_greedy_takes_the_argmax_of_every_enumerated_conditional(name, n, r, voc
 @ALL
 @pytest.mark.parametrize("n, r, vocab", SIZES)
 def test_mpe_reaches_the_largest_value_over_latents_and_tokens(name, n, r, vocab):
-    circuit = make(name, n, r)
-    params = random_params(circuit, vocab, batch=BATCH, seed=n + 50)
-    tokens = circuit.mpe(params)
-    assert tokens.shape == (BATCH, n)
-    for b, row in enumerate(tokens.tolist()):
-        exact = Enumerated(name, params, b)
-        assert exact.latent_terms(tuple(row)).max() == pytest.approx(best_value(exact, (), n), abs=TOLERANCE)
+    check_mpe(name, n, r, vocab)
 
 
 @ALL

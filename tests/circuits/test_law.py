@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scipy.special import log_softmax, logsumexp
 
+from tests.support.circuit_checks import check_conditionals, check_conditionals_along_a_sequence, check_joint, close
 from tests.support.enumeration import (
     CIRCUITS,
     TREES,
@@ -24,8 +24,6 @@ torch.set_num_threads(1)
 
 SIZES = [(2, 3, 4), (3, 2, 4), (3, 1, 3), (4, 3, 3), (5, 3, 3), (5, 2, 2), (6, 3, 2), (6, 2, 3)]  # n, r, V
 CASES = [(name, *size) for name in CIRCUITS for size in SIZES if size[1] > 1 or circuit_class(name).max_components > 1]
-# float32 keeps about 7 digits; log probabilities here stay above -40 and sum at most ~30 rounded terms.
-TOLERANCE = 2e-5
 
 
 @pytest.fixture(params=CASES, ids=lambda case: "{}-n{}-r{}-V{}".format(*case))
@@ -33,11 +31,6 @@ def case(request) -> tuple[str, Circuit, CircuitParams]:
     name, n, r, vocab = request.param
     circuit = make(name, n, r)
     return name, circuit, random_params(circuit, vocab, batch=2, seed=n * 100 + r * 10 + vocab)
-
-
-def close(got: torch.Tensor, expected: np.ndarray | list) -> None:
-    assert got.dtype == torch.float32
-    np.testing.assert_allclose(got.numpy(), np.asarray(expected), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("n", TREES)
@@ -49,37 +42,15 @@ def test_latents_are_those_of_the_definition_in_the_order_of_the_checkpoint(name
 
 
 def test_joint_equals_the_sum_over_all_latents_and_sums_to_one(case):
-    name, circuit, params = case
-    for b in range(2):
-        table = Enumerated(name, params, b).table()
-        assert logsumexp(table) == pytest.approx(0, abs=1e-6)  # float32 inputs, each row normalised to ~1e-7
-        tokens = all_tokens(circuit.window, params.leaf.shape[-1])
-        close(circuit.log_prob(repeated(params, b, len(tokens)), tokens), table.ravel())
+    check_joint(case)
 
 
 def test_every_conditional_equals_enumeration(case):
-    """All prefixes at once: the walk over start, next_log_probs and observe that serving uses."""
-    name, circuit, params = case
-    table = Enumerated(name, params, 1).table()
-    tokens = all_tokens(circuit.window, params.leaf.shape[-1])
-    many = repeated(params, 1, len(tokens))
-    state = circuit.start(many)
-    for k in range(circuit.window):
-        law = log_softmax(prefix_marginals(table, k + 1), axis=-1)  # [V] * (k + 1)
-        expected = law[tuple(tokens[:, :k].T.numpy())]  # k = 0: one row for all
-        close(circuit.next_log_probs(many, state, k), np.broadcast_to(expected, (len(tokens), law.shape[-1])))
-        state = circuit.observe(many, state, k, tokens[:, k])
+    check_conditionals(case)
 
 
 def test_conditionals_along_a_sequence_equal_enumeration_and_add_up_to_the_joint(case):
-    name, circuit, params = case
-    table = Enumerated(name, params, 0).table()
-    tokens = all_tokens(circuit.window, params.leaf.shape[-1])
-    got = circuit.conditional_log_probs(repeated(params, 0, len(tokens)), tokens)
-    for k in range(circuit.window):
-        law = log_softmax(prefix_marginals(table, k + 1), axis=-1)
-        close(got[:, k], law[tuple(tokens[:, : k + 1].T.numpy())])
-    close(got.sum(dim=1), table.ravel())
+    check_conditionals_along_a_sequence(case)
 
 
 def test_marginals_of_the_tail_and_of_any_positions_equal_enumeration(case):

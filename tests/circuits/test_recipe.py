@@ -69,9 +69,11 @@ def test_a_trained_cp_grows_into_it():
 EVERYWHERE = f"""
 import vllm_mtpc.circuits as circuits
 circuits.CIRCUITS.update({{{recipe.LINE.strip()}}})
-from vllm_mtpc.bench import draft_command, kernel_cases, synthetic
+from benchmarks import synthetic
+from vllm_mtpc.bench import draft_command, kernel_cases
 from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.train import options, plots
+from vllm_mtpc.plots import heads as plots
+from vllm_mtpc.train import options
 assert all(part.CIRCUITS is circuits.CIRCUITS for part in (draft_command, kernel_cases, synthetic))
 assert plots.CIRCUIT_LOOKS["{NAME}"] not in [plots.CIRCUIT_LOOKS[name] for name in ("ff", "cp", "hmm", "btree")]
 for shown in (HeadConfig, options.TrainOptions):
@@ -79,7 +81,7 @@ for shown in (HeadConfig, options.TrainOptions):
 """
 
 
-def test_bench_cases_plots_and_help_texts_know_it():
+def test_bench_cases_plots_and_help_texts_know_it(root):
     """In a process of its own, where the line is in the registry from the start."""
-    child = subprocess.run([sys.executable, "-c", EVERYWHERE], capture_output=True, text=True, timeout=120)
+    child = subprocess.run([sys.executable, "-c", EVERYWHERE], capture_output=True, text=True, timeout=120, cwd=root)
     assert child.returncode == 0, child.stderr[-2000:]

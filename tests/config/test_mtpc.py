@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError, HeadConfigError, MtpcError, ServeConfigError, one_line
-from vllm_mtpc.heads import OPTIONS
+from vllm_mtpc.heads import head_options
 
 TARGET = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "architectures": ["LlamaForCausalLM"]}
 
@@ -78,7 +78,7 @@ def test_drafts_default_to_the_whole_window_after_the_verifiers_token():
 def test_a_head_has_its_options_and_no_others(head, options):
     """What a head does not have is not written either: a linear head's file is what it was before there were others."""
     values = json.loads(create(head=head).to_json())
-    assert {key: values[key] for key in values if key in OPTIONS} == options
+    assert {key: values[key] for key in values if key in head_options()} == options
     assert HeadConfig.parse(values) == create(head=head)
     named = {key: value * 2 if key != "expander_heads" else 2 for key, value in options.items()}
     assert {key: getattr(create(head=head, **named), key) for key in options} == named
@@ -169,7 +169,7 @@ def test_an_unknown_key_is_answered_with_the_keys_allowed_in_its_place(path, all
     assert elsewhere not in text.partition("allowed keys:")[2]
 
 
-@pytest.mark.parametrize("key", sorted(HeadConfig.model_fields.keys() - OPTIONS))
+@pytest.mark.parametrize("key", sorted(HeadConfig.model_fields.keys() - head_options()))
 def test_every_key_is_needed(key):
     text = refusal(changed(key))
     assert repr(key) in text

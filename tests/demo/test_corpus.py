@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_mtpc.demo import corpus
+from benchmarks.demo import corpus
 
 
 @pytest.fixture(name="root")

@@ -42,8 +42,8 @@ def test_a_shipped_head_drafts_and_a_broken_one_does_not_matter(runner: str, tmp
     assert accepted["shipping"] > 0 and not any(accepted[name] for name in ("plain", "broken", "failing"))
     assert not replies["failing"][0].metrics["vllm:spec_decode_num_drafts"] or runner == "v2"  # one step, asynchronous
     metrics = replies["shipping"][0].metrics
-    assert 0 < metrics["vllm:spec_decode_draft_passes"] <= GREEDY["max_tokens"] * len(PROMPTS)
-    assert "vllm:spec_decode_draft_passes" not in replies["plain"][0].metrics
+    assert 0 < metrics["vllm:spec_decode_steps"] <= GREEDY["max_tokens"] * len(PROMPTS)
+    assert "vllm:spec_decode_steps" not in replies["plain"][0].metrics
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from tests.support import block_law, forks
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.laws import noise_floor, total_variation
 from vllm_mtpc import demo
-from vllm_mtpc.proposers.seam.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 
 PROMPT = list(b"def read(path):\n    ")
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}

@@ -17,10 +17,9 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.test_features import SCHEMA
-from tests.e2e.test_matrix import COLUMNS, METHODS
 from tests.support import forks
 from tests.support.engine import Call, Engine, run
+from tests.support.requests import COLUMNS, METHODS, SCHEMA
 from vllm_mtpc import demo
 
 TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}{{ 'call = ' if tools else 'def ' }}"

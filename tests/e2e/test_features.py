@@ -10,22 +10,13 @@ import pytest
 
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.features import RUNNERS
+from tests.support.requests import EOS, SCHEMA, TEXT
 from vllm_mtpc import demo
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "size": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
 SHORT = {**SCHEMA, "properties": {"size": SCHEMA["properties"]["size"]}, "required": ["size"]}  # within LENGTH bytes
 LENGTH = 24
-TEXT = "import os\n\n\ndef walk(path):\n    "
 ENDING = '\n\nif __name__ == "__main__":\n    main()'  # a line break, then often the end of text
-EOS, STOP = 256, ord(" ")
+STOP = ord(" ")
 # what is asked twice each, greedily and drawn: the prompt, and what it is asked with
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "schema": (TEXT, {"structured_outputs": {"json": SHORT}}),

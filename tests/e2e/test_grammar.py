@@ -8,11 +8,11 @@ import re
 import jsonschema
 import pytest
 
-from tests.e2e.test_features import EOS, SCHEMA
 from tests.support import forks
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.features import RUNNERS
 from tests.support.laws import asking
+from tests.support.requests import EOS, SCHEMA
 from vllm_mtpc import demo
 
 STARTS = ("import os\n\n\ndef walk(path):\n    ", "import json\n\nconfig = ")

@@ -11,20 +11,13 @@ from typing import Any
 import pytest
 
 from tests.support.engine import Call, Engine, Reply, run
+from tests.support.requests import CODE, LENGTHS, prompt
 from vllm_mtpc import demo
 
 CIRCUITS = ("ff", "cp", "hmm", "btree")
 VARIED = ("3 drafts", "greedy drafts")  # btree's
-CODE = (
-    b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n        return file.read()\n'
-)
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}
-LENGTHS = (5, 9, 14, 21, 30, 47, 70, 100)  # the last three exceed the step's token budget
 BUDGET, BLOCKS = 40, 10  # tokens per step; KV blocks of 32, too few for eight requests at once
-
-
-def prompt(length: int, start: int = 0) -> list[int]:
-    return list(CODE[start : start + length])
 
 
 def scenarios() -> dict[str, Call]:

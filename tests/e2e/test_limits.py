@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_greedy import prompt
 from tests.support.engine import Call, Engine, Reply, run
+from tests.support.requests import prompt
 from vllm_mtpc import demo
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24}

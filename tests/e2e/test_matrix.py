@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.engine import Call, Engine, Reply, run
+from tests.support.requests import ACCEPTED, COLUMNS, EOS, METHODS, same_logprobs
 from vllm_mtpc import demo
 
 PROMPT = list(b'def read(path):\n    """Return the text of a file."""\n    with open')
-EOS = 256
 WORD = [*range(ord("a"), ord("z") + 1), ord(" ")]
 SHARP = {"temperature": 0.8, "seed": 3}
 ROWS: dict[str, dict[str, Any]] = {
@@ -37,21 +37,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "grammar": {"structured_outputs": {"grammar": 'root ::= "(" [a-z]+ (", " [a-z]+)* ")\\n"'}},
     "choice": {"structured_outputs": {"choice": ["(path) as file", "(name, 'r') as text", "ed"]}},
 }
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
-METHODS = {
-    "v1": {"plain": None, "mtpc": {"method": "mtpc", "model": "btree"}},
-    "v2": {
-        "plain": None,
-        "mtpc": {"method": "mtpc", "model": "btree"},
-        "ptp": {"method": "ptp", "model": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 48},
-    },
-}
-COLUMNS = [
-    pytest.param("v1", "mtpc", marks=pytest.mark.column("mtpc on V1")),
-    # interpreted kernels are slow: test_features.py has the other runner in every run
-    pytest.param("v2", "mtpc", marks=[pytest.mark.slow, pytest.mark.column("mtpc on V2")]),
-    pytest.param("v2", "ptp", marks=[pytest.mark.slow, pytest.mark.column("ptp on V2")]),
-]
 # rows of docs/features.md, where they have another name
 NAMES = {"top-k": "top_k", "top-p": "top_p", "n": "n > 1", "stop": "stop strings"}
 NAMED = [
@@ -114,16 +99,6 @@ def test_a_request_is_answered_as_without_drafts(said: Any, runner: str, method:
             reply.logprobs[index][0] if row == "logprobs" else reply.prompt_logprobs[index] for reply in (plain, ours)
         ]
         same_logprobs(*parts)
-
-
-def same_logprobs(plain: list[Any], ours: list[Any]) -> None:
-    assert len(plain) == len(ours) > 2
-    for theirs, mine in zip(plain, ours, strict=True):
-        assert (theirs is None) == (mine is None)
-        if mine is not None:
-            assert mine.keys() == theirs.keys()
-            # float32 passes over one row and over several sum in another order
-            assert all(abs(mine[token].logprob - theirs[token].logprob) < 1e-3 for token in mine)
 
 
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)

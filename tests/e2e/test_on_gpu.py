@@ -9,9 +9,9 @@ import os
 
 import pytest
 
-from tests.e2e.test_greedy import LENGTHS, prompt
 from tests.support import forks
 from tests.support.engine import Call, Engine, Reply, run
+from tests.support.requests import LENGTHS, prompt
 from vllm_mtpc import demo
 
 IS_TOY = os.environ.get("MTPC_TEST_GPU") == "toy"

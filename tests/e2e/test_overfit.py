@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.support import engine
-from tests.support.harness import V, losses, make_trainer, options_for
 from tests.support.models import make_target
+from tests.support.training import V, losses, make_trainer, options_for
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.heads import build_head

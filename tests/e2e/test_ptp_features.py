@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.e2e.test_features import SCHEMA, TEXT
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.models import make_head, make_ptp_head, make_target
 from tests.support.quantised import quantise
+from tests.support.requests import SCHEMA, TEXT
 from vllm_mtpc import demo
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"

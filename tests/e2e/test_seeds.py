@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_greedy import CODE
 from tests.support import forks
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.features import RUNNERS
+from tests.support.requests import CODE
 from vllm_mtpc import demo
 
 KEY = "num_speculative_tokens_per_batch_size"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.e2e.test_matrix import ACCEPTED, same_logprobs
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.models import make_head, make_ptp_head, make_target
 from tests.support.quantised import quantise, quantise_weights
+from tests.support.requests import ACCEPTED, same_logprobs
 from vllm_mtpc.heads.adapters import MODULES
 
 PROMPTS = [[3, 9, 4], [20, 21, 22, 23, 24], [7, 7, 1, 12]]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.heads.test_heads import ALL, LM_HEAD, B, N, V, build, hidden_states
+from tests.support.heads_zoo import LM_HEAD, B, N, V, build, hidden_states
 from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.heads import HEADS
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.heads.linear import LinearHead
 from vllm_mtpc.kernels.draft import naive
@@ -37,7 +38,7 @@ def assert_same(found: DraftParams, wanted: DraftParams, **tolerance: float) -> 
         )
 
 
-@ALL
+@pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("num_drafts", [1, N - 1])
 def test_draft_params_are_what_they_are_defined_as(name: str, circuit: str, num_drafts: int) -> None:

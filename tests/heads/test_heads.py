@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.heads_zoo import LM_HEAD, B, D, N, R, V, build, hidden_states
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
@@ -15,36 +16,7 @@ from vllm_mtpc.heads import HEADS, build_head
 from vllm_mtpc.heads.base import Head
 
 torch.set_num_threads(1)
-V, D, B, N, R = 7, 16, 3, 5, 3
 ALL = pytest.mark.parametrize("name", HEADS)
-TARGET = {"hidden_size": D, "vocab_size": V}
-LM_HEAD = torch.randn(V, D, generator=torch.Generator().manual_seed(3))
-OPTIONS = {
-    "linear": {},
-    "shared": {"expander_rank": 4},
-    "mlp": {"expander_layers": 2},
-    "transformer": {"expander_layers": 2, "expander_heads": 4},
-}
-
-
-def build(name: str, circuit: str = "btree", seed: int = 0, std: float | None = None, bind: bool = True) -> Head:
-    """A new head; with `std`, every parameter is drawn that wide, so that nothing is zero by initialisation."""
-    components = 1 if circuit == "ff" else R
-    config = HeadConfig.create(
-        circuit=circuit, window=N, num_components=components, target=TARGET, verifier="x", head=name, **OPTIONS[name]
-    )
-    torch.manual_seed(seed)
-    head = build_head(config)
-    if std is not None:
-        for value in head.parameters():
-            value.data.normal_(std=std)
-    if head.needs_lm_head and bind:
-        head.bind_lm_head(lambda states: states @ LM_HEAD.to(states).T)
-    return head.requires_grad_(False)
-
-
-def hidden_states(batch: int = B, seed: int = 1) -> torch.Tensor:
-    return torch.randn(batch, D, generator=torch.Generator().manual_seed(seed))
 
 
 def by_hand(name: str, head: Head, h: torch.Tensor, k: int, z: int) -> torch.Tensor:

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from tests.heads.test_heads import LM_HEAD, OPTIONS, D, V, hidden_states
-from tests.support.enumeration import CIRCUITS, all_tokens, repeated
+from tests.support.circuit_checks import SMALL, build, check_growth_from_a_cp, check_growth_from_an_ff, joint
+from tests.support.enumeration import CIRCUITS
+from tests.support.heads_zoo import LM_HEAD, D, V
 from vllm_mtpc.circuits import circuit_class
-from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads import HEADS, build_head
-from vllm_mtpc.heads.base import INIT_STD, Head
-from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head, init_from_lm_head
+from vllm_mtpc.heads import HEADS
+from vllm_mtpc.heads.base import INIT_STD
+from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 
 torch.set_num_threads(1)
 MIXTURES = [name for name in CIRCUITS if circuit_class(name).max_components > 1]
-SMALL = 3  # vocabulary small enough to enumerate
-SMALL_LM_HEAD = torch.randn(SMALL, D, generator=torch.Generator().manual_seed(3))
-
-
-def build(circuit: str, r: int, name: str = "linear", n: int = 4, vocab: int = V, std: float | None = None, **options):
-    config = HeadConfig.create(
-        circuit=circuit,
-        window=n,
-        num_components=r,
-        target={"hidden_size": D, "vocab_size": vocab},
-        verifier="x",
-        head=name,
-        **(OPTIONS[name] | options),
-    )
-    torch.manual_seed(0)
-    head = build_head(config)
-    if std is not None:
-        for value in head.parameters():
-            value.data.normal_(std=std)
-    if head.needs_lm_head:
-        head.bind_lm_head(lambda states: states @ (LM_HEAD if vocab == V else SMALL_LM_HEAD).T)
-    return head.requires_grad_(False)
-
-
-def joint(head: Head) -> torch.Tensor:
-    """log q of every window at one hidden state."""
-    tokens = all_tokens(head.circuit.window, SMALL)
-    return head.circuit.log_prob(repeated(head(hidden_states(1)), 0, len(tokens)), tokens)
 
 
 # ---- from the target's lm_head --------------------------------------------------------------------
@@ -101,33 +71,13 @@ def test_the_same_circuit_is_copied(name, circuit):
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("circuit, n, sums", [("hmm", 4, 3), ("hmm", 6, 5), ("btree", 4, 2), ("btree", 6, 4)])
 def test_a_cp_becomes_an_hmm_or_a_btree_of_nearly_the_same_law(name, circuit, n, sums):
-    source, head = build("cp", 3, name, n, SMALL, std=0.3), build(circuit, 3, name, n, SMALL)
-    assert head.circuit.num_inner == sums
-    init_from_head(head, source)
-    ours, theirs = joint(head), joint(source)
-    kept = INHERITED_STAY**sums  # probability that no latent changes
-    assert (ours - theirs).min() >= math.log(kept) - 1e-5  # float32 rounding of a log probability near -10
-    variation = (ours.exp() - theirs.exp()).abs().sum() / 2
-    assert 0 < variation <= 1 - kept + 1e-6
-    # At the sums' ordinary start the same bound would be broken: the test can fail.
-    fresh = build(circuit, 3, name, n, SMALL)
-    head.inner_weight.copy_(fresh.inner_weight)
-    head.inner_bias.copy_(fresh.inner_bias)
-    assert (joint(head) - theirs).min() < math.log(kept) - 1e-5
+    check_growth_from_a_cp(name, circuit, n, sums)
 
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("circuit", MIXTURES)
 def test_an_ff_becomes_a_mixture_of_its_copies(name, circuit):
-    source, head = build("ff", 1, name, vocab=SMALL, std=0.3), build(circuit, 4, name, vocab=SMALL)
-    init_from_head(head, source, seed=0)
-    # Noise of std 0.01 in the leaf parameters times |h| of about 4 moves a logit by 0.04; a mean of four of them.
-    assert (joint(head) - joint(source)).abs().max() < 0.5
-    leaf = head(hidden_states(1)).leaf[0]
-    assert all(not torch.equal(leaf[:, 0], leaf[:, z]) for z in range(1, 4))
-    before = joint(head)
-    init_from_head(head, source, seed=1)
-    assert not torch.equal(joint(head), before)
+    check_growth_from_an_ff(name, circuit)
 
 
 @pytest.mark.parametrize("name", HEADS)

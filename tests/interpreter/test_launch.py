@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LAUNCHES = """
 import torch, triton.runtime.interpreter as triton_interpreter
-from tests.interpreter import odd_kernels as odd
+from tests.support import odd_kernels as odd
 from numpy_interpreter import launch
 
 x, out = torch.randn(64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
@@ -40,7 +40,7 @@ assert len(launch.fallen_back) == 1
 
 AT_ONCE = """
 import torch
-from tests.interpreter import odd_kernels as odd
+from tests.support import odd_kernels as odd
 from numpy_interpreter import launch
 
 x, outs = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)), []

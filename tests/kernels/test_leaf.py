@@ -9,63 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.support import interpreted
+from tests.support.kernel_cases import HALF, LOGITS, TERMS, WHOLE, numbers
 from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.leaf import fp8, naive
 
 torch.set_num_threads(1)
 NO_TRITON = "triton is not installed: only the PyTorch definitions can be tested here (pip install triton)"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
-HAS_FP8 = not interpreted.ON_GPU or fp8.is_fast_on(torch.device("cuda"))
-HALF, WHOLE = torch.bfloat16, torch.float32
-
-
-def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = WHOLE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
-
-def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype, shared: bool, eight: bool) -> tuple:
-    """Arguments of `terms`: states with NaN behind every row; the first, the last, and tokens that are not there."""
-    states = torch.full((batch, 1 if shared else r, hidden + 3), torch.nan, dtype=dtype)[..., :hidden]
-    states.copy_(numbers(batch, states.shape[1], hidden, dtype=dtype))
-    weight = numbers(r, vocab, hidden, seed=1) / hidden**0.5
-    token = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(batch))
-    for row, chosen in enumerate((vocab - 1, 0, -1, vocab, vocab + 5)[:batch]):
-        token[row] = chosen
-    return states, *stored(weight, dtype, eight), token
-
-
-def logit_case(batch: int, shape: tuple[int, int], weight: tuple[int, int, int, int], dtype: torch.dtype) -> tuple:
-    hidden = weight[3]
-    return numbers(batch, *shape, hidden, dtype=dtype), *stored(numbers(*weight, seed=1) / hidden**0.5, dtype, True)
-
-
-def stored(weight: Tensor, dtype: torch.dtype, eight: bool) -> tuple[Tensor, Tensor | None]:
-    """As the kernels take them: float8 as bytes, which is also all of it that can be pickled."""
-    if not eight:
-        return weight.to(dtype), None
-    weight, scale = fp8.quantise(weight)
-    return weight.view(torch.uint8), scale
-
-
-# 64 rows of a vocabulary and up to 64 states are one tile; 128 (half precision) or 32 elements of D at a time
-TERMS = {
-    "one": term_case(1, 1, 5, 16, WHOLE, True, False),
-    "a block but one": term_case(3, 2, 63, 33, WHOLE, False, False),
-    "a block": term_case(5, 3, 64, 32, WHOLE, True, False),
-    "more blocks than one": term_case(17, 2, 257, 130, HALF, True, False),
-    "more states than a tile has": term_case(65, 2, 70, 16, HALF, False, False),
-    "half": term_case(3, 2, 65, 40, torch.float16, False, False),
-    "eight": term_case(3, 2, 130, 150, HALF, True, True),
-    "eight, of each component": term_case(17, 3, 63, 40, WHOLE, False, True),
-}
-LOGITS = {
-    "shared": logit_case(3, (1, 1), (2, 3, 65, 150), HALF),
-    "of each position": logit_case(17, (3, 1), (3, 2, 63, 40), HALF),
-    "of each component": logit_case(1, (2, 2), (2, 2, 130, 16), torch.float16),
-    "float32": logit_case(66, (1, 1), (1, 2, 64, 33), WHOLE),
-}
-if not HAS_FP8:  # bytes cannot be read as float8_e4m3fn there, and nothing asks for it
-    LOGITS, TERMS = {}, {name: case for name, case in TERMS.items() if case[2] is None}
 
 
 @pytest.fixture(scope="module")

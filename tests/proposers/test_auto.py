@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from tests.proposers.test_bad_input import engine_config, write_head
+from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.checkpoint.locate import find_head, shipped_heads
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.proposers.config.switches import AUTO
 from vllm_mtpc.proposers.seam import auto
 
 Lines = list[str]
@@ -33,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def target(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the target, which ships nothing yet."""
-    monkeypatch.delenv(auto.VARIABLE, raising=False)
+    monkeypatch.delenv(AUTO, raising=False)
     return Path(shutil.copytree(made / "target", tmp_path / "target"))
 
 
@@ -91,7 +92,7 @@ def test_the_arguments_stay_as_the_user_gave_them(made: Path, target: Path) -> N
 @pytest.mark.parametrize("value", ["0", "off", "False"])
 def test_turned_off(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     ship(made, target)
-    monkeypatch.setenv(auto.VARIABLE, value)
+    monkeypatch.setenv(AUTO, value)
     assert spec_of(target, fail_on_environ_validation=True) is None and said == []
 
 

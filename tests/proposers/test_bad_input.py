@@ -13,49 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.models import make_target, random_layers
+from tests.support.configs import engine_config, refusal, write_head
+from tests.support.models import random_layers
 from vllm_mtpc.checkpoint import read_config, save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `target` and a head `head` (btree, window 5, 3 components)."""
-    folder = tmp_path_factory.mktemp("bad_input")
-    target = make_target(folder / "target", vocab_size=32, seed=0)
-    write_head(folder / "head", target.config.to_dict())
-    return folder
-
-
-def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
-    given = {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
-    config = HeadConfig.create(**given | settings)
-    save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)
-
-
-@pytest.fixture
-def place(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    return Path(shutil.copytree(made, tmp_path / "copy"))
-
-
-def engine_config(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    small = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26}
-    return EngineArgs(str(model), speculative_config=speculative_config, **small | arguments).create_engine_config()
-
-
-def refusal(place: Path, **given: Any) -> str:
-    """The message `speculative_config` = {"method": "mtpc", "model": head, **given} is refused with."""
-    speculative_config = {"method": "mtpc", "model": str(place / "head"), **given}
-    with pytest.raises(MtpcError) as caught:
-        engine_config(place / "target", speculative_config)
-    message = str(caught.value)
-    assert "\n" not in message, message
-    return message
 
 
 def rewrite(place: Path, **changes: Any) -> None:

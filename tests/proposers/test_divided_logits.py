@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.proposers.test_bad_input import engine_config
 from tests.support import forks, speculators
+from tests.support.configs import engine_config
 from tests.support.speculators import CPU, Setting, batch, drafted, made_heads, speculator
 from vllm_mtpc.heads.memory import LiveBytes, draft_memory
 from vllm_mtpc.kernels.draft import naive

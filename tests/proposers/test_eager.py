@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.proposers.test_bad_input import engine_config
 from tests.support import forks
+from tests.support.configs import engine_config
 from tests.support.models import make_ptp_head, make_target
 from tests.support.speculators import CPU
 
@@ -38,7 +38,7 @@ def methods(place: Path) -> dict[str, Any]:
 
     from vllm_mtpc.checkpoint.ptp import load_ptp
     from vllm_mtpc.proposers.v2 import eager
-    from vllm_mtpc.proposers.v2.ptp.lora import Gate
+    from vllm_mtpc.proposers.v2.lora import Gate
     from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
 
     compiled = {"mode": 3, "backend": "inductor", "custom_ops": ["none"]}

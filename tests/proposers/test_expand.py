@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_mtpc.proposers.v1.expand import choose, expand, is_broken
+from vllm_mtpc.proposers.seam.sampling import expand, expand_batch_to_tokens, is_broken
 
 DTYPES = [torch.float32, torch.int32, torch.int64]
 
@@ -31,7 +31,7 @@ def test_a_kernel_that_fills_a_copy_is_found() -> None:
         return x.new_zeros(num_tokens)  # what the output held before
 
     assert is_broken(broken) and not is_broken(expand)
-    mended = choose(broken)(torch.tensor([0.5, 2.0]), torch.tensor([2, 3]), 3)
+    mended = expand_batch_to_tokens.replace(broken)(torch.tensor([0.5, 2.0]), torch.tensor([2, 3]), 3)
     assert mended.tolist() == [0.5, 0.5, 2.0]
 
 
@@ -42,5 +42,5 @@ def test_a_working_kernel_is_kept() -> None:
         calls.append(args)
         return expand(*args)
 
-    assert choose(working)(torch.tensor([0.5]), torch.tensor([2]), 2).tolist() == [0.5, 0.5]
+    assert expand_batch_to_tokens.replace(working)(torch.tensor([0.5]), torch.tensor([2]), 2).tolist() == [0.5, 0.5]
     assert len(calls) == 2  # tried out, then used

@@ -9,35 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_mtpc.proposers.grammar import Follower, Grammars, Masks
+from tests.support.grammars import VOCAB, Counting
+from vllm_mtpc.proposers.heads.grammar import Follower, Grammars, Masks
 from vllm_mtpc.proposers.v1.grammar import as_point
-
-VOCAB = 40
-
-
-class Counting:
-    """A grammar whose k-th token must be at least k, and which ends with the token 9."""
-
-    def __init__(self) -> None:
-        self.read: list[int] = []
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        for token in tokens:
-            if token < len(self.read) and not self.is_terminated():
-                return False
-            self.read.append(token)
-        return True
-
-    def is_terminated(self) -> bool:
-        return 9 in self.read
-
-    def rollback(self, count: int) -> None:
-        del self.read[len(self.read) - count :]
-
-    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
-        allowed = [token for token in range(VOCAB) if token >= len(self.read)]
-        words = [sum(1 << token % 32 for token in allowed if token // 32 == word) for word in range(2)]
-        bitmask[row] = torch.tensor([word - (1 << 32) if word >> 31 else word for word in words], dtype=torch.int32)
 
 
 def masks(**grammars: Counting) -> Masks:
@@ -188,7 +162,7 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
         given = {"use_structured_output": True, "is_prefill_chunk": False, "spec_token_ids": [1, 2]} | more
         return SimpleNamespace(is_finished=lambda: False, **given)
 
-    def run(is_mtpc_on_v2: bool) -> dict[str, list[int]]:
+    def run(verifies_forbidden: bool) -> dict[str, list[int]]:
         requests = {
             "cut": request(),
             "whole": request(spec_token_ids=[1, 2, 3]),
@@ -196,7 +170,7 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
             "prompt": request(is_prefill_chunk=True, spec_token_ids=[]),
         }
         scheduler = object.__new__(derived(HeadScheduler, Silent))
-        scheduler.requests, scheduler.is_mtpc_on_v2 = requests, is_mtpc_on_v2
+        scheduler.requests, scheduler.verifies_forbidden = requests, verifies_forbidden
         scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*requests, "gone"], draft_token_ids=[[1, 2, 3]] * 5))
         return {name: one.spec_token_ids for name, one in requests.items()}
 
@@ -208,7 +182,7 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
 @pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")
 def test_masks_of_ptp_are_refused() -> None:
     from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.config.mtpc import create
+    from vllm_mtpc.proposers.config.create import create
 
     given = {"method": "ptp", "model": "x", "mask_drafts": True}
     with pytest.raises(ServeConfigError, match="'mask_drafts' is not an option of method 'ptp'"):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.proposers.test_bad_input import write_head
-from tests.proposers.test_grammar import VOCAB, Counting
 from tests.support import forks
+from tests.support.configs import write_head
+from tests.support.grammars import VOCAB, Counting
 from tests.support.models import make_target
 from tests.support.speculators import Setting, batch, speculator
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.proposers.test_bad_input import write_head
 from tests.support import forks
+from tests.support.configs import write_head
 from tests.support.models import make_target
 from tests.support.speculators import Recorder, Setting, drafted, speculator
 

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.proposers.seam.frontend import OverrideWithSpeculators
+from vllm_mtpc.proposers.seam.frontend import maybe_override_with_speculators
 
 
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, **given: Any) -> tuple[Any, ...]:
@@ -26,7 +26,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, **given:
     def vllms(model: str, **options: Any) -> tuple[Any, ...]:
         return target, target, {"method": "mtpc", "model": model, "num_speculative_tokens": 3}
 
-    return OverrideWithSpeculators.replace(vllms)("someone/head", revision=None, **given)
+    return maybe_override_with_speculators.replace(vllms)("someone/head", revision=None, **given)
 
 
 @pytest.mark.parametrize("target", ["../target", "/tmp", "./target"])
@@ -45,7 +45,9 @@ def test_a_head_that_was_moved_says_what_to_type(tmp_path: Path) -> None:
     target = {"vocab_size": 5, "hidden_size": 8}
     config = HeadConfig.create(circuit="cp", window=4, num_components=2, target=target, verifier="../qwen")
     (tmp_path / "config.json").write_text(config.to_json())
-    override = OverrideWithSpeculators.replace(lambda model: ("../qwen", "../qwen", {"method": "mtpc", "model": model}))
+    override = maybe_override_with_speculators.replace(
+        lambda model: ("../qwen", "../qwen", {"method": "mtpc", "model": model})
+    )
     with pytest.raises(CheckpointError) as caught:
         override(str(tmp_path))
     text = str(caught.value)

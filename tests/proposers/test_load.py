@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.proposers.test_bad_input import engine_config, refusal, write_head
+from tests.support.configs import engine_config, refusal, write_head
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head, shard
 from vllm_mtpc.kernels.leaf import fp8
-from vllm_mtpc.proposers import load
-from vllm_mtpc.proposers.load import load_served_head
+from vllm_mtpc.proposers.heads import load
+from vllm_mtpc.proposers.heads.load import load_served_head
 
 V, D = 7, 8
 CPU = torch.device("cpu")

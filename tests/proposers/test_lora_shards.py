@@ -9,7 +9,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
 
-from vllm_mtpc.proposers.v2.ptp.lora import Gate, GatedLinear, adapted
+from vllm_mtpc.proposers.v2.lora import Gate, GatedLinear, adapted
 
 HIDDEN, INNER, HEAD, HEADS, KV_HEADS, RANK = 16, 24, 4, 4, 2, 3
 OUTPUTS = {

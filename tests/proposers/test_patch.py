@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_mtpc.proposers.seam import patch as machinery
-from vllm_mtpc.proposers.seam.patch import Patch, PatchError, apply
+from vllm_mtpc.proposers.seam.patch import Patch, apply, patch
 
 SOURCE = """
 TABLE = ["a"]
@@ -40,15 +40,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     machinery._after_import.waiting.pop(name, None)
 
 
-def doubling(module_name: str, attribute_name: str = "work", needs: tuple[str, ...] = ("value",)) -> type[Patch]:
-    class Doubling(Patch):
-        module, attribute, reason, parameters = module_name, attribute_name, "a test", needs
+def doubling(module_name: str, attribute_name: str = "work", needs: tuple[str, ...] = ("value",)) -> Patch:
+    @patch(module_name, attribute_name, needs=needs, why="a test")
+    def doubling(original: Callable, *args: object) -> tuple:
+        return original(*args), "twice"
 
-        @classmethod
-        def replace(cls, original: Callable) -> Callable:
-            return lambda *args: (original(*args), "twice")
-
-    return Doubling
+    return doubling
 
 
 def test_a_patch_waits_for_the_import(module: str) -> None:
@@ -76,7 +73,7 @@ def test_the_same_patch_twice_is_applied_once(module: str) -> None:
 
 def test_a_second_patch_of_an_attribute_is_refused(module: str) -> None:
     apply(doubling(module))
-    with pytest.raises(PatchError, match="already replaced by Doubling"):
+    with pytest.raises(RuntimeError, match="already replaced by doubling"):
         apply(doubling(module))
 
 
@@ -117,13 +114,10 @@ def test_the_hook_leaves_when_nothing_waits(module: str, monkeypatch: pytest.Mon
 
 
 def test_a_patch_that_cannot_be_made_does_not_fail_the_import(module: str) -> None:
-    class Broken(Patch):
-        module, attribute, reason, parameters = "mtpc_patched_module", "work", "a test", ("value",)
+    @patch("mtpc_patched_module", "work", why="a test")
+    def broken(original: Callable) -> Callable:
+        raise ImportError("half an install")
 
-        @classmethod
-        def replace(cls, original: Callable) -> Callable:
-            raise ImportError("half an install")
-
-    apply(Broken)
+    apply(broken)
     assert __import__(module).work(3, 4) == 12
     assert machinery.problems == ["mtpc_patched_module:work (ImportError: half an install)"]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.proposers.test_bad_input import engine_config
+from tests.support.configs import engine_config
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.proposers.config.runner import how_to_v2
+from vllm_mtpc.proposers.config import layers
+from vllm_mtpc.proposers.config.layers import how_to_v2
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_what_to_type_for_v2_is_what_helps_here(monkeypatch: pytest.MonkeyPatch)
         (False, "0", "drop VLLM_USE_V2_MODEL_RUNNER=0"),
         (False, None, "vLLM's log says"),
     ):
-        monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu))
+        monkeypatch.setattr(layers, "current_platform", SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu))
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         if variable:
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
@@ -132,16 +133,14 @@ def test_a_damaged_head_is_refused_whole(place: Path) -> None:
 def test_too_small_a_cache_is_refused(place: Path) -> None:
     from types import SimpleNamespace
 
-    from vllm_mtpc.proposers.config.ptp import reserved_blocks
-
     config = engine_config(place / "target", {"method": "ptp", "model": str(place / "head")}, max_num_seqs=8)
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
     enough = SimpleNamespace(num_blocks=10_000, kv_cache_groups=[group])
-    reserved = reserved_blocks(config, enough)
+    reserved = config.speculative_config.reserved_blocks(config, enough)
     assert reserved > 0
     few = SimpleNamespace(num_blocks=reserved + 2, kv_cache_groups=[group])  # a request of 64 tokens needs 3
     with pytest.raises(MtpcError, match="max_aux_rows") as caught:
-        reserved_blocks(config, few)
+        config.speculative_config.reserved_blocks(config, few)
     assert "\n" not in str(caught.value)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mtpc.config.ptp import PtpConfig
-from vllm_mtpc.proposers.v2.ptp.plan import Bucket, Plan, merged_plan, two_pass_plan
+from vllm_mtpc.proposers.config.plan import Bucket, Plan, merged_plan, two_pass_plan
 from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
 from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_layout, static_layout, survival_of
 

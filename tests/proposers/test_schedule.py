@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,14 @@ import numpy as np
 import pytest
 from vllm.config.parallel import ParallelConfig
 
-from tests.proposers.test_bad_input import engine_config, made, place, refusal  # noqa: F401 (fixtures)
+from tests.support.configs import engine_config, ptp_config, refusal
 from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.proposers.config import schedule
+from vllm_mtpc.proposers.config.plan import most_drafts
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 from vllm_mtpc.proposers.v1.survival import Survival
-from vllm_mtpc.proposers.v2.ptp.plan import most_drafts
-from vllm_mtpc.proposers.watch import DraftClock
 
 KEY = schedule.KEY
 CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n'
@@ -45,17 +45,17 @@ CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(pa
         ([[8, 1, 2]], "start must be <= end"),
     ],
 )
-def test_a_schedule_that_is_refused(place: Path, given: Any, says: str) -> None:  # noqa: F811
+def test_a_schedule_that_is_refused(place: Path, given: Any, says: str) -> None:
     message = refusal(place, **{KEY: given})
     assert says in message and f"{KEY}={given!r}" in message
     assert "0 to 4 drafts" in message and '"off"' in message and "type e.g." in message
 
 
-def test_more_drafts_than_asked_for(place: Path) -> None:  # noqa: F811
+def test_more_drafts_than_asked_for(place: Path) -> None:
     assert "0 to 2 drafts" in refusal(place, num_speculative_tokens=2, **{KEY: [[1, 8, 3]]})
 
 
-def served(place: Path, **given: Any) -> Any:  # noqa: F811
+def served(place: Path, **given: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     given = {"method": "mtpc", "model": str(place / "head"), **given}
@@ -64,17 +64,17 @@ def served(place: Path, **given: Any) -> Any:  # noqa: F811
     return config.num_speculative_tokens_per_batch_size
 
 
-def test_a_schedule_that_is_taken(place: Path) -> None:  # noqa: F811
+def test_a_schedule_that_is_taken(place: Path) -> None:
     assert served(place, **{KEY: [[9, 64, 0], [1, 8, 4]]}) == [(1, 8, 4), (9, 64, 0)]
     assert served(place, **{KEY: [[1, 1, 0]]}) == [(1, 1, 0)]
 
 
 @pytest.mark.parametrize("off", ["off", False])
-def test_no_schedule(place: Path, off: Any) -> None:  # noqa: F811
+def test_no_schedule(place: Path, off: Any) -> None:
     assert served(place, **{KEY: off}) is None
 
 
-def test_the_default_is_on(place: Path) -> None:  # noqa: F811
+def test_the_default_is_on(place: Path) -> None:
     ranges = served(place)
     assert ranges[0][0] == 1 and ranges[0][2] > 0  # a single request is drafted for
     assert ranges[-1][2] == 0  # the largest batches are not
@@ -82,7 +82,7 @@ def test_the_default_is_on(place: Path) -> None:  # noqa: F811
     assert served(place, num_speculative_tokens=2)[0][2] <= 2
 
 
-def test_no_default_where_it_would_mean_nothing(place: Path) -> None:  # noqa: F811
+def test_no_default_where_it_would_mean_nothing(place: Path) -> None:
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 4}
     assert served(place, **rates) is None
     assert served(place, **rates, **{KEY: [[1, 8, 4]]}) == [(1, 8, 4)]
@@ -171,24 +171,16 @@ def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str) -> None
     assert spec.num_speculative_tokens_per_batch_size[-1][2] == 0
 
 
-def ptp_config(variant: str, draft_pass: str, ranges: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    given = {"method": "ptp", "model": str(demo.path(variant)), "draft_pass": draft_pass, KEY: ranges or "off"}
-    args = EngineArgs(str(demo.path("target")), speculative_config=given)  # the engine would ask for V2
-    return args.create_speculative_config(args.create_model_config(), ParallelConfig())
-
-
 def test_a_step_without_drafts_does_not_run_the_head() -> None:
     proposer = object.__new__(MtpcProposer)  # without a model: running it would raise
-    proposer.num_drafts, proposer.clock = 7, DraftClock()
+    proposer.num_drafts, proposer.cut, proposer.is_debug = 7, Counter(), True
     proposer.survival = Survival(np.full((2, 7), 0.5), 0.1)
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
     sampling = SimpleNamespace(generators={}, all_greedy=True)
     step = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=2, num_spec_tokens_to_schedule=0)
     assert proposer.propose_drafts(runner, [[1], [2, 3]], sampling, None, None, step) == [[], []]
     assert runner._draft_probs is None and runner._draft_prob_req_ids is None
-    assert proposer.clock.take()["cut_by_schedule"] == 14 and proposer.clock.passes == 0
+    assert proposer.cut == {"schedule": 14, "budget": 0}
 
 
 # requests of different length end one after the other: the batch shrinks through every range
@@ -257,7 +249,7 @@ def test_what_default_serving_is_expected_to_give() -> None:
     assert schedule.as_served(measured, ranges, 64) == {"t0": 1.0, "t1": 1.0}
 
 
-def test_dense_data_parallel_engines_have_a_schedule(place: Any) -> None:  # noqa: F811
+def test_dense_data_parallel_engines_have_a_schedule(place: Any) -> None:
     """Each runs by itself; vLLM takes their schedule away as it must for a mixture of experts."""
     given = {"method": "mtpc", "model": str(place / "head")}
     spec = engine_config(place / "target", {**given, KEY: [[1, 8, 4], [9, 9, 0]]}, data_parallel_size=2)
@@ -269,7 +261,7 @@ def test_dense_data_parallel_engines_have_a_schedule(place: Any) -> None:  # noq
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
-def test_experts_that_step_together_have_none(place: Any, is_moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_experts_that_step_together_have_none(place: Any, is_moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config.model import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 

@@ -22,41 +22,30 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from tests.proposers.test_bad_input import engine_config
+from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.models.byte_llama.stop_ids import GenerationConfigStopIds
-from vllm_mtpc.proposers.config import mtpc as config
-from vllm_mtpc.proposers.seam import (
-    derive,
-    frontend,
-    install_for_a_head,
-    patch,
-    patches,
-    sampling,
-    scheduler,
-    versions,
-    watch,
-    worker,
-)
+from vllm_mtpc.models.byte_llama import stop_ids
+from vllm_mtpc.proposers.config import create, versions
+from vllm_mtpc.proposers.seam import derive, frontend, patch, sampling, scheduler, stats, worker
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
 
-PATCHES = patches(versions.vllm_minor())
+PATCHES = patch.declared(frontend, sampling, stats)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
-    install_for_a_head()
+    patch.apply(*patch.declared(stats))
 
 
-@pytest.mark.parametrize("declared", PATCHES, ids=lambda declared: declared.__name__)
-def test_a_patch_fits_this_vllm(declared: type[patch.Patch]) -> None:
+@pytest.mark.parametrize("declared", PATCHES, ids=lambda declared: declared.key)
+def test_a_patch_fits_this_vllm(declared: patch.Patch) -> None:
     importlib.import_module(declared.module)
-    assert patch.applied[declared.key()] is declared
-    assert not [problem for problem in patch.problems if problem.startswith(declared.key())]
-    assert len(declared.reason) > 10
+    assert patch.applied[declared.key] is declared
+    assert not [problem for problem in patch.problems if problem.startswith(declared.key)]
+    assert len(declared.why) > 10
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -118,7 +107,7 @@ def test_methods_of_vllm_are_not_taken_for_ours() -> None:
 
 def test_a_misspelled_option_is_answered_with_what_was_meant() -> None:
     with pytest.raises(ServeConfigError, match="remove it; did you mean min_survival"):
-        config._check_request({"method": "mtpc", "min_survial": 0}, config.USER_KEYS)
+        create._check_request({"method": "mtpc", "min_survial": 0}, create.CLASSES["mtpc"].user_keys)
 
 
 def test_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +204,9 @@ def test_users_without_a_head_get_vllms_classes() -> None:
 
 
 # What plugin.register() imports: the rest of the package is for those who serve a head.
-REGISTERED = ("", ".plugin", ".proposers", ".proposers.seam", ".proposers.v1", ".proposers.v1.expand", ".models")
-REGISTERED += tuple(f".proposers.seam.{name}" for name in ("auto", "frontend", "patch", "sampling", "versions"))
+REGISTERED = ("", ".plugin", ".proposers", ".proposers.seam", ".proposers.config", ".models")
+REGISTERED += tuple(f".proposers.seam.{name}" for name in ("auto", "frontend", "patch", "sampling"))
+REGISTERED += tuple(f".proposers.config.{name}" for name in ("switches", "versions"))
 REGISTERED += tuple(f".models.{name}" for name in ("registration", "byte_llama", "byte_llama.stop_ids"))
 
 
@@ -225,7 +215,7 @@ def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_mtpc"]:
         if name.removeprefix("vllm_mtpc") not in REGISTERED:
             monkeypatch.setitem(sys.modules, name, None)  # importing it raises
-    for broken in ("config", "watch", "worker", "scheduler", "derive"):
+    for broken in ("stats", "worker", "scheduler", "derive"):
         monkeypatch.setitem(sys.modules, f"vllm_mtpc.proposers.seam.{broken}", None)
     with pytest.raises(ImportError):
         engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
@@ -241,7 +231,7 @@ def test_what_runs_at_every_step_without_a_head_costs_less_than_a_microsecond() 
 
     def theirs(*args: Any) -> None: ...
 
-    wrapped, x = sampling.ExpandBatchToTokens.replace(theirs), SimpleNamespace(device=torch.device("meta"))
+    wrapped, x = sampling.expand_batch_to_tokens.replace(theirs), SimpleNamespace(device=torch.device("meta"))
 
     def seconds(call: Any) -> float:
         return min(timeit.repeat(lambda: call(x, None, 3, 0, 0), number=1000, repeat=50)) / 1000
@@ -253,7 +243,7 @@ def test_only_config_and_the_mend_are_replaced_without_a_head() -> None:
     """In the classes that run at every step nothing is."""
     for made in (GPUModelRunner, runner_v2.__mro__[1], Worker, Scheduler, AsyncScheduler):
         assert not [name for name, value in vars(made).items() if getattr(value, "__module__", "").startswith("vllm_m")]
-    assert len(PATCHES) <= 10 and {one.module for one in (*frontend.PATCHES, *sampling.PATCHES)} == {
+    assert len(PATCHES) <= 10 and {one.module for one in patch.declared(frontend, sampling)} == {
         "vllm.engine.arg_utils",
         "vllm.config.vllm",
         "vllm.v1.sample.rejection_sampler",
@@ -264,6 +254,7 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     page = (root / "docs" / "internals.md").read_text(encoding="utf-8")
     table = page.partition("\n| vLLM attribute |")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
-    every = {one.key() for one in (*frontend.PATCHES, *sampling.PATCHES, *watch.PATCHES)}
-    every |= {GenerationConfigStopIds.key(), "vllm.v1.worker.gpu.model_runner:init_speculator"}
+    files = (frontend, sampling, stats, stop_ids)
+    every = {one.key for one in patch.declared(*files, minor=tuple(map(int, versions.TESTED[-1].split("."))))}
+    every |= {"vllm.v1.worker.gpu.model_runner:init_speculator"}
     assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.proposers import shipped
-from vllm_mtpc.proposers.seam import auto, watch
+from vllm_mtpc.proposers.heads import counts, shipped
 from vllm_mtpc.proposers.seam.derive import derived
 from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1 import proposer
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def fixture_said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings of the package, on a machine with one rank."""
     lines: list[str] = []
-    monkeypatch.setattr(auto.logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(shipped.logger, "warning", lambda text, *values: lines.append(text % values))
     monkeypatch.setattr(shipped, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
     return lines
 
@@ -164,11 +164,11 @@ def test_a_steps_output_says_it(ours: type, is_idle: bool) -> None:
 
     one = object.__new__(derived(ours, Vllm))
     drafter = object.__new__(v2.IdleSpeculator) if is_idle else SimpleNamespace()
-    drafter.clock, drafter.is_idle = SimpleNamespace(take=lambda: {"draft_passes": 1}), is_idle
+    drafter.cut, drafter.is_idle = Counter(budget=1), is_idle
     one.drafter = one.speculator = drafter
     output = one.sample_tokens(None).model_runner_output
-    assert getattr(output, watch.IDLE, False) == is_idle
-    assert getattr(output, watch.COST, None) == (None if is_idle else {"draft_passes": 1})
+    assert getattr(output, counts.IDLE, False) == is_idle
+    assert getattr(output, counts.CUT, None) == (None if is_idle else {"budget": 1})
 
 
 def test_the_scheduler_plans_no_drafts_from_then_on() -> None:
@@ -178,8 +178,8 @@ def test_the_scheduler_plans_no_drafts_from_then_on() -> None:
 
     one = object.__new__(derived(HeadScheduler, Vllm))
     one.dynamic_sd_lookup, one.max_num_running_reqs, one.log_stats = None, 8, True
-    one.is_mtpc_on_v2 = True
+    one.verifies_forbidden = True
     one.update_from_output(None, SimpleNamespace())
     assert one.dynamic_sd_lookup is None
-    one.update_from_output(None, SimpleNamespace(**{watch.IDLE: True}))
-    assert one.dynamic_sd_lookup == [0] * 9 and not one.is_mtpc_on_v2
+    one.update_from_output(None, SimpleNamespace(**{counts.IDLE: True}))
+    assert one.dynamic_sd_lookup == [0] * 9 and not one.verifies_forbidden

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.proposers.test_bad_input import engine_config, write_head
 from tests.support import forks
+from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target, random_layers
 from tests.support.speculators import CPU
 from vllm_mtpc.checkpoint import save_head

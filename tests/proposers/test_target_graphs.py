@@ -10,7 +10,7 @@ from vllm.config import CompilationConfig, VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from tests.proposers.test_schedule import ptp_config
+from tests.support.configs import ptp_config
 from vllm_mtpc.proposers.config import ptp as config_ptp
 from vllm_mtpc.proposers.config import schedule
 

@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
-from tests.ray.test_serve_app import ask
-from tests.support.clusters import FAKE, cluster
+from tests.support.clusters import FAKE, ask, cluster
 from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.ray_serve.options import ServeOptions

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
-from tests.support.clusters import FAKE, cluster
+from tests.support.clusters import FAKE, ask, cluster
 from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.ray_serve.options import ServeOptions
 
@@ -36,11 +36,6 @@ def client():
         serve.run(build(options, FAKE), route_prefix="/")
         yield Client(port, timeout_s=60)
         serve.shutdown()
-
-
-def ask(client: Client, prompt: str, **more) -> tuple[int, dict]:
-    status, text = client.post("/v1/completions", json.dumps({"prompt": prompt, **more}).encode())
-    return status, json.loads(text)
 
 
 def processes(client: Client) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -10,7 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_mtpc.bench.nodes import PATIENCE, Nodes
+from benchmarks.nodes import PATIENCE, Nodes
+from vllm_mtpc.bench.serve import Client
 
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
 
@@ -39,3 +41,8 @@ def cluster(count: int = 1, cpus: float = 2, gpus: float = 0, **environment: str
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def ask(client: Client, prompt: str, **more) -> tuple[int, dict]:
+    status, text = client.post("/v1/completions", json.dumps({"prompt": prompt, **more}).encode())
+    return status, json.loads(text)

@@ -59,7 +59,7 @@ IMPORTED = (
         "vllm.model_executor.layers.quantization.online.base",
         "tests.support.engine",
         "vllm_mtpc.plugin",
-        "vllm_mtpc.proposers.load",
+        "vllm_mtpc.proposers.heads.load",
     )
 )
 ENDS_WITHIN_S = 60.0  # a fork that has answered

@@ -18,9 +18,7 @@ import torch
 from numpy_interpreter import check, functions, language, memory
 from numpy_interpreter.values import Value
 
-from tests.kernels import test_couple, test_draft, test_filter, test_leaf
-from tests.kernels import test_triton as test_others
-from tests.support import draft_runner, filter_runner, interpreted, odd_kernels
+from tests.support import draft_cases, draft_runner, filter_cases, filter_runner, interpreted, kernel_cases, odd_kernels
 from vllm_mtpc.kernels.shard import Shard
 
 # Small ones, and what others do not have: types, paths, constants
@@ -39,16 +37,16 @@ FEW = {
 }
 
 # The second of two ranks, which hears its own from both
-ON_A_RANK = replace(test_draft.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.repeat(2, 1), 1400))
+ON_A_RANK = replace(draft_cases.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.repeat(2, 1), 1400))
 
 
 def launch_all() -> None:
-    _launch(test_couple.CASES, interpreted._launch, {"couple": "accept"})
-    _launch(test_others.CASES, interpreted._launch, {})
-    for cases, function in ((test_leaf.TERMS, "terms"), (test_leaf.LOGITS, "logits")):
+    _launch(kernel_cases.ACCEPTED, interpreted._launch, {"couple": "accept"})
+    _launch(kernel_cases.PICKED, interpreted._launch, {})
+    for cases, function in ((kernel_cases.TERMS, "terms"), (kernel_cases.LOGITS, "logits")):
         _launch({name: ("leaf", case) for name, case in cases.items()}, interpreted._launch, {"leaf": function})
-    _launch(test_filter.CASES, filter_runner._launch)
-    _launch(test_draft.CASES, draft_runner._draft_all)
+    _launch(filter_cases.CASES, filter_runner._launch)
+    _launch(draft_cases.CASES, draft_runner._draft_all)
     draft_runner._draft_all({"a rank": ON_A_RANK}, "cpu")
     odd_kernels.launch_all()
 

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from tests.support.configs import engine_config, write_head
 from tests.support.models import make_target
 from vllm_mtpc.heads import memory
 
@@ -32,8 +33,6 @@ class Setting:
 
 def made_heads(folder: Path, vocab_size: int, heads: dict[str, dict[str, Any]]) -> dict[str, Path]:
     """By name a folder with `target` and `head`, of these settings; all have one target."""
-    from tests.proposers.test_bad_input import write_head
-
     target = make_target(folder / "target", vocab_size=vocab_size, seed=0).config.to_dict()
     for name, settings in heads.items():
         (folder / name).mkdir()
@@ -59,7 +58,6 @@ class Target(nn.Module):
 @contextmanager
 def speculator(setting: Setting) -> Any:
     """A speculator with its head loaded, on the CPU."""
-    from tests.proposers.test_bad_input import engine_config
     from vllm_mtpc.proposers.v2 import speculator as module
 
     given = {

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.docs_rows import row
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.train.card import circuit_card, loss_sentence, provenance
 from vllm_mtpc.train.options import TrainOptions, parse
@@ -157,17 +158,6 @@ def test_the_loss_is_told_by_its_shares(changes: dict, sentence: str) -> None:
     plain = {"beta": 0.0, "acceptance": 0.0, "acceptance_form": "length", "train_first": True}
     options = parse({"target": "t", "data": ["d"], "out": "o", **plain, **changes})
     assert loss_sentence(options.model_dump(mode="json")) == sentence
-
-
-def row(name: str) -> str:
-    """The line of docs/training.md about an option."""
-    field = TrainOptions.model_fields[name]
-    words = {None: "", False: "off", True: "on"}
-    shown = "" if field.default == [] else words.get(field.default, f"`{field.default}`")
-    if type(field.default) in (int, float):  # 0 and 1 are no words
-        shown = f"`{field.default}`"
-    description = field.description.replace("|", "\\|")
-    return f"| `{name}` | {'required' if field.is_required() else shown} | {description} |"
 
 
 def test_every_option_is_in_the_docs_and_every_one_there_exists(root: Path) -> None:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from benchmarks.demo import corpus
 from vllm_mtpc import demo
 from vllm_mtpc.cli import main
-from vllm_mtpc.demo import corpus
 
 STEPS = 300
 

@@ -15,9 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaModel
 
-from benchmarks.demo.byte_target import build_tokenizer
-from tests.support.harness import losses
-from tests.support.models import make_target
+from tests.support.training import flags, losses
 from vllm_mtpc import progress
 from vllm_mtpc.checkpoint import load_head, save
 from vllm_mtpc.cli import main
@@ -25,45 +23,7 @@ from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, prepare, run
 from vllm_mtpc.train.options import parse
 
-WORDS = "the cat sat on the mat and the dog sat on the cat while the rat ran from the mat to the hat. "
 FEW = {"out": "none", "window": 4, "seq_len": 64, "windows_per_step": 16}
-
-
-@pytest.fixture(scope="module", name="place")
-def fixture_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random byte target with a tokenizer, and some text."""
-    folder = tmp_path_factory.mktemp("train")
-    make_target(folder / "target", 257, seed=3, hidden_size=32)
-    build_tokenizer().save_pretrained(folder / "target")
-    lines = [{"text": WORDS[start : start + 60 + 3 * start]} for start in range(0, 24)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def flags(place: Path, out: str, **changes: object) -> list[str]:
-    values = {
-        "target": place / "target",
-        "data": place / "text.jsonl",
-        "out": place / out,
-        "circuit": "btree",
-        "window": 4,
-        "components": 2,
-        "max_steps": 4,
-        "windows_per_step": 64,
-        "seq_len": 64,
-        "log_every": 1,
-        "learning_rate": 1e-2,
-        "evaluation_sequences": 4,
-        "evaluation_prompt_tokens": 8,
-        "evaluation_tokens": 12,
-        "device": "cpu",
-        "block_rows": 6,
-    }
-    words = []
-    for name, value in (values | changes).items():
-        flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
-    return words
 
 
 def test_a_run_writes_everything(place, capsys):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.harness import options_for, random_documents, tiny_target
+from tests.support.training import options_for, random_documents
 from vllm_mtpc.eval.acceptance import acceptance
 from vllm_mtpc.train.circuit import CircuitJob
 from vllm_mtpc.train.job import held_out_prompts
-
-__all__ = ["tiny_target"]  # the fixture
 
 
 def test_results_follow_their_temperature(tiny_target, tmp_path):

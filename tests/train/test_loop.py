@@ -7,12 +7,10 @@ import errno
 import pytest
 import torch
 
-from tests.support.harness import losses, make_trainer, options_for, random_documents, save_every, tiny_target
+from tests.support.training import losses, make_trainer, options_for, random_documents, save_every
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.train import state
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, learning_rate, read_metrics
-
-__all__ = ["tiny_target"]  # the fixture
 
 
 def run(options, target, documents=None) -> Trainer:

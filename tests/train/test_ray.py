@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import losses
-from tests.train.test_command import fixture_place, flags
+from tests.support.training import flags, losses
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.train.run import cause
 
-__all__ = ["fixture_place"]
 ray_train = pytest.importorskip("ray.train", reason="Ray is not installed: pip install '.[ray]'")
 
 

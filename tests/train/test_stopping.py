@@ -13,13 +13,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.support.harness import losses, make_trainer, options_for, tiny_target
-from tests.train.test_command import fixture_place, flags
+from tests.support.training import flags, losses, make_trainer, options_for
 from vllm_mtpc.cli import main
 from vllm_mtpc.train import state, stopping
 from vllm_mtpc.train.stopping import Stopping
 
-__all__ = ["fixture_place", "tiny_target"]
 STEPS = 120  # of some milliseconds each: a child is caught in the midst of them
 DEADLINE = 120
 

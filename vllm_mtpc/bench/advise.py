@@ -9,13 +9,14 @@ what it recommends with `vllm-mtpc bench serve`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.report import check_file, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -41,8 +42,7 @@ class Candidate:
         return Path(self.name).name, self.circuit
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The best K of a head for so many requests."""
 
     batch: int
@@ -65,8 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and the options to type."""
-    from rich.console import Console
-
     from vllm_mtpc.bench.curves import Curves
     from vllm_mtpc.eval.arguments import check_positive
 
@@ -82,7 +80,15 @@ def run(args: argparse.Namespace) -> int:
     check_file(args.measure, "--measure")
     curves = Curves.read(args.curves) if args.curves else Curves(_measure(args, heads, batches), str(args.measure))
     found = {head.name: choices(head, curves, batches) for head in heads}
-    Console().print(_table(heads, found, batches))
+    title = "best K, expected tokens/s and speed by plain decoding, by requests at once"
+    lines = [
+        [
+            *(head.called[0], head.circuit, str(head.window), f"{head.tokens[-1]:.2f}"),
+            *(f"K={one.drafts} {one.tokens_per_second:.0f} {one.gain:.2f}x" for one in found[head.name]),
+        ]
+        for head in heads
+    ]
+    print_table(title, ["head", "circuit", "n", "E(K)", *(f"c={batch}" for batch in batches)], lines)
     best = max(heads, key=lambda head: _overall(found[head.name]))
     print(f"best over these concurrencies: {best.name} ({best.circuit}, n={best.window}); expected, not measured")
     for batch in batches:
@@ -145,22 +151,7 @@ def speculative_config(head: Candidate, found: Sequence[Choice]) -> dict[str, An
 
 def _overall(found: Sequence[Choice]) -> float:
     """Gains multiplied: no concurrency counts more than another."""
-    product = 1.0
-    for choice in found:
-        product *= choice.gain
-    return product
-
-
-def _table(heads: Sequence[Candidate], found: dict[str, list[Choice]], batches: Sequence[int]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="best K, expected tokens/s and speed by plain decoding, by requests at once")
-    for column in ("head", "circuit", "n", "E(K)", *(f"c={batch}" for batch in batches)):
-        table.add_column(column, justify="left" if column in ("head", "circuit") else "right")
-    for head in heads:
-        cells = [f"K={one.drafts} {one.tokens_per_second:.0f} {one.gain:.2f}x" for one in found[head.name]]
-        table.add_row(head.called[0], head.circuit, str(head.window), f"{head.tokens[-1]:.2f}", *cells)
-    return table
+    return math.prod(choice.gain for choice in found)
 
 
 def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequence[int]) -> dict[str, Any]:
@@ -170,15 +161,11 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
 
     from vllm_mtpc.bench import curves
     from vllm_mtpc.bench.engines import arguments
-    from vllm_mtpc.checkpoint import resolve_verifier
     from vllm_mtpc.engine import provenance
     from vllm_mtpc.engine.cells import measure
-    from vllm_mtpc.eval.loading import place
+    from vllm_mtpc.eval.loading import place, target_of
 
-    target = args.target
-    if target is None:
-        folder, config = place(heads[0].name)
-        target = resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
+    target = target_of(*place(heads[0].name), args.target)
     on_gpu = torch.cuda.is_available()
     steps: dict[tuple[int, int], float] = {}
     drafts: dict[str, list[list[float]]] = {}

@@ -31,38 +31,22 @@ class Curve:
     Beyond the largest batch the last slope goes on; elsewhere outside of what was measured the nearest value holds.
     """
 
-    def __init__(self, points: Any, what: str) -> None:
-        self.by_batch: dict[int, tuple[list[float], list[float]]] = {}
-        self.alone: tuple[list[float], list[float]] | None = None  # measured in pairs
-        for point in _checked(points, what):
-            if len(point) == 3:
-                xs, ys = self.by_batch.setdefault(int(point[0]), ([], []))
-                xs.append(float(point[1]))
-                ys.append(float(point[2]))
-        if not self.by_batch:
-            self.alone = tuple(list(column) for column in zip(*sorted(map(tuple, points)), strict=True))  # type: ignore[assignment]
+    def __init__(self, points: Any, what: str, per_request: bool = False) -> None:
+        """per_request: neighbouring batches are asked for the second number of each request, not of the whole batch."""
+        self.per_request = per_request
+        self.by_batch: dict[int | None, list[tuple[float, float]]] = {}  # None: measured in pairs
+        for *batch, number, ms in _checked(points, what):
+            self.by_batch.setdefault(int(batch[0]) if batch else None, []).append((number, ms))
 
     def at(self, batch: int, number: float, pairs_by: float) -> float:
         """ms at (batch, number); a curve of pairs is read at `pairs_by`."""
-        if self.alone is not None:
-            return _line(*self.alone, pairs_by)
-        batches = sorted(self.by_batch)
-        values = [self._within(known, number * self._scale(known, batch)) for known in batches]
-        return _line(batches, values, batch)
-
-    def _scale(self, known: int, batch: int) -> float:
-        return 1.0
-
-    def _within(self, batch: int, number: float) -> float:
-        xs, ys = zip(*sorted(zip(*self.by_batch[batch], strict=True)), strict=True)
-        return float(np.interp(number, xs, ys))
-
-
-class StepCurve(Curve):
-    """The second number is the rows of the whole batch: neighbours are asked for the rows each request has."""
-
-    def _scale(self, known: int, batch: int) -> float:
-        return known / batch
+        if None in self.by_batch:
+            return _line(self.by_batch[None], pairs_by)
+        across = []
+        for known, points in self.by_batch.items():
+            wanted = number * known / batch if self.per_request else number
+            across.append((known, float(np.interp(wanted, *zip(*sorted(points), strict=True)))))
+        return _line(across, batch)
 
 
 class Curves:
@@ -74,7 +58,7 @@ class Curves:
                 f'{source}: no cost curves; a file with "step_ms" and "draft_ms" is needed: vllm-mtpc advise --measure'
             )
         self.source = source
-        self.step_curve = StepCurve(values.get("step_ms"), f"{source}: step_ms")
+        self.step_curve = Curve(values.get("step_ms"), f"{source}: step_ms", per_request=True)
         self.draft_curves = {
             name: Curve(points, f"{source}: draft_ms[{name!r}]") for name, points in values["draft_ms"].items()
         }
@@ -107,8 +91,9 @@ class Curves:
         return self.draft_curves[name].at(batch, drafts, batch)
 
 
-def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+def _line(points: Sequence[tuple[float, float]], x: float) -> float:
     """Linear between points and beyond the last one; the first value in front of the first."""
+    xs, ys = zip(*sorted(points), strict=True)
     if len(xs) > 1 and x > xs[-1]:
         return ys[-1] + max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])) * (x - xs[-1])
     return float(np.interp(x, xs, ys))

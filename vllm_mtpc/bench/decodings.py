@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_mtpc.errors import UsageError
 
@@ -41,8 +41,7 @@ class Decoding:
         return INTERPRETED if self.group == V2_INTERPRETED else {}
 
 
-@dataclass(frozen=True)
-class Missing:
+class Missing(NamedTuple):
     """A row that was not run."""
 
     name: str
@@ -83,21 +82,19 @@ def heads(
 
     PTP heads and draft layers need Model Runner V2: without a GPU its kernels are interpreted, in a group of their own.
     """
-    from vllm_mtpc.checkpoint import find_head, read_config, resolve_head
-    from vllm_mtpc.config.ptp import PtpConfig
+    from vllm_mtpc.eval.loading import place
 
-    configs = [(name, read_config(find_head(resolve_head(name)) or resolve_head(name))) for name in names]
-    labels = _labels(configs)
+    configs = [(name, place(name)[1]) for name in names]
     found, missing = [], []
-    for label, (name, config) in zip(labels, configs, strict=True):
-        is_ptp = isinstance(config, PtpConfig)
-        given = {"method": "ptp" if is_ptp else "mtpc", "model": name}
+    for label, (name, config) in zip(_labels(configs), configs, strict=True):
+        given = {"method": config.speculators_model_type, "model": name}
         if num_drafts:
             given["num_speculative_tokens"] = num_drafts
-        needs_v2 = is_ptp or config.lora_layers > 0
-        group, circuit = V2_INTERPRETED if needs_v2 and not on_gpu else OWN, None if is_ptp else config.circuit
+        circuit = getattr(config, "circuit", None)
+        needs_v2 = circuit is None or config.lora_layers > 0
+        group = V2_INTERPRETED if needs_v2 and not on_gpu else OWN
         if group == V2_INTERPRETED and not INTERPRETER.is_dir():
-            what = "PTP heads need" if is_ptp else "draft layers need"
+            what = "draft layers need" if circuit else "PTP heads need"
             missing.append(Missing(label, f"{what} a GPU, or scripts/interpreter of this package's checkout"))
             continue
         found.append(Decoding(label, given, circuit, group))

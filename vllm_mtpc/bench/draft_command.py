@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.bench.timing import Time
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.report import check_file, print_table, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +34,7 @@ DEFINITIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Sizes of a random head; weights matter to no time."""
 
     D: int
@@ -46,8 +43,7 @@ class Shape:
     r: int
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A head to be timed."""
 
     name: str
@@ -87,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from vllm_mtpc.bench import report, timing
+    from vllm_mtpc.bench import timing
+    from vllm_mtpc.engine import provenance
     from vllm_mtpc.hf import choose_device
 
     if args.threads:
@@ -107,10 +104,11 @@ def run(args: argparse.Namespace) -> int:
     how |= {"repeats": args.repeats, "gigabytes_per_second": round(bandwidth / 1e9, 1)}
     how["steps"] = str(args.curves.name) if args.curves else args.step_ms
     title = f"draft on {name}, {how['dtype']}, {how['threads']} CPU threads, {how['gigabytes_per_second']} GB/s"
-    report.print_table(title, *table(rows))
+    print_table(title, *table(rows))
     print("\n" + "\n".join(DEFINITIONS))
     if args.json:
-        write(args.json, how, rows)
+        result = {"kind": KIND, **provenance.collect(), "definitions": list(DEFINITIONS), "how": how, "rows": rows}
+        write_json(args.json, result)
     return 0
 
 
@@ -186,7 +184,7 @@ def row(
 
     head, device = case.head, next(case.head.parameters()).device
     params, tokens, both = parts(case, batch, temperature)
-    times: list[Time] = [measure(call, device, repeats) for call in (params, tokens, both)]
+    times = [measure(call, device, repeats) for call in (params, tokens, both)]
     moved = weight_bytes(head, case.num_drafts)
     draft_ms = times[2].median
     graph = captured(both) if device.type == "cuda" else None
@@ -291,10 +289,3 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         line += [f"{lower:.3f}..{upper:.3f}", graph, one["launches"] or "-"]
         lines.append([*map(str, line), size, f"{one['floor_ms']:.3f}", share])
     return [*header, "MiB", "floor ms", "of a step"], lines
-
-
-def write(file: Path, how: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    from vllm_mtpc.engine import provenance
-
-    result = {"kind": KIND, **provenance.collect(), "definitions": list(DEFINITIONS), "how": how, "rows": list(rows)}
-    write_json(file, result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 def kernel(
     program: Program, shape: tuple[int, int, int, int], temperature: float, device: torch.device
-) -> Callable[[tuple[Tensor, ...]], Any]:
+) -> Callable[[tuple[Tensor, ...]], Tensor]:
     """A call that drafts from `DraftParams` whose leaf has the shape [B, K, r, V]; a GPU's, or an interpreter's."""
     import torch
 
+    from vllm_mtpc.engine.noise import noise
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, drafts, r, vocab_size = shape
-    drafter = Drafter(program, r, vocab_size, device, _noise())
+    drafter = Drafter(program, r, vocab_size, device, noise())
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     given = {
         "slots": slots,
@@ -38,12 +39,3 @@ def kernel(
         return given["tokens"]
 
     return draft
-
-
-def _noise() -> Any:
-    """vLLM's own, which serving uses; without vLLM one that costs the same."""
-    try:
-        from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
-    except ImportError:
-        from vllm_mtpc.bench.noise import noised_argmax as gumbel_noised_argmax
-    return gumbel_noised_argmax

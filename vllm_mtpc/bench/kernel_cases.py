@@ -6,8 +6,7 @@ An eager chain is what one would write with PyTorch's own operations where no ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.circuits import CIRCUITS
 
@@ -19,8 +18,7 @@ Call = Callable[[], Any]
 BYTES, SUBWORDS = 320, 32000  # vocabularies
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One size of an operation. ``moved``: bytes that must be read and written at least."""
 
     sizes: str
@@ -30,8 +28,7 @@ class Case:
     eager: Call | None = None  # None: the definition is that chain
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """``tests``: files of tests/kernels that decide whether it is reported; ``setup``: its cases on a device."""
 
     tests: tuple[str, ...]
@@ -149,20 +146,19 @@ def _draft(device: torch.device, name: str, vocab_size: int, batch: int) -> Case
             state = circuit.observe(whole, state, k, columns[-1])
         return torch.stack(columns, dim=1)
 
+    kernel = None
+    if device.type == "cuda":
+        from vllm_mtpc.bench import drafter
+
+        drawn = drafter.kernel(circuit.program, tuple(params[1].shape), 1.0, device)
+        kernel = lambda: drawn(params)  # noqa: E731
     return Case(
         f"{name} V={vocab_size} n={n} r={r} B={batch}",
         lambda: naive.draft(circuit.program, *params, gumbel),
         size_of(*params) + 4 * batch * drafts * vocab_size + 12 * batch * drafts,
-        _kernel_of(circuit, params, device) if device.type == "cuda" else None,
+        kernel,
         eager,
     )
-
-
-def _kernel_of(circuit: Any, params: tuple[Tensor, ...], device: torch.device) -> Call:
-    from vllm_mtpc.bench import drafter
-
-    drawn = drafter.kernel(circuit.program, tuple(params[1].shape), 1.0, device)
-    return lambda: drawn(params)
 
 
 def leaf(device: torch.device) -> Iterator[Case]:

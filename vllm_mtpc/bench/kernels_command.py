@@ -12,12 +12,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_mtpc.bench.kernel_cases import OPERATIONS, Case, Operation
-from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.report import check_file, print_table, write_json
 
 KIND = "bench kernels"
 ROOT = Path(__file__).parents[2]
@@ -31,8 +30,7 @@ DEFINITIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the tests of an operation say."""
 
     state: str
@@ -50,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from vllm_mtpc.bench import report, timing
+    from vllm_mtpc.bench import timing
+    from vllm_mtpc.engine import provenance
 
     check_file(args.json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,13 +64,21 @@ def run(args: argparse.Namespace) -> int:
                 bar.set_description(f"{name}: times")
                 rows += [row(name, case, device, args.repeats, bandwidth) for case in OPERATIONS[name].setup(device)]
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, kernels not run"
-    report.print_table(f"kernels, {where}, {bandwidth / 1e9:.0f} GB/s", *table(rows))
+    print_table(f"kernels, {where}, {bandwidth / 1e9:.0f} GB/s", *table(rows))
     print()
     for name, verdict in verdicts.items():
         print(f"{name}: {verdict.state}: {verdict.reason}")
     print("\n".join(DEFINITIONS))
     if args.json:
-        write(args.json, device.type, bandwidth, verdicts, rows)
+        result = {
+            "kind": KIND,
+            **provenance.collect(),
+            "definitions": list(DEFINITIONS),
+            "how": {"device": device.type, "gigabytes_per_second": round(bandwidth / 1e9, 1)},
+            "operations": {name: verdict._asdict() for name, verdict in verdicts.items()},
+            "rows": rows,
+        }
+        write_json(args.json, result)
     return 1 if any(verdict.state == REFUSED for verdict in verdicts.values()) else 0
 
 
@@ -144,20 +151,4 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         ]
         size = f"{one['bytes'] / 2**20:.3f}"
         lines.append([one["operation"], one["sizes"], *shown, gain, size, f"{one['floor_ms']:.4f}", share])
-    return header, lines
-
-
-def write(
-    file: Path, device: str, bandwidth: float, verdicts: dict[str, Verdict], rows: Sequence[dict[str, Any]]
-) -> None:
-    from vllm_mtpc.engine import provenance
-
-    result = {
-        "kind": KIND,
-        **provenance.collect(),
-        "definitions": list(DEFINITIONS),
-        "how": {"device": device, "gigabytes_per_second": round(bandwidth / 1e9, 1)},
-        "operations": {name: {"state": verdict.state, "reason": verdict.reason} for name, verdict in verdicts.items()},
-        "rows": list(rows),
-    }
-    write_json(file, result)
+    return [*header, "floor ms", "of floor"], lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
@@ -170,24 +169,3 @@ def _line(row: Row, parts: bool) -> list[str]:
         columns.append(show("draft_share", "{:.1%}"))
     columns += [show("ttft_ms", "{:.1f}"), show("tpot_ms", "{:.2f}"), show("gpu_mib_added", "{:.0f}")]
     return [*columns, "-" if row["identical"] is None else "{} of {}".format(*row["identical"])]
-
-
-def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A rich table on a terminal; Markdown elsewhere, as it goes into the documentation."""
-    if not sys.stdout.isatty():
-        print(f"\n{title}\n\n" + markdown(header, lines), flush=True)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for place, name in enumerate(header):
-        table.add_column(name, justify="left" if place < 2 else "right")
-    for line, following in zip(lines, [*lines[1:], None], strict=True):
-        table.add_row(*line, end_section="=" in line[0] and following is not None and following[0] != line[0])
-    Console(highlight=False).print(table, markup=False)
-
-
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])

@@ -10,14 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, Missing, heads, peers, plain
 from vllm_mtpc.engine.passes import Prompt, Setting
 from vllm_mtpc.errors import EngineFailed, UsageError
-from vllm_mtpc.report import check_file, check_folder, write_json
+from vllm_mtpc.report import check_file, check_folder, print_table, write_json
 
 KIND = "bench serve"
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     found = report.rows(comparison.passes)
-    not_run = [asdict(one) for one in [*missing, *comparison.missing]]
+    not_run = [one._asdict() for one in [*missing, *comparison.missing]]
     result = {**_facts(args, len(texts)), "rows": found, "not_run": not_run}
     if args.json:
         write_json(args.json, result)
@@ -100,7 +99,9 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
     if not args.target:
         if not args.heads:
             raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
-        args.target = _verifier(args.heads[0])
+        from vllm_mtpc.eval.loading import place, target_of
+
+        args.target = target_of(*place(args.heads[0]), None)
     for key, value in (DEMO if args.demo else DEFAULTS).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
@@ -187,8 +188,8 @@ def print_result(result: dict[str, Any]) -> None:
     found = result["rows"]
     for group in dict.fromkeys(row["group"] for row in found):
         note = "" if group == OWN else f" ({group}: compare these rows with each other only)"
-        report.print_table(f"tok/s and speed-up over plain{note}", *report.overview(found, group))
-    report.print_table("everything", *report.details(found))
+        print_table(f"tok/s and speed-up over plain{note}", *report.overview(found, group))
+    print_table("everything", *report.details(found))
     print()
     for one in result["not_run"]:
         print(f"not run: {one['name']}: {one['reason']}")
@@ -216,13 +217,6 @@ def _facts(args: argparse.Namespace, prompts: int) -> dict[str, Any]:
         "definitions": [*report.definitions(args.runner == "http"), f"{args.order}: {rounds.HOW[args.order]}"],
         "settings": {**settings, "distinct_prompts": prompts},
     }
-
-
-def _verifier(head: str) -> str:
-    from vllm_mtpc.checkpoint import find_head, read_config, resolve_head, resolve_verifier
-
-    folder = find_head(resolve_head(head)) or resolve_head(head)
-    return resolve_verifier(folder, read_config(folder).speculators_config.verifier.name_or_path)
 
 
 @contextlib.contextmanager

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 WARM_UP = 5
 EVICT = 256 << 20  # bytes written between calls on a GPU: weights that a step would read from memory come from memory
 COPIED = {"cpu": 256 << 20, "cuda": 2 << 30}  # bytes; beyond every cache
 
 
-@dataclass(frozen=True)
-class Time:
+class Time(NamedTuple):
     """Milliseconds of a call."""
 
     median: float
     lower: float  # quartiles
     upper: float
 
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.lower:.3f}..{self.upper:.3f})"
-
     def to_json(self) -> list[float]:
-        return [round(value, 5) for value in (self.median, self.lower, self.upper)]
+        return [round(value, 5) for value in self]
 
 
 def measure(call: Callable[[], Any], device: Any, repeats: int) -> Time:

@@ -20,7 +20,7 @@ from vllm_mtpc.checkpoint.locate import (
 )
 from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.files import open_tensors, read_json
-from vllm_mtpc.heads import OPTIONS
+from vllm_mtpc.heads import HEADS
 
 if TYPE_CHECKING:
     import argparse
@@ -144,7 +144,7 @@ def _circuit(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
         "drafts_per_step": config.num_speculative_tokens,
         "proposal": config.draft_sample_method,
         "head": config.head,
-        "expander": {key: value for key in OPTIONS if (value := getattr(config, key)) is not None},
+        "expander": {option.name: getattr(config, option.name) for option in HEADS[config.head].options},
         "adapters": adapters and adapters._asdict(),
     }, [WEIGHTS_FILE]
 

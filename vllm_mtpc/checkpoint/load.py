@@ -10,7 +10,8 @@ import torch
 from vllm_mtpc.checkpoint.adapters import AdapterInfo, check_adapters
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, head_method, holds, require_weights
 from vllm_mtpc.checkpoint.tensors import check_names, checked
-from vllm_mtpc.config.mtpc import AnyHeadConfig, HeadConfig
+from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import open_tensors

@@ -91,8 +91,8 @@ class BTree(Circuit):
         path = self._path_to(k)
         found = []
         while path[-1][1]:
-            found.append(Instruction(Op.RISE, path.pop()[0].index))
-        return [*found, Instruction(Op.JOIN), *self._descend(path[-1][0].right)]
+            found.append(Instruction(Op.UPWARD, path.pop()[0].index))
+        return [*found, Instruction(Op.SIBLING), *self._descend(path[-1][0].right)]
 
     @staticmethod
     def _descend(region: Region) -> list[Instruction]:
@@ -100,7 +100,7 @@ class BTree(Circuit):
         found = []
         while region.left is not None:
             if region.index >= 0:
-                found.append(Instruction(Op.FALL, region.index))
+                found.append(Instruction(Op.TRANSITION, region.index))
             found.append(Instruction(Op.PUSH))
             region = region.left
         return found

@@ -17,4 +17,4 @@ class CP(Circuit):
 
     @cached_property
     def program(self) -> Program:
-        return [[], *[[Instruction(Op.FOLD)]] * (self.window - 1), []]
+        return [[], *[[Instruction(Op.CONDITION)]] * (self.window - 1), []]

@@ -17,4 +17,4 @@ class HMM(Circuit):
 
     @cached_property
     def program(self) -> Program:
-        return [[], *([Instruction(Op.FOLD), Instruction(Op.FALL, k)] for k in range(self.window - 1)), []]
+        return [[], *([Instruction(Op.CONDITION), Instruction(Op.TRANSITION, k)] for k in range(self.window - 1)), []]

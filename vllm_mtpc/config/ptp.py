@@ -1,33 +1,36 @@
-"""The `config.json` of a PTP head: every field described, nothing inferred, unknown keys refused.
-
-It follows the speculators convention as `vllm_mtpc.config.mtpc` does for circuits.
-"""
+"""The `config.json` of a PTP head."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_mtpc.config.mtpc import MAX_HIDDEN_SIZE, AnyHeadConfig
-from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.config.base import MAX_HIDDEN_SIZE, AnyHeadConfig
 
-VARIANTS = ("o-ptp", "c-ptp")
+if TYPE_CHECKING:
+    from typing import Self
+
 MAX_WINDOW = 256
 # What the sum of `accepted` may miss of 1: it is written in decimals.
 SUM_TOLERANCE = 1e-4
 
 
 class PtpConfig(AnyHeadConfig):
-    """Everything that is needed to rebuild and serve a PTP head."""
+    """Everything that is needed to rebuild and serve a PTP head.
+
+    The sampling that it was trained for (trained_temperature, ...) is that of the distribution which u picks from.
+    """
+
+    architecture = "PtpHeadModel"
+    target_sizes = (*AnyHeadConfig.target_sizes, "num_hidden_layers")
 
     speculators_model_type: Literal["ptp"] = Field(description="The vLLM method this head is served with.")
     variant: Literal["o-ptp", "c-ptp"] = Field(
         description="o-ptp: the argmax of the row that carries u_k is token k; c-ptp: the row that carries u_(k-1) "
-        "gives the law that u_k picks token k from."
+        "gives the distribution that u_k picks token k from."
     )
     informed: bool = Field(
         description="Whether rows carry u; false: 0.5 on every row, without law_trust the independent baseline."
@@ -48,14 +51,11 @@ class PtpConfig(AnyHeadConfig):
         default=None,
         gt=0,
         lt=1,
-        description="How far a row's law is trusted when u picks the draft from it (vllm_mtpc.heads.ptp.trust); "
-        "absent: as in the paper, o-ptp takes the argmax, c-ptp what u picks.",
+        description="How far a row's distribution is trusted when u picks the draft from it "
+        "(vllm_mtpc.heads.ptp.trust); absent: as in the paper, o-ptp takes the argmax, c-ptp what u picks.",
     )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
-    trained_temperature: float = Field(gt=0, allow_inf_nan=False, description="Temperature of the law u picks from.")
-    trained_top_k: int = Field(ge=0, description="Top-k of that law; 0: off.")
-    trained_top_p: float = Field(gt=0, le=1, description="Top-p of that law; 1: off.")
     accepted: list[float] | None = Field(
         default=None,
         description="P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1, measured; absent: not measured.",
@@ -63,7 +63,7 @@ class PtpConfig(AnyHeadConfig):
 
     @field_validator("accepted")
     @classmethod
-    def _is_law(cls, value: list[float] | None) -> list[float] | None:
+    def _is_distribution(cls, value: list[float] | None) -> list[float] | None:
         if value is None:
             return None
         if not all(math.isfinite(part) and part >= 0 for part in value):
@@ -80,7 +80,7 @@ class PtpConfig(AnyHeadConfig):
         return value
 
     @model_validator(mode="after")
-    def _consistent(self) -> PtpConfig:
+    def _consistent(self) -> Self:
         from vllm_mtpc.heads.ptp.embedding import check_embedding
 
         check_embedding(self.u_embedding, self.u_features, self.u_hidden)
@@ -109,54 +109,27 @@ class PtpConfig(AnyHeadConfig):
         window: int,
         target: Any,
         verifier: str,
-        informed: bool = True,
         u_embedding: str = "ieee",
-        u_features: int | None = None,
-        u_hidden: int | None = None,
-        late_width: int = 0,
-        law_trust: float | None = None,
-        lora_rank: int = 16,
-        lora_alpha: float = 16.0,
         num_speculative_tokens: int | None = None,
-        trained_temperature: float = 1.0,
-        trained_top_k: int = 0,
-        trained_top_p: float = 1.0,
         accepted: Sequence[float] | None = None,
-    ) -> PtpConfig:
-        """The config of a new head for `target`, a transformers config (or its dict).
+        **given: Any,
+    ) -> Self:
+        """The config of a new head for `target`, a transformers config (or its dict); `given` are more of its fields.
 
-        Options of the embedding that are not named take its defaults. Raises HeadConfigError where a size or a name is
-        not possible.
+        Options of the embedding that are not given, or None, take its defaults. Raises HeadConfigError where a size or
+        a name is not possible.
         """
         from vllm_mtpc.heads.ptp.embedding import default_options
 
-        values = target if isinstance(target, dict) else target.to_dict()
-        for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
-            if values.get(size) is None:
-                raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
-        drafts = max(1, window - 1) if num_speculative_tokens is None else num_speculative_tokens
-        given = {"u_features": u_features, "u_hidden": u_hidden}
-        options = default_options(u_embedding, values["hidden_size"])
-        options |= {key: value for key, value in given.items() if value is not None}
-        return cls.parse(
-            {
-                **cls.describe("ptp", "PtpHeadModel", values, verifier, drafts),
-                "variant": variant,
-                "informed": informed,
-                "window": window,
-                "u_embedding": u_embedding,
-                **options,
-                "late_width": late_width,
-                "law_trust": law_trust,
-                "lora_rank": lora_rank,
-                "lora_alpha": lora_alpha,
-                "trained_temperature": trained_temperature,
-                "trained_top_k": trained_top_k,
-                "trained_top_p": trained_top_p,
-                "accepted": None if accepted is None else [float(part) for part in accepted],
-            }
-        )
-
-    def to_json(self) -> str:
-        """The text of `config.json`; what the head does not have is left out."""
-        return json.dumps(self.model_dump(exclude_none=True), indent=2) + "\n"
+        own = {
+            "variant": variant,
+            "informed": True,
+            "u_embedding": u_embedding,
+            "late_width": 0,
+            "lora_rank": 16,
+            "lora_alpha": 16.0,
+            "accepted": None if accepted is None else [float(part) for part in accepted],
+            **default_options(u_embedding, cls.sizes_of(target)["hidden_size"]),
+            **{name: value for name, value in given.items() if value is not None},
+        }
+        return cls.for_target(target, verifier, window, num_speculative_tokens, **own)

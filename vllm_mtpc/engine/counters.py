@@ -1,7 +1,7 @@
 """Tokens per step and acceptance per position, from the counters vLLM keeps about speculative decoding.
 
 The counters are read before and after, and subtracted. All steps, and the drafts that were cut, are counted by this
-package (proposers/seam/watch.py), the rest by vLLM itself.
+package (proposers/heads/counts.py), the rest by vLLM itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
+
+from pydantic import TypeAdapter
 
 DEFINITIONS = (
     "tokens/step: tokens a request gains in one forward pass of the target, the target's own token included, over all "
@@ -80,7 +82,7 @@ class Acceptance:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
         """From `dataclasses.asdict` through JSON, which knows no tuples."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        return TypeAdapter(cls).validate_python(data)
 
     @classmethod
     def _of(cls, samples: Iterable[tuple[str, Mapping[str, str], float]]) -> Acceptance:

@@ -1,11 +1,13 @@
-"""One measured pass: some prompts, one setting, its outputs and its figures."""
+"""One measured pass: some prompts, one setting, its outputs and its results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.steps import Steps
@@ -67,26 +69,7 @@ class Measured:
         """How many prompts got the very same tokens as in ``other``."""
         return sum(mine == theirs for mine, theirs in zip(self.outputs, other.outputs, strict=True))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:
-        steps = data.get("steps")
-        whole = {"setting": Setting(**data["setting"]), "acceptance": Acceptance.from_json(data["acceptance"])}
-        return cls(**{**data, **whole, "steps": Steps(**steps) if steps else None})
-
-    def figures(self) -> dict[str, Any]:
-        """The figures without prompts and outputs, for a result file."""
-        return {
-            "setting": asdict(self.setting),
-            "seconds": [round(value, 4) for value in self.seconds],
-            "tokens": self.tokens,
-            "tokens_per_second": round(self.tokens_per_second, 2),
-            "tokens_per_step": round(self.tokens_per_step, 4),
-            "acceptance_per_position": [round(value, 4) for value in self.acceptance.per_position],
-            "counters": asdict(self.acceptance),
-            "first_token_seconds": self.first_token_seconds,
-            "token_seconds": self.token_seconds,
-            "steps": None if self.steps is None else asdict(self.steps),
-        }
+        """From `dataclasses.asdict` through JSON."""
+        return TypeAdapter(cls).validate_python(data)

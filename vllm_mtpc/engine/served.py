@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from vllm_mtpc.engine.child import started
 from vllm_mtpc.engine.counters import Acceptance
 
@@ -50,7 +52,7 @@ def serve(
     given = {"temperatures": list(temperatures), "sampling": {**(sampling or {}), "max_tokens": max_tokens}}
     with started(f"{__name__}:answers", engine, log, {**given, "alone": alone}, asked) as child:
         found = [child.answer() for _ in range(len(temperatures) * (1 + (alone > 0)))]
-    return [Served(**{**one, "acceptance": Acceptance.from_json(one["acceptance"])}) for one in found]
+    return TypeAdapter(list[Served]).validate_python(found)
 
 
 def answers(

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from vllm_mtpc.eval import candidates, ptp, ptp_decode, simulate, text
 from vllm_mtpc.eval.acceptance import ratio
-from vllm_mtpc.proposers.v2.ptp.groups import GroupTable, choose_groups, drafts_of_rows
+from vllm_mtpc.proposers.config.groups import GroupTable, choose_groups, drafts_of_rows
 
 if TYPE_CHECKING:
     import argparse

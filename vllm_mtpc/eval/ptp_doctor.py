@@ -10,7 +10,7 @@ import torch
 from vllm_mtpc.eval import doctor, ptp, ptp_compare, text
 from vllm_mtpc.eval.arguments import sampling_defaults
 from vllm_mtpc.eval.loading import load
-from vllm_mtpc.proposers.v2.ptp.groups import VARIANTS
+from vllm_mtpc.proposers.config.groups import VARIANTS
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig

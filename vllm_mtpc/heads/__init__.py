@@ -1,82 +1,128 @@
-"""Heads: hidden state -> circuit parameters. Adding one: a file here and its line in _HEADS."""
+"""Heads: hidden state -> circuit parameters. Adding one: a file here and its entry in HEADS."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import Field
 
 from vllm_mtpc.errors import HeadConfigError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads.base import Head
 
-__all__ = ["HEADS", "OPTIONS", "build_head", "check_head", "check_head_name", "default_options", "needs_lm_head"]
+__all__ = [
+    "HEADS",
+    "Option",
+    "build_head",
+    "check_head",
+    "check_head_name",
+    "default_options",
+    "head_options",
+    "needs_lm_head",
+    "option_fields",
+]
 
 
-class _Entry(NamedTuple):
+class Option(NamedTuple):
+    """An option of a head. It is an argument of the class; a field of HeadConfig and a flag of `vllm-mtpc train`, of
+    the type of `default`, follow from it."""
+
+    name: str
+    default: Any
+    help: str
+    ge: float | None = 1
+    le: float | None = None
+    divides_hidden_size: bool = False
+
+
+class Entry(NamedTuple):
+    """A head, known without importing it."""
+
     location: str
-    options: Mapping[str, int]  # config field -> default; passed to the class by these names
-    needs_lm_head: bool = False  # as the class says, known without importing it
+    options: tuple[Option, ...] = ()
+    needs_lm_head: bool = False  # as the class says
 
 
-_HEADS = {
-    "linear": _Entry("vllm_mtpc.heads.linear:LinearHead", {}),
-    "shared": _Entry("vllm_mtpc.heads.shared:SharedHead", {"expander_rank": 64}, True),
-    "mlp": _Entry("vllm_mtpc.heads.mlp:MlpHead", {"expander_layers": 1}),
-    "transformer": _Entry("vllm_mtpc.heads.transformer:TransformerHead", {"expander_layers": 1, "expander_heads": 8}),
+MAX_WIDTH = 2**17  # beyond any model
+RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDTH)
+LAYERS = Option("expander_layers", 1, "blocks of the expander", le=64)
+ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides_hidden_size=True)
+
+HEADS = {
+    "linear": Entry("vllm_mtpc.heads.linear:LinearHead"),
+    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK,), needs_lm_head=True),
+    "mlp": Entry("vllm_mtpc.heads.mlp:MlpHead", (LAYERS,)),
+    "transformer": Entry("vllm_mtpc.heads.transformer:TransformerHead", (LAYERS, ATTENTION_HEADS)),
 }
-HEADS = tuple(_HEADS)
-OPTIONS = ("expander_rank", "expander_layers", "expander_heads")
+
+
+def head_options() -> dict[str, Option]:
+    """The options of all heads, by name."""
+    return {option.name: option for entry in HEADS.values() for option in entry.options}
+
+
+def option_fields() -> dict[str, Any]:
+    """Every option of a head as a field for pydantic's create_model; None: the head has it not, or its default."""
+
+    def text(option: Option) -> str:
+        owners = " or ".join(name for name, entry in HEADS.items() if option in entry.options)
+        divisor = ", or its greatest common divisor with D" if option.divides_hidden_size else ""
+        return f"head {owners}: {option.help} (default: {option.default}{divisor})"
+
+    return {
+        name: (type(option.default) | None, Field(None, ge=option.ge, le=option.le, description=text(option)))
+        for name, option in head_options().items()
+    }
 
 
 def needs_lm_head(name: str) -> bool:
     """Whether head `name` reads the target's own lm_head."""
-    return _HEADS[name].needs_lm_head
+    return HEADS[name].needs_lm_head
 
 
 def check_head_name(name: str, *others: str) -> None:
     """Raise HeadConfigError unless `name` is a known head; `others` are allowed where the caller looks."""
-    if name not in _HEADS:
-        allowed = ", ".join((*_HEADS, *others))
+    if name not in HEADS:
+        allowed = ", ".join((*HEADS, *others))
         raise HeadConfigError(f"unknown head {name!r}; allowed: {allowed}; set head to one of them")
 
 
-def check_head(name: str, hidden_size: int, options: Mapping[str, int | None]) -> None:
+def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
     """Raise HeadConfigError unless `name` is a known head and `options` (None: not given) are exactly its own."""
     check_head_name(name)
-    own = _HEADS[name].options
+    own = {option.name: option for option in HEADS[name].options}
     for key, value in options.items():
         if value is not None and key not in own:
             allowed = f"allowed: {', '.join(own)}" if own else "it has no such options"
             raise HeadConfigError(f"{key}={value} is not an option of head {name!r}; {allowed}; remove {key}")
         if value is None and key in own:
-            raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {key}={own[key]}")
-    heads = options.get("expander_heads")
-    if heads is not None and hidden_size % heads:
-        raise HeadConfigError(
-            f"expander_heads={heads} does not divide hidden_size={hidden_size}; set expander_heads to a divisor, "
-            f"for example {math.gcd(8, hidden_size)}"
-        )
+            example = f"{key}={own[key].default}"
+            raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {example}")
+        if value is not None and own[key].divides_hidden_size and hidden_size % value:
+            raise HeadConfigError(
+                f"{key}={value} does not divide hidden_size={hidden_size}; set {key} to a divisor, for example "
+                f"{math.gcd(own[key].default, hidden_size)}"
+            )
 
 
-def default_options(name: str, hidden_size: int) -> dict[str, int]:
+def default_options(name: str, hidden_size: int) -> dict[str, Any]:
     """The options of head `name` where none are named; nothing for an unknown head."""
-    options = dict(_HEADS[name].options) if name in _HEADS else {}
-    if "expander_heads" in options:
-        options["expander_heads"] = math.gcd(options["expander_heads"], hidden_size)
-    return options
+    options = HEADS[name].options if name in HEADS else ()
+    return {
+        option.name: math.gcd(option.default, hidden_size) if option.divides_hidden_size else option.default
+        for option in options
+    }
 
 
-def build_head(config: HeadConfig) -> Head:
-    """An untrained head for a config, on the current default device and dtype."""
+def build_head(config: Any) -> Head:
+    """An untrained head for a HeadConfig, on the current default device and dtype."""
     from pkgutil import resolve_name
 
     from vllm_mtpc.circuits import get_circuit
 
     circuit = get_circuit(config.circuit, config.window, config.num_components)
-    options = {key: getattr(config, key) for key in OPTIONS}
-    check_head(config.head, config.hidden_size, options)
-    given = {key: value for key, value in options.items() if value is not None}
-    return resolve_name(_HEADS[config.head].location)(circuit, config.vocab_size, config.hidden_size, **given)
+    options = {option.name: getattr(config, option.name) for option in HEADS[config.head].options}
+    return resolve_name(HEADS[config.head].location)(circuit, config.vocab_size, config.hidden_size, **options)

@@ -130,7 +130,7 @@ def draft_memory(
 
 
 def _lm_head(vocab_size: int, num_components: int, num_ranks: int) -> tuple[Callable[[Tensor], Tensor], Shard | None]:
-    """vLLM's `compute_logits` by what it allocates, as `proposers/load.py` lends it.
+    """vLLM's `compute_logits` by what it allocates, as `proposers/heads/load.py` lends it.
 
     A rank's columns; of small leaves then those of all ranks, and these side by side.
     """

@@ -9,8 +9,8 @@ import functools
 import logging
 from collections.abc import Callable
 
-from vllm_mtpc.models.byte_llama.stop_ids import GenerationConfigStopIds
-from vllm_mtpc.proposers.seam.patch import apply, when_imported
+from vllm_mtpc.models.byte_llama import stop_ids
+from vllm_mtpc.proposers.seam.patch import apply, declared, when_imported
 
 ARCHITECTURES = {
     "EvaByteForCausalLM": "vllm_mtpc.models.evabyte.model:EvaByteForCausalLM",
@@ -20,7 +20,7 @@ ARCHITECTURES = {
 
 def register() -> None:
     """Idempotent: a second call overwrites with the same."""
-    apply(GenerationConfigStopIds)
+    apply(*declared(stop_ids))
     for module, fill in (
         ("vllm.model_executor.models.registry", _models),
         ("vllm.transformers_utils.config", _configs),

@@ -14,7 +14,7 @@ from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import with_draft_layers
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import build_head, check_head_name
+from vllm_mtpc.heads import build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
@@ -36,9 +36,8 @@ class CircuitJob(Job):
     """A circuit's head, with draft layers or without."""
 
     own = (
-        "circuit", "components", "expander_rank", "expander_layers", "expander_heads", "init", "lora_layers", "beta",
-        "kl", "kl_form", "acceptance", "acceptance_form", "train_first", "checkpoint_circuit",
-        "regenerate_greedy_share", "cache",
+        "circuit", "components", *head_options(), "init", "lora_layers", "beta", "kl", "kl_form", "acceptance",
+        "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
     hints = {"ptp_loss": "; a circuit's loss is what beta and acceptance say"}  # noqa: RUF012
@@ -54,10 +53,8 @@ class CircuitJob(Job):
             verifier=self.verifier,
             head=options.head,
             num_speculative_tokens=options.num_speculative_tokens,
-            expander_rank=options.expander_rank,
-            expander_layers=options.expander_layers,
-            expander_heads=options.expander_heads,
             lora_layers=options.lora_layers,
+            **{name: getattr(options, name) for name in head_options()},
         )
         self.head = initial_head(options, self.config, target)
         self.layers = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.data.names import is_path
 from vllm_mtpc.errors import UsageError, one_line
 from vllm_mtpc.families import FAMILIES
+from vllm_mtpc.heads import option_fields
 
 REGENERATE_OPTIONS = (
     "regenerate_prompt_tokens", "regenerate_crops", "regenerate_tokens", "regenerate_greedy_share", "regenerate_memory",
@@ -19,7 +20,7 @@ STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
 DEFAULT_METHOD = "mtpc"  # of heads by their own names; `head` names any other family itself
 
 
-class TrainOptions(BaseModel):
+class TrainOptions(create_model("HeadOptions", **option_fields())):
     """Every option of `vllm-mtpc train`. A field is a key of the YAML file and, with dashes, a flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,9 +40,6 @@ class TrainOptions(BaseModel):
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
     head: str = Field("linear", description="linear, shared (large vocabularies), mlp or transformer; or ptp")
-    expander_rank: int | None = Field(None, ge=1, description="width of the shared head's expanders")
-    expander_layers: int | None = Field(None, ge=1, description="blocks of the mlp and transformer heads")
-    expander_heads: int | None = Field(None, ge=1, description="attention heads of the transformer head")
     init: Literal["lm-head", "random"] = Field("lm-head", description="start of a new head")
     init_from: str | None = Field(
         None, description="head folder to start from: the same kind; its circuit, or one that has no inner sums"

@@ -26,7 +26,8 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.v2.ptp.plan import Bucket
+from vllm_mtpc.proposers.config.plan import Bucket
+from vllm_mtpc.proposers.v2.ptp.batch import RowBatch
 from vllm_mtpc.proposers.v2.ptp.sizes import Layout, dynamic_layout, static_layout, survival_of
 from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
 
@@ -54,7 +55,6 @@ class MergedSpeculator(PtpSpeculator):
         self.survival = survival_of(self.head, device)
         self.confidence = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=device)  # by request slot
         self.step: InputBatch | None = None
-        self.drafted: Drafted | None = None
 
     def model_state_cls(self, base: type) -> type:
         speculator = self
@@ -126,9 +126,8 @@ class MergedSpeculator(PtpSpeculator):
     def _merged_pass(self, step: InputBatch, embeds: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """States of the target's rows and, behind them, of the groups' rows; keeps the latter for `propose`."""
         num_reqs, real = step.num_reqs, step.num_tokens
-        slots = step.idx_mapping[:num_reqs]
         states = self.sampler.sampling_states
-        temperature, seeds = states.temperature.gpu, states.seeds.gpu
+        batch = RowBatch(step, states.temperature.gpu, states.seeds.gpu)
         rows = num_reqs * layout.rows
         first = step.logits_indices[step.cu_num_logits[:num_reqs].long()]  # [R] row of x
         position = step.positions[first]  # [R]
@@ -138,7 +137,7 @@ class MergedSpeculator(PtpSpeculator):
 
         total = real + rows
         self.embeds[:real] = embeds
-        self.embeds[real:total] = self._embed(at - 1, slots, temperature, seeds).flatten(0, 1)
+        self.embeds[real:total] = self._embed(at - 1, batch).flatten(0, 1)
         self.row_positions[:real] = positions[:real]
         self.row_positions[real:total] = (at - 1 if self.is_onehot else at).flatten().clamp(max=self.max_model_len - 1)
         self.gate.rows = self.row_index[real:total]
@@ -189,35 +188,13 @@ class MergedSpeculator(PtpSpeculator):
         sizes = layout.sizes_cpu.repeat(num_reqs)
         return starts, torch.cat([host, real + sizes.cumsum(0, dtype=torch.int32)])
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, Tensor],
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
-        num_sampled: Tensor,  # [R]
-        num_rejected: Tensor,
-        last_sampled: Tensor,
-        next_prefill_tokens: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        *args: Any,
-        dummy_run: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Drafts [R, K] out of the group behind what was accepted; zeros behind its last one."""
-        num_reqs = input_batch.num_reqs
-        drafts = self.draft_tokens[:num_reqs].zero_()
+    def _draft(self, batch: RowBatch, drafts: Tensor) -> None:
+        """Out of the group behind what was accepted; zeros stay behind its last row."""
         drafted, self.drafted = self.drafted, None
-        if dummy_run and kwargs.get("is_profile"):
-            self._fill_memory()
-        if dummy_run or drafted is None:
-            return drafts
-        layout = drafted.layout
-        slots = input_batch.idx_mapping[:num_reqs]
-        accepted = (num_sampled[:num_reqs].long() - 1).clamp(min=0)  # [R]
+        if drafted is None:
+            return
+        layout, num_reqs = drafted.layout, batch.num_reqs
+        accepted = (batch.num_sampled[:num_reqs].long() - 1).clamp(min=0)  # [R]
         start, size = layout.start_of(accepted), layout.size_of(accepted)  # [R]
         row = self.draft_index + self.is_onehot  # [K] row within the group: o-ptp leaves the first one out
         is_real = row < size[:, None]  # [R, K]
@@ -225,12 +202,11 @@ class MergedSpeculator(PtpSpeculator):
         hidden = drafted.hidden[index]  # [R, K, D]
         keys = (drafted.position + 1 + accepted)[:, None] + self.draft_index
         if self.late is None:
-            logits = self.target.compute_logits(hidden.flatten(0, 1)).view(num_reqs, self.num_speculative_steps, -1)
-            tokens = self._pick(logits, keys, slots, temperature, seeds)
+            logits = self._logits(hidden)
+            tokens = self._pick(logits, keys, batch)
         else:
-            first = self._first_token(num_sampled, last_sampled, next_prefill_tokens, slots)
-            tokens, logits = self._chain(hidden, first, keys, slots, temperature, seeds)
+            tokens, logits = self._chain(hidden, batch.first, keys, batch)
         if self.plan.dynamic:
             sure = logits.float().softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
-            self.confidence[slots] = torch.where(is_real, sure, 0.0)
-        return drafts.copy_(torch.where(is_real, tokens, 0))
+            self.confidence[batch.slots] = torch.where(is_real, sure, 0.0)
+        drafts.copy_(torch.where(is_real, tokens, 0))

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_mtpc.proposers.v2.ptp.groups import dynamic_sizes
-from vllm_mtpc.proposers.v2.ptp.plan import Bucket, accepted_of
+from vllm_mtpc.proposers.config.groups import VARIANTS
+from vllm_mtpc.proposers.config.plan import Bucket, accepted_of
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig
@@ -83,3 +84,42 @@ def dynamic_layout(bucket: Bucket, confidence: Tensor, survival: Tensor, head: P
     each = torch.arange(sizes.shape[1], device=device)
     accepted = each.expand_as(sizes)
     return Layout(bucket.rows, bucket.rows, accepted, sizes, group, offset, each, torch.empty(0))
+
+
+def dynamic_sizes(confidence: Tensor, survival: Tensor, budget: int, variant: str, window: int) -> Tensor:
+    """Rows [R, K + 1] of each group, from how sure the drafts of a step are: confidence[R, K], 0 where there is none.
+
+    Maximises sum_d A_d E[drafts right in the group of d], A_d = P(exactly d are accepted) under ``confidence``, by the
+    largest gains per row; ``survival``[1 + g] = P(at least g drafts of a new group are right). Rows sum to ``budget``,
+    or to what all groups can use if that is less. No synchronisation with the host.
+    """
+    lead, drafts = VARIANTS[variant], confidence.shape[1]
+    most = min(window, drafts + lead)
+    reach = F.pad(confidence.float().clamp(0, 1).cumprod(1), (1, 0), value=1.0)  # [R, K + 1]
+    exactly = reach - F.pad(reach[:, 1:], (0, 1))
+    gain = survival.to(exactly)[1 : most - lead + 1]
+    gain = F.pad(gain, (0, most - lead - len(gain))).cummin(0).values  # [drafts] of each further one
+    rate = gain
+    if lead:  # the first row earns nothing by itself: its cost is shared by the drafts it is best shared by
+        mean = gain.cumsum(0) / torch.arange(2, most + 1, device=gain.device)
+        best = mean.max().expand(most)
+        shared = torch.arange(most, device=gain.device) <= mean.argmax() + 1
+        rate = torch.where(shared, best, F.pad(gain, (1, 0)))
+    rates = (exactly[..., None] * rate).flatten(1)  # [R, (K + 1) * most]: falling within each group
+    order = rates.argsort(dim=1, descending=True, stable=True)[:, : max(0, budget)]
+    sizes = torch.zeros_like(exactly, dtype=torch.long)
+    sizes.scatter_add_(1, order // most, torch.ones_like(order))
+    return _no_single_rows(sizes, exactly, gain, most) if lead else sizes
+
+
+def _no_single_rows(sizes: Tensor, exactly: Tensor, gain: Tensor, most: int) -> Tensor:
+    """Gives the row of a group that has but one (o-ptp: of no use; there is one such group at most) to the best other.
+
+    sizes, exactly: [R, K + 1]; gain: [drafts] of each further draft of a group.
+    """
+    further = exactly * gain[(sizes - 1).clamp(0, len(gain) - 1)]
+    further = further.masked_fill((sizes < 2) | (sizes >= most), -1.0)
+    value, taker = further.max(1, keepdim=True)
+    moved = (sizes == 1) & (value >= 0)
+    sizes = torch.where(moved, 0, sizes)
+    return sizes.scatter_add(1, taker, moved.sum(1, keepdim=True))

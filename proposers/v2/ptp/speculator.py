@@ -41,12 +41,13 @@ from vllm_mtpc.checkpoint.ptp import load_ptp
 from vllm_mtpc.heads.ptp.embedding import lookup
 from vllm_mtpc.heads.ptp.trust import draft_tokens, reads_u
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.proposers.load import kept
-from vllm_mtpc.proposers.v2.coupled import u_of, with_coupled_sampler
+from vllm_mtpc.proposers.heads.load import kept
+from vllm_mtpc.proposers.v2.coupled import with_coupled_sampler
 from vllm_mtpc.proposers.v2.eager import eager_priorities
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
+from vllm_mtpc.proposers.v2.lora import Gate
 from vllm_mtpc.proposers.v2.ptp.attention import builder_config, check_attention
-from vllm_mtpc.proposers.v2.ptp.lora import Gate
+from vllm_mtpc.proposers.v2.ptp.batch import RowBatch
 from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
 from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
 
@@ -76,6 +77,7 @@ class PtpSpeculator(DraftModelSpeculator):
         self.graphs: DraftGraphs | None = None
         self.metadata: dict[str, Any] | None = None  # of the pass under way
         self.sampler: Any = None
+        self.drafted: Any = None  # what a merged pass has left
         self.priorities = eager_priorities(vllm_config)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -161,74 +163,64 @@ class PtpSpeculator(DraftModelSpeculator):
         slot_mappings: dict[str, Tensor],
         last_hidden_states: Tensor,  # [num_tokens, D]
         aux_hidden_states: list[Tensor] | None,
-        num_sampled: Tensor,  # [R], 0: the prompt is not read to its end
-        num_rejected: Tensor,  # [R]
-        last_sampled: Tensor,  # [max_num_reqs, 1]
-        next_prefill_tokens: Tensor,  # [lookahead, max_num_reqs]
-        temperature: Tensor,  # [max_num_reqs]
-        seeds: Tensor,  # [max_num_reqs]
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
         *args: Any,
         dummy_run: bool = False,
+        is_profile: bool = False,
         **kwargs: Any,
     ) -> Tensor:
         """Drafts [R, K], int64; zeros where the batch is too large to draft for, and behind the last real draft."""
-        num_reqs = input_batch.num_reqs
-        drafts = self.draft_tokens[:num_reqs].zero_()
-        bucket = self.plan.bucket(num_reqs)
-        if dummy_run and kwargs.get("is_profile"):
+        drafts = self.draft_tokens[: input_batch.num_reqs].zero_()
+        if is_profile:
             self._fill_memory()
-        if dummy_run or bucket is None:
-            return drafts
-        slots = input_batch.idx_mapping[:num_reqs]
-        last_rows = (input_batch.query_start_loc[1 : num_reqs + 1] - num_rejected[:num_reqs] - 1).long()
-        prefix = input_batch.positions[last_rows] + 1  # [R] committed tokens, x_1 not among them
-        first = self._first_token(num_sampled, last_sampled, next_prefill_tokens, slots)
-        size = bucket.sizes[0]
-        hidden = self._draft_pass(input_batch, prefix, first, slots, size, temperature, seeds)  # [R, 1 + A, D]
+        if dummy_run:
+            self.drafted = None
+        else:
+            states = num_sampled, num_rejected, last_sampled, next_prefill_tokens
+            self._draft(RowBatch(input_batch, temperature, seeds, *states), drafts)
+        return drafts
 
+    def _draft(self, batch: RowBatch, drafts: Tensor) -> None:
+        """Fills drafts [R, K], which are zeros."""
+        bucket = self.plan.bucket(batch.num_reqs)
+        if bucket is None:
+            return
+        size = bucket.sizes[0]
+        hidden = self._draft_pass(batch, size)  # [R, 1 + A, D]
         count = min(self.num_speculative_steps, size + (not self.is_onehot))
         skip = 2 if self.is_onehot else 1  # o-ptp: the first auxiliary row only says which token x_2 is
-        keys = prefix[:, None] + self.draft_index[1:count]
+        keys = batch.prefix[:, None] + self.draft_index[1:count]
         rows = hidden[:, skip : skip + count - 1]  # [R, count - 1, D]
         if self.late is None:
-            chosen = torch.cat([hidden[:, :1], rows], dim=1)
-            logits = self.target.compute_logits(chosen.flatten(0, 1)).view(num_reqs, count, -1)
+            logits = self._logits(torch.cat([hidden[:, :1], rows], dim=1))
             first_logits, logits = logits[:, 0], logits[:, 1:]
         else:
             first_logits, logits = self.target.compute_logits(hidden[:, 0]), None
-        drafts[:, 0] = self._first_draft(first_logits, input_batch, slots, prefix, first, temperature, seeds)
+        drafts[:, 0] = self._first_draft(first_logits, batch)
         if count > 1 and logits is None:
-            drafts[:, 1:count], _ = self._chain(rows, drafts[:, 0], keys, slots, temperature, seeds)
+            drafts[:, 1:count], _ = self._chain(rows, drafts[:, 0], keys, batch)
         elif count > 1:
-            drafts[:, 1:count] = self._pick(logits, keys, slots, temperature, seeds)
-        return drafts
+            drafts[:, 1:count] = self._pick(logits, keys, batch)
 
-    def _first_token(
-        self, num_sampled: Tensor, last_sampled: Tensor, next_prefill_tokens: Tensor, slots: Tensor
-    ) -> Tensor:
-        """x_1 [R] of the requests in slots[R]; of those whose prompt is not read to its end, the next token of it."""
-        is_sampled = num_sampled[: slots.shape[0]] > 0
-        return torch.where(is_sampled, last_sampled[slots, 0], next_prefill_tokens[0, slots].long())
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits [R, k, V] of states [R, k, D]."""
+        return self.target.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
-    def _draft_pass(
-        self,
-        input_batch: InputBatch,
-        prefix: Tensor,
-        first: Tensor,
-        slots: Tensor,
-        size: int,
-        temperature: Tensor,
-        seeds: Tensor,
-    ) -> Tensor:
-        """States [R, 1 + size, D] of [x_1 | u ..] behind each request's prefix[R] tokens."""
-        num_reqs, width = prefix.shape[0], 1 + size
+    def _draft_pass(self, batch: RowBatch, size: int) -> Tensor:
+        """States [R, 1 + size, D] of [x_1 | u ..] behind each request's prefix."""
+        num_reqs, prefix, width = batch.num_reqs, batch.prefix, 1 + size
         rows = num_reqs * width
         index = self.row_index[:rows].view(num_reqs, width)
         at = prefix[:, None] + index[0]  # [R, 1 + size]: slots follow each other
         keys = prefix[:, None] + index[0, :size]  # an auxiliary row carries the u of the token at its slot
         embeds = self.embeds[:rows].view(num_reqs, width, -1)
-        embeds[:, 0] = self.target.embed_input_ids(first)
-        embeds[:, 1:] = self._embed(keys, slots, temperature, seeds)
+        embeds[:, 0] = self.target.embed_input_ids(batch.first)
+        embeds[:, 1:] = self._embed(keys, batch)
         positions = self.row_positions[:rows].view(num_reqs, width)
         positions[:, 0] = prefix
         positions[:, 1:] = at[:, 1:] - 1 if self.is_onehot else at[:, 1:]
@@ -238,7 +230,7 @@ class PtpSpeculator(DraftModelSpeculator):
         group = self.group_index[:num_reqs, None].expand(-1, width)
         self.row_slots[:rows] = self.scratch.slots(group, prefix[:, None], at).flatten()
         self.group_ends[:num_reqs] = prefix + width
-        upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs] + width + 1
+        upper = batch.input_batch.seq_lens_cpu_upper_bound[:num_reqs] + width + 1
         graph = self.graphs.find(num_reqs, size)
         if graph is None:
             self._set_pass(size, upper)
@@ -291,18 +283,12 @@ class PtpSpeculator(DraftModelSpeculator):
         if reads_u(self.head):
             draft_tokens(self.head, logits, torch.zeros(drafted, device=self.device))
 
-    def _embed(self, keys: Tensor, slots: Tensor, temperature: Tensor, seeds: Tensor) -> Tensor:
-        """Embeddings [R, A, D] of the u keyed by keys[R, A], of the requests in slots[R]."""
-        if self.head.informed:
-            requests = slots[:, None].expand_as(keys).flatten()
-            u = u_of(seeds, temperature, requests, keys.flatten()).view_as(keys)
-        else:
-            u = torch.full_like(keys, UNINFORMED, dtype=torch.float32)
+    def _embed(self, keys: Tensor, batch: RowBatch) -> Tensor:
+        """Embeddings [R, A, D] of the u keyed by keys[R, A]."""
+        u = batch.u(keys) if self.head.informed else torch.full_like(keys, UNINFORMED, dtype=torch.float32)
         return self.embedding(u) if self.table is None else lookup(self.table, u)
 
-    def _chain(
-        self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor, temperature: Tensor, seeds: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _chain(self, hidden: Tensor, first: Tensor, keys: Tensor, batch: RowBatch) -> tuple[Tensor, Tensor]:
         """Drafts [R, k] and their logits [R, k, V] by the late network, behind the token first[R].
 
         hidden [R, k, D] of their rows; keys [R, k]: position before each draft.
@@ -311,7 +297,7 @@ class PtpSpeculator(DraftModelSpeculator):
 
         def choose(state: Tensor, k: int) -> Tensor:
             logits.append(self.target.compute_logits(state))
-            return self._pick(logits[-1][:, None], keys[:, k : k + 1], slots, temperature, seeds)[:, 0]
+            return self._pick(logits[-1][:, None], keys[:, k : k + 1], batch)[:, 0]
 
         drafts = self.late.draft(hidden, first, self.target.embed_input_ids, choose)
         return drafts, torch.stack(logits, dim=1)
@@ -364,40 +350,29 @@ class PtpSpeculator(DraftModelSpeculator):
             positions, embeds = self.row_positions[:num_rows], self.embeds[:num_rows]
             return self.model(input_ids=None, positions=positions, inputs_embeds=embeds)
 
-    def _first_draft(
-        self,
-        logits: Tensor,  # [R, V], of x_1's own row
-        input_batch: InputBatch,
-        slots: Tensor,
-        prefix: Tensor,
-        first: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-    ) -> Tensor:
-        """x_2 [R] as the verifier will pick it, where no grammar says otherwise."""
-        num_reqs = slots.shape[0]
+    def _first_draft(self, logits: Tensor, batch: RowBatch) -> Tensor:
+        """x_2 [R] as the verifier will pick it, where no grammar says otherwise; logits [R, V] of x_1's own row."""
+        num_reqs, slots, prefix = batch.num_reqs, batch.slots, batch.prefix
         processed = self.sampler.apply_sampling_params(
             logits,
             slots,
             slots,
-            input_batch.idx_mapping_np[:num_reqs],
+            batch.input_batch.idx_mapping_np[:num_reqs],
             prefix,
-            first,
+            batch.first,
             torch.zeros(num_reqs, dtype=torch.int32, device=self.device),
-            input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs] + 1,
+            batch.input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs] + 1,
         )
-        picked = pick(processed.float(), u_of(seeds, temperature, slots, prefix))
-        return torch.where(temperature[slots] == 0, logits.argmax(dim=-1), picked)
+        picked = pick(processed.float(), batch.u(prefix[:, None])[:, 0])
+        return torch.where(batch.is_greedy, logits.argmax(dim=-1), picked)
 
-    def _pick(self, logits: Tensor, keys: Tensor, slots: Tensor, temperature: Tensor, seeds: Tensor) -> Tensor:
+    def _pick(self, logits: Tensor, keys: Tensor, batch: RowBatch) -> Tensor:
         """Drafts [R, k] from the student's logits [R, k, V]; keys [R, k]: position before each draft.
 
-        The student learnt the law that the target's parameters make, so no temperature is applied here.
+        The student learnt the distribution that the target's parameters make, so no temperature is applied here.
         """
         best = logits.argmax(dim=-1)
         if not reads_u(self.head):
             return best
-        requests = slots[:, None].expand_as(keys).flatten()
-        u = u_of(seeds, temperature, requests, keys.flatten())
-        picked = draft_tokens(self.head, logits.flatten(0, 1), u).view_as(best)
-        return torch.where((temperature[slots] == 0)[:, None], best, picked)
+        picked = draft_tokens(self.head, logits.flatten(0, 1), batch.u(keys).flatten()).view_as(best)
+        return torch.where(batch.is_greedy[:, None], best, picked)

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.v2.eager import with_kernel
-from vllm_mtpc.proposers.v2.ptp.lora import Gate, adapted
+from vllm_mtpc.proposers.v2.lora import Gate, adapted
 
 
 class Writes:

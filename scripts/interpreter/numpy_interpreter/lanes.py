@@ -4,7 +4,7 @@ Instances run one after the other cost a Python call for each operation of each.
 of them (MTPC_INTERPRETER=lanes). Where instances part at an `if` or a loop's length, what they have written is taken
 back and each group runs by itself, from the start. What a launch reads that another of its instances writes is not
 defined on a GPU either. numpy's sums may come in another order than one instance's by itself: results are equal to
-rounding, which is enough for laws; `numpy` is bit for bit Triton's.
+rounding, which is enough for distributions; `numpy` is bit for bit Triton's.
 """
 
 from __future__ import annotations

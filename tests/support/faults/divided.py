@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_mtpc.proposers import load
+from vllm_mtpc.proposers.heads import load
 
 
 class Divides:

@@ -45,7 +45,7 @@ def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
 
 def note_drafts() -> Callable[[], None]:
     """Notes, on Model Runner V1, the drafts of every step and the shapes of states that its lm_head was lent for."""
-    from vllm_mtpc.proposers import load
+    from vllm_mtpc.proposers.heads import load
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer as Owner
 
     propose, lend = Owner.propose_drafts, load._lm_head

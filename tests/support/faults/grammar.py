@@ -12,14 +12,14 @@ Undo = Callable[[], None]
 
 def unmasked() -> Undo:
     """V1: drafts are drawn and scored as if there were no grammar, and vLLM cuts them at the first forbidden one."""
-    from vllm_mtpc.proposers.grammar import Grammars, Masks
+    from vllm_mtpc.proposers.heads.grammar import Grammars, Masks
 
     return engine.replaced(Grammars, "masks", lambda self, *args: Masks(None))
 
 
 def scored_unmasked() -> Undo:
     """V1: drafts are drawn from the masked law, and the verifier is told the unmasked one."""
-    from vllm_mtpc.proposers.grammar import Masks
+    from vllm_mtpc.proposers.heads.grammar import Masks
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
     around, propose = Masks.around, MtpcProposer.propose_drafts

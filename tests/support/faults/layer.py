@@ -35,7 +35,7 @@ def _noting() -> Callable[[], None]:
 
 
 def _without_adapters() -> Callable[[], None]:
-    from vllm_mtpc.proposers.v2.ptp.lora import GatedLinear
+    from vllm_mtpc.proposers.v2.lora import GatedLinear
 
     original = GatedLinear.forward
     GatedLinear.forward = lambda self, x: self.base(x)

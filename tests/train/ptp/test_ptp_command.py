@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_cards import front_matter_of
-from tests.train.test_command import fixture_place, flags
+from tests.support.files import front_matter_of
+from tests.support.training import flags
 from vllm_mtpc.checkpoint.ptp import load_ptp
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
@@ -21,7 +21,6 @@ from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.ptp.losses import loss_name
 from vllm_mtpc.train.ptp.run import u_lines
 
-__all__ = ["fixture_place"]
 torch.set_num_threads(1)
 
 REQUIRED = {"target": "t", "data": ["d"], "out": "o", "head": "ptp"}

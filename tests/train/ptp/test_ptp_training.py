@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.support.harness import losses, random_documents, tiny_target
+from tests.support.training import losses, random_documents
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.heads.ptp.law import edges, u_inside
 from vllm_mtpc.heads.ptp.trust import conditional
@@ -23,7 +23,6 @@ from vllm_mtpc.train.ptp.run import PtpJob
 from vllm_mtpc.train.ptp.source import drawing, law_of
 from vllm_mtpc.train.windows import Windows, WindowSource
 
-__all__ = ["tiny_target"]  # the fixture
 torch.set_num_threads(1)
 
 # Low bits of u follow the rounding of what it is computed from, and "ieee" reads them: not where a pass of the student

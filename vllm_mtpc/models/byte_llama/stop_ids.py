@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_mtpc.proposers.seam.patch import Patch
+from vllm_mtpc.proposers.seam.patch import patch
 
 MODEL_TYPE = "tpu_llama"
 
 
-class GenerationConfigStopIds(Patch):
-    module = "vllm.config.model"
-    attribute = "ModelConfig.try_get_generation_config"
-    reason = "stop ids of the subword model in generation_config.json crash the engine once min_tokens is asked for"
-    parameters = ("self",)
+@patch(
+    "vllm.config.model",
+    "ModelConfig.try_get_generation_config",
+    needs=("self",),
+    why="stop ids of the subword model in generation_config.json crash the engine once min_tokens is asked for",
+)
+def try_get_generation_config(original: Callable[..., Any], self: Any) -> dict[str, Any]:
+    values = original(self)
+    if getattr(self.hf_config, "model_type", None) != MODEL_TYPE:
+        return values
+    from vllm_mtpc.models.byte_llama.config import known_ids
 
-    @classmethod
-    def replace(cls, original: Callable[..., Any]) -> Callable[..., Any]:
-        def try_get_generation_config(self: Any) -> dict[str, Any]:
-            values = original(self)
-            if getattr(self.hf_config, "model_type", None) != MODEL_TYPE:
-                return values
-            from vllm_mtpc.models.byte_llama.config import known_ids
-
-            ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & values.keys()
-            return values | {name: known_ids(values[name], self.hf_config.vocab_size) for name in ids}
-
-        return try_get_generation_config
+    ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & values.keys()
+    return values | {name: known_ids(values[name], self.hf_config.vocab_size) for name in ids}

@@ -5,25 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from accelerate import Accelerator
 
-from tests.support.models import make_target
 from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.rows import pack
-from vllm_mtpc.hf import Target, load_target
+from vllm_mtpc.hf import Target
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, parse
 
 V = 12
 
 
-@pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A random Llama of 12 tokens."""
-    folder = tmp_path_factory.mktemp("tiny") / "target"
-    make_target(folder, V, seed=1, hidden_size=32)
-    return load_target(folder)
+def flags(place: Path, out: str, **changes: object) -> list[str]:
+    values = {
+        "target": place / "target",
+        "data": place / "text.jsonl",
+        "out": place / out,
+        "circuit": "btree",
+        "window": 4,
+        "components": 2,
+        "max_steps": 4,
+        "windows_per_step": 64,
+        "seq_len": 64,
+        "log_every": 1,
+        "learning_rate": 1e-2,
+        "evaluation_sequences": 4,
+        "evaluation_prompt_tokens": 8,
+        "evaluation_tokens": 12,
+        "device": "cpu",
+        "block_rows": 6,
+    }
+    words = []
+    for name, value in (values | changes).items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [flag, str(value)]
+    return words
 
 
 def random_documents(count: int = 30, seed: int = 0) -> Documents:

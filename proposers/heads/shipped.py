@@ -6,14 +6,13 @@ Whatever fails on one tensor-parallel rank is given up on all of them, and said 
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from vllm.distributed import get_tp_group
 
-from vllm_mtpc.proposers.seam import auto
+from vllm_mtpc.proposers.config.switches import logger, warn
 
 Made = TypeVar("Made")
 
@@ -35,8 +34,8 @@ def attempt(call: Callable[[], Made], folder: str) -> Made:
     if not failed:
         return made
     if group.rank_in_group == 0:
-        auto.warn(folder, error or "it failed on another rank")
-        logging.getLogger("vllm.mtpc").debug("what failed", exc_info=error)
+        warn(folder, error or "it failed on another rank")
+        logger.debug("what failed", exc_info=error)
     raise GivenUp from None
 
 

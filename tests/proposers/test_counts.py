@@ -1,8 +1,7 @@
-"""What drafts cost, from the worker to the log and /metrics, and ranks that are held to the same drafts."""
+"""Steps and cut drafts, from the worker to the log and /metrics, and ranks that are held to the same drafts."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,10 @@ from vllm.v1.spec_decode import metrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc import plugin
-from vllm_mtpc.proposers import watch
-from vllm_mtpc.proposers.seam import auto, install_for_a_head
-from vllm_mtpc.proposers.seam import watch as seam
+from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
+from vllm_mtpc.proposers.heads import counts
+from vllm_mtpc.proposers.seam import patch
+from vllm_mtpc.proposers.seam import stats as seam
 from vllm_mtpc.proposers.seam.derive import derived
 from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 
@@ -29,43 +29,21 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
-    install_for_a_head()
+    patch.apply(*patch.declared(seam))
 
 
-def test_passes_are_timed_and_taken_once() -> None:
-    clock = watch.DraftClock()
-    for _ in range(2):
-        with clock.timed():
-            pass
-    clock.cuts.survival += 5
-    taken = clock.take()
-    assert 0 < taken["draft_seconds"] < 1 and taken["draft_passes"] == 2 and taken["cut_by_survival"] == 5
-    assert set(clock.take().values()) == {0}
-    assert {field.name for field in fields(seam.DraftFigures)} == {*taken, "steps"}
-
-
-def test_a_device_is_not_waited_for() -> None:
-    """Events that are still to come stay for a later step, and those behind them, too."""
-    clock = watch.DraftClock()
-    start = SimpleNamespace(elapsed_time=lambda end: 250.0)
-    done, ahead = SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)
-    clock.running = deque([(start, done), (start, done), (start, ahead), (start, done)])
-    taken = clock.take()
-    assert (taken["draft_seconds"], taken["draft_passes"]) == (0.5, 2)
-    assert len(clock.running) == 2
-
-
-def test_only_steps_that_draft_count() -> None:
+def test_what_the_schedule_cuts_is_counted() -> None:
     speculator = SimpleNamespace(device=CPU, num_speculative_steps=3, propose=lambda *args, **kwargs: "drafts")
-    watch.watch_speculator(speculator)
+    counts.watch_speculator(speculator)
     batch = SimpleNamespace(num_reqs=4)
     assert speculator.propose(batch, dummy_run=True) == speculator.propose(batch, num_speculative_tokens=0) == "drafts"
-    taken = speculator.clock.take()
-    assert taken["draft_passes"] == 0 and taken["cut_by_schedule"] == 12  # of four requests, not of the dummy run
+    assert speculator.cut == {"schedule": 12}  # of four requests, not of the dummy run
+    output = SimpleNamespace(req_ids=["a"])
+    assert getattr(counts.with_counts(output, speculator, False), counts.CUT) == {"schedule": 12}
+    assert not speculator.cut  # taken once
     speculator.propose(batch, num_speculative_tokens=2)
     speculator.propose(batch)
-    taken = speculator.clock.take()
-    assert taken["draft_passes"] == 2 and taken["cut_by_schedule"] == 4
+    assert speculator.cut == {"schedule": 4}
 
 
 class Group:
@@ -76,9 +54,9 @@ class Group:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, other: list[list[int]]) -> None:
         def all_gather(sums: list[torch.Tensor], own: torch.Tensor, group: None) -> None:
             sums[0].copy_(own)
-            sums[1].fill_(watch.zlib.crc32(repr(other).encode()))
+            sums[1].fill_(counts.zlib.crc32(repr(other).encode()))
 
-        monkeypatch.setattr(watch, "get_tp_group", lambda: self)
+        monkeypatch.setattr(counts, "get_tp_group", lambda: self)
         monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
 
 
@@ -86,16 +64,16 @@ def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def propose() -> torch.Tensor:
         drafts = torch.tensor([[1, 2, 9], [3, 4, 9]])  # the last column is stale
         speculator = SimpleNamespace(device=CPU, num_speculative_steps=3, propose=lambda *args, **kwargs: drafts)
-        watch.watch_speculator(speculator)
+        counts.watch_speculator(speculator)
         return speculator.propose(SimpleNamespace(num_reqs=2), num_speculative_tokens=2)
 
-    monkeypatch.setenv(seam.DEBUG, "1")
+    monkeypatch.setenv(DEBUG, "1")
     Group(monkeypatch, [[1, 2], [3, 4]])
     assert propose().shape == (2, 3)
     Group(monkeypatch, [[1, 2], [3, 5]])
     with pytest.raises(RuntimeError, match=r"different tokens .*rank 0 drafted \[\[1, 2\], \[3, 4\]\]"):
         propose()
-    monkeypatch.setenv(seam.DEBUG, "0")
+    monkeypatch.setenv(DEBUG, "0")
     assert propose().shape == (2, 3)
 
 
@@ -105,7 +83,7 @@ def test_our_variables_are_no_part_of_vllms_compile_cache_key(monkeypatch: pytes
 
     plain = envs.compile_factors()
     assert not [name for name in plain if "MTPC" in name]
-    for variable in (auto.VARIABLE, seam.DEBUG):
+    for variable in (AUTO, DEBUG):
         monkeypatch.setenv(variable, "1")
     assert envs.compile_factors() == plain
 
@@ -126,40 +104,38 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
     return made
 
 
-def test_figures_go_with_every_step() -> None:
+def test_counts_go_with_every_step() -> None:
     """Those of steps that verified nothing, too: tokens/step is over all of them."""
     stats, plain = SpecDecodingStats.new(3), sent(None)
     scheduler = scheduler_that([{0: SimpleNamespace(scheduler_stats=None)}, {0: plain}, {}, {0: sent(stats)}])
-    for seconds in (1.0, 0.25, 0.5, 0.125):
-        cost = {"draft_seconds": seconds, "draft_passes": 1, "cut_by_survival": 4}
-        output = SimpleNamespace(**{seam.COST: cost}, sampled_token_ids=[[5], [], [7, 8]])
+    for cut in (1, 2, 3, 4):
+        output = SimpleNamespace(**{counts.CUT: {"survival": cut}}, sampled_token_ids=[[5], [], [7, 8]])
         scheduler.update_from_output(None, output)
-    assert seam.DraftFigures.of(stats) == seam.DraftFigures(0.125, 1, steps=2, cut_by_survival=4)
+    assert +counts.counts_of(stats) == {"steps": 2, "survival": 4}
     made = plain.scheduler_stats.spec_decoding_stats
-    assert seam.DraftFigures.of(made) == seam.DraftFigures(0.25, 1, steps=2, cut_by_survival=4)
+    assert +counts.counts_of(made) == {"steps": 2, "survival": 2}
     assert (made.num_drafts, made.num_spec_tokens) == (0, 3)
 
 
-def test_steps_without_a_head_get_no_figures() -> None:
+def test_steps_without_a_head_get_no_counts() -> None:
     answer = {0: sent(None)}
     scheduler_that([answer]).update_from_output(None, SimpleNamespace())
     assert answer[0].scheduler_stats.spec_decoding_stats is None
-    assert seam.DraftFigures.of(SpecDecodingStats.new(3)) == seam.DraftFigures()
+    assert counts.counts_of(SpecDecodingStats.new(3)) == {}
 
 
-def test_costs_travel_between_processes() -> None:
+def test_counts_travel_between_processes() -> None:
     """As vLLM sends them, without a field that its classes do not have."""
     stats = SpecDecodingStats.new(3)
-    sent_figures = seam.DraftFigures(0.5, 7, 1, 2, 3, 4)
-    sent_figures.put_into(stats)
+    given = dict(zip(counts.NAMES, (1, 2, 3, 4), strict=True))
+    counts.put_into(stats, given)
     wire = msgspec.msgpack.encode(SchedulerStats(spec_decoding_stats=stats))
     arrived = msgspec.msgpack.Decoder(SchedulerStats).decode(wire).spec_decoding_stats
-    assert arrived.num_spec_tokens == 3 and seam.DraftFigures.of(arrived) == sent_figures
+    assert arrived.num_spec_tokens == 3 and counts.counts_of(arrived) == given
     assert {field.name for field in fields(SpecDecodingStats)} >= {"num_draft_tokens_per_pos"}
-    assert not {field.name for field in fields(SpecDecodingStats)} & {field.name for field in fields(sent_figures)}
 
 
-def test_the_log_says_what_a_pass_takes() -> None:
+def test_the_log_says_tokens_per_step() -> None:
     from vllm.v1.metrics.loggers import SpecDecodingLogging
 
     logging, said = SpecDecodingLogging(), []
@@ -167,27 +143,21 @@ def test_the_log_says_what_a_pass_takes() -> None:
     def log(text: str, *values: Any) -> None:
         said.append(text % values)
 
-    for seconds, passes, steps in ((0.006, 3, 4), (0.002, 1, 4)):
+    for _ in range(2):
         stats = SpecDecodingStats.new(2)
         stats.observe_draft(2, 1)
-        seam.DraftFigures(seconds, passes, steps, cut_by_survival=4).put_into(stats)
+        counts.put_into(stats, {"steps": 4, "survival": 4})
         logging.observe(stats)
     logging.log(log_fn=log)
     assert said[0].startswith("SpecDecoding metrics: Mean acceptance length: 2.00")  # vLLM's: of steps with drafts
-    assert said[1:] == [
-        "Tokens/step: 1.25 over all 8 steps; drafts cut by schedule 0%, survival 50%, budget 0%; "
-        "4 draft passes, 2.00 ms each"
-    ]
+    assert said[1:] == ["Tokens/step: 1.25 over all 8 steps; drafts cut by schedule 0%, survival 50%, budget 0%"]
     logging.log(log_fn=log)
     assert len(said) == 2  # nothing has run since
     stats = SpecDecodingStats.new(2)
-    seam.DraftFigures(steps=3, cut_by_schedule=6).put_into(stats)
+    counts.put_into(stats, {"steps": 3, "schedule": 6})
     logging.observe(stats)
     logging.log(log_fn=log)
-    assert said[2:] == [
-        "Tokens/step: 1.00 over all 3 steps; drafts cut by schedule 100%, survival 0%, budget 0%; "
-        "0 draft passes, 0.00 ms each"
-    ]
+    assert said[2:] == ["Tokens/step: 1.00 over all 3 steps; drafts cut by schedule 100%, survival 0%, budget 0%"]
     logging.log(log_fn=log)
     assert len(said) == 3
 
@@ -210,8 +180,8 @@ def test_the_log_of_other_methods_is_vllms() -> None:
     assert ours == theirs and len(ours) == 1
 
 
-@pytest.mark.parametrize(("method", "counted"), [("mtpc", 0.75), ("ngram", None)])
-def test_prometheus_counts(method: str, counted: float | None) -> None:
+@pytest.mark.parametrize(("method", "counted"), [("mtpc", 10), ("ngram", None)])
+def test_prometheus_counts(method: str, counted: int | None) -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     registry = prometheus_client.CollectorRegistry()
@@ -223,16 +193,14 @@ def test_prometheus_counts(method: str, counted: float | None) -> None:
 
     spec = SimpleNamespace(method=method, num_speculative_tokens=2)
     prom = Prom(spec, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, is_diffusion=False)
-    for engine, seconds in ((0, 0.5), (0, 0.25), (1, 8.0)):
+    for engine in (0, 0, 1):
         stats = SpecDecodingStats.new(2)
-        seam.DraftFigures(seconds, 2, 5, cut_by_budget=3).put_into(stats)
+        counts.put_into(stats, {"steps": 5, "budget": 3})
         prom.observe(stats, engine)
     of = {"model_name": "m", "engine": "0"}
-    assert registry.get_sample_value("vllm:spec_decode_draft_seconds_total", of) == counted
-    assert registry.get_sample_value("vllm:spec_decode_draft_passes_total", of) == (counted and 4)
-    assert registry.get_sample_value("vllm:spec_decode_steps_total", of) == (counted and 10)
+    assert registry.get_sample_value("vllm:spec_decode_steps_total", of) == counted
     cut = {
-        name: registry.get_sample_value("vllm:spec_decode_drafts_cut_total", {**of, "by": name}) for name in seam.CUTS
+        name: registry.get_sample_value("vllm:spec_decode_drafts_cut_total", {**of, "by": name}) for name in counts.CUTS
     }
-    assert cut == (dict.fromkeys(seam.CUTS) if counted is None else {"schedule": 0, "survival": 0, "budget": 6})
+    assert cut == (dict.fromkeys(counts.CUTS) if counted is None else {"schedule": 0, "survival": 0, "budget": 6})
     assert registry.get_sample_value("vllm:spec_decode_num_drafts_total", of) == 0

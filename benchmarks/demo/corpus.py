@@ -1,14 +1,12 @@
-"""The demo corpus: the source text of the Python standard library, as bytes.
+"""The demo corpus: the source text of the Python standard library, as bytes in tensors.
 
-It is on every machine that can run this package, so nothing is downloaded. Documents are files in sorted order, each
-preceded by the end-of-text token (id 256); every 20th file is held out for validation.
+Documents are files in sorted order, each preceded by the end-of-text token (id 256); every 20th file is held out for
+validation.
 """
 
 import argparse
 import hashlib
-import importlib.util
 import json
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,14 +14,11 @@ from pathlib import Path
 
 import torch
 
+from vllm_mtpc.demo import library
+from vllm_mtpc.demo.library import HOLDOUT, MIN_BYTES
+
 EOS = 256
 VOCAB_SIZE = 257
-HOLDOUT = 20
-# Folders that are tests or somebody else's code, and not the library's own style.
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# The build's own configuration (paths of the machine that built the interpreter): not library text.
-SKIPPED_PREFIX = "_sysconfigdata"
-MIN_BYTES = 64
 PACKAGES_HELP = "installed packages whose source text is added to the standard library's"
 
 
@@ -47,16 +42,6 @@ class Corpus:
     bytes: int
 
 
-def library_files(root: Path) -> list[Path]:
-    """The corpus' files under ``root`` in a fixed order (by relative posix path)."""
-    found = []
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if not SKIPPED_FOLDERS.intersection(relative.parts[:-1]) and not path.name.startswith(SKIPPED_PREFIX):
-            found.append((relative.as_posix(), path))
-    return [path for _, path in sorted(found)]
-
-
 def split(documents: list[bytes]) -> Split:
     """Joins documents, each led by EOS."""
     parts, starts, position = [], [], 0
@@ -70,21 +55,10 @@ def split(documents: list[bytes]) -> Split:
 
 
 def load(root: Path | None = None, packages: Sequence[str] = ()) -> Corpus:
-    """Reads the corpus; ``root`` defaults to the running interpreter's standard library.
-
-    ``packages``: installed ones whose source text comes behind it.
-    """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    roots = [root, *(Path(importlib.util.find_spec(name).submodule_search_locations[0]) for name in packages)]
-    texts = [data for root in roots for path in library_files(root) if len(data := path.read_bytes()) >= MIN_BYTES]
-    if len(texts) < HOLDOUT:
-        raise ValueError(
-            f"the corpus folder {root} has {len(texts)} Python files of {MIN_BYTES} bytes or more, at least {HOLDOUT} "
-            "are needed: use an interpreter whose standard library is installed as source files"
-        )
-    held_out = [text for index, text in enumerate(texts) if index % HOLDOUT == HOLDOUT - 1]
+    """The corpus; ``root`` and ``packages`` as of `library.texts`."""
+    texts = library.texts(root, packages)
     rest = [text for index, text in enumerate(texts) if index % HOLDOUT != HOLDOUT - 1]
-    return corpus_of(rest, held_out, texts)
+    return corpus_of(rest, library.held_out(texts), texts)
 
 
 def load_file(file: Path) -> Corpus:
@@ -140,8 +114,8 @@ def crops(part: Split, count: int, length: int, generator: torch.Generator) -> t
 
 
 def main() -> None:
-    """``python -m vllm_mtpc.demo.corpus --out FOLDER``: the corpus as data of ``vllm-mtpc train``."""
-    parser = argparse.ArgumentParser(prog="python -m vllm_mtpc.demo.corpus", description=main.__doc__)
+    """``python -m benchmarks.demo.corpus --out FOLDER``: the corpus as data of ``vllm-mtpc train``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo.corpus", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--text", type=Path, metavar="FILE", help="this text in place of the standard library")
     parser.add_argument("--packages", nargs="*", default=[], metavar="NAME", help=PACKAGES_HELP)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_mtpc.proposers.v2.ptp.groups import drafts_of_rows, tables_by_batch
+from vllm_mtpc.proposers.config.groups import drafts_of_rows, tables_by_batch
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig
@@ -115,7 +115,7 @@ def merged_plan(
     rows_per_request: int | None = None,
     dynamic: bool = False,
 ) -> Plan:
-    """Groups of the merged pass, sizes chosen from the head's measured acceptance (eval/group_table.py)."""
+    """Groups of the merged pass, sizes chosen from the head's measured acceptance (groups.py)."""
     tables = tables_by_batch(
         accepted_of(head), num_drafts, head.variant, head.window, max_num_seqs, max_aux_rows, rows_per_request
     )

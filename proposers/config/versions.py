@@ -12,9 +12,6 @@ from packaging.version import Version
 
 TESTED = ("0.32", "0.33")
 
-# Replaced attributes ("module:attribute") that some of these releases do not have: the first one that does.
-SINCE = {"vllm.config.vllm:VllmConfig._maybe_disable_dynamic_sd_for_v1": (0, 33)}
-
 
 @cache
 def vllm_version() -> str:
@@ -30,11 +27,6 @@ def vllm_version() -> str:
 def vllm_minor() -> tuple[int, int]:
     major, minor = [*Version(vllm_version()).release, 0][:2]
     return major, minor
-
-
-def is_replaced(key: str, minor: tuple[int, int]) -> bool:
-    """Whether a release has the attribute of a patch, "module:attribute", to be replaced."""
-    return minor >= SINCE.get(key, minor)
 
 
 def keys_noise_by_draft() -> bool:

@@ -1,0 +1,22 @@
+"""What the environment switches on and off, and the warning of a head that its target ships and that is not served."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+AUTO = "MTPC_AUTO"  # a target that ships a head is served with it
+DEBUG = "MTPC_DEBUG"  # every rank's drafts are compared; costs a meeting of the ranks per step
+OFF = ("0", "false", "off", "no")
+
+logger = logging.getLogger("vllm.mtpc")
+
+
+def is_on(variable: str, default: str) -> bool:
+    return (os.environ.get(variable, "").strip().lower() or default) not in OFF
+
+
+def warn(head: Path | str, error: Exception | str) -> None:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    logger.warning("Serving without drafts: the head that the target ships, %s, is not served here: %s", head, reason)

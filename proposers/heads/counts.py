@@ -1,0 +1,82 @@
+"""Drafts that were cut, counted where they are made, and ranks that are held to the same drafts.
+
+A step's output takes the counts along to the scheduler (seam/scheduler.py), which adds the steps and puts them behind
+vLLM's own counts of speculative decoding, which are of steps that verified drafts; seam/stats.py logs and counts them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+
+from vllm_mtpc.proposers.config.switches import DEBUG, is_on
+
+# Drafts that a head had room for and that were not verified: fewer were asked for (by the plan or the schedule), they
+# were unlikely to survive, or a step had no room left for them (token budget, length, a grammar).
+CUTS = ("schedule", "survival", "budget")
+NAMES = ("steps", *CUTS)  # steps of the target, summed over requests: each gives a token and the accepted drafts
+CUT = "vllm_mtpc_cut"  # attribute of a ModelRunnerOutput: what was cut
+IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the head that the target ships has failed
+
+
+def put_into(stats: Any, counts: dict[str, int]) -> None:
+    """Behind the K counts of a list of vLLM's SpecDecodingStats: between its processes nothing is sent but what the
+    class declares. Nothing of vLLM reads that list."""
+    stats.num_draft_tokens_per_pos += [counts.get(name, 0) for name in NAMES]
+
+
+def counts_of(stats: Any) -> Counter[str]:
+    """What was put into a SpecDecodingStats; nothing where nothing was: other methods, other engines."""
+    return Counter(dict(zip(NAMES, stats.num_draft_tokens_per_pos[stats.num_spec_tokens :], strict=False)))
+
+
+def watch_speculator(speculator: Any) -> None:
+    """Count what the schedule cuts of a speculator of Model Runner V2, as `speculator.cut`; compare ranks if asked."""
+    most, propose, is_checked = speculator.num_speculative_steps, speculator.propose, is_on(DEBUG, "0")
+    speculator.cut = Counter[str]()
+
+    def watched(
+        input_batch: Any, *args: Any, dummy_run: bool = False, num_speculative_tokens: int | None = None, **kwargs: Any
+    ) -> Any:
+        given = {"dummy_run": dummy_run, "num_speculative_tokens": num_speculative_tokens, **kwargs}
+        drafts = propose(input_batch, *args, **given)
+        if not dummy_run:
+            count = most if num_speculative_tokens is None else num_speculative_tokens
+            speculator.cut["schedule"] += (most - count) * input_batch.num_reqs
+            if is_checked and count:
+                check_ranks(drafts[:, :count].tolist())
+        return drafts
+
+    speculator.propose = watched
+
+
+def with_counts(output: Any, drafter: Any, is_idle: bool) -> Any:
+    """The output of a step, of either runner, which takes along what was cut of its drafts, or that nothing drafts."""
+    made = getattr(output, "model_runner_output", output)  # in the place of which vLLM may have one that is to come
+    if getattr(made, "req_ids", None):
+        if is_idle:
+            setattr(made, IDLE, True)
+        elif hasattr(drafter, "cut"):
+            setattr(made, CUT, dict(drafter.cut))
+            drafter.cut.clear()
+    return output
+
+
+def check_ranks(drafts: list[list[int]]) -> None:
+    """Raise RuntimeError on every rank unless all tensor-parallel ranks have drafted the same."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return
+    own = torch.tensor([zlib.crc32(repr(drafts).encode())])
+    sums = [torch.empty_like(own) for _ in range(group.world_size)]
+    torch.distributed.all_gather(sums, own, group=group.cpu_group)
+    found = [f"{int(one):08x}" for one in sums]
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            f"{DEBUG}: the tensor-parallel ranks have drafted different tokens (checksums by rank: {', '.join(found)}; "
+            f"rank {group.rank_in_group} drafted {drafts}); the verifier would read different texts"
+        )

@@ -1,0 +1,66 @@
+"""Steps and cut drafts in vLLM's log and `/metrics`: tokens/step is over all steps, those without drafts too.
+
+Put in force where a head is configured. A plugin of vLLM's group `stat_logger_plugins` would need no patch, but is made
+for every engine of the environment, turns --disable-log-stats off, and is not asked by `LLM`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from vllm_mtpc import METHODS
+from vllm_mtpc.proposers.heads.counts import CUTS, counts_of
+from vllm_mtpc.proposers.seam.patch import patch
+
+LOGGERS = "vllm.v1.metrics.loggers"
+
+
+@patch(LOGGERS, "SpecDecodingLogging", why="log tokens/step over all steps and what was cut beside vLLM's line")
+def logged(original: Any) -> Any:
+    class SpecDecodingLogging(original):
+        def reset(self) -> None:
+            super().reset()
+            self.counts, self.most = Counter[str](), 0
+
+        def observe(self, spec_decoding_stats: Any) -> None:
+            super().observe(spec_decoding_stats)
+            self.counts.update(counts_of(spec_decoding_stats))
+            self.most = spec_decoding_stats.num_spec_tokens
+
+        def log(self, log_fn: Callable[..., None]) -> None:
+            counts, room, accepted = self.counts, self.counts["steps"] * self.most, sum(self.num_accepted_tokens)
+            if sum(self.num_drafts) or not room:
+                super().log(log_fn=log_fn)
+            if not room:
+                return
+            if counts is self.counts:  # vLLM had nothing to log, and did not begin anew
+                self.reset()
+            cuts = ", ".join(f"{name} {counts[name] / room:.0%}" for name in CUTS)
+            mean, steps = 1 + accepted / counts["steps"], counts["steps"]
+            log_fn("Tokens/step: %.2f over all %d steps; drafts cut by %s", mean, steps, cuts)
+
+    return SpecDecodingLogging
+
+
+@patch(LOGGERS, "PrometheusStatLogger._spec_decoding_cls", why="count steps and cut drafts in /metrics")
+def counted(original: Any) -> Any:
+    class SpecDecodingProm(original):
+        def __init__(self, spec: Any, names: list[str], labels: dict[int, list[Any]], **more: Any) -> None:
+            super().__init__(spec, names, labels, **more)
+            self.counters: dict[int, dict[str, Any]] = {}
+            if getattr(spec, "method", None) in METHODS:
+                steps = self._counter_cls("vllm:spec_decode_steps", "Steps of the target, over requests.", names)
+                cut = self._counter_cls("vllm:spec_decode_drafts_cut", "Drafts not verified, and why.", [*names, "by"])
+                for engine, of in labels.items():
+                    by = {name: cut.labels(*of, name) for name in CUTS}
+                    self.counters[engine] = {"steps": steps.labels(*of), **by}
+
+        def observe(self, spec_decoding_stats: Any, engine_idx: int = 0) -> None:
+            super().observe(spec_decoding_stats, engine_idx)
+            if counters := self.counters.get(engine_idx):
+                for name, count in counts_of(spec_decoding_stats).items():
+                    counters[name].inc(count)
+
+    return SpecDecodingProm

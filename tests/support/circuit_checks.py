@@ -1,0 +1,138 @@
+"""What holds for every circuit, for the tests of the registered ones and of CONTRIBUTING.md's own."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax, logsumexp
+
+from tests.support.enumeration import Enumerated, all_tokens, make, prefix_marginals, random_params, repeated
+from tests.support.heads_zoo import LM_HEAD, OPTIONS, D, V, hidden_states
+from vllm_mtpc.circuits import Circuit, CircuitParams
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head
+
+Case = tuple[str, Circuit, CircuitParams]  # a circuit's name, the circuit, parameters of a batch of 2
+# float32 keeps about 7 digits; log probabilities here stay above -40 and sum at most ~30 rounded terms.
+TOLERANCE = 2e-5
+BATCH = 8  # of circuits that are decoded
+
+
+def close(got: torch.Tensor, expected: np.ndarray | list) -> None:
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got.numpy(), np.asarray(expected), rtol=0, atol=TOLERANCE)
+
+
+def check_joint(case: Case) -> None:
+    name, circuit, params = case
+    for b in range(2):
+        table = Enumerated(name, params, b).table()
+        assert logsumexp(table) == pytest.approx(0, abs=1e-6)  # float32 inputs, each row normalised to ~1e-7
+        tokens = all_tokens(circuit.window, params.leaf.shape[-1])
+        close(circuit.log_prob(repeated(params, b, len(tokens)), tokens), table.ravel())
+
+
+def check_conditionals(case: Case) -> None:
+    """All prefixes at once: the walk over start, next_log_probs and observe that serving uses."""
+    name, circuit, params = case
+    table = Enumerated(name, params, 1).table()
+    tokens = all_tokens(circuit.window, params.leaf.shape[-1])
+    many = repeated(params, 1, len(tokens))
+    state = circuit.start(many)
+    for k in range(circuit.window):
+        distribution = log_softmax(prefix_marginals(table, k + 1), axis=-1)  # [V] * (k + 1)
+        expected = distribution[tuple(tokens[:, :k].T.numpy())]  # k = 0: one row for all
+        close(circuit.next_log_probs(many, state, k), np.broadcast_to(expected, (len(tokens), distribution.shape[-1])))
+        state = circuit.observe(many, state, k, tokens[:, k])
+
+
+def check_conditionals_along_a_sequence(case: Case) -> None:
+    name, circuit, params = case
+    table = Enumerated(name, params, 0).table()
+    tokens = all_tokens(circuit.window, params.leaf.shape[-1])
+    got = circuit.conditional_log_probs(repeated(params, 0, len(tokens)), tokens)
+    for k in range(circuit.window):
+        distribution = log_softmax(prefix_marginals(table, k + 1), axis=-1)
+        close(got[:, k], distribution[tuple(tokens[:, : k + 1].T.numpy())])
+    close(got.sum(dim=1), table.ravel())
+
+
+def best_value(exact: Enumerated, prefix: tuple[int, ...], length: int) -> float:
+    """max over latents and over tokens after the prefix of log p(latents, first `length` tokens)."""
+    return max(
+        exact.latent_terms((*prefix, *rest)).max() for rest in product(range(exact.vocab), repeat=length - len(prefix))
+    )
+
+
+def check_mpe(name: str, n: int, r: int, vocab: int) -> None:
+    circuit = make(name, n, r)
+    params = random_params(circuit, vocab, batch=BATCH, seed=n + 50)
+    tokens = circuit.mpe(params)
+    assert tokens.shape == (BATCH, n)
+    for b, row in enumerate(tokens.tolist()):
+        exact = Enumerated(name, params, b)
+        assert exact.latent_terms(tuple(row)).max() == pytest.approx(best_value(exact, (), n), abs=TOLERANCE)
+
+
+SMALL = 3  # vocabulary small enough to enumerate
+SMALL_LM_HEAD = torch.randn(SMALL, D, generator=torch.Generator().manual_seed(3))
+
+
+def build(circuit: str, r: int, name: str = "linear", n: int = 4, vocab: int = V, std: float | None = None, **options):
+    config = HeadConfig.create(
+        circuit=circuit,
+        window=n,
+        num_components=r,
+        target={"hidden_size": D, "vocab_size": vocab},
+        verifier="x",
+        head=name,
+        **(OPTIONS[name] | options),
+    )
+    torch.manual_seed(0)
+    head = build_head(config)
+    if std is not None:
+        for value in head.parameters():
+            value.data.normal_(std=std)
+    if head.needs_lm_head:
+        head.bind_lm_head(lambda states: states @ (LM_HEAD if vocab == V else SMALL_LM_HEAD).T)
+    return head.requires_grad_(False)
+
+
+def joint(head: Head) -> torch.Tensor:
+    """log q of every window at one hidden state."""
+    tokens = all_tokens(head.circuit.window, SMALL)
+    return head.circuit.log_prob(repeated(head(hidden_states(1)), 0, len(tokens)), tokens)
+
+
+def check_growth_from_a_cp(name: str, circuit: str, n: int, sums: int) -> None:
+    source, head = build("cp", 3, name, n, SMALL, std=0.3), build(circuit, 3, name, n, SMALL)
+    assert head.circuit.num_inner == sums
+    init_from_head(head, source)
+    ours, theirs = joint(head), joint(source)
+    kept = INHERITED_STAY**sums  # probability that no latent changes
+    assert (ours - theirs).min() >= math.log(kept) - 1e-5  # float32 rounding of a log probability near -10
+    variation = (ours.exp() - theirs.exp()).abs().sum() / 2
+    assert 0 < variation <= 1 - kept + 1e-6
+    # At the sums' ordinary start the same bound would be broken: the test can fail.
+    fresh = build(circuit, 3, name, n, SMALL)
+    head.inner_weight.copy_(fresh.inner_weight)
+    head.inner_bias.copy_(fresh.inner_bias)
+    assert (joint(head) - theirs).min() < math.log(kept) - 1e-5
+
+
+def check_growth_from_an_ff(name: str, circuit: str) -> None:
+    source, head = build("ff", 1, name, vocab=SMALL, std=0.3), build(circuit, 4, name, vocab=SMALL)
+    init_from_head(head, source, seed=0)
+    # Noise of std 0.01 in the leaf parameters times |h| of about 4 moves a logit by 0.04; a mean of four of them.
+    assert (joint(head) - joint(source)).abs().max() < 0.5
+    leaf = head(hidden_states(1)).leaf[0]
+    assert all(not torch.equal(leaf[:, 0], leaf[:, z]) for z in range(1, 4))
+    before = joint(head)
+    init_from_head(head, source, seed=1)
+    assert not torch.equal(joint(head), before)

@@ -1,0 +1,52 @@
+"""vLLM's configuration of an engine with a head, without the engine, and the message it is refused with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_mtpc import demo
+from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.heads import build_head
+
+
+def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
+    given = {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
+    config = HeadConfig.create(**given | settings)
+    save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)
+
+
+def engine_config(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    small = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26}
+    return EngineArgs(str(model), speculative_config=speculative_config, **small | arguments).create_engine_config()
+
+
+def refusal(place: Path, **given: Any) -> str:
+    """The message `speculative_config` = {"method": "mtpc", "model": head, **given} is refused with."""
+    speculative_config = {"method": "mtpc", "model": str(place / "head"), **given}
+    with pytest.raises(MtpcError) as caught:
+        engine_config(place / "target", speculative_config)
+    message = str(caught.value)
+    assert "\n" not in message, message
+    return message
+
+
+def ptp_config(variant: str, draft_pass: str, ranges: Any) -> Any:
+    from vllm.config.parallel import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {
+        "method": "ptp",
+        "model": str(demo.path(variant)),
+        "draft_pass": draft_pass,
+        "num_speculative_tokens_per_batch_size": ranges or "off",
+    }
+    args = EngineArgs(str(demo.path("target")), speculative_config=given)  # the engine would ask for V2
+    return args.create_speculative_config(args.create_model_config(), ParallelConfig())

@@ -1,0 +1,123 @@
+"""Inputs of the draft kernel, for its tests and for comparing interpreters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.support import recipe
+from tests.support.draft_runner import Case
+from vllm_mtpc.circuits import get_circuit
+
+INF = float("inf")
+
+
+def case(name: str, n: int, r: int, vocab: int, batch: int, drafts: int, scale: float = 2.0, **options: object) -> Case:
+    """Random circuits; slots with holes between them; temperature 0 in every third slot."""
+    circuit = get_circuit(name, n, r)
+    generator = torch.Generator().manual_seed(n * 1000 + r * 100 + vocab + batch)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    num_slots = batch + 3
+    temperature = torch.rand(num_slots, generator=generator) + 0.3
+    temperature[::3] = 0.0
+    return Case(
+        circuit.program,
+        (
+            normal(batch, r) - 5,
+            normal(batch, drafts, r, vocab),
+            normal(batch, r),
+            normal(batch, circuit.num_inner, r, r),
+        ),
+        torch.randperm(num_slots, generator=generator)[:batch],
+        temperature,
+        torch.randint(2**40, (num_slots,), generator=generator),
+        torch.randint(2**31, (batch,), generator=generator),
+        **options,
+    )
+
+
+def with_leaf(base: Case, leaf: Tensor) -> Case:
+    evidence, _, root, inner = base.params
+    return replace(base, params=(evidence, leaf, root, inner))
+
+
+def with_holes() -> Case:
+    """Tokens without mass in some components, in all of them, and a component that has one token alone."""
+    base = case("hmm", 8, 7, 63, 3, 4)
+    leaf = base.params[1].clone()
+    leaf[..., ::2] = -INF
+    leaf[:, 1, 3, 5:] = -INF
+    leaf[:, 2, :, :60] = -INF
+    leaf[:, 3, 2, 2:] = -INF
+    return with_leaf(base, leaf)
+
+
+def one_hot() -> Case:
+    base = case("btree", 8, 8, 320, 2, 3)
+    leaf = torch.full_like(base.params[1], -INF)
+    leaf[..., 17] = 3.0
+    return with_leaf(base, leaf)
+
+
+def strided() -> Case:
+    """bfloat16, a slice of more positions, with other numbers behind every row."""
+    base = case("cp", 8, 7, 63, 3, 4)
+    leaf = torch.full((3, 6, 7, 70), 1e4, dtype=torch.bfloat16)
+    leaf[:, 1:5, :, :63] = base.params[1].bfloat16()
+    return with_leaf(base, leaf[:, 1:5, :, :63])
+
+
+def padded() -> Case:
+    """Rows -1, as in a dummy run or behind the last request of a graph."""
+    base = case("btree", 3, 2, 63, 3, 2)
+    return replace(base, slots=torch.tensor([-1, 4, -1]))
+
+
+def rounded(dtype: torch.dtype) -> Case:
+    """Laws that are kept in a half precision, at temperatures that make much of what was rounded off."""
+    base = case("hmm", 5, 7, 63, 100, 4, scale=0.3)
+    return replace(base, cache_dtype=dtype, temperature=base.temperature * 0.05)
+
+
+def of_recipe() -> Case:
+    """The circuit of CONTRIBUTING.md."""
+    with recipe.registered():
+        return case(recipe.NAME, 8, 7, 63, 2, 5)
+
+
+BLOCKS = case("btree", 8, 32, 700, 2, 3)  # three blocks of 256 tokens, or six of 128
+CASES: dict[str, Case] = {
+    "btree 16": case("btree", 16, 8, 63, 1, 15),
+    "hmm 15": case("hmm", 15, 7, 320, 3, 4),
+    "cp 8": case("cp", 8, 32, 320, 1, 7),
+    "cp 8, peaked": case("cp", 8, 2, 320, 3, 3, scale=20.0),
+    "batch of 64": case("ff", 3, 1, 5, 64, 2),
+    "btree 15": case("btree", 15, 2, 5, 3, 14),
+    "two tokens": case("hmm", 2, 2, 5, 3, 1),
+    "large": case("btree", 3, 2, 32_000, 1, 2),
+    "large, one component": case("ff", 3, 1, 32_000, 3, 2),
+    "blocks, one launch": replace(BLOCKS, one_launch=True),
+    "blocks, several": replace(BLOCKS, one_launch=False),
+    "one block, several launches": case("hmm", 8, 7, 63, 2, 4, one_launch=False),
+    "float64 noise": case("cp", 5, 7, 63, 3, 3, use_fp64=True),
+    "float64 noise, blocks": case("cp", 5, 32, 200, 1, 2, use_fp64=True, one_launch=False),
+    "no draws": case("hmm", 8, 7, 63, 3, 3, draw=False, with_cache=False),
+    "no draws, blocks": case("hmm", 8, 32, 200, 3, 2, draw=False, with_cache=False, one_launch=False),
+    "holes": with_holes(),
+    "holes, blocks": replace(with_holes(), one_launch=False),
+    "one-hot": one_hot(),
+    "flat": with_leaf(case("btree", 8, 8, 63, 3, 3), torch.zeros(3, 3, 8, 63)),
+    "strided": strided(),
+    "strided, blocks": replace(strided(), one_launch=False),
+    "recipe": of_recipe(),
+    "bfloat16 cache": rounded(torch.bfloat16),
+    "float16 cache": rounded(torch.float16),
+    "bfloat16 cache, blocks": replace(rounded(torch.bfloat16), one_launch=False),
+    "padded": padded(),
+    "padded, blocks": replace(padded(), one_launch=False),
+}

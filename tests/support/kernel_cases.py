@@ -1,0 +1,156 @@
+"""Inputs of the small kernels, for their tests and for comparing interpreters: couple, leaf, pick and uniform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import interpreted
+from vllm_mtpc.kernels.leaf import fp8
+
+
+def rows(requests: int, width: int, draft_dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Requests of 0 .. width rows and rows of padding behind; few tokens, so that drafts are right half of the time."""
+    generator = torch.Generator().manual_seed(requests + width)
+    count = torch.randint(width + 1, (requests,), generator=generator)
+    cu_num_logits = torch.cat([torch.zeros(1, dtype=torch.long), count.cumsum(0)]).int()
+    total = int(count.sum()) + 3
+    tokens, drafts = torch.randint(2, (2, total), generator=generator)
+    drafts[::11] = -1
+    return tokens, drafts.to(draft_dtype), cu_num_logits, width
+
+
+def beside_others(requests: int, width: int) -> tuple[Any, ...]:
+    """Two of three are coupled; the others keep 7, 7, ..."""
+    others = (torch.arange(requests) % 3 > 0, torch.full((requests, width), 7), torch.full((requests,), 7).int())
+    return (*rows(requests, width), others)
+
+
+ACCEPTED: dict[str, interpreted.Case] = {
+    "8": ("couple", rows(60, 8)),
+    "2, int32": ("couple", rows(20, 2, torch.int32)),
+    "17": ("couple", rows(40, 17)),
+    "1": ("couple", rows(5, 1)),
+    "beside others": ("couple", beside_others(30, 8)),
+    "no requests": ("couple", rows(0, 4)),
+    "all right": ("couple", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
+}
+
+
+HAS_FP8 = not interpreted.ON_GPU or fp8.is_fast_on(torch.device("cuda"))
+HALF, WHOLE = torch.bfloat16, torch.float32
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = WHOLE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype, shared: bool, eight: bool) -> tuple:
+    """Arguments of `terms`: states with NaN behind every row; the first, the last, and tokens that are not there."""
+    states = torch.full((batch, 1 if shared else r, hidden + 3), torch.nan, dtype=dtype)[..., :hidden]
+    states.copy_(numbers(batch, states.shape[1], hidden, dtype=dtype))
+    weight = numbers(r, vocab, hidden, seed=1) / hidden**0.5
+    token = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(batch))
+    for row, chosen in enumerate((vocab - 1, 0, -1, vocab, vocab + 5)[:batch]):
+        token[row] = chosen
+    return states, *stored(weight, dtype, eight), token
+
+
+def logit_case(batch: int, shape: tuple[int, int], weight: tuple[int, int, int, int], dtype: torch.dtype) -> tuple:
+    hidden = weight[3]
+    return numbers(batch, *shape, hidden, dtype=dtype), *stored(numbers(*weight, seed=1) / hidden**0.5, dtype, True)
+
+
+def stored(weight: Tensor, dtype: torch.dtype, eight: bool) -> tuple[Tensor, Tensor | None]:
+    """As the kernels take them: float8 as bytes, which is also all of it that can be pickled."""
+    if not eight:
+        return weight.to(dtype), None
+    weight, scale = fp8.quantise(weight)
+    return weight.view(torch.uint8), scale
+
+
+# 64 rows of a vocabulary and up to 64 states are one tile; 128 (half precision) or 32 elements of D at a time
+TERMS = {
+    "one": term_case(1, 1, 5, 16, WHOLE, True, False),
+    "a block but one": term_case(3, 2, 63, 33, WHOLE, False, False),
+    "a block": term_case(5, 3, 64, 32, WHOLE, True, False),
+    "more blocks than one": term_case(17, 2, 257, 130, HALF, True, False),
+    "more states than a tile has": term_case(65, 2, 70, 16, HALF, False, False),
+    "half": term_case(3, 2, 65, 40, torch.float16, False, False),
+    "eight": term_case(3, 2, 130, 150, HALF, True, True),
+    "eight, of each component": term_case(17, 3, 63, 40, WHOLE, False, True),
+}
+LOGITS = {
+    "shared": logit_case(3, (1, 1), (2, 3, 65, 150), HALF),
+    "of each position": logit_case(17, (3, 1), (3, 2, 63, 40), HALF),
+    "of each component": logit_case(1, (2, 2), (2, 2, 130, 16), torch.float16),
+    "float32": logit_case(66, (1, 1), (1, 2, 64, 33), WHOLE),
+}
+
+
+if not HAS_FP8:  # bytes cannot be read as float8_e4m3fn there, and nothing asks for it
+    LOGITS, TERMS = {}, {name: case for name, case in TERMS.items() if case[2] is None}
+
+
+INF, NAN = float("inf"), float("nan")
+LARGEST = 1 - 2**-24
+SIZES = [(1000, 200), (1, 1), (20, 1), (50, 17), (50, 4096), (50, 4097), (150, 13_000), (5, 150_000)]
+
+
+def draws(rows: int, vocab: int, scale: float = 3.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + vocab)
+    logits = torch.randn(rows, vocab, generator=generator) * scale
+    u = torch.randint(2**24, (rows,), generator=generator) * 2.0**-24
+    u[0] = LARGEST
+    return logits, u
+
+
+def holes(vocab: int = 9000) -> tuple[Tensor, Tensor]:
+    """Rows with runs of -inf: at the start, at the end, between, whole blocks, everything but one token; and NaN."""
+    logits, _ = draws(30, vocab)
+    runs = [(0, 5000), (4096, 8192), (4000, vocab), (100, 8500), (1, vocab), (0, vocab - 1)]
+    for row, (start, end) in enumerate(runs):
+        logits[5 * row : 5 * row + 5, start:end] = -INF
+    logits[20:25, 0] = -30.0  # the only token of its row
+    logits[:25:7, vocab - 1] = NAN
+    u = torch.tensor([0.0, 0.25, 0.5, 0.999, LARGEST]).repeat(6)
+    return logits, u
+
+
+def strided() -> tuple[Tensor, Tensor]:
+    """Rows with other numbers behind and between them, large enough to be picked."""
+    logits, u = draws(50, 300)
+    padded = torch.full((50, 311), 1e4)
+    padded[:, :300] = logits
+    return padded[:, :300], u
+
+
+def edges() -> tuple[Tensor, Tensor]:
+    """Equal masses, u at every edge: exact in both, so no side may be chosen freely."""
+    return torch.zeros(64, 8192), torch.arange(64) / 64
+
+
+def uniforms() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    extremes = torch.tensor([-(2**63), -(2**32), -1, 0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1])
+    seed = torch.cat([extremes, torch.randint(-(2**63), 2**63 - 1, (5000,), generator=generator)])
+    pos = torch.cat([extremes.flip(0), torch.arange(5000)])
+    return seed, pos
+
+
+PICKED: dict[str, interpreted.Case] = {
+    **{f"{rows}x{vocab}": ("pick", draws(rows, vocab)) for rows, vocab in SIZES},
+    "peaked": ("pick", draws(200, 5000, scale=20.0)),
+    "holes": ("pick", holes()),
+    "strided": ("pick", strided()),
+    "edges": ("pick", edges()),
+    "empty rows": ("pick", (torch.tensor([[-INF] * 5000, [NAN] * 5000]), torch.tensor([0.0, LARGEST]))),
+    "bfloat16": ("pick", (draws(100, 500)[0].bfloat16(), draws(100, 500)[1])),
+    "no rows": ("pick", (torch.zeros(0, 7), torch.zeros(0))),
+    "alone": ("pick", tuple(part[7:8] for part in draws(150, 13_000))),
+    "uniform": ("uniform", uniforms()),
+    "int32 positions": ("uniform", (torch.arange(2000), torch.arange(2000, dtype=torch.int32))),
+    "none": ("uniform", (torch.zeros(0, dtype=torch.int64),) * 2),
+}

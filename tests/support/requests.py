@@ -1,0 +1,54 @@
+"""What end-to-end tests ask the demo for: prompts, a schema, engines by runner and method; and how logprobs compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+CODE = (
+    b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n        return file.read()\n'
+)
+LENGTHS = (5, 9, 14, 21, 30, 47, 70, 100)  # the last three exceed the step's token budget
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return list(CODE[start : start + length])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+TEXT = "import os\n\n\ndef walk(path):\n    "
+EOS = 256
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+METHODS = {
+    "v1": {"plain": None, "mtpc": {"method": "mtpc", "model": "btree"}},
+    "v2": {
+        "plain": None,
+        "mtpc": {"method": "mtpc", "model": "btree"},
+        "ptp": {"method": "ptp", "model": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 48},
+    },
+}
+COLUMNS = [
+    pytest.param("v1", "mtpc", marks=pytest.mark.column("mtpc on V1")),
+    # interpreted kernels are slow: test_features.py has the other runner in every run
+    pytest.param("v2", "mtpc", marks=[pytest.mark.slow, pytest.mark.column("mtpc on V2")]),
+    pytest.param("v2", "ptp", marks=[pytest.mark.slow, pytest.mark.column("ptp on V2")]),
+]
+
+
+def same_logprobs(plain: list[Any], ours: list[Any]) -> None:
+    assert len(plain) == len(ours) > 2
+    for theirs, mine in zip(plain, ours, strict=True):
+        assert (theirs is None) == (mine is None)
+        if mine is not None:
+            assert mine.keys() == theirs.keys()
+            # float32 passes over one row and over several sum in another order
+            assert all(abs(mine[token].logprob - theirs[token].logprob) < 1e-3 for token in mine)

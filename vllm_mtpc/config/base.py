@@ -1,0 +1,226 @@
+"""What the `config.json` of every head says: every field described, nothing inferred, unknown keys refused.
+
+The file follows the speculators convention, so that `vllm serve HEAD_FOLDER` finds the verifier, the
+method and the number of drafts by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from vllm_mtpc.errors import HeadConfigError, one_line
+from vllm_mtpc.files import read_json
+
+if TYPE_CHECKING:
+    from typing import Self
+
+FORMAT_VERSION = 2
+SPECULATORS_VERSION = "0.9.0"  # of the package whose schema accepts what is written
+# Beyond any model; they keep the sizes of a damaged config within what can be multiplied and refused by shape.
+MAX_VOCAB_SIZE = 2**22
+MAX_HIDDEN_SIZE = 2**17
+MAX_LAYERS = 4096  # of a target
+MAX_SIZE = 2**31  # of any other number of a target's config
+MAX_LIST = 16  # entries of a list
+MAX_TEXT = 1024  # characters of a name or path
+
+# What of a target's config travels with its head: enough for a reader to know what it was made for.
+TARGET_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "vocab_size",
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ProposalMethod(_Strict):
+    proposal_type: Literal["greedy"] = Field(
+        description="A chain of drafts, speculators' only kind; how it is drawn: draft_sample_method."
+    )
+    speculative_tokens: int = Field(ge=1, description="Drafts per step, the verifier's own token not counted.")
+
+
+class Verifier(_Strict):
+    name_or_path: str = Field(
+        min_length=1,
+        max_length=MAX_TEXT,
+        description="The target: a name on the hub, or a path, which starts at the head's folder.",
+    )
+    architectures: list[str] = Field(max_length=MAX_LIST, description="The target's model classes.")
+
+    @field_validator("name_or_path")
+    @classmethod
+    def _can_be_shown(cls, value: str) -> str:
+        if not value.isprintable():
+            raise ValueError("a name or path of printable characters is expected; correct it")
+        return value
+
+
+class SpeculatorsConfig(_Strict):
+    algorithm: str = Field(description="Same as speculators_model_type.")
+    default_proposal_method: Literal["greedy"] = Field(description="The only one there is.")
+    proposal_methods: list[ProposalMethod] = Field(
+        min_length=1, max_length=MAX_LIST, description="The first one is used."
+    )
+    verifier: Verifier = Field(description="The model this head was trained for.")
+
+
+class AnyHeadConfig(_Strict):
+    """The fields of speculators' schema, the sizes of the target, and how the text was sampled."""
+
+    architecture: ClassVar[str]  # a family's name for its heads
+    target_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size")  # what a target's config must say
+
+    architectures: list[str] = Field(
+        max_length=MAX_LIST, description="Name of the head's class, for the speculators convention."
+    )
+    speculators_model_type: str = Field(description="The vLLM method this head is served with.")
+    speculators_version: str = Field(description="Version of speculators whose schema the file follows.")
+    speculators_config: SpeculatorsConfig = Field(description="Verifier and number of drafts.")
+    transformer_layer_config: dict[str, Any] = Field(description="Sizes of the target, from its own config.")
+    format_version: int = Field(description="Version of this format.")
+    window: int = Field(ge=2, description="n, tokens a draft spans, the verifier's token included.")
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
+    hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
+    trained_temperature: float = Field(
+        gt=0, allow_inf_nan=False, description="Temperature of the text the head was trained on."
+    )
+    trained_top_k: int = Field(ge=0, description="Top-k of that text; 0: off.")
+    trained_top_p: float = Field(gt=0, le=1, description="Top-p of that text; 1: off.")
+
+    @field_validator("format_version")
+    @classmethod
+    def _known_version(cls, value: int) -> int:
+        if value != FORMAT_VERSION:
+            raise ValueError(
+                f"this version reads formats 1 and {FORMAT_VERSION}; install the vllm_mtpc that wrote the head"
+            )
+        return value
+
+    @field_validator("transformer_layer_config")
+    @classmethod
+    def _sizes(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key, size in value.items():
+            if key not in TARGET_KEYS:
+                raise ValueError(f"unknown {key!r}; allowed: {', '.join(TARGET_KEYS)}; remove it")
+            most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+            if not (isinstance(size, str) if key == "model_type" else type(size) is int and 1 <= size <= most):
+                allowed = "a name" if key == "model_type" else f"1 to {most}"
+                raise ValueError(f"{key} = {size!r}; allowed: {allowed}; write the target's own")
+        return value
+
+    @model_validator(mode="after")
+    def _drafts_fit(self) -> AnyHeadConfig:
+        if (named := self.speculators_config.algorithm) != self.speculators_model_type:
+            raise ValueError(
+                f"speculators_config.algorithm = {named!r}; allowed: {self.speculators_model_type!r}, as "
+                "speculators_model_type says; correct one of them"
+            )
+        drafts = self.num_speculative_tokens
+        if drafts > self.window - 1:
+            raise ValueError(
+                f"speculative_tokens={drafts} with window={self.window}: the first token of a window is the "
+                f"verifier's, so at most {self.window - 1} can be drafted; lower speculative_tokens"
+            )
+        return self
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K, drafts per step when the user names none."""
+        return self.speculators_config.proposal_methods[0].speculative_tokens
+
+    @classmethod
+    def for_target(cls, target: Any, verifier: str, window: int, drafts: int | None, **own: Any) -> Self:
+        """The config of a new head for `target`, a transformers config (or its dict), with the family's `own` fields.
+
+        Raises HeadConfigError where a size or a name is not possible.
+        """
+        values = cls.sizes_of(target)
+        method = get_args(cls.model_fields["speculators_model_type"].annotation)[0]
+        drafts = max(1, window - 1) if drafts is None else drafts
+        return cls.parse(
+            {
+                "architectures": [cls.architecture],
+                "speculators_model_type": method,
+                "speculators_version": SPECULATORS_VERSION,
+                "speculators_config": {
+                    "algorithm": method,
+                    "default_proposal_method": "greedy",
+                    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+                    "verifier": {"name_or_path": verifier, "architectures": values.get("architectures") or []},
+                },
+                "transformer_layer_config": {
+                    key: values[key] for key in TARGET_KEYS if type(values.get(key)) in (int, str)
+                },
+                "format_version": FORMAT_VERSION,
+                "window": window,
+                "vocab_size": values["vocab_size"],
+                "hidden_size": values["hidden_size"],
+                "trained_temperature": 1.0,
+                "trained_top_k": 0,
+                "trained_top_p": 1.0,
+                **own,
+            }
+        )
+
+    @classmethod
+    def sizes_of(cls, target: Any) -> dict[str, Any]:
+        """The values of a target's config; raises HeadConfigError where it lacks a size."""
+        values = target if isinstance(target, dict) else target.to_dict()
+        for size in cls.target_sizes:
+            if values.get(size) is None:
+                raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
+        return values
+
+    @classmethod
+    def parse(cls, values: Any, source: str = "head config") -> Self:
+        """Validate a dict; raises HeadConfigError with one line that starts with `source`."""
+        if not isinstance(values, dict):
+            raise HeadConfigError(f"{source}: holds a {type(values).__name__}; a JSON object is expected")
+        if "speculators_model_type" not in values:
+            raise HeadConfigError(
+                f"{source}: not a head's config (key 'speculators_model_type' is missing); name a head folder"
+            )
+        try:
+            return cls.model_validate(cls._upgraded(values))
+        except ValidationError as error:
+            raise HeadConfigError(f"{source}: {one_line(error, cls)}") from None
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Read and validate a `config.json`; raises CheckpointError or HeadConfigError."""
+        return cls.parse(read_json(file), str(file))
+
+    @classmethod
+    def _upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Format 1 as format 2: how drafts are drawn was a proposal type, where speculators' schema has "greedy"."""
+        theirs = values.get("speculators_config")
+        if values.get("format_version") != 1 or not isinstance(theirs, dict):
+            return values
+        methods = theirs.get("proposal_methods")
+        if isinstance(methods, list):
+            methods = [{**part, "proposal_type": "greedy"} if isinstance(part, dict) else part for part in methods]
+        named = {"draft_sample_method": theirs.get("default_proposal_method")}
+        return {
+            **values,
+            **(named if "draft_sample_method" in cls.model_fields else {}),
+            "format_version": FORMAT_VERSION,
+            "speculators_version": SPECULATORS_VERSION,
+            "speculators_config": {**theirs, "default_proposal_method": "greedy", "proposal_methods": methods},
+        }
+
+    def to_json(self) -> str:
+        """The text of `config.json`; what the head does not have is left out."""
+        return json.dumps(self.model_dump(exclude_none=True), indent=2) + "\n"
