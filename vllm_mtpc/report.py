@@ -12,6 +12,8 @@ from typing import Any
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 
+SERVED = "bench serve"  # the kind of the results that `vllm-mtpc plot` draws
+
 
 def check_file(file: Path | None, flag: str = "--json") -> None:
     """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises UsageError.
