@@ -110,20 +110,20 @@ class Clients:
 
     def greedy(self, chance: random.Random, **more: Any) -> str | None:
         index, body = self.body(chance, temperature=0, **more)
-        said = self.client.complete(body).tokens
+        tokens = self.client.complete(body).tokens
         wanted = self.reference[index][: body["max_tokens"]]
-        return None if said == wanted else f"prompt {index}: {said} instead of {wanted}"
+        return None if tokens == wanted else f"prompt {index}: {tokens} instead of {wanted}"
 
     def sampled(self, chance: random.Random) -> str | None:
         seed = {"seed": chance.randrange(1 << 30)} if chance.random() < 0.5 else {}
         _, body = self.body(chance, temperature=chance.choice([0.5, 0.8, 1.2]), top_p=chance.choice([0.7, 1.0]), **seed)
-        said = self.client.complete(body).tokens
-        return None if len(said) == body["max_tokens"] else f"{len(said)} tokens of {body['max_tokens']}"
+        tokens = self.client.complete(body).tokens
+        return None if len(tokens) == body["max_tokens"] else f"{len(tokens)} tokens of {body['max_tokens']}"
 
     def two_answers(self, chance: random.Random) -> str | None:
         _, body = self.body(chance, temperature=1.0, n=2)
-        said = self.client.complete(body).tokens
-        return None if len(said) == 2 * body["max_tokens"] else f"{len(said)} tokens of 2 x {body['max_tokens']}"
+        tokens = self.client.complete(body).tokens
+        return None if len(tokens) == 2 * body["max_tokens"] else f"{len(tokens)} tokens of 2 x {body['max_tokens']}"
 
     def hangs_up(self, chance: random.Random) -> str | None:
         """Reads a few lines of a stream, or none, and closes the connection."""
@@ -239,7 +239,7 @@ def reference(target: str, asked: list[list[int]], logs: Path) -> list[list[int]
     engine = {"model": target, "dtype": "float32", "max_model_len": 320, "max_num_seqs": 16, "enforce_eager": True}
     engine |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
     setting = Setting("reference", clients=16, temperature=0.0, max_tokens=LONGEST, prompts=len(asked))
-    with offline.resident(engine, asked, logs / "plain.log") as plain:
+    with offline.launched(engine, asked, logs / "plain.log") as plain:
         return plain.measure(setting).outputs
 
 

@@ -18,7 +18,7 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.counters import DEFINITIONS
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.guard import guard
-from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.report import check_file, print_table, write_json
 from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
 from vllm_mtpc.train.state import changed_option, identity, read_state
 
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML: title, common, runs")
     parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="where the heads are written")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="options for every run")
     return parser
 
@@ -59,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
             train(options.model_copy(update={"resume": is_begun(options)}), again="the same again")
             record = done(options)
         rows.append(row(options.out.name, record))
-    print(table(plan["title"], rows))
+    print_table(plan["title"], *table(rows))
+    if targets := [one["bits_per_byte"]["target"] for one in rows if "bits_per_byte" in one]:
+        print(f"\nBits per byte of the target on the same text: {targets[0]:.3f}.")
+    print("\nr: components of a circuit, LoRA rank of a PTP head.")
     if args.json:
         values = {"title": plan["title"], "definitions": DEFINITIONS.splitlines(), **provenance.collect(), "rows": rows}
         write_json(args.json, values)
@@ -136,23 +139,15 @@ def row(name: str, record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(title: str, rows: list[dict[str, Any]]) -> str:
-    """Markdown, as it goes into the documentation."""
-    lines = [
-        title,
-        "",
-        "| run | head | r | tokens/step T=1 | tokens/step T=0 | bits per byte, joint |",
-        "|---|---|---|---|---|---|",
-    ]
+def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines."""
+    lines = []
     for one in rows:
-        figures = [f"{one['tokens_per_step'][t]:.3f} ± {one['standard_error'][t]:.3f}" for t in ("t1", "t0")]
+        results = [f"{one['tokens_per_step'][t]:.3f} ± {one['standard_error'][t]:.3f}" for t in ("t1", "t0")]
         bits = f"{one['bits_per_byte']['joint']:.3f}" if "bits_per_byte" in one else ""
         kind = [one.get("circuit") or one["variant"], str(one.get("components") or one["lora_rank"])]
-        lines.append("| " + " | ".join([one["name"], *kind, *figures, bits]) + " |")
-    targets = [one["bits_per_byte"]["target"] for one in rows if "bits_per_byte" in one]
-    if targets:
-        lines += ["", f"Bits per byte of the target on the same text: {targets[0]:.3f}."]
-    return "\n".join([*lines, "", "r: components of a circuit, LoRA rank of a PTP head."])
+        lines.append([one["name"], *kind, *results, bits])
+    return ["run", "head", "r", "tokens/step T=1", "tokens/step T=0", "bits per byte, joint"], lines
 
 
 if __name__ == "__main__":

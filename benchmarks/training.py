@@ -14,7 +14,7 @@ Expected memory in bytes, float32:  base + 12 P + 4 F + 4 B D + s + max(8 P, m L
   s     4 P with several chunks, the gradient summed so far; else 0
   8 P   the gradient of a chunk, twice: autograd puts it in the place of a slice, and adds out of place
   m L   a chunk's logits, L = 4 n r V chunk bytes: m = 3 (logits, log-softmax and a gradient); 4 + 1/r with a loss that
-        reads the target's law, the law included
+        reads the target's distribution, which is included
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.guard import guard
-from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.report import check_file, print_table, write_json
 
 TOLERANCE = 1e-4  # relative; sums of a thousand float32 terms in another order differ by about 1e-6
 RESULT_MARK = "result: "
@@ -58,7 +58,7 @@ class Shape:
     chunk: int  # windows whose logits exist at once; `windows`: all of them
     head: str = "linear"
     circuit: str = "btree"
-    likelihood: bool = False  # of the text alone, in place of the trainer's own loss, which reads the target's law
+    likelihood: bool = False  # of the text alone, in place of the trainer's own loss, which reads the target's
     steps: int = 2  # timed, after one that is not
 
 
@@ -256,33 +256,24 @@ class Job:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     hardware, rows = result["hardware"], result["rows"]
-    machine = ", ".join(hardware["gpus"]) or hardware["cpu"]
-    table = Table(title=f"{machine}, {rows[0]['threads']} CPU threads", title_justify="left")
-    names = "shape,V,D,n,r,head,parameters,windows,chunk,window tok/s,text tok/s,peak GiB,expected GiB"
-    for name in names.split(","):
-        table.add_column(name, justify="left" if name in ("shape", "head") else "right")
+    header = ["shape", "head", "V", "D", "n", "r", "parameters", "windows", "chunk", "window tok/s", "text tok/s"]
+    lines = []
     for row in rows:
         shape = Shape(**row["shape"])
-        sizes = [shape.vocab_size, shape.hidden_size, shape.window, shape.components]
-        table.add_row(
-            shape.name,
-            *map(str, sizes),
-            shape.head,
-            f"{row['parameters'] / 1e6:.1f}M",
-            str(shape.windows),
-            str(shape.chunk),
-            f"{row['window_tokens_per_second']:,.0f}",
-            f"{row['text_tokens_per_second']:,.0f}",
-            *(f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "expected_bytes")),
+        sizes = (shape.vocab_size, shape.hidden_size, shape.window, shape.components)
+        lines.append(
+            [
+                *(shape.name, shape.head, *map(str, sizes), f"{row['parameters'] / 1e6:.1f}M"),
+                *(str(shape.windows), str(shape.chunk)),
+                *(f"{row[f'{what}_tokens_per_second']:,.0f}" for what in ("window", "text")),
+                *(f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "expected_bytes")),
+            ]
         )
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(table)
-    for line in result["definitions"]:
-        console.print(line, markup=False)
+    machine = ", ".join(hardware["gpus"]) or hardware["cpu"]
+    title = f"{machine}, {rows[0]['threads']} CPU threads"
+    print_table(title, [*header, "peak GiB", "expected GiB"], lines)
+    print("\n".join(["", *result["definitions"]]))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def measure(lines: Lines, logs: Path) -> tuple[rounds.Comparison, Measured, list
         for one, waiting in running.items():
             lines.say(f"{one.name}: ready on model runner {waiting.about['runner']}")
         lines.now = "measuring"
-        served = serve.measure(client, texts, SERVED)
+        served = serve.Served(client, texts).measure(SERVED)
         first, later = 1000 * served.first_token_seconds, 1000 * served.token_seconds
         lines.say(f"vllm serve, one client: first token after {first:.0f} ms, each further one after {later:.1f} ms")
         own = [one for one in running if one.group == OWN]

@@ -116,7 +116,7 @@ def test_bad_input_is_one_line_and_exit_code_one(folder, capsys, damage):
 
 
 def test_an_error_that_is_not_about_input_is_not_hidden(folder, monkeypatch):
-    monkeypatch.setattr("vllm_mtpc.checkpoint.inspect.inspect_head", lambda path: 1 / 0)
+    monkeypatch.setattr("vllm_mtpc.eval.inspect_command.inspect_head", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["inspect", str(folder)])
 
@@ -125,7 +125,7 @@ def test_an_interrupted_command_says_so_by_its_exit_code(folder, monkeypatch):
     def interrupt(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vllm_mtpc.checkpoint.inspect.inspect_head", interrupt)
+    monkeypatch.setattr("vllm_mtpc.eval.inspect_command.inspect_head", interrupt)
     assert main(["inspect", str(folder)]) == 130
 
 

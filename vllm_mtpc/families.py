@@ -17,6 +17,8 @@ class Family:
     config: pydantic model of `config.json`, a subclass of `vllm_mtpc.config.base.AnyHeadConfig`
     check: (folder, config) -> AdapterInfo | None; raises CheckpointError unless every tensor is as the config says
     load: (folder, dtype, device) -> the head as it is on disk
+    facts: (folder, config) -> what only such heads have for `vllm-mtpc inspect`, and the names of their weight files
+    rows: (report of `inspect`) -> these facts as rows of a table
     evaluator: the Evaluator of `vllm-mtpc eval`, `generate` and `doctor`
     job: what `vllm-mtpc train` runs, (options, target)
     serving: the class of vLLM's speculative config, which names its speculator
@@ -36,6 +38,8 @@ FAMILIES = {
         config="vllm_mtpc.config.mtpc:HeadConfig",
         check="vllm_mtpc.checkpoint.load:check_head",
         load="vllm_mtpc.checkpoint.load:load_head",
+        facts="vllm_mtpc.checkpoint.inspect:mtpc_facts",
+        rows="vllm_mtpc.checkpoint.inspect:mtpc_rows",
         evaluator="vllm_mtpc.eval.mtpc:MtpcEvaluator",
         job="vllm_mtpc.train.circuit:CircuitJob",
         serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
@@ -44,6 +48,8 @@ FAMILIES = {
         config="vllm_mtpc.config.ptp:PtpConfig",
         check="vllm_mtpc.checkpoint.ptp:check_ptp",
         load="vllm_mtpc.checkpoint.ptp:load_ptp",
+        facts="vllm_mtpc.checkpoint.inspect:ptp_facts",
+        rows="vllm_mtpc.checkpoint.inspect:ptp_rows",
         evaluator="vllm_mtpc.eval.ptp:PtpEvaluator",
         job="vllm_mtpc.train.ptp.run:PtpJob",
         serving="vllm_mtpc.proposers.config.ptp:PtpSpeculativeConfig",

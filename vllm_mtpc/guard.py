@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         found, rest = super().parse_known_args(args, namespace)
-        if rest:  # said here, where the options of a command are known
+        if rest:  # refused here, where the options of a command are known
             option = next((word for word in rest if word.startswith("-")), "").partition("=")[0]
             hint = did_you_mean(option, self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")

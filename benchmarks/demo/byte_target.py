@@ -1,10 +1,13 @@
 """Byte-level targets that a CPU can train: the demo's own, and smaller ones for examples; larger ones on a GPU."""
 
 import copy
+import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,8 @@ from transformers import (
 )
 
 from benchmarks.demo import corpus
+from vllm_mtpc.checkpoint.save import package_versions, replace_file
+from vllm_mtpc.engine.provenance import commit
 
 EOS_TEXT = "<|endoftext|>"
 SEED = 0
@@ -204,3 +209,17 @@ def load(folder: Path) -> PreTrainedModel:
     """The saved, 16-bit rounded weights in float32: what is served, and so what heads are trained against."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model.requires_grad_(False)
+
+
+def write_record(folder: Path, program: str, text: corpus.Corpus, **values: Any) -> dict[str, Any]:
+    """What a target was made of and what it is worth, in provenance.json; returns it."""
+    record = {
+        "versions": package_versions(),
+        "command": " ".join([program, *sys.argv[1:]]),
+        "commit": commit(),
+        "data": {**values.pop("data", {}), "files": text.files, "bytes": text.bytes, "sha256": text.sha256},
+        "seed": SEED,
+        **values,
+    }
+    replace_file(folder / "provenance.json", (json.dumps(record, indent=2) + "\n").encode())
+    return record

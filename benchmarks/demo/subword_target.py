@@ -8,8 +8,6 @@ other than the demo's are there to try defaults on.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,8 +129,6 @@ def main() -> None:
     """Trains, measures and saves a target, with what it was made of in provenance.json."""
     arguments = parser().parse_args()
     from benchmarks.demo import byte_target, corpus
-    from vllm_mtpc.checkpoint.save import package_versions, replace_file
-    from vllm_mtpc.engine.provenance import commit
 
     text = corpus.load_file(arguments.text) if arguments.text else corpus.load()
     tokenizer, subwords = as_subwords(text, arguments.vocab_size)
@@ -148,29 +144,21 @@ def main() -> None:
     byte_target.save(model, arguments.out, tokenizer)
     saved = byte_target.load(arguments.out)
     bits = byte_target.bits_per_byte(saved, subwords.valid)  # per token of what it is given: here a subword
-    figures = {
+    results = {
         "bits_per_byte": bits * num_tokens / num_bytes,
         "bits_per_token": bits,
         "parameters": sum(parameter.numel() for parameter in saved.parameters()),
         "minutes": round((time.monotonic() - started) / 60, 1),
     }
-    record = {
-        "versions": package_versions(),
-        "command": " ".join(["python -m benchmarks.demo.subword_target", *sys.argv[1:]]),
-        "commit": commit(),
-        "data": {"files": text.files, "bytes": text.bytes, "sha256": text.sha256},
-        "seed": byte_target.SEED,
-        "settings": {
-            "family": arguments.family,
-            "steps": arguments.steps,
-            "long_steps": long_steps,
-            "vocab_size": arguments.vocab_size,
-            "hidden_size": arguments.hidden_size,
-        },
-        "figures": figures,
+    settings = {
+        "family": arguments.family,
+        "steps": arguments.steps,
+        "long_steps": long_steps,
+        "vocab_size": arguments.vocab_size,
+        "hidden_size": arguments.hidden_size,
     }
-    replace_file(arguments.out / "provenance.json", (json.dumps(record, indent=2) + "\n").encode())
-    print(f"target: {figures['bits_per_byte']:.3f} bits/byte on held-out text, {figures['minutes']} minutes")
+    byte_target.write_record(arguments.out, parser().prog, text, settings=settings, figures=results)
+    print(f"target: {results['bits_per_byte']:.3f} bits/byte on held-out text, {results['minutes']} minutes")
 
 
 if __name__ == "__main__":

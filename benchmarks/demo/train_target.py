@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -69,18 +67,17 @@ def main() -> None:
         device=how["device"],
         minutes=(time.monotonic() - started) / 60,
     )
-    figures = record["figures"]
-    print(f"target: {figures['bits_per_byte']:.4f} bits/byte on held-out text, {figures['minutes']} minutes")
+    results = record["figures"]
+    print(f"target: {results['bits_per_byte']:.4f} bits/byte on held-out text, {results['minutes']} minutes")
 
 
 def describe(folder: Path, text: Any, steps: dict[str, int], data: str, device: str, minutes: float) -> dict[str, Any]:
     """Measures the saved target, writes README.md and provenance.json, and returns the latter's values."""
     from benchmarks.demo import byte_target
-    from vllm_mtpc.checkpoint.save import package_versions, replace_file
-    from vllm_mtpc.engine.provenance import commit
+    from vllm_mtpc.checkpoint.save import replace_file
 
     model = byte_target.load(folder).to(device)
-    figures = {
+    results = {
         "bits_per_byte": byte_target.bits_per_byte(model, text.valid, byte_target.SHORT, LOSS_BYTES),
         "bits_per_byte_long": byte_target.bits_per_byte(model, text.valid, byte_target.LONG, LOSS_BYTES),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -92,23 +89,15 @@ def describe(folder: Path, text: Any, steps: dict[str, int], data: str, device: 
         "long_window": byte_target.LONG,
         "loss_bytes": LOSS_BYTES,
     }
-    record = {
-        "versions": package_versions(),
-        "command": " ".join(["python -m benchmarks.demo.train_target", *sys.argv[1:]]),
-        "commit": commit(),
-        "data": {"description": data, "files": text.files, "bytes": text.bytes, "sha256": text.sha256},
-        "seed": byte_target.SEED,
-        "settings": settings,
-        "figures": figures,
-    }
+    about = {"data": {"description": data}, "settings": settings, "figures": results}
+    record = byte_target.write_record(folder, parser().prog, text, **about)
     replace_file(folder / "README.md", card(record).encode())
-    replace_file(folder / "provenance.json", (json.dumps(record, indent=2) + "\n").encode())
     return record
 
 
 def card(record: dict[str, Any]) -> str:
     """README.md of a target."""
-    figures, data, settings = record["figures"], record["data"], record["settings"]
+    results, data, settings = record["figures"], record["data"], record["settings"]
     licence = " The\n  Python standard library is under the PSF License." if LIBRARY in data["description"] else ""
     return f"""\
 ---
@@ -119,14 +108,14 @@ license: apache-2.0
 ---
 # Demo target
 
-A byte-level Llama with {figures["parameters"] / 1e6:.2f}M parameters that writes text like its training data. It exists
+A byte-level Llama with {results["parameters"] / 1e6:.2f}M parameters that writes text like its training data. It exists
 so that speculative decoding can be tried and tested without a download; it is of no use as a language model. Token ids
 0 to 255 are bytes, 256 is `<|endoftext|>`. Weights are stored in float16 and meant to be computed in float32.
 
 | held-out text, windows of | bits per byte |
 |---|---|
-| {settings["short_window"]} bytes | {figures["bits_per_byte"]:.4f} |
-| {settings["long_window"]} bytes | {figures["bits_per_byte_long"]:.4f} |
+| {settings["short_window"]} bytes | {results["bits_per_byte"]:.4f} |
+| {settings["long_window"]} bytes | {results["bits_per_byte_long"]:.4f} |
 
 Each window is read without earlier context; {settings["loss_bytes"]} bytes at most, measured in float32 on the stored
 weights.
@@ -134,7 +123,7 @@ weights.
 - Data: {data["description"]}; {data["files"]} files, {data["bytes"]} bytes, SHA-256 `{data["sha256"]}`.{licence}
 - Training: {settings["steps"]} steps of {settings["tokens_per_step"]} bytes, the last {settings["long_steps"]} on
   windows of {settings["long_window"]}; bfloat16 matrix products; seed {record["seed"]};
-  {figures["minutes"]:.0f} minutes.
+  {results["minutes"]:.0f} minutes.
 - Command: `{record["command"]}`
 """
 

@@ -32,7 +32,7 @@ from vllm_mtpc.report import check_file, write_json
 LIMIT_S = 480.0
 GRACE_S = 15.0  # for engines to end
 REASON_LINES, KEPT_LINES = 40, 4  # of a log that are kept in the result: of a part that failed, of one that is done
-SAME = ("hardware", "versions", "commit", "time", "command")  # said once for a stage
+SAME = ("hardware", "versions", "commit", "time", "command")  # written once for a stage
 DONE, FAILED = "done", "failed"
 
 

@@ -9,17 +9,15 @@ from pydantic import ValidationError
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 
-from vllm_mtpc.checkpoint import find_head, read_config, resolve_head
-from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
+from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.errors import ServeConfigError, did_you_mean, one_line
+from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import needs_lm_head
 from vllm_mtpc.proposers.config import schedule
 from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
-from vllm_mtpc.proposers.config.ptp import PtpSpeculativeConfig
 
-CLASSES: dict[str, type[MtpcSpeculativeConfig]] = {"mtpc": MtpcSpeculativeConfig, "ptp": PtpSpeculativeConfig}
-REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that the target's law rejects
+REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that must be rejected
 
 
 def create(**given: Any) -> MtpcSpeculativeConfig:
@@ -30,13 +28,14 @@ def create(**given: Any) -> MtpcSpeculativeConfig:
     target: ModelConfig = given.pop("target_model_config")
     parallel: ParallelConfig = given.pop("target_parallel_config")
     given = {key: value for key, value in given.items() if value is not None}
-    config_class = CLASSES[given["method"]]
+    config_class = FAMILIES[given["method"]].serving
     _check_request(given, config_class.user_keys)
     folder = _head_folder(given, target)
     head = read_config(folder)
     _check_method(folder, head, given["method"])
     _check_fit(folder, head, given, target)
-    config_class.check_head(folder, head, target, parallel)
+    check_tensors(folder, head)
+    config_class.check_target(folder, head, target, parallel)
     given.setdefault("draft_sample_method", getattr(head, "draft_sample_method", "greedy"))
     drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
     wants_default = schedule.KEY not in given
@@ -75,8 +74,8 @@ def _check_request(given: dict[str, Any], user_keys: tuple[str, ...]) -> None:
         )
     if (rule := given.get("rejection_sample_method", "standard")) not in REJECTION_METHODS:
         raise ServeConfigError(
-            f"speculative_config: rejection_sample_method={rule!r} does not keep the target's law or is not known; "
-            f"allowed: {', '.join(REJECTION_METHODS)}; drop it"
+            f"speculative_config: rejection_sample_method={rule!r} does not keep the target's distribution or is not "
+            f"known; allowed: {', '.join(REJECTION_METHODS)}; drop it"
         )
     if rule != "standard" and given.get("verify") == "coupled":
         raise ServeConfigError(
@@ -108,7 +107,7 @@ def _shipped_on_hub(target: ModelConfig) -> Path | None:
     return find_head(folder)
 
 
-def _check_method(folder: Path, head: HeadConfig | PtpConfig, method: str) -> None:
+def _check_method(folder: Path, head: AnyHeadConfig, method: str) -> None:
     """Refuse a head of the other family."""
     if head.speculators_model_type != method:
         raise ServeConfigError(
@@ -117,7 +116,7 @@ def _check_method(folder: Path, head: HeadConfig | PtpConfig, method: str) -> No
         )
 
 
-def _check_fit(folder: Path, head: HeadConfig | PtpConfig, given: dict[str, Any], target: ModelConfig) -> None:
+def _check_fit(folder: Path, head: AnyHeadConfig, given: dict[str, Any], target: ModelConfig) -> None:
     """Refuse a head made for another target, and more drafts than its window holds."""
     sizes = (
         ("vocab_size", head.vocab_size, target.get_vocab_size()),

@@ -1,19 +1,17 @@
 """Sizes of the groups of auxiliary rows that a merged pass of a PTP head carries.
 
 A merged pass verifies v drafts and drafts the next step's at once: before it is known how many drafts are accepted, a
-group of n_d rows stands ready for each number d. Only the group of the d that comes true is of use, so rows go where
-they are worth most. The steps of a request are a Markov chain whose state is v, the drafts of the step:
+group of n_d rows stands ready for each number d. The steps of a request are a Markov chain whose state is v, the drafts
+of the step:
 
     P(d accepted | v) = S_d - S_(d+1) for d < v, S_v for d = v;   next v = drafts(n_d)
     drafts(n) = n - 1 (o-ptp: row 0 only tells the others which token comes first) or n (c-ptp), at most K
 
 with S_g = P(at least g leading drafts are right), measured. A table maximises the tokens per step of the chain's
-stationary law over all n with sum n_d <= B. By the performance difference lemma a change of n_d is worth, to first
-order, pi_d w(drafts(n_d)): pi the stationary law of d, w(v) the value of starting a step with v drafts. So a table is
-found by policy iteration: values of the present one, best allocation for them (a knapsack, solved exactly), again;
-then by exchanges of rows between two groups, each judged by its exact tokens per step.
-
-`dynamic_sizes` (v2/ptp/sizes.py) gives the rows of each request by how sure its own drafts are instead, on the device.
+stationary distribution over all n with sum n_d <= B. By the performance difference lemma a change of n_d is worth, to
+first order, pi_d w(drafts(n_d)): pi the stationary distribution of d, w(v) the value of starting a step with v drafts.
+So a table is found by policy iteration: values of the present one, best allocation for them (a knapsack, solved
+exactly), again; then by exchanges of rows between two groups, each judged by its exact tokens per step.
 """
 
 from __future__ import annotations
@@ -28,7 +26,9 @@ from vllm_mtpc.errors import HeadConfigError, ServeConfigError
 MAX_ROUNDS = 100
 MAX_STARTS = 8  # of either kind
 MAX_EXCHANGES = 256  # judged exactly in one round, the most promising ones
-RESTART = 1e-9  # chance that a request ends: the chain has one stationary law, that of requests that start anew
+RESTART = (
+    1e-9  # chance that a request ends: the chain has one stationary distribution, that of requests that start anew
+)
 VARIANTS = {"o-ptp": 1, "c-ptp": 0}  # rows of a group that draft nothing
 
 
@@ -75,12 +75,15 @@ def tables_by_batch(
             f"max_num_seqs={max_num_seqs}, max_rows={max_rows}: allowed are 1 and above, 0 and above; raise them"
         )
     each = full if budget is None else min(full, budget)
-    batches = [1]
-    while batches[-1] < max_num_seqs:
-        batches.append(min(2 * batches[-1], max_num_seqs))
+    batches = doubled(max_num_seqs)
     rows = [min(each, max_rows // batch) for batch in batches]
     tables = {share: choose_groups(accepted, num_drafts, share, variant, window) for share in set(rows)}
     return [(batch, tables[share]) for batch, share in zip(batches, rows, strict=True)]
+
+
+def doubled(most: int) -> list[int]:
+    """1, 2, 4, 8, ... and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def drafts_of_rows(rows: Any, variant: str) -> Any:
@@ -90,7 +93,7 @@ def drafts_of_rows(rows: Any, variant: str) -> Any:
 
 class _Values(NamedTuple):
     tokens: float  # per step, the target's own token included
-    visits: np.ndarray  # [K + 1] stationary law of d
+    visits: np.ndarray  # [K + 1] stationary distribution of d
     worth: np.ndarray  # [K + 1] by v: tokens of a step with v drafts and, relative to the mean, of all behind it
 
 
@@ -104,27 +107,35 @@ class _Chain:
             raise ServeConfigError(
                 f"num_drafts={num_drafts} with window={window}: allowed are 1 to {window - 1}; set num_drafts to that"
             )
-        law = np.asarray(accepted, float)
-        if law.ndim != 1 or not len(law) or not np.isfinite(law).all() or (law < 0).any() or law.sum() <= 0:
-            raise HeadConfigError("accepted: not a law over the numbers of accepted drafts; measure the head again")
+        chances = np.asarray(accepted, float)
+        if (
+            chances.ndim != 1
+            or not len(chances)
+            or not np.isfinite(chances).all()
+            or (chances < 0).any()
+            or chances.sum() <= 0
+        ):
+            raise HeadConfigError(
+                "accepted: not a distribution over the numbers of accepted drafts; measure the head again"
+            )
         self.drafts, self.lead = num_drafts, VARIANTS[variant]
         self.most = num_drafts + self.lead  # rows of a group that are of use
         self.full_budget = (num_drafts + 1) * self.most
-        survival = np.zeros(max(num_drafts + 1, len(law)))
-        survival[: len(law)] = law[::-1].cumsum()[::-1] / law.sum()
+        survival = np.zeros(max(num_drafts + 1, len(chances)))
+        survival[: len(chances)] = chances[::-1].cumsum()[::-1] / chances.sum()
         self.survival = np.minimum.accumulate(survival[: num_drafts + 1])  # S_0 = 1, ..., S_K
         self.tokens = self.survival.cumsum()  # [K + 1] of a step with v drafts
         v, d = np.ogrid[: num_drafts + 1, : num_drafts + 1]
         below = np.append(self.survival[1:], 0)
-        law_of_d = np.where(d < v, self.survival - below, np.where(d == v, self.survival, 0.0))
-        self.transition = (1 - RESTART) * law_of_d  # [v, d]
+        chance_of_d = np.where(d < v, self.survival - below, np.where(d == v, self.survival, 0.0))
+        self.transition = (1 - RESTART) * chance_of_d  # [v, d]
         self.transition[:, 0] += RESTART
 
     def drafts_of(self, sizes: np.ndarray) -> np.ndarray:
         return (sizes - self.lead).clip(min=0)
 
     def stationary(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens per step [...] and law of d [..., K + 1] of tables sizes[..., K + 1]."""
+        """Tokens per step [...] and distribution of d [..., K + 1] of tables sizes[..., K + 1]."""
         drafts = self.drafts_of(sizes)
         step = self.transition[drafts]  # [..., d, next d]
         system = np.eye(step.shape[-1]) - step + 1

@@ -16,7 +16,6 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_mtpc.checkpoint import check_tensors
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import ServeConfigError
@@ -139,9 +138,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         return 0
 
     @classmethod
-    def check_head(cls, folder: Path, head: Any, target: ModelConfig, parallel: ParallelConfig) -> None:
-        """Check the head's files, and refuse a target or layout that it is not served on."""
-        check_tensors(folder, head)
+    def check_target(cls, folder: Path, head: Any, target: ModelConfig, parallel: ParallelConfig) -> None:
+        """Refuse a target or layout that the head is not served on."""
         if head.lora_layers:
             layers.check_target(folder, head, target)
 

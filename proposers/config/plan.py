@@ -1,22 +1,21 @@
 """How many auxiliary rows a pass carries at each batch size, and the KV blocks set aside for them.
 
-A *group* is a run of auxiliary rows that reads a request's first c tokens and itself. The two-pass proposer has one
-group per request, led by the token that was just chosen; the merged pass has one per number of drafts that may turn
-out to be accepted. Rows are limited by `max_aux_rows` over the whole batch: beyond what a machine computes for free
-every further row costs as much as a token, so larger batches draft less, and beyond the last size not at all.
-
-Everything here follows from the configuration alone, so that the scheduler's process and every worker agree on it.
+A *group* is a run of auxiliary rows that reads a request's first c tokens and itself. Two passes have one group per
+request, led by the token that was just chosen; the merged pass has one per number of drafts that may turn out to be
+accepted. `max_aux_rows` limits the rows of a whole batch: larger batches draft less, and beyond the last size not at
+all. Everything here follows from the configuration alone: the scheduler's process and every worker agree on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_mtpc.proposers.config.groups import drafts_of_rows, tables_by_batch
+from vllm_mtpc.proposers.config.groups import doubled, drafts_of_rows, tables_by_batch
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig
@@ -100,7 +99,7 @@ def two_pass_plan(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_r
     """
     full = num_drafts if head.variant == "o-ptp" else max(1, num_drafts - 1)
     buckets: list[Bucket] = []
-    for batch in _batches(max_num_seqs):
+    for batch in doubled(max_num_seqs):
         rows = min(full, max_aux_rows // batch - 1)
         if rows >= 1:
             buckets.append(Bucket(batch, (rows,)))
@@ -148,19 +147,6 @@ def most_drafts(bucket: Bucket | None, variant: str, leading: int) -> int:
     return rows + (variant != "o-ptp") if leading else int(drafts_of_rows(np.array(rows), variant))
 
 
-def _batches(max_num_seqs: int) -> list[int]:
-    sizes = [1]
-    while sizes[-1] < max_num_seqs:
-        sizes.append(min(2 * sizes[-1], max_num_seqs))
-    return sizes
-
-
 def _merged(buckets: list[Bucket]) -> tuple[Bucket, ...]:
     """Neighbours with the same groups as one."""
-    kept: list[Bucket] = []
-    for bucket in buckets:
-        if kept and kept[-1].sizes == bucket.sizes:
-            kept[-1] = bucket
-        else:
-            kept.append(bucket)
-    return tuple(kept)
+    return tuple(list(same)[-1] for _, same in groupby(buckets, key=lambda bucket: bucket.sizes))

@@ -12,7 +12,6 @@ from vllm.config.parallel import ParallelConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_mtpc.checkpoint.ptp import check_ptp
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.config.layers import context_parallel, how_to_v2, refuse
@@ -124,8 +123,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         return blocks
 
     @classmethod
-    def check_head(cls, folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:
-        check_ptp(folder, head)
+    def check_target(cls, folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:
         if parallel.pipeline_parallel_size > 1:
             raise ServeConfigError(
                 f"speculative_config: method 'ptp' with pipeline_parallel_size={parallel.pipeline_parallel_size}: "

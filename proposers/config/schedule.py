@@ -59,9 +59,9 @@ def default_schedule(
     measured: Collection[Sequence[float]], num_drafts: int, is_cpu: bool, load: float = 0.0
 ) -> Schedule:
     """The schedule of a user who gives none; `measured`: P(the first k drafts are all accepted), k = 1, 2, ..., at each
-    temperature there are figures of. load: multiplications of the head for one draft, by those of the target for a row.
+    temperature it was measured at. load: multiplications of the head for one draft, by those of the target for a row.
 
-    On a CPU the K of the most tokens per second by these figures and the costs above, on average over the temperatures;
+    On a CPU the K of the most tokens per second by this and the costs above, on average over the temperatures;
     0 where one of them would gain less than MARGIN. On a GPU GPU_ROWS and GPU_FEW_ROWS, which nobody has measured: a
     cautious guess that keeps the rows of a step so few that they are computed while weights are read.
     """
@@ -93,7 +93,7 @@ def in_words(ranges: Schedule | None, num_drafts: int, is_planned: bool = False)
 
 
 def as_served(measured: Mapping[str, Sequence[float]], ranges: Schedule, batch: int) -> dict[str, float]:
-    """Tokens/step that the figures of a head expect of its first drafts at a batch size, by temperature."""
+    """Tokens/step that a head is expected to give with its first drafts at a batch size, by temperature."""
     drafts = next(most for low, high, most in ranges if low <= batch <= high)
     return {name: 1 + sum(_survival(one, drafts)) for name, one in measured.items()}
 

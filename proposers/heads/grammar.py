@@ -2,18 +2,16 @@
 
 Algorithm (per structured request, on either model runner): a matcher of the grammar, compiled here once more by vLLM's
 own backend, follows the tokens the request has emitted. While drafts are drawn it masks log q(x_k | x_<k) with what may
-come next, follows the draft that was picked, and is rolled back when the last draft is there. What is drawn is what is
-scored: the verifier gets the masked law.
+come next, follows the draft that was picked, and is rolled back when the last draft is there. The verifier gets the
+masked distribution: what is drawn is what is scored.
 
-Why the verifier cannot do it: grammars live in the scheduler, which sees drafts when they are made. vLLM cuts them at
-the first one that the grammar forbids, and takes the token there from the target. That loses what follows, and for
-drafts that were drawn it biases the output: a draft that fails because the target gives it no probability must be
-replaced from the residual law, max(p - q, 0). A masked draft is never cut.
+The scheduler's grammars see drafts only when they are made. vLLM cuts them at the first forbidden one and takes the
+token there from the target. That loses what follows, and biases the output: a draft that fails because the target gives
+it no probability must be replaced from the residual distribution, max(p - q, 0). A masked draft is never cut.
 
-Every draft waits for the host, which has to know it before the next one's mask; steps without structured requests do
-not wait. Where no matcher can follow (a reasoning parser decides when the grammar begins, the matcher refuses a token)
-or `mask_drafts` is off, drafts are not masked, and each runner keeps the law in its own way (`v1/grammar.py`,
-`v2/grammar.py`).
+Every draft waits for the host; steps without structured requests do not. Where no matcher can follow (a reasoning
+parser decides when the grammar begins, the matcher refuses a token) or `mask_drafts` is off, drafts are not masked, and
+each runner keeps the distribution in its own way (`as_point` in v1/proposer.py, `v2/grammar.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from vllm.distributed import get_tp_group
@@ -39,20 +39,8 @@ def attempt(call: Callable[[], Made], folder: str) -> Made:
     raise GivenUp from None
 
 
-def release(device: torch.device) -> None:
+def release() -> None:
     """Give back what the head had allocated."""
     gc.collect()
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def restored(*namespaces: dict[str, Any]) -> Callable[[], None]:
-    """What puts these namespaces back to what they are now."""
-    before = [dict(one) for one in namespaces]
-
-    def restore() -> None:
-        for one, given in zip(namespaces, before, strict=True):
-            one.clear()
-            one.update(given)
-
-    return restore

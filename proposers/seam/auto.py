@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.proposers.config.switches import AUTO, is_on, logger, warn
+from vllm_mtpc.proposers.config.switches import AUTO, is_on, warn
 
-_MARK = "_mtpc_auto"  # attribute of EngineArgs: the head that was engaged, or None where it was given up
+MARK = "_mtpc_auto"  # attribute of EngineArgs: the head that was engaged, or None where it was given up
 
 
 def head_for(engine_args: Any, target: Any) -> Path | None:
@@ -21,7 +21,7 @@ def head_for(engine_args: Any, target: Any) -> Path | None:
     flags = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
     if target is None or not is_on(AUTO, "1") or any(getattr(engine_args, flag, None) is not None for flag in flags):
         return None
-    if getattr(engine_args, _MARK, True) is None or target.runner_type != "generate":
+    if getattr(engine_args, MARK, True) is None or target.runner_type != "generate":
         return None
     folder = _folder(target.model, target.revision)
     if folder is None or not os.path.isdir(folder / "mtpc"):
@@ -48,7 +48,7 @@ def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:
         return None
     finally:
         engine_args.speculative_config = None  # as the user gave it
-    setattr(engine_args, _MARK, head)
+    setattr(engine_args, MARK, head)
     return made
 
 
@@ -75,24 +75,6 @@ def check_memory(vllm_config: Any) -> None:
             f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs}, are more than the {usable / 2**30:.2f} GiB "
             "that vLLM may take of the device; lower --max-num-seqs"
         )
-
-
-def begin(engine_args: Any) -> None:
-    """A new configuration is made of these arguments: what was decided for another one is forgotten."""
-    vars(engine_args).pop(_MARK, None)
-
-
-def engaged(engine_args: Any) -> Path | None:
-    return getattr(engine_args, _MARK, None)
-
-
-def give_up(engine_args: Any) -> None:
-    """From now on these arguments stand for the target alone."""
-    setattr(engine_args, _MARK, None)
-
-
-def announce(head: Path, made: Any) -> None:
-    logger.info("The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off", head, made, AUTO)
 
 
 def _folder(model: str, revision: str | None) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any, Literal, get_args
 
 from vllm_mtpc import METHODS
 from vllm_mtpc.proposers.config import versions
+from vllm_mtpc.proposers.config.switches import AUTO, logger, warn
 from vllm_mtpc.proposers.seam import auto
 from vllm_mtpc.proposers.seam.patch import applied, apply, declared, patch, refuse_problems
-
-logger = logging.getLogger("vllm.mtpc")
 
 
 @patch(
@@ -77,31 +75,32 @@ def _create(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs
     why="refuse what cannot be served exactly, once the model runner is known",
 )
 def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    auto.begin(self)
+    vars(self).pop(auto.MARK, None)  # what was decided for another configuration of these arguments
     given = dict(vars(self))  # vLLM fills in what is not given
     try:
         vllm_config = original(self, *args, **kwargs)
         spec = vllm_config.speculative_config
         if getattr(spec, "method", None) in METHODS:
             spec.take_own_schedule()
-            if auto.engaged(self):
+            if spec.is_shipped:
                 auto.check_memory(vllm_config)
             spec.check_engine(vllm_config)
             name_our_classes(vllm_config)
             logger.info("%s", spec.drafts_in_words(vllm_config.use_v2_model_runner))
-        if head := auto.engaged(self):
-            auto.announce(head, spec)
+            if spec.is_shipped:
+                text = "The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off"
+                logger.info(text, spec.model_folder, spec, AUTO)
         return vllm_config
     except Exception as error:
-        head = auto.engaged(self)
+        head = getattr(self, auto.MARK, None)
         if head is None:
             if is_vllm_command():
                 end_in_one_line()
             raise
         vars(self).update(given)
-        auto.give_up(self)
+        setattr(self, auto.MARK, None)  # from now on these arguments stand for the target alone
         vllm_config = original(self, *args, **kwargs)  # raises where the head was not to blame
-        auto.warn(head, error)
+        warn(head, error)
         return vllm_config
 
 

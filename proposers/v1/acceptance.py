@@ -1,4 +1,4 @@
-"""How likely drafts are to be accepted: the head's figures at first, then what was observed.
+"""How likely drafts are to be accepted: the head's card at first, then what was observed.
 
 Two tables, each for greedy and for sampled requests. `rates[k]`: draft k is accepted where all before it were.
 `lifts[j]`: how much oftener than that when the circuit's confidence falls into bin j. Both are counts of what happened

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
@@ -29,8 +30,6 @@ from vllm_mtpc.proposers.heads.grammar import Grammars, Masks
 from vllm_mtpc.proposers.heads.load import load_served_head
 from vllm_mtpc.proposers.v1 import seeded
 from vllm_mtpc.proposers.v1.acceptance import GREEDY, SAMPLED, card_rates
-from vllm_mtpc.proposers.v1.early import most_drafts
-from vllm_mtpc.proposers.v1.grammar import as_point
 from vllm_mtpc.proposers.v1.survival import Confidence, Drafted, Survival
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
@@ -58,6 +57,38 @@ def _kinds(sampling_metadata: Any, batch: int) -> list[int]:
     if sampling_metadata.all_random:
         return [SAMPLED] * batch
     return [SAMPLED if one >= GREEDY_BELOW else GREEDY for one in sampling_metadata.temperature.tolist()]
+
+
+def _last_rows(emitted: list[int], verified: list[int]) -> torch.Tensor:
+    """Row of each request's last accepted token among the rows with logits, [B]."""
+    num_rows = torch.tensor(verified) + 1
+    return num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1
+
+
+def as_point(probs: torch.Tensor, rows: list[int], tokens: torch.Tensor) -> None:
+    """Make the distributions `rows` of probs [B, V] points at tokens [B], in place.
+
+    Drafts of structured requests that are not masked (heads/grammar.py) are the argmax and scored as such: where vLLM
+    cuts them then depends on nothing that was drawn, and the output keeps its distribution.
+    """
+    if rows:
+        probs[rows] = torch.nn.functional.one_hot(tokens[rows], probs.shape[1]).to(probs.dtype)
+
+
+def most_drafts(processors: Any) -> dict[int, int]:
+    """By row of the batch, the most drafts of a request that may not end yet; processors: the batch's, of vLLM.
+
+    vLLM forbids a text to end before it has `min_tokens`. At drafted positions it counts the drafts before them, but at
+    the token behind the last draft only what was there before the step: a step that passes `min_tokens` could not end
+    the text where plain vLLM could. With so few drafts that no step passes it, both counts agree.
+    """
+    return {
+        row: max(min_tokens - len(said) - 1, 0)
+        for processor in processors.non_argmax_invariant
+        if isinstance(processor, MinTokensLogitsProcessor)
+        for row, (min_tokens, said, stops, *_) in processor.min_toks.items()
+        if stops and len(said) < min_tokens
+    }
 
 
 class MtpcProposer:
@@ -108,21 +139,31 @@ class MtpcProposer:
     ) -> list[list[int]]:
         """Drafts per request ([] for an unfinished prompt); leaves their probabilities with the runner."""
         names, emitted = runner.input_batch.req_ids, [len(tokens) for tokens in sampled_token_ids]
-        verified = spec_decode_metadata.num_draft_tokens if spec_decode_metadata is not None else [0] * len(emitted)
+        verified = [0] * len(emitted) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         rows = len(emitted) + sum(verified)
         is_plain = not scheduler_output.scheduled_new_reqs and scheduler_output.total_num_scheduled_tokens == rows
         self.cut["budget"] += self.survival.begin(names, verified, emitted, is_plain)
         started = time.perf_counter()
-        drafts, drafted = self._draft(
-            runner,
-            sampled_token_ids,
-            sampling_metadata,
-            sample_hidden_states,
-            spec_decode_metadata,
-            scheduler_output.num_spec_tokens_to_schedule,
-        )
+        runner._draft_probs = runner._draft_prob_req_ids = None
+        kind = _kinds(sampling_metadata, len(emitted))
+        num_sampled, most = kind.count(SAMPLED), scheduler_output.num_spec_tokens_to_schedule  # by the user's schedule
+        num_drafts, least = self.survival.plan(len(kind) - num_sampled, num_sampled, most)
+        self.cut["schedule"] += (self.num_drafts - num_drafts) * len(kind)
+        drafts, drafted = [[] for _ in emitted], None
+        if num_drafts:
+            hidden = sample_hidden_states[_last_rows(emitted, verified)]  # [B, D]
+            drafts, ended = self._draft(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
+            confidence, kinds = self.confidence.of(len(kind), num_drafts), np.array(kind)
+            likely = self.survival.lengths(confidence, kinds, least)
+            self.cut["survival"] += sum(num_drafts - length for length in likely)
+            early = most_drafts(sampling_metadata.logitsprocs)
+            drafts = [
+                one[: min(likely[row], ended.get(row, num_drafts), early.get(row, num_drafts))] if emitted[row] else []
+                for row, one in enumerate(drafts)
+            ]
+            drafted = Drafted(kinds, confidence, {name: row for row, name in enumerate(names)}, list(map(len, drafts)))
         seconds = time.perf_counter() - started
-        if drafted is not None and self.is_debug:
+        if num_drafts and self.is_debug:
             check_ranks(drafts)
         self.survival.end(names, drafted, seconds)
         return drafts
@@ -132,54 +173,23 @@ class MtpcProposer:
         runner: Any,
         sampled_token_ids: list[list[int]],
         sampling_metadata: Any,
-        sample_hidden_states: torch.Tensor,
-        spec_decode_metadata: Any,
-        num_scheduled: int,  # drafts the user's schedule allows at this batch size
-    ) -> tuple[list[list[int]], Drafted | None]:
-        """The drafts, and what is to be known when they were verified; None where the head was not run."""
-        runner._draft_probs = runner._draft_prob_req_ids = None
-        batch = len(sampled_token_ids)
-        kind = _kinds(sampling_metadata, batch)
-        num_sampled = kind.count(SAMPLED)
-        num_drafts, least = self.survival.plan(batch - num_sampled, num_sampled, num_scheduled)
-        self.cut["schedule"] += (self.num_drafts - num_drafts) * batch
-        if num_drafts == 0:
-            return [[] for _ in sampled_token_ids], None
-        hidden = sample_hidden_states[self._last_rows(sampled_token_ids, spec_decode_metadata)]  # [B, D]
+        hidden: torch.Tensor,  # [B, D]
+        num_drafts: int,
+    ) -> tuple[list[list[int]], dict[int, int]]:
+        """All drafts [B, K], and by row where a grammar ends them."""
+        batch, names = len(sampled_token_ids), runner.input_batch.req_ids
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
-        masks = self.grammars.masks(runner.requests, runner.input_batch.req_ids, sampled_token_ids)
+        masks = self.grammars.masks(runner.requests, names, sampled_token_ids)
         if self.is_probabilistic and not sampling_metadata.all_greedy:
             pick = self._drawing(num_drafts, sampled_token_ids, sampling_metadata, masks, seeded.couples(runner))
-            runner._draft_probs = self.draft_probs[:batch]
-            runner._draft_prob_req_ids = runner.input_batch.req_ids.copy()
+            runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
         else:
             pick = self._argmax
         params = self.model.draft_params(hidden, first, num_drafts)
         program, shard = self.model.circuit.program, self.model.leaf_shard
         drafts = naive.draft(program, *params, masks.around(pick), shard=shard).tolist()
         masks.rewind()
-        confidence, kinds = self.confidence.of(batch, num_drafts), np.array(kind)
-        lengths = self.survival.lengths(confidence, kinds, least)
-        early = most_drafts(sampling_metadata.logitsprocs)
-        kept = [
-            drafts[row][: min(lengths[row], masks.lengths.get(row, num_drafts), early.get(row, num_drafts))]
-            if tokens
-            else []
-            for row, tokens in enumerate(sampled_token_ids)
-        ]
-        rows = {name: row for row, name in enumerate(runner.input_batch.req_ids)}
-        drafted = Drafted(kinds, confidence, rows, [len(one) for one in kept])
-        self.cut["survival"] += sum(num_drafts - length for length in lengths)
-        return kept, drafted
-
-    @staticmethod
-    def _last_rows(sampled_token_ids: list[list[int]], spec_decode_metadata: Any) -> torch.Tensor:
-        """Row of each request's last accepted token among the rows with logits, [B]."""
-        if spec_decode_metadata is None:
-            return torch.arange(len(sampled_token_ids))
-        num_rows = torch.tensor(spec_decode_metadata.num_draft_tokens) + 1
-        num_kept = torch.tensor([max(len(tokens), 1) for tokens in sampled_token_ids])
-        return num_rows.cumsum(0) - num_rows + num_kept - 1
+        return drafts, masks.lengths
 
     def _argmax(self, log_q: torch.Tensor, k: int) -> torch.Tensor:
         """Draft k [B] of greedy drafting."""
@@ -194,7 +204,7 @@ class MtpcProposer:
         masks: Masks,
         couples: bool,
     ) -> naive.Pick:
-        """What draws a draft [B] at each request's temperature, and leaves the law it comes from in draft_probs[:B].
+        """What draws a draft [B] at each request's temperature, and leaves what it comes from in draft_probs[:B].
 
         couples: requests with a seed are drawn for with the numbers that the target's tokens will be drawn with.
         """

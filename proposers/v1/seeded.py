@@ -5,7 +5,7 @@ it. So the numbers of the next tokens can be read ahead and put back: drafts are
 a drafted row is drawn with the same (as in `v2/seeded.py`), and the generator is moved on by as many as were kept.
 
 On other devices V1 draws noise of the vocabulary's size per token, and what a step kept is known when it is over; there
-a seed promises the law alone.
+a seed promises the distribution alone.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ShippedProposer(MtpcProposer):
             self.is_idle = True
             for name in ("model", "draft_probs", "noise"):
                 vars(self).pop(name, None)
-            shipped.release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            shipped.release()
 
     def propose_drafts(self, runner: Any, sampled_token_ids: list[list[int]], *args: Any) -> list[list[int]]:
         if not self.is_idle:

@@ -2,18 +2,15 @@
 
 Before a batch is drafted for, the number K of drafts is chosen that gives the most tokens per second, by the acceptance
 that was observed (`acceptance.py`) and the seconds that steps and drafts took (`costs.py`); with 0 the head is not run.
-Behind the head, drafts are cut that are less likely to be reached and accepted than their row is worth: a row pays when
-it gives more tokens than its time gives elsewhere, survival >= seconds of a row x tokens per second.
+Behind the head, drafts are cut whose survival is less than the seconds of their row x tokens per second.
 
-The chance of draft k is read off its conditional q_k(. | x_<k) before the token is drawn: max_v q for an argmax,
-sqrt(sum_v q(v)^2), between the chance that two draws agree and 1, for a draw; what such a confidence is worth is
-learnt. The cut never looks at draft k to decide whether draft k stays. Looking would keep tokens because of what they
-are, and the verifier, which takes them for draws from q, would hand out more of them than the target does.
+The chance of draft k is read off its conditional before the token is drawn: max_v q for an argmax, sqrt(sum_v q(v)^2)
+for a draw; what such a confidence is worth is learnt. The cut never looks at draft k: that would keep tokens because of
+what they are, and the verifier, which takes them for draws from q, would hand out more of them than the target does.
 
-Batches of about one size, all greedy or not, share what was learnt of costs: a row of a batch of 16 costs other than
-one of a single request, and a greedy one needs no distribution. So that nothing is believed for ever, a step now and
-then does what the plan does not (all drafts, none, or a few), as often as what is believed to be lost by it stays a
-small share of the time.
+Batches of about one size, all greedy or not, share what was learnt of costs. So that nothing is believed for ever, a
+step now and then does what the plan does not (all drafts, none, or a few), as often as what is believed to be lost by
+it stays a small share of the time.
 """
 
 from __future__ import annotations

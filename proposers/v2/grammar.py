@@ -1,19 +1,16 @@
-"""Drafts under a grammar on Model Runner V2: masked with it, or verified so that the output keeps the target's law.
+"""Drafts under a grammar on Model Runner V2: masked with it, or verified so that the output keeps its distribution.
 
-Masked (`proposers/grammar.py`). Grammars live on the host, and drafts are drawn on the device right behind the target's
-step. So the batch is drafted for as ever, in one launch; then the host reads what structured requests have emitted, and
-drafts for them once more, one draft after the other, each masked and drawn from the same noise as in the launch.
-`draft_logits` get the masked conditionals: what is scored is drawn from. The wait costs little beside vLLM's own: with
-asynchronous scheduling it samples a structured step once the host has the tokens of the step before, and no sooner.
+Masked (`heads/grammar.py`): the batch is drafted for as ever, in one launch; then the host reads what structured
+requests have emitted, and drafts for them once more, one draft after the other, each masked and drawn from the same
+noise. `draft_logits` get the masked conditionals. The wait costs little beside vLLM's own: with asynchronous scheduling
+it samples a structured step once the host has the tokens of the step before.
 
-Not masked (`mask_drafts: false`, a reasoning parser). vLLM 0.32 marks the first forbidden draft and all behind it as
--1, and takes the token in the first one's place from the target's law p. That is biased: the draft came from q, it is
-rejected because p is 0 there, so the token must come from the residual law, max(p - q, 0). (PTP's drafts and argmax
-drafts are not concerned: they have no q.) Here the first forbidden draft is verified like any other: its row is masked
-with the grammar, so it is never accepted. What is behind it, whose rows are not masked, stays -1 and is not reached.
-
-With synchronous scheduling vLLM does not schedule forbidden drafts at all, which comes to the same bias; the seam
-(`seam/scheduler.py`) keeps the first one.
+Not masked (`mask_drafts: false`, a reasoning parser): vLLM 0.32 marks the first forbidden draft and all behind it as
+-1, and takes the token in the first one's place from the target's distribution p. That is biased: the draft came from
+q, it is rejected because p is 0 there, so the token must come from max(p - q, 0). (PTP's drafts and argmax drafts have
+no q.) Here the first forbidden draft is verified like any other: its row is masked with the grammar, so it is never
+accepted. What is behind it stays -1 and is not reached. With synchronous scheduling vLLM does not schedule forbidden
+drafts at all, the same bias; `seam/scheduler.py` keeps the first one.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ def behind_the_first(invalid: Tensor) -> Tensor:
 
 
 class ResidualRejectionSampler(RejectionSampler):
-    """vLLM's verification, in which a forbidden draft is replaced from the residual law."""
+    """vLLM's verification, in which a forbidden draft is replaced from the residual distribution."""
 
     def __call__(
         self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None

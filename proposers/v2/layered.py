@@ -1,15 +1,10 @@
 """MtPC drafts from heads behind LoRA draft layers, on vLLM's Model Runner V2.
 
-Algorithm (after every target pass, over all rows of its batch): the residual stream that entered the target's layer
-L - K, which the target hands out beside its last states (vLLM's auxiliary hidden states), goes through the draft
-layers (`draft_layers.py`); they write and read a KV cache of their own at the target's slots, with the attention
-metadata of the target's pass. What leaves the final norm takes the place of the target's states for the head.
-
-Differences from MtpcSpeculator:
-  * A model pass of K layers over the target's own rows, prompt chunks and drafts alike, also in steps that draft
-    nothing: every position a later step may attend to has been written.
-  * Rows of rejected drafts write states that are wrong, at positions which the next step writes again before it reads.
-  * No lookahead slots, no metadata of its own, no host synchronisation.
+After every target pass, over all rows of its batch (prompt chunks too, also in steps that draft nothing: a later step
+may attend to them), the residual stream that entered the target's layer L - K (vLLM's auxiliary hidden states) goes
+through the draft layers (`draft_layers.py`). They write and read a KV cache of their own at the target's slots, with
+the metadata of the target's pass. What leaves the final norm takes the place of the target's states for the head. Rows
+of rejected drafts write states that are wrong, at positions which the next step writes again before it reads.
 """
 
 from __future__ import annotations

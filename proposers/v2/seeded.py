@@ -1,19 +1,16 @@
 """Verification by coupling: a request with a seed has the text that plain vLLM writes, whatever is drafted.
 
 Algorithm: without drafts vLLM draws the token behind position i as the argmax over v of log p(v) + g(seed, i, v), with
-p the processed law and g Gumbel noise hashed from its arguments. A coupled request's token at every verified row is
-drawn in just that way, by vLLM's own function; drafts are kept while they equal it. Its drafts are the argmax of
+p the processed distribution and g Gumbel noise hashed from its arguments. A coupled request's token at every verified
+row is drawn in that way, by vLLM's own function; drafts are kept while they equal it. Its drafts are the argmax of
 log q(v) + g(seed, i, v), the *same* noise, and so equal the target's token with probability at least
 (1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024, Gumbel coupling); rejection keeps 1 - TV(p, q).
 
-Differences from vLLM's RejectionSampler:
-  * The text depends on no draft: not on where steps begin, the schedule, budgets, cuts, preemption or the batch.
-  * `draft_logits` are not read, and there is no recovered and no bonus token.
+The text depends on no draft: not on where steps begin, the schedule, budgets, cuts, preemption or the batch.
 Requests that are not coupled are verified by rejection beside it. Which request is which lies on the device, with its
 seed; their drafts take noise of another stream (DRAFTING), which rejection needs.
 
-`verify` in speculative_config: None couples requests with a seed, "coupled" every one, "rejection" none. They come in
-through the runner's offered seam, `ModelState.custom_sampler` (`with_verification`).
+`verify` in speculative_config: None couples requests with a seed, "coupled" every one, "rejection" none.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ from vllm_mtpc.proposers.v2.stepped import SteppedRejectionSampler, needs_fresh_
 
 # Added to a draft's position: its noise is none that verification looks at. vLLM's own drafts add the same.
 DRAFTING = 1 << 30
-
 
 Verify = Literal["coupled", "rejection"] | None
 
@@ -73,6 +69,24 @@ class CoupledStates(SamplingStates):
 class Coupling(RejectionSampler):
     """A rejection sampler, mixed in before another one, which verifies coupled requests by comparison."""
 
+    def is_coupled(self, slots: np.ndarray) -> np.ndarray:
+        """Which of the requests in slots [R] are."""
+        return self.sampler.sampling_states.stream.np[slots] == 0
+
+    def tokens_of(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
+        """Tokens [T] of processed logits [T, V] at positions [T] in request slots [T], as vLLM says without drafts."""
+        states = self.sampler.sampling_states
+        return gumbel_sample(  # as Sampler._sample_random calls it
+            processed_logits,
+            slots,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            pos,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )
+
     def _verify(
         self,
         logits: Tensor,  # [T, V]
@@ -89,32 +103,21 @@ class Coupling(RejectionSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Processed logits [T, V], tokens [R, K + 1] int64, number of tokens [R] int32."""
-        states = self.sampler.sampling_states
-        is_coupled = states.stream.np[idx_mapping_np] == 0
-        rows = (draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping)
+        """Processed logits [T, V], tokens [R, K + 1] int64 (-1 behind the last), number of tokens [R] int32."""
+        is_coupled, others = self.is_coupled(idx_mapping_np), None
         more = (expanded_local_pos, seq_lens_upper_bound_np)
         if not is_coupled.all():
-            given = (*rows, *more, verify_draft_sampled, *args)
-            processed_logits, sampled, num_sampled = super()._verify(logits, draft_logits, *given, **kwargs)
-            others = (states.stream.gpu[idx_mapping] == 0, sampled, num_sampled)
+            rows = (draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more)
+            found = super()._verify(logits, draft_logits, *rows, verify_draft_sampled, *args, **kwargs)
+            if not is_coupled.any():
+                return found
+            processed_logits, others = found[0], (self.sampler.sampling_states.stream.gpu[idx_mapping] == 0, *found[1:])
         else:
             given = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, *more)
-            processed_logits, others = self.sampler.apply_sampling_params(logits, *given), None
-        if is_coupled.any():
-            tokens = gumbel_sample(  # as Sampler._sample_random calls it
-                processed_logits,
-                expanded_idx_mapping,
-                states.temperature.gpu,
-                states.seeds.gpu,
-                pos,
-                apply_temperature=False,
-                is_drafting=False,
-                use_fp64=self.sampler.use_fp64_gumbel,
-            )
-            width = self.num_speculative_steps + 1
-            sampled, num_sampled = accept(tokens, verify_draft_sampled, cu_num_logits, width, others)
-        return processed_logits, sampled, num_sampled
+            processed_logits = self.sampler.apply_sampling_params(logits, *given)
+        tokens = self.tokens_of(processed_logits, expanded_idx_mapping, pos)
+        width = self.num_speculative_steps + 1
+        return processed_logits, *accept(tokens, verify_draft_sampled, cu_num_logits, width, others)
 
 
 class CoupledResidualSampler(Coupling, ResidualRejectionSampler):
@@ -136,19 +139,35 @@ def with_verification(
     is_stepped = needs_fresh_noise(spec_config) and not keys_noise_by_draft()
     kind = CoupledSteppedSampler if is_stepped else CoupledResidualSampler
 
-    class VerifyingModelState(base):
+    def make(sampler: Sampler) -> tuple[Sampler, RejectionSampler]:
+        warm_up(spec_config.num_speculative_tokens + 1, device)
+        on_states(CoupledStates.of(sampler.sampling_states, spec_config.verify))
+        return sampler, kind(sampler, spec_config, device)
+
+    def refuse(name: str) -> None:
+        if is_stepped or spec_config.verify == "coupled":
+            raise ServeConfigError(
+                f"verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification with {name}: only "
+                "vLLM's plain Sampler can be given such a verifier; drop these options"
+            )
+
+    return with_samplers(base, make, refuse)
+
+
+def with_samplers(
+    base: type, make: Callable[[Sampler], tuple[Sampler, RejectionSampler]], refuse: Callable[[str], None]
+) -> type:
+    """`base`, a ModelState class, whose `custom_sampler` hands the runner what `make` makes of vLLM's plain sampler.
+
+    Where another sampler is in use it stays, unless `refuse` raises at its name.
+    """
+
+    class ModelStateWithSamplers(base):
         def custom_sampler(self, sampler: Any) -> Any:
             own = super().custom_sampler(sampler)
-            if own is not None or type(sampler) is not Sampler:
-                if is_stepped or spec_config.verify == "coupled":
-                    name = type(sampler if own is None else own[0]).__name__
-                    raise ServeConfigError(
-                        f"verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification with {name}"
-                        ": only vLLM's plain Sampler can be given such a verifier; drop these options"
-                    )
-                return own
-            warm_up(spec_config.num_speculative_tokens + 1, device)
-            on_states(CoupledStates.of(sampler.sampling_states, spec_config.verify))
-            return sampler, kind(sampler, spec_config, device)
+            if own is None and type(sampler) is Sampler:
+                return make(sampler)
+            refuse(type(sampler if own is None else own[0]).__name__)
+            return own
 
-    return VerifyingModelState
+    return ModelStateWithSamplers

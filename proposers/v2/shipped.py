@@ -59,16 +59,18 @@ def guard(runner: Any) -> None:
         call = getattr(speculator, name)
 
         def attempted(*args: Any, **kwargs: Any) -> Any:
-            held = vars(args[0]) if name == "load_model" else {}  # the target's model, of which a head may take hold
-            restore = shipped.restored(held, config.compilation_config.static_forward_context)
+            # what a head may take hold of while it is loaded: the target's model, vLLM's table of layers
+            holders = [vars(args[0]), config.compilation_config.static_forward_context] if name == "load_model" else []
+            before = [dict(holder) for holder in holders]
             try:
                 return shipped.attempt(lambda: call(*args, **kwargs), config.speculative_config.model_folder)
             except shipped.GivenUp:
-                if name == "load_model":
-                    restore()
+                for holder, given in zip(holders, before, strict=True):
+                    holder.clear()
+                    holder.update(given)
                 vars(speculator).clear()
                 runner.speculator = IdleSpeculator(config, runner.device)
-                shipped.release(runner.device)
+                shipped.release()
                 return getattr(runner.speculator, name)(*args, **kwargs)
 
         return attempted

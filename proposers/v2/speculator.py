@@ -1,13 +1,11 @@
 """MtPC drafts on vLLM's Model Runner V2.
 
-Algorithm (per request, after every target pass): gather the target's post-norm hidden state at the
-last accepted token; turn it into a circuit over the n tokens that follow; observe x_1, the token the
-target itself chose; draw x_2 .. x_{1+K} one after the other from the exact conditionals
-q(x_k | x_<k), with noise of vLLM's drafting stream; leave log q in `draft_logits`, from which vLLM's
-rejection sampler recomputes the law the draft was drawn from. (Requests with a seed take the target's own
-noise: `seeded.py`.) What follows the head's logits is `kernels.draft`: one launch where the vocabulary is
-small. It fills `draft_token_confidence_probs` too, from the conditionals alone and never from the drawn
-tokens, so lengths chosen by it keep the output's law.
+Algorithm (per request, after every target pass): gather the target's post-norm hidden state at the last accepted token;
+turn it into a circuit over the n tokens that follow; observe x_1, the token the target itself chose; draw the drafts
+one after the other from the exact conditionals q(x_k | x_<k), with noise of vLLM's drafting stream (requests with a
+seed take the target's own: `seeded.py`); leave log q in `draft_logits`, from which vLLM's rejection sampler scores the
+drafts. What follows the head's logits is `kernels.draft`. It fills `draft_token_confidence_probs` too, from the
+conditionals alone and never from the drawn tokens, so lengths chosen by it keep the output's distribution.
 
 Differences from DraftModelSpeculator:
   * No model pass, no attention, no KV cache: the head reads the target's own hidden state.
@@ -15,9 +13,8 @@ Differences from DraftModelSpeculator:
   * `draft_logits` have the head's dtype, and drafts are drawn from them as rounded: what is scored is drawn from.
   * Confidences are the circuit's own; vLLM's acceptance estimator is not used.
 
-Shapes depend on the number of requests and of drafts only, and there is no host synchronisation. `_draft` is
-what a CUDA graph holds (`graphs.py`): it reads and writes buffers made at load time. Large batches are drafted
-in goes of as many rows as `vllm_mtpc.heads.memory` allows.
+Shapes depend on the number of requests and of drafts only, and there is no host synchronisation. `_draft` is what a
+CUDA graph holds (`graphs.py`). Large batches are drafted in goes of as many rows as `vllm_mtpc.heads.memory` allows.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Noise that no earlier step has looked at, where what is verified depends on more than the next token.
 
-vLLM 0.32 keys the noise of a token by the request's seed and the token's position. A draft that is thrown away is drawn
-again from the same noise in the next step. The standard rule may do so: it stops at the first rejection and has not
-looked at anything behind it. Block verification has (how much of a block is kept depends on its last draft), and so has
-adaptive verification (a budget follows from the last step's confidences, which follow from its drafts); what is kept is
-then no longer the target's law.
+vLLM 0.32 keys the noise of a token by the request's seed and the token's position; a draft that is thrown away is drawn
+again from the same noise. The standard rule may do so: it has not looked at anything behind the first rejection. Block
+verification has (how much of a block is kept depends on its last draft), and adaptive verification has (a budget
+follows from the last step's confidences); what is kept then no longer has the target's distribution.
 
-Here the seed of a step is seed XOR (position of the step's first row << 32), for drafting, acceptance and resampling
-alike. A request's steps start at different positions, so no noise is used twice; the position is the request's own, so
-nothing depends on its batch. (Coupled requests look at one noise per position only: `seeded.py`.)
-
-vLLM 0.33 does the same in other words where it verifies blocks: the seed is XORed with the number of the draft << 32,
-and position and number give the step. There only our drafts, in which vLLM has no part, take a step's seeds: XORed with
-both, position 4 as draft 1 and position 5 as draft 0 would meet again (5 XOR 0 = 4 XOR 1).
+Here the seed of a step is seed XOR (position of the step's first row << 32), for drafting, acceptance and resampling. A
+request's steps start at different positions, so no noise is used twice. vLLM 0.33 does the same where it verifies
+blocks: it XORs the draft's number << 32, and position and number give the step. There only our drafts, in which vLLM
+has no part, take a step's seeds: with both, position 4 as draft 1 and 5 as draft 0 would meet (5 XOR 0 = 4 XOR 1).
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ def script(monkeypatch: pytest.MonkeyPatch):
     def launched(engine, texts, log, environment):
         return module.engines_made.start(fakes.decoding(log.stem))
 
-    def measured(client, texts, setting):
+    def measured(self, setting):
         return fakes.measured(setting, 1.0, module.wrong_served, first_token_seconds=0.01, token_seconds=0.001)
 
     monkeypatch.setattr(offline, "launched", launched)
     monkeypatch.setattr(serve, "server", lambda words, log: contextlib.nullcontext())
-    monkeypatch.setattr(serve, "measure", measured)
+    monkeypatch.setattr(serve.Served, "measure", measured)
     monkeypatch.setattr(prompts, "held_out", lambda count: ["prompt"] * count)
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)  # this process keeps its own handlers

@@ -47,7 +47,7 @@ def test_ways_that_differ_are_refused(key: str, wrong: float) -> None:
 
 
 def test_a_chunk_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: the trainer leaves out all chunks but the first."""
+    """Injected fault: the trainer leaves out all chunks but the first."""
     from vllm_mtpc.train import losses
 
     right = losses.step_loss

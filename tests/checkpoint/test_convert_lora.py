@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.hf import Target
 
 torch.set_num_threads(1)
 V, D = 7, 8
@@ -78,8 +78,7 @@ def test_draft_layers_give_the_states_of_the_adapted_model(tmp_path, layers):
     check_tensors(out, config)
     assert (code, config.lora_layers) == (0, len(layers))
     plain = llama()
-    target = SimpleNamespace(model=plain, backbone=plain.model, name="llama", device=torch.device("cpu"))
-    target.attention = "torch"
+    target = Target("llama", plain, None, plain.model, plain.lm_head, "torch")
     draft = DraftLayers.load(out, target)
     tokens = torch.arange(V)[None]
     with torch.no_grad():

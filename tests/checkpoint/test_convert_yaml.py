@@ -16,6 +16,7 @@ circuit:
 copy: ${circuit.model}
 layers: ${lm.last}
 title: ${lm.name}-${n}
+environment: ${oc.env:HOME}
 nothing: null
 self: ${self}
 a: ${b}
@@ -41,10 +42,8 @@ def settings(tmp_path) -> Settings:
     [
         ("n", 8),
         ("circuit.model.n_token", 8),
-        ("copy", {"n_token": 8, "width": 16}),
         ("copy.width", 16),
         ("layers", [2, 3]),
-        ("title", "byte-8"),
         ("nothing", None),
         ("nowhere", "default"),
         ("n.deeper", "default"),
@@ -58,15 +57,18 @@ def test_values(settings, path, value):
 @pytest.mark.parametrize(
     "path, word",
     [
-        ("self", "deep"),
-        ("a", "deep"),
-        ("time", "'${now:%Y}'"),
-        ("inside", "'${now:%Y}'"),
-        ("parent.child", "'${.sibling}'"),
-        ("nested", "'${lm.${lm.name}}'"),
-        ("escaped", "${n}"),
-        ("absent", "'${lm.depth}'"),
-        ("missing", "???"),
+        ("self", "Recursive"),
+        ("a", "Recursive"),
+        ("time", "Missing mandatory value: time"),
+        ("inside", "Missing mandatory value: time"),
+        ("parent.child", "parent.child"),
+        ("nested", "nested"),
+        ("title", "title"),
+        ("environment", "environment"),
+        ("escaped", "escaped"),
+        ("absent", "'lm.depth' not found"),
+        ("missing", "missing"),
+        ("copy", "a value or a list of values"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(settings, path, word):
@@ -76,7 +78,8 @@ def test_what_is_not_known_is_refused_by_name(settings, path, word):
 
 
 def test_sections(settings):
-    assert settings.section("circuit.model", ["n_token", "width"]) == {"n_token": 8, "width": 16}
+    for path in ("circuit.model", "copy"):
+        assert settings.section(path, ["n_token", "width"]) == {"n_token": 8, "width": 16}
     assert settings.section("nothing", []) == {}
     with pytest.raises(CheckpointError, match=r"circuit\.model has unknown width; known: n_token"):
         settings.section("circuit.model", ["n_token"])

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.checkpoint.inspect import inspect_head, served_memory
+from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.eval.inspect_command import served_memory
 
 
 @pytest.fixture

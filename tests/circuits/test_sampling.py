@@ -1,4 +1,4 @@
-"""Draws against the enumerated law by chi-square, with a planted bias that the same test must catch."""
+"""Draws against the enumerated law by chi-square, with an injected bias that the same test must catch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 DRAWS = 20_000
 # Seeds are fixed, so a result never changes by chance. A right sampler gives p below this once in 10 000 seeds; the
-# planted biases below must stay far under it.
+# injected biases below must stay far under it.
 SIGNIFICANCE, CAUGHT = 1e-4, 1e-12
 
 MIXTURES = [name for name in CIRCUITS if circuit_class(name).max_components > 1]
@@ -46,7 +46,7 @@ def counts_of(tokens: torch.Tensor, vocab: int) -> np.ndarray:
 
 
 def forgetful(circuit: Circuit) -> Circuit:
-    """The planted bias: observed tokens never reach the weights."""
+    """The injected bias: observed tokens never reach the weights."""
     advance = circuit.advance
     circuit.advance = lambda params, state, k, evidence: advance(params, state, k, torch.zeros_like(evidence))
     return circuit

@@ -159,7 +159,7 @@ def test_a_neighbour_changes_nothing() -> None:
 
 
 def test_the_leak_test_notices_a_leak() -> None:
-    """Planted fault: two documents of a row under one number."""
+    """Injected fault: two documents of a row under one number."""
     documents = trained(6, 6)
     rows, _ = pack(documents, 12, 4, 0)
     assert rows.document.tolist() == [[0] * 6 + [1] * 6]

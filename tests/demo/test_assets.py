@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, resolve_verifier
-from vllm_mtpc.checkpoint.ptp import load_ptp
-from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.checkpoint.ptp import load_ptp, load_student
 from vllm_mtpc.hf import load_target
 
 MAX_BYTES = 24_000_000
@@ -94,7 +93,7 @@ def test_ptp_heads_fit_their_target_and_read_u(name):
     verifier = config.speculators_config.verifier.name_or_path
     assert resolve_verifier(demo.path(name), verifier) == str(demo.path("target"))
     assert len(config.accepted) == 8
-    student = Student.load(demo.path(name), load_target(demo.path("target"), torch.float32))
+    student = load_student(demo.path(name), load_target(demo.path("target"), torch.float32))
     read = student.prefix(torch.tensor([list(b"import ")]))
     zero = torch.zeros(1, dtype=torch.long)
     assert student.aux(read, zero, zero + 6, torch.full((1, 8), 0.25)).shape == (1, 8, config.hidden_size)

@@ -32,7 +32,7 @@ def test_a_shipped_head_drafts_and_a_broken_one_does_not_matter(runner: str, tmp
         "plain": engine(demo.path("target")),
         "shipping": engine(shipping),
         "broken": engine(broken),
-        "failing": replace(engine(shipping), plant="does_not_load"),  # once a worker runs
+        "failing": replace(engine(shipping), injected="does_not_load"),  # once a worker runs
     }
     replies = run(engines, runner, runner == "v2", MTPC_AUTO="1")
     for name, reply in replies.items():

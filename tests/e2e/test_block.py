@@ -16,10 +16,10 @@ from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 PROMPT = list(b"def read(path):\n    ")
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
 SAMPLED = {"temperature": 1.0, "seed": 3, "ignore_eos": True, "max_tokens": 12}
-COUNT = 2000  # the planted fault shifts the third token by 0.084; this many draws allow 0.04
+COUNT = 2000  # the injected fault shifts the third token by 0.084; this many draws allow 0.04
 
 
-def engine(plant: str, method: str, verify: str | None) -> Engine:
+def engine(injected: str, method: str, verify: str | None) -> Engine:
     given = {
         "method": "mtpc",
         "model": str(demo.path("btree")),
@@ -29,7 +29,7 @@ def engine(plant: str, method: str, verify: str | None) -> Engine:
     }
     calls = [Call([PROMPT, PROMPT[:9]], [GREEDY] * 2), Call([PROMPT, PROMPT[:9]], [SAMPLED, {**SAMPLED, "seed": 4}])]
     calls.append(Call([PROMPT], [SAMPLED]))
-    return Engine(str(demo.path("target")), calls, {"speculative_config": given, "max_model_len": 96}, plant)
+    return Engine(str(demo.path("target")), calls, {"speculative_config": given, "max_model_len": 96}, injected)
 
 
 @pytest.fixture(scope="module")

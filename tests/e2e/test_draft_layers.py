@@ -97,14 +97,14 @@ class Reader:
         return tokens[len(prompt) :]
 
 
-def engine(folder: Path, head: str | None = None, plant: str | None = None, calls: list[Call] = CALLS) -> Engine:
+def engine(folder: Path, head: str | None = None, injected: str | None = None, calls: list[Call] = CALLS) -> Engine:
     options = {}
     if head:
         options = {
             "num_gpu_blocks_override": FEW,
             "speculative_config": {"method": "mtpc", "model": str(folder / head)},
         }
-    return Engine(str(folder / "target"), calls, {**SMALL, **options}, plant)
+    return Engine(str(folder / "target"), calls, {**SMALL, **options}, injected)
 
 
 def replies(engines: dict[str, Engine]) -> dict[str, list[Reply]]:

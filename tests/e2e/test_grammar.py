@@ -63,7 +63,7 @@ def calls() -> dict[str, Call]:
     }
 
 
-def engine(plant: str | None = None, drafts: bool = True, **options: object) -> Engine:
+def engine(injected: str | None = None, drafts: bool = True, **options: object) -> Engine:
     every = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
     spec = {"method": "mtpc", "model": str(demo.path("btree")), **every}
     arguments = {
@@ -72,7 +72,7 @@ def engine(plant: str | None = None, drafts: bool = True, **options: object) -> 
         "max_num_seqs": 12,  # all at once: interpreted, a step takes as long for few
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
-    return Engine(str(demo.path("target")), list(calls().values()), arguments, plant)
+    return Engine(str(demo.path("target")), list(calls().values()), arguments, injected)
 
 
 @pytest.fixture(scope="module", params=RUNNERS)

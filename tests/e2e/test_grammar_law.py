@@ -23,9 +23,9 @@ VOCAB, EOS = 7, 6
 LENGTH, PROMPT = 4, [0, 3]
 WORDS = "(a[bc]|b[acd]|[de]a)[aef][abd]"  # what may be said; forbids most of what the target would say
 TAIL = "[a-f]{8}"  # longer than any answer, so that no answer reaches the grammar's end
-DRAWS = 4_000  # the smallest of the planted biases is 0.13; this many draws allow 0.07
-KERNEL_DRAWS = 500  # the planted bias is 0.2; this many draws allow 0.1
-V2_DRAWS = 20_000 if forks.ON_GPU else 2_000  # the planted bias is 0.26; this many draws allow 0.09
+DRAWS = 4_000  # the smallest of the injected biases is 0.13; this many draws allow 0.07
+KERNEL_DRAWS = 500  # the injected bias is 0.2; this many draws allow 0.1
+V2_DRAWS = 20_000 if forks.ON_GPU else 2_000  # the injected bias is 0.26; this many draws allow 0.09
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,13 @@ def text_of(word: tuple[int, ...]) -> str:
     return "".join(LETTERS[token] for token in word)
 
 
-def engine(folder: Path, count: int, plant: str | None = None, **options: object) -> Engine:
+def engine(folder: Path, count: int, injected: str | None = None, **options: object) -> Engine:
     grammar = {"regex": WORDS + TAIL}
     sampling = {"temperature": 1.0, "max_tokens": LENGTH, "structured_outputs": grammar, "detokenize": False}
     every = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
     spec = {"method": "mtpc", "model": str(folder / "btree"), **every, **options}
     arguments = {"speculative_config": spec, "max_model_len": 64, "max_num_seqs": 256}
-    return Engine(str(folder / "target"), [asking(PROMPT, sampling, count)], arguments, plant)
+    return Engine(str(folder / "target"), [asking(PROMPT, sampling, count)], arguments, injected)
 
 
 def distance_and_floor(reply: Reply, law: np.ndarray) -> tuple[float, float]:
@@ -82,8 +82,10 @@ def on_v1(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
     engines = {
         "masked": engine(folder, DRAWS),
         "argmax": engine(folder, DRAWS, mask_drafts=False),
-        "unmasked drafts": engine(folder, DRAWS, plant="unmasked drafts", min_survival=0),
-        "masked drafts scored unmasked": engine(folder, DRAWS, plant="masked drafts scored unmasked", min_survival=0),
+        "unmasked drafts": engine(folder, DRAWS, injected="unmasked drafts", min_survival=0),
+        "masked drafts scored unmasked": engine(
+            folder, DRAWS, injected="masked drafts scored unmasked", min_survival=0
+        ),
     }
     said = run(engines, "v1")
     for name, replies in said.items():
@@ -108,11 +110,11 @@ def test_planted_bias_is_caught(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict
 
 @pytest.fixture(scope="module")
 def on_v2(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
-    folder, planted = tiny[0], "masked drafts scored unmasked on V2"
+    folder, injected = tiny[0], "masked drafts scored unmasked on V2"
     engines = {
         "masked": engine(folder, V2_DRAWS),
         "residual": engine(folder, V2_DRAWS, mask_drafts=False),
-        "planted": engine(folder, V2_DRAWS, plant=planted),
+        "injected": engine(folder, V2_DRAWS, injected=injected),
     }
     said = run(engines, "v2", async_scheduling=True)
     for name, replies in said.items():
@@ -122,11 +124,11 @@ def on_v2(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
 
 @pytest.mark.feature("sampling under a grammar", "law", "mtpc on V2")
 @pytest.mark.slow  # interpreted kernels
-@pytest.mark.parametrize("name", ["masked", "residual", "planted"])
+@pytest.mark.parametrize("name", ["masked", "residual", "injected"])
 def test_law_under_a_grammar_v2(tiny: tuple[Path, LlamaForCausalLM], on_v2: dict[str, Reply], name: str) -> None:
-    """The fault that is planted and must be found: masked drafts, scored with the conditionals as they were before."""
+    """The injected fault that must be found: masked drafts, scored with the conditionals as they were before."""
     distance, floor = distance_and_floor(on_v2[name], law_under_grammar(tiny[1]))
-    assert (distance < floor) == (name != "planted")
+    assert (distance < floor) == (name != "injected")
     assert on_v2[name].metrics["vllm:spec_decode_num_accepted_tokens"] > V2_DRAWS / 10
 
 

@@ -23,10 +23,10 @@ CALL = Call(
 )
 
 
-def engine(speculative_config: dict[str, Any] | None, plant: str | None = None) -> Engine:
+def engine(speculative_config: dict[str, Any] | None, injected: str | None = None) -> Engine:
     """Prompts are read in several steps: rows of unfinished prompts are drafted for as well."""
     arguments = {"speculative_config": speculative_config, "max_model_len": 160, "max_num_batched_tokens": 32}
-    return Engine(str(demo.path("target")), [CALL], arguments, plant)
+    return Engine(str(demo.path("target")), [CALL], arguments, injected)
 
 
 def replies(circuits: tuple[str, ...], paths: tuple[str, ...], runner: str = "v2", **options: Any) -> dict[str, Reply]:

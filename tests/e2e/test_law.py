@@ -45,7 +45,7 @@ def check(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 def case(name: str) -> Any:
-    """A case as a parameter; where it asks all kinds of request or plants a fault, it speaks for the feature page."""
+    """A case as a parameter; where it asks all kinds of request or injects a fault, it speaks for the feature page."""
     made = CASES[name]
     column = "mtpc on V1" if made.runner == "v1" else "ptp on V2" if "ptp" in name else "mtpc on V2"
     marks = []

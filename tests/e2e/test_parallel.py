@@ -108,15 +108,15 @@ def test_pipeline_parallel_v2(tiny) -> None:
 def test_ranks_are_held_to_the_same_drafts(tiny, runner: str) -> None:
     """MTPC_DEBUG=1: a rank that drafts something else ends the engine; ranks that agree change nothing."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "MTPC_DEBUG": "1"}
-    plant = {"worker_extension_cls": "tests.support.faults.rank.Differs"}
+    injected = {"worker_extension_cls": "tests.support.faults.rank.Differs"}
     engines = {
         "sound": engine(tiny, True, tensor_parallel_size=2),
-        "planted": engine(tiny, True, tensor_parallel_size=2, **plant),
+        "injected": engine(tiny, True, tensor_parallel_size=2, **injected),
     }
     replies = run(engines, runner, async_scheduling=runner == "v2", **environment)
     assert not isinstance(replies["sound"], str), replies["sound"]
     assert replies["sound"][0].metrics["vllm:spec_decode_num_accepted_tokens"] > 0
-    assert "the tensor-parallel ranks have drafted different tokens" in replies["planted"]
+    assert "the tensor-parallel ranks have drafted different tokens" in replies["injected"]
 
 
 @pytest.mark.feature("tensor parallel", "exact", "ptp on V2")

@@ -55,14 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def engine(folder, calls: list[Call], head: str | None = None, plant: str | None = None, **arguments: Any) -> Engine:
+def engine(folder, calls: list[Call], head: str | None = None, injected: str | None = None, **arguments: Any) -> Engine:
     if arguments.get("num_gpu_blocks_override") == "few":  # for one and a half of the longest requests
         reserved = merged_plan(PtpConfig.read(folder / head / "config.json"), 3, SMALL["max_num_seqs"], 16)
         arguments["num_gpu_blocks_override"] = reserved.num_blocks(SMALL["block_size"]) + 5
     options = {"draft_pass": "merged", **{key: arguments.pop(key) for key in list(arguments) if key in OPTIONS}}
     if head:
         arguments["speculative_config"] = {"method": "ptp", "model": str(folder / head), **options}
-    return Engine(str(folder / "target"), calls, {**SMALL, **arguments}, plant)
+    return Engine(str(folder / "target"), calls, {**SMALL, **arguments}, injected)
 
 
 OPTIONS = ("draft_pass", "num_speculative_tokens", "group_sizes", "max_aux_rows", "u_table", "aux_rows_per_request")
@@ -78,10 +78,10 @@ DRAFTED = {
         "head": "o-ptp",
         "num_speculative_tokens": 3,
         "draft_pass": "two-pass",
-        "plant": "replayed",
+        "injected": "replayed",
     },
     "merged late": {"head": "late o-ptp", "num_speculative_tokens": 3},
-    "oracle": {"head": "o-ptp", "num_speculative_tokens": 4, "plant": "oracle"},
+    "oracle": {"head": "o-ptp", "num_speculative_tokens": 4, "injected": "oracle"},
     "few blocks": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 16, "num_gpu_blocks_override": "few"},
 }
 
@@ -91,7 +91,7 @@ def said(folder) -> dict[str, dict[str, Reply]]:
     calls = list(CALLS.values())
     engines = {
         "plain": engine(folder, [CALLS["greedy"]]),
-        "undrafted": engine(folder, calls, plant="coupled_without_drafts"),
+        "undrafted": engine(folder, calls, injected="coupled_without_drafts"),
         # directly behind the engine whose text the oracle knows
         **{name: engine(folder, calls, **DRAFTED[name]) for name in ("oracle", *(DRAFTED.keys() - {"oracle"}))},
     }
@@ -170,10 +170,10 @@ def test_group_states_are_the_students(folder, recorded, head: str) -> None:
 
     Other kernels, the same numbers in float32: the largest difference allowed is 2e-4 of the states' size.
     """
-    from vllm_mtpc.heads.ptp.student import Student
+    from vllm_mtpc.checkpoint.ptp import load_student
     from vllm_mtpc.hf import load_target
 
-    student = Student.load(folder / head, load_target(folder / "target", torch.float32))
+    student = load_student(folder / head, load_target(folder / "target", torch.float32))
     reply = recorded[head]
     assert len(reply.recorded) > 10
     for note in reply.recorded:
@@ -212,11 +212,11 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
 
     Without the network it is not, nor with another trust.
     """
+    from vllm_mtpc.checkpoint.ptp import load_student
     from vllm_mtpc.eval.ptp import draft, draft_rows
-    from vllm_mtpc.heads.ptp.student import Student
     from vllm_mtpc.hf import load_target
 
-    student = Student.load(folder / head, load_target(folder / "target", torch.float32))
+    student = load_student(folder / head, load_target(folder / "target", torch.float32))
     reply, same, steps = drafted[head, draft_pass], [0, 0], 0
     config, late = student.config, student.late
     others = ((None, config), (late, config.model_copy(update={"law_trust": 0.2 if config.law_trust else 0.8})))

@@ -54,7 +54,7 @@ APART = {"v1": "drafts of their own v1", "v2": "drafts of their own"}
 
 
 def engine(
-    options: dict[str, Any] | None, plant: str | None = None, names: list[str] | None = None, **more: Any
+    options: dict[str, Any] | None, injected: str | None = None, names: list[str] | None = None, **more: Any
 ) -> Engine:
     head = {"method": "mtpc", "model": str(demo.path("btree")), KEY: SCHEDULE}
     arguments = {
@@ -68,12 +68,12 @@ def engine(
         **more,
     }
     asked = calls()
-    return Engine(str(demo.path("target")), [asked[name] for name in names or asked], arguments, plant)
+    return Engine(str(demo.path("target")), [asked[name] for name in names or asked], arguments, injected)
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
 def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
-    """What plain vLLM said, the head, and the planted faults to the few; and the runner's name."""
+    """What plain vLLM said, the head, and the injected faults to the few; and the runner's name."""
     runner = request.param
     if runner == "v1" and forks.ON_GPU:
         pytest.skip("V1 on a GPU draws noise of the vocabulary's size: a seed promises the law there")

@@ -72,12 +72,12 @@ def make(folder: Path, family: str) -> Path:
     return place
 
 
-def engine(place: Path, prompts: list[list[int]] = PROMPTS, plant: str | None = None, **arguments: Any) -> Engine:
-    if plant:
+def engine(place: Path, prompts: list[list[int]] = PROMPTS, injected: str | None = None, **arguments: Any) -> Engine:
+    if injected:
         arguments["speculative_config"] = {"method": "mtpc", "model": str(place / "head"), **EVERY_DRAFT}
     # one request at a time: then the steps of a request are those that follow each other
     arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 1, **arguments}
-    return Engine(str(place / "target"), [Call(prompts, [GREEDY] * len(prompts))], arguments, plant)
+    return Engine(str(place / "target"), [Call(prompts, [GREEDY] * len(prompts))], arguments, injected)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def on_v1(made: dict[str, Path]) -> dict[str, list[Reply] | str]:
-    return run({family: engine(place, plant="note drafts") for family, place in made.items()}, "v1")
+    return run({family: engine(place, injected="note drafts") for family, place in made.items()}, "v1")
 
 
 def expected(place: Path) -> list[Prediction]:
@@ -136,7 +136,7 @@ def test_quantised_targets(made: dict[str, Path], tmp_path: Path) -> None:
         place = tmp_path / name
         quantise(made["qwen2"] / "target", place / "target", lm_head=quantises_head)
         (place / "head").symlink_to(made["qwen2"] / "head")
-        engines |= {f"{name} plain": engine(place), name: engine(place, plant="note drafts")}
+        engines |= {f"{name} plain": engine(place), name: engine(place, injected="note drafts")}
     replies = {name: answered(reply) for name, reply in run(engines, "v1").items()}
     for name in ("layers", "lm_head"):
         assert replies[name].tokens == replies[f"{name} plain"].tokens

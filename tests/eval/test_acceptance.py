@@ -75,7 +75,7 @@ def test_sampled_acceptance_is_that_of_drafted_paths(circuit, temperature):
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("drafts", [N - 1, 1])
 def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):
-    """Both estimators averaged over every text with its exact probability; the planted one has the wrong mean."""
+    """Both estimators averaged over every text with its exact probability; the injected one has the wrong mean."""
     head, target = tiny_head(circuit), TableTarget()
     tokens, states, p, _ = enumerated(target, head, drafts + 1)
     weight = along(p, tokens).prod(1).double()
@@ -88,8 +88,8 @@ def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):
         (weight * (part.sum(1) - mean.sum()) ** 2).sum() for part, mean in zip((text, overlap), means, strict=True)
     ]
     assert spreads[1] < spreads[0]
-    planted = text * overlap.clamp(max=1)  # the overlap on top of the last factor instead of in its place
-    assert ((weight[:, None] * planted).sum(0) - means[0]).abs().max() > 1e-3
+    injected = text * overlap.clamp(max=1)  # the overlap on top of the last factor instead of in its place
+    assert ((weight[:, None] * injected).sum(0) - means[0]).abs().max() > 1e-3
 
 
 def test_bits_are_those_of_the_laws():

@@ -1,4 +1,4 @@
-"""The doctor on the packaged demo: agreement within 2 %, and planted faults named by their cause.
+"""The doctor on the packaged demo: agreement within 2 %, and injected faults named by their cause.
 
 The served side of most tests is stood in for by the decoding loop on the Hugging Face target (it counts as vLLM does);
 one test starts vLLM itself, healthy and with a fault.
@@ -224,8 +224,8 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys):
 
 
 def test_vllm_serving_another_target_is_noticed(tmp_path, capsys):
-    planted = str(other_target(tmp_path / "other"))
+    injected = str(other_target(tmp_path / "other"))
     args = arguments("--prompts", "4", "--max-tokens", "32", "--temperature", "0", "--dtype", "float32")
-    diagnosis = doctor.diagnose(args, serve_target=planted)
+    diagnosis = doctor.diagnose(args, serve_target=injected)
     assert not diagnosis.healthy and diagnosis.cause.name == "target"
     assert "another target" in diagnosis.verdict

@@ -32,7 +32,7 @@ def chi_square(target, tokens: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_choice_does_not_bias_the_text_and_a_planted_one_does(variant):
+def test_the_choice_does_not_bias_the_text_and_an_injected_one_does(variant):
     target = llama_target(vocab_size=V)
     student = random_student(target, variant, window=4)
     law = {}

@@ -1,4 +1,4 @@
-"""The doctor on PTP heads: counters are predicted to the step, planted faults are named, a refusal is one line.
+"""The doctor on PTP heads: counters are predicted to the step, injected faults are named, a refusal is one line.
 
 The served side is stood in for by the decoding loop (it counts as a two-pass server does); one slow test starts vLLM.
 """
@@ -68,7 +68,7 @@ def cause_of(student: Student, answer: Served, sampling: Sampling = SAMPLED) -> 
     return ptp_compare.find(loaded, [comparison], K).name
 
 
-def test_planted_faults_are_named():
+def test_injected_faults_are_named():
     target = llama_target(vocab_size=12)
     student = random_student(target)
     assert cause_of(student, served(random_student(target, seed=5), Sampling(0.0)), Sampling(0.0)) == "head"

@@ -135,7 +135,7 @@ def test_draft_layers_keep_packed_documents_apart(target: Target) -> None:
 def test_peft_reads_the_files(target: Target, folder: Path, tmp_path: Path) -> None:
     split = DraftLayers(target, 2, rank=4, alpha=8)
     move(split)
-    for name, data in split.files(str(folder)).items():
+    for name, data in split.adapters.files(str(folder)).items():
         (tmp_path / name).write_bytes(data)
     model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), tmp_path).eval()
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_peft_reads_the_files(target: Target, folder: Path, tmp_path: Path) -> N
     torch.testing.assert_close(split.draft(split.trunk(TOKENS)), expected, rtol=1e-5, atol=1e-5)
     loaded = DraftLayers.load(tmp_path, target)
     assert torch.equal(loaded.draft(split.trunk(TOKENS)), split.draft(split.trunk(TOKENS)))
-    assert (loaded.num_layers, loaded.config.r, loaded.config.lora_alpha) == (2, 4, 8)
+    assert (loaded.num_layers, loaded.adapters.rank, loaded.adapters.alpha) == (2, 4, 8)
 
 
 def test_state_dict_round_trip(target: Target) -> None:
@@ -217,7 +217,7 @@ def test_a_target_of_another_build_is_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_of_another_target_are_refused(target: Target, tmp_path: Path) -> None:
-    for name, data in DraftLayers(target, 2).files("llama").items():
+    for name, data in DraftLayers(target, 2).adapters.files("llama").items():
         (tmp_path / name).write_bytes(data)
     other = load_target(make(tmp_path / "other", intermediate_size=64), attention="torch")
     with pytest.raises(HeadConfigError, match="name the target the head was trained for"):

@@ -92,7 +92,7 @@ def test_a_small_network_is_linear_gelu_linear(name: str) -> None:
 def test_u_is_not_rounded_to_the_dtype_of_the_weights(name: str, dtype: torch.dtype) -> None:
     """Half-precision weights: the embedding is the one that float32 computes from the same weights, rounded once.
 
-    An embedding of u in half precision is a planted fault; it must be seen where the features are not bits of u.
+    An embedding of u in half precision is an injected fault; it must be seen where the features are not bits of u.
     """
     torch.manual_seed(0)
     half = build_embedding(name, SIZE).to(dtype)

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_mtpc.checkpoint.ptp import save_ptp
+from vllm_mtpc.checkpoint.ptp import load_student, save_ptp
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import MODULES
@@ -189,7 +189,7 @@ def test_uninformed_students_read_nothing_of_u(target: Target) -> None:
 def test_saved_and_loaded(target: Target, folder: Path, tmp_path: Path) -> None:
     student = student_of(target, u_embedding="arithmetic-mlp")
     save_ptp(tmp_path, student.config, student.lora(), student.embedding, {}, "card", torch.float32)
-    loaded = Student.load(tmp_path, target)
+    loaded = load_student(tmp_path, target)
     prefix, u = student.prefix(TOKENS, DOCUMENTS), numbers(len(ROW))
     assert torch.equal(loaded.aux(prefix, ROW, START, u), student.aux(prefix, ROW, START, u))
     assert not any(value.requires_grad for value in loaded.parameters())

@@ -54,7 +54,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module `xformers` with the names that are used, by dense attention over the mask it is given.
 
     xformers has no kernels for a CPU; this tests all that is ours: layout, groups, scale, lengths, window. Its
-    `leak` plants a fault: blocks are ignored, attention is causal over everything.
+    `leak` injects a fault: blocks are ignored, attention is causal over everything.
     """
 
     class BlockDiagonalCausalMask:
@@ -176,7 +176,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(row: int) -> None:
 
 
 def test_a_leaking_mask_is_noticed(stand_in: types.ModuleType) -> None:
-    """The planted fault must exceed the tolerance of the comparison by far, and fail check_packing."""
+    """The injected fault must exceed the tolerance of the comparison by far, and fail check_packing."""
     stand_in.leak = True
     model = backbone(implementation=IMPLEMENTATION)
     real = DOCUMENTS >= 0

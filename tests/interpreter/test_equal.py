@@ -125,8 +125,8 @@ def test_served_requests_write_the_same_bits() -> None:
 
 
 def test_a_fault_is_noticed(own: dict[str, Any]) -> None:
-    for plant, report in own["planted"].items():
-        assert any(entry["differs"] for entry in report.values()), plant
+    for fault, report in own["injected"].items():
+        assert any(entry["differs"] for entry in report.values()), fault
 
 
 @pytest.mark.slow

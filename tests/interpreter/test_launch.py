@@ -20,7 +20,7 @@ assert [kernel.__name__ for kernel in launch.fallen_back] == ["sorts"], launch.f
 
 odd.scales[(1,)](x, out, SIZE=64)
 assert torch.equal(out, 2 * x)
-odd.doubled, kept = odd.negated, odd.doubled  # as a test that plants a fault does
+odd.doubled, kept = odd.negated, odd.doubled  # as a test that injects a fault does
 odd.scales[(1,)](x, out, SIZE=64)
 assert torch.equal(out, -x)
 odd.doubled = kept

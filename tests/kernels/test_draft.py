@@ -103,9 +103,9 @@ def test_drawing_from_what_was_not_rounded_would_be_found(name: str, drafts: dic
     temperature, seeds = of_rows(asked)
     law, exact, found = scored(asked, got), conditionals(asked, got.tokens), 0
     for k in range(law.shape[1]):
-        planted = noised(exact[:, k], seeds, asked.pos + k, temperature).argmax(dim=1)
+        injected = noised(exact[:, k], seeds, asked.pos + k, temperature).argmax(dim=1)
         values = noised(law[:, k], seeds, asked.pos + k, temperature)
-        found += int((values.gather(1, planted[:, None])[:, 0] < values.amax(dim=1) - NOISED).sum())
+        found += int((values.gather(1, injected[:, None])[:, 0] < values.amax(dim=1) - NOISED).sum())
     assert found > 0
 
 

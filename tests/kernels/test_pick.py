@@ -110,4 +110,4 @@ def test_picks_follow_the_law(seed: int) -> None:
     index = torch.arange(DRAWS)
     along_positions, along_seeds = uniform(torch.full((DRAWS,), seed), index), uniform(index, torch.full_like(index, 9))
     assert p_value(along_positions) > SIGNIFICANCE and p_value(along_seeds) > SIGNIFICANCE
-    assert p_value(along_positions * 0.99) < CAUGHT, "a planted bias must be caught"
+    assert p_value(along_positions * 0.99) < CAUGHT, "an injected bias must be caught"

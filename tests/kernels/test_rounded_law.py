@@ -20,10 +20,10 @@ VOCAB, COMPONENTS, DRAWS, TEMPERATURE = 6, 2, 1200, 0.003
 TARGET = [0.3, 0.25, 0.2, 0.15, 0.07, 0.03]
 
 
-def _first_tokens(is_planted: bool) -> list[list[int]]:
+def _first_tokens(is_injected: bool) -> list[list[int]]:
     """First tokens of DRAWS requests that draft one token each, and whether it was kept.
 
-    is_planted: the draft is drawn from the law in float32, and only what is stored of it is rounded.
+    is_injected: the draft is drawn from the law in float32, and only what is stored of it is rounded.
     """
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
@@ -38,7 +38,7 @@ def _first_tokens(is_planted: bool) -> list[list[int]]:
     requests, rows = torch.arange(DRAWS), torch.arange(2 * DRAWS)
     temperature, seeds = torch.full((DRAWS,), TEMPERATURE), torch.randint(2**40, (DRAWS,), generator=generator)
     drafts, cache = torch.zeros(DRAWS, 1, dtype=torch.int64), torch.zeros(DRAWS, 1, VOCAB)
-    cache = cache if is_planted else cache.bfloat16()
+    cache = cache if is_injected else cache.bfloat16()
     drafter = Drafter(program, COMPONENTS, VOCAB, torch.device("cpu"), gumbel_noised_argmax)
     drafter(
         *(part.expand(DRAWS, *part.shape[1:]) for part in params),
@@ -67,13 +67,13 @@ def _first_tokens(is_planted: bool) -> list[list[int]]:
     return [[first, int(kept > 1)] for first, kept in zip(sampled[:, 0].tolist(), num_sampled.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("is_planted", [False, True], ids=["exact", "planted"])
-def test_law_of_drafts_from_bfloat16(is_planted: bool) -> None:
+@pytest.mark.parametrize("is_injected", [False, True], ids=["exact", "injected"])
+def test_law_of_drafts_from_bfloat16(is_injected: bool) -> None:
     """The fault must be found: rounding what is stored, and not what is drawn from. It moves the law by 0.28."""
-    answers = forks.call("v2", "tests.kernels.test_rounded_law:_first_tokens", is_planted, timeout=600)
+    answers = forks.call("v2", "tests.kernels.test_rounded_law:_first_tokens", is_injected, timeout=600)
     law = torch.tensor(TARGET).double().numpy()
     distance, floor = total_variation([[first] for first, _ in answers], law, VOCAB), noise_floor(law, DRAWS)
     kept = sum(kept for _, kept in answers) / DRAWS
     print(f"TV {distance:.4f}, allowed {floor:.4f}, kept {kept:.2f}")
     assert 0.2 < kept < 0.9  # acceptances and rejections alike
-    assert (distance > floor) == is_planted
+    assert (distance > floor) == is_injected

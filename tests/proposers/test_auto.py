@@ -15,6 +15,7 @@ from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.checkpoint.locate import find_head, shipped_heads
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.config.switches import AUTO
 from vllm_mtpc.proposers.seam import auto
 
@@ -48,9 +49,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Lines:
             lines.append(record.getMessage())
 
     handler = Noting()
-    monkeypatch.setattr(auto.logger, "handlers", [handler])
-    monkeypatch.setattr(auto.logger, "level", logging.INFO)
-    auto.logger.manager._clear_cache()
+    monkeypatch.setattr(switches.logger, "handlers", [handler])
+    monkeypatch.setattr(switches.logger, "level", logging.INFO)
+    switches.logger.manager._clear_cache()
     return lines
 
 

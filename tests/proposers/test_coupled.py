@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.kernels.couple import accept
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 
@@ -79,7 +80,7 @@ def samplers(
         [V if t == 0 else top_k for t in temperature or [1.0] * SLOTS],
         [1.0 if t == 0 else top_p for t in temperature or [1.0] * SLOTS],
     )
-    return with_coupled_sampler(Base, spec_config(steps), CPU)().custom_sampler(sampler)
+    return with_coupled_sampler(Base, spec_config(steps), CPU, lambda sampler: None)().custom_sampler(sampler)
 
 
 class Base:
@@ -237,7 +238,7 @@ def test_accept_keeps_to_its_rows() -> None:
     """Rows of the next request, of padding, and of a request without rows are none of a request's own."""
     tokens, drafts = torch.tensor([5, 5, 5, 5, 5, 5]), torch.tensor([0, 5, 5, 5, 5, 5])
     cu_num_logits = torch.tensor([0, 2, 2, 3], dtype=torch.int32)  # rows 3 .. 5 are padding
-    sampled, num_sampled = coupled.accept(tokens, drafts, cu_num_logits, 4)
+    sampled, num_sampled = accept(tokens, drafts, cu_num_logits, 4)
     assert num_sampled.tolist() == [2, 0, 1]
     assert sampled.tolist() == [[5, 5, -1, -1], [-1] * 4, [5, -1, -1, -1]]
 
@@ -316,7 +317,7 @@ def test_the_state_hands_out_the_sampler(monkeypatch: pytest.MonkeyPatch) -> Non
     state = with_coupled_sampler(Base, spec_config(2), CPU, seen.append)()
     ours, rejection = state.custom_sampler(sampler)
     assert isinstance(state, Base) and type(ours) is CoupledSampler and ours is sampler
-    assert seen == [sampler] and state.coupled_sampler is sampler and rejection.sampler is sampler
+    assert seen == [sampler] and rejection.sampler is sampler
 
 
 def test_other_samplers_are_refused() -> None:
@@ -328,9 +329,9 @@ def test_other_samplers_are_refused() -> None:
 
     watermark = GPUWatermarkSampler.__new__(GPUWatermarkSampler)
     with pytest.raises(ServeConfigError, match=r"GPUWatermarkSampler.*remove --watermark-config"):
-        with_coupled_sampler(Base, SimpleNamespace(), CPU)().custom_sampler(watermark)
+        with_coupled_sampler(Base, SimpleNamespace(), CPU, print)().custom_sampler(watermark)
     assert type(watermark) is GPUWatermarkSampler  # untouched
     with pytest.raises(ServeConfigError, match="SimpleNamespace"):
-        with_coupled_sampler(Own, SimpleNamespace(), CPU)().custom_sampler(Sampler.__new__(Sampler))
+        with_coupled_sampler(Own, SimpleNamespace(), CPU, print)().custom_sampler(Sampler.__new__(Sampler))
     with pytest.raises(ServeConfigError, match="Sampler"):
         CoupledRejectionSampler(Sampler.__new__(Sampler), SimpleNamespace(), CPU)

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
-from vllm_mtpc.proposers.v1.early import most_drafts
+from vllm_mtpc.proposers.v1.proposer import most_drafts
 
 VOCAB, STOP, MIN = 4, 2, 3
 

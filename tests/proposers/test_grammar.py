@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.grammars import VOCAB, Counting
 from vllm_mtpc.proposers.heads.grammar import Follower, Grammars, Masks
-from vllm_mtpc.proposers.v1.grammar import as_point
+from vllm_mtpc.proposers.v1.proposer import as_point
 
 
 def masks(**grammars: Counting) -> Masks:

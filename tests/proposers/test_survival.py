@@ -259,9 +259,9 @@ def test_the_law_is_the_targets() -> None:
     assert distance < floor
 
 
-def test_a_planted_look_at_the_token_is_caught() -> None:
+def test_an_injected_look_at_the_token_is_caught() -> None:
     distance, floor = distance_and_floor(look_at_the_token)
-    print(f"planted: TV {distance:.5f}, allowed {floor:.5f}")
+    print(f"injected: TV {distance:.5f}, allowed {floor:.5f}")
     assert distance > 2 * floor
 
 

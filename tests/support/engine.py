@@ -12,6 +12,7 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from tests.support import forks
@@ -47,12 +48,12 @@ class Call:
 
 @dataclass
 class Engine:
-    """`LLM(model, **arguments)` and what to ask it; `plant` names a change made before (PLANTS, *_plants.py)."""
+    """`LLM(model, **arguments)` and what to ask it; `injected` names a change made before, mostly a fault (faults/)."""
 
     model: str
     calls: list[Call]
     arguments: dict[str, Any] = field(default_factory=dict)
-    plant: str | None = None
+    injected: str | None = None
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Reply:
     finish: list[list[str | None]]
     logprobs: list[list[Any]]
     metrics: dict[str, float]
-    recorded: list[Any] = field(default_factory=list)  # what a plant noted while the engine ran
+    recorded: list[Any] = field(default_factory=list)  # what an injected change noted while the engine ran
     prompt_logprobs: list[Any] = field(default_factory=list)
     error: str = ""
     modes: tuple[str, bool] = ("", False)  # CUDA graphs, asynchronous scheduling
@@ -82,61 +83,6 @@ def run(
     return forks.call(runner, "tests.support.engine:answers", engines, timeout=timeout, **more_env)
 
 
-def _drop_recovered() -> None:
-    """The fault of the paper's algorithm: after one or more accepted drafts, throw the recovered token away."""
-    import vllm.v1.sample.rejection_sampler as module
-
-    original = module.rejection_sample
-
-    def rejection_sample(draft_token_ids: Any, num_draft_tokens: list[int], *args: Any, **kwargs: Any) -> Any:
-        output = original(draft_token_ids, num_draft_tokens, *args, **kwargs)
-        for row, drafted in zip(output, num_draft_tokens, strict=True):
-            emitted = int((row >= 0).sum())
-            if 1 < emitted <= drafted:
-                row[emitted - 1] = -1
-        return output
-
-    module.rejection_sample = rejection_sample
-
-
-def _drop_recovered_v2() -> None:
-    """The same on Model Runner V2, which counts what it emits."""
-    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as module
-
-    original = module.rejection_sample
-
-    def rejection_sample(
-        logits: Any, draft_logits: Any, drafts: Any, cu_num_logits: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        sampled, counts = original(logits, draft_logits, drafts, cu_num_logits, *args, **kwargs)
-        drafted = cu_num_logits.diff() - 1
-        return sampled, counts - ((counts > 1) & (counts <= drafted)).to(counts.dtype)
-
-    module.rejection_sample = rejection_sample
-
-
-def _noted_seeds() -> Any:
-    """Notes (module, seed, position of the step's first row) of every row whose seed is made a step's."""
-    from vllm_mtpc.proposers.v2 import speculator, stepped
-
-    original = stepped.step_seeds
-
-    def noting(module: Any) -> Any:
-        def step_seeds(seeds: Any, anchor: Any) -> Any:
-            rows = zip(seeds.tolist(), anchor.tolist(), strict=True)
-            RECORDED.extend((module.__name__.rpartition(".")[2], *row) for row in rows)
-            return original(seeds, anchor)
-
-        return step_seeds
-
-    def undo() -> None:
-        speculator.step_seeds = stepped.step_seeds = original
-
-    for module in (speculator, stepped):
-        module.step_seeds = noting(module)
-    return undo
-
-
 def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Puts `value` in the place of an attribute; returns what undoes it."""
     original = getattr(owner, name)
@@ -144,8 +90,8 @@ def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(owner, name, original)
 
 
-PLANTS = {"drop_recovered": _drop_recovered, "drop_recovered_v2": _drop_recovered_v2, "noted_seeds": _noted_seeds}
-RECORDED: list[Any] = []
+FAULTS = ("draft", "grammar", "law", "layer", "ptp", "seed", "window")  # modules of faults/
+RECORDED: list[Any] = []  # what an injected change notes
 TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran last, in the order they were asked
 
 
@@ -162,7 +108,7 @@ def _sampling_params(arguments: dict[str, Any]) -> Any:
 def _answer(engine: Engine) -> list[Reply]:
     from vllm import LLM
 
-    undo = _plant(engine.plant) if engine.plant else None
+    undo = _injections()[engine.injected]() if engine.injected else None
     llm = LLM(engine.model, **{**SMALL, **engine.arguments})
     replies = []
     texts = []
@@ -226,20 +172,10 @@ def _refused(llm: Any, prompts: list[Any], call: Call) -> Reply:
     raise AssertionError(f"{call.sampling} was not refused")
 
 
-def _plant(name: str) -> Any:
-    """Make a change; returns what undoes it, for the changes that can be undone."""
-    if name in PLANTS:
-        return PLANTS[name]()
-    from tests.support.faults import draft as draft_plants
-    from tests.support.faults import grammar as grammar_plants
-    from tests.support.faults import law as law_plants
-    from tests.support.faults import layer as layer_plants
-    from tests.support.faults import ptp as ptp_plants
-    from tests.support.faults import seed as seed_plants
-    from tests.support.faults import window as window_plants
-
-    modules = (draft_plants, grammar_plants, law_plants, layer_plants, ptp_plants, seed_plants, window_plants)
-    return {key: plant for module in modules for key, plant in module.PLANTS.items()}[name]()
+def _injections() -> dict[str, Callable[[], Callable[[], None]]]:
+    """By name what makes a change, and returns what undoes it."""
+    modules = (import_module(f"tests.support.faults.{name}") for name in FAULTS)
+    return {name: inject for module in modules for name, inject in module.INJECTED.items()}
 
 
 def answers(engines: dict[str, Engine]) -> dict[str, list[Reply] | str]:

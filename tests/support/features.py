@@ -27,7 +27,7 @@ What a request or an engine may ask for with drafts on. Written by `python -m te
 docs/features.md` from what a run of the tests found ([tests-all.json](../benchmarks/results/tests-all.json)); not to be
 edited.
 
-* **law**: tests compare the law of sampled text with enumeration, and find a planted fault.
+* **law**: tests compare the law of sampled text with enumeration, and find an injected fault.
 * **exact**: tests compare tokens (and logprobs) with plain vLLM's, greedy or sharpened to be, drafts on and accepted.
   For `ptp` also at any temperature: with the text its sampler gives without drafts.
 * **refused**: tests read the one-line message.

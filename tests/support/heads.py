@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.support.engine import Reply
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.checkpoint.convert.lora import StoredAdapters
+from vllm_mtpc.checkpoint.adapters import module_names
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import MODULES, DraftLayers
+from vllm_mtpc.heads.adapters import MODULES, Adapters, DraftLayers
 
 
 def fit_head(
@@ -23,7 +23,7 @@ def fit_head(
     prompts: list[list[int]],
     count: int,
     reads: Any = None,
-    layers: StoredAdapters | DraftLayers | None = None,
+    layers: Adapters | DraftLayers | None = None,
 ) -> None:
     """A btree head (n=4, r=2) overfitted to the first `count` tokens of the greedy answers to `prompts`.
 
@@ -49,7 +49,7 @@ def fit_head(
 
 def random_adapters(
     weights: dict[str, Tensor], layers: list[int], rank: int = 4, alpha: int = 8, seed: int = 0
-) -> tuple[StoredAdapters, dict[str, Tensor]]:
+) -> tuple[Adapters, dict[str, Tensor]]:
     """Loud adapters of every projection of some layers, and the weights with these merged into them."""
     generator = torch.Generator().manual_seed(seed)
     lora, merged = {}, dict(weights)
@@ -64,7 +64,7 @@ def random_adapters(
             for part, value in (("A", a), ("B", b)):
                 lora[f"base_model.model.{'.'.join(parts)}.lora_{part}.weight"] = value
             merged[name] = weight + alpha / rank * b @ a
-    return StoredAdapters(layers, rank, alpha, lora), merged
+    return Adapters(layers, rank, alpha, module_names(lora), lora), merged
 
 
 def check_greedy(reference: Any, prompts: list[list[int]], replies: list[Reply] | str, count: int) -> None:

@@ -1,7 +1,8 @@
 """Laws of whole engines against enumeration, on either model runner: what is asked, and how far the answers are.
 
 A target of three tokens has 729 texts of six, whose probabilities are written down. A case is one engine: a head, the
-kinds of request that it is asked together, a plant, options. All cases are asked and counted by the same few lines.
+kinds of request that it is asked together, an injected fault, options. All cases are asked and counted by the same few
+lines.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of 
 @dataclass(frozen=True)
 class Case:
     """head: one of HEADS, a variant of PTP, or none. together: requests whose answers must be independent (1: each is
-    looked at by itself), and whether they are samples of one request. is_fault: the plant must be found."""
+    looked at by itself), and whether they are samples of one request. is_fault: the injected fault must be found."""
 
     head: str | None
     settings: tuple[str, ...] = MIXED
-    plant: str | None = None
+    injected: str | None = None
     is_fault: bool = False
     together: int = 1
     is_one_request: bool = False
@@ -70,7 +71,7 @@ def _cases() -> dict[str, Case]:
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),
         "fault: o-ptp, u squared": Case("o-ptp", one, "squared_u", True),
-        "ptp's sampler without drafts": Case(None, plant="coupled_without_drafts"),
+        "ptp's sampler without drafts": Case(None, injected="coupled_without_drafts"),
         "block verification": Case("btree, good", three, options={"rejection_sample_method": "block"}),
         "no head": Case(None),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),
@@ -125,7 +126,7 @@ def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int) -> En
         is_ptp = "ptp" in case.head
         spec = {"method": "ptp", "draft_pass": "merged"} if is_ptp else {"method": "mtpc", **DRAFT_ALL}
         arguments["speculative_config"] = {**spec, "model": str(folder / case.head), **case.options}
-    return Engine(str(folder / "target"), [asking(PROMPT, kinds, count, at_once)], arguments, case.plant)
+    return Engine(str(folder / "target"), [asking(PROMPT, kinds, count, at_once)], arguments, case.injected)
 
 
 def _at_once(case: Case) -> int:

@@ -1,7 +1,7 @@
 """Unit-test inputs of the kernels of this package, all or few: `python -m tests.support.own_kernels [all]`.
 
 To be run with MTPC_INTERPRETER=check or check-once: prints JSON, what comparing launches found (see
-scripts/interpreter), and what it finds with each fault of PLANTS in the fast interpreter.
+scripts/interpreter), and what it finds with each fault of INJECTED in the fast interpreter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _lost_store(pointer: Value, value: Value, mask: Value | None = None) -> None
         memory.store(pointer, value, mask)
 
 
-PLANTS = {"order": ("sum", _other_order), "dtype": ("exp", _other_dtype), "lost store": ("store", _lost_store)}
+INJECTED = {"order": ("sum", _other_order), "dtype": ("exp", _other_dtype), "lost store": ("store", _lost_store)}
 
 
 def found_with(name: str, fault: Callable) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # masked lanes: -inf - -inf among them
     launch_all()
     report = dict(check.REPORT)
-    print(json.dumps({"report": report, "planted": {name: found_with(*plant) for name, plant in PLANTS.items()}}))
+    print(json.dumps({"report": report, "injected": {name: found_with(*fault) for name, fault in INJECTED.items()}}))
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def test_a_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, mon
     trainer = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=2), tiny_target), 2)
     update = trainer._update
 
-    def planted(*args, **kwargs):
+    def injected(*args, **kwargs):
         found = update(*args, **kwargs)
         if trainer.step == 3:
             moments = trainer.optimizer.state[trainer.drafter.head.leaf_weight]
@@ -159,7 +159,7 @@ def test_a_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, mon
                 held.view(-1)[-1] = float("nan")
         return found
 
-    monkeypatch.setattr(trainer, "_update", planted)
+    monkeypatch.setattr(trainer, "_update", injected)
     with pytest.raises(CheckpointError, match=r"NaN or infinite at step 4: .*; the state of step 2 is intact"):
         trainer.run()
     kept = state.read_state(tmp_path / "state")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +27,7 @@ CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 WORTH = 1.01  # fewer drafts are preferred where more gain less than this
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A head: its name, what its draft curve may be called, and E(K) for K = 0 .. the most drafts."""
 
     name: str
@@ -89,11 +88,12 @@ def run(args: argparse.Namespace) -> int:
         for head in heads
     ]
     print_table(title, ["head", "circuit", "n", "E(K)", *(f"c={batch}" for batch in batches)], lines)
-    best = max(heads, key=lambda head: _overall(found[head.name]))
+    # gains multiplied: no concurrency counts more than another
+    best = max(heads, key=lambda head: math.prod(choice.gain for choice in found[head.name]))
     print(f"best over these concurrencies: {best.name} ({best.circuit}, n={best.window}); expected, not measured")
-    for batch in batches:
-        head = max(heads, key=lambda head: found[head.name][batches.index(batch)].tokens_per_second)
-        choice = found[head.name][batches.index(batch)]
+    for place, batch in enumerate(batches):
+        head = max(heads, key=lambda head: found[head.name][place].tokens_per_second)
+        choice = found[head.name][place]
         print(f"  c={batch}: {head.name}, n={head.window}, K={choice.drafts}, {choice.gain:.2f}x plain")
     print(f"--speculative-config '{json.dumps(speculative_config(best, found[best.name]))}'")
     return 0
@@ -112,25 +112,22 @@ def candidate(name: str, temperature: float) -> Candidate:
             f"head {folder}: provenance.json has no acceptance at temperature {key[1]}; a head trained by vllm-mtpc "
             "train has, retrain it or leave it out"
         )
-    tokens = [1.0]
-    for chance in accepted[: config.window - 1]:
-        tokens.append(tokens[-1] + chance)
+    tokens = tuple(accumulate(accepted[: config.window - 1], initial=1.0))
     circuit = getattr(config, "circuit", None) or config.variant
-    return Candidate(str(name), config.speculators_model_type, circuit, config.window, tuple(tokens))
+    return Candidate(str(name), config.speculators_model_type, circuit, config.window, tokens)
 
 
 def choices(head: Candidate, curves: Curves, batches: Sequence[int]) -> list[Choice]:
     """The best K for each number of requests."""
-    return [_best(head, curves, batch) for batch in batches]
-
-
-def _best(head: Candidate, curves: Curves, batch: int) -> Choice:
-    speeds = [
-        1000 * batch * tokens / (curves.step(batch, drafts) + curves.draft(head.called, batch, drafts))
-        for drafts, tokens in enumerate(head.tokens)
-    ]
-    drafts = next(drafts for drafts, speed in enumerate(speeds) if speed * WORTH >= max(speeds))
-    return Choice(batch, drafts, speeds[drafts], speeds[drafts] / speeds[0])
+    found = []
+    for batch in batches:
+        speeds = [
+            1000 * batch * tokens / (curves.step(batch, drafts) + curves.draft(head.called, batch, drafts))
+            for drafts, tokens in enumerate(head.tokens)
+        ]
+        drafts = next(drafts for drafts, speed in enumerate(speeds) if speed * WORTH >= max(speeds))
+        found.append(Choice(batch, drafts, speeds[drafts], speeds[drafts] / speeds[0]))
+    return found
 
 
 def speculative_config(head: Candidate, found: Sequence[Choice]) -> dict[str, Any]:
@@ -147,11 +144,6 @@ def speculative_config(head: Candidate, found: Sequence[Choice]) -> dict[str, An
             ranges.append([start, choice.batch, choice.drafts])
         start = choice.batch + 1
     return given | {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
-
-
-def _overall(found: Sequence[Choice]) -> float:
-    """Gains multiplied: no concurrency counts more than another."""
-    return math.prod(choice.gain for choice in found)
 
 
 def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequence[int]) -> dict[str, Any]:
@@ -188,8 +180,7 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
                 at = (cell["batch"], cell["batch"] * (1 + cell["drafts"]))
                 steps[at] = min(steps.get(at, float("inf")), cell["step_ms"])
                 if cell["drafts"]:
-                    points = drafts.setdefault(head.called[0], [])
-                    points.append([cell["batch"], cell["drafts"], cell["draft_ms"]])
+                    drafts.setdefault(head.called[0], []).append([cell["batch"], cell["drafts"], cell["draft_ms"]])
     values = {
         "step_ms": [[*at, ms] for at, ms in sorted(steps.items())],
         "draft_ms": drafts,

@@ -63,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--curves", type=Path, metavar="FILE", help="steps measured in an engine: `vllm-mtpc advise --measure FILE`")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are served)")
     add("--device", default="auto", help="auto, cpu or cuda")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     add("--repeats", type=int, default=50, metavar="N", help="timed calls (default: 50)")
     add("--json", type=Path, metavar="FILE", help="write the result there")
 
@@ -87,8 +86,6 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.engine import provenance
     from vllm_mtpc.hf import choose_device
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
     device = choose_device(args.device)
     name, dtype = str(device), served_dtype(args.dtype, device.type)
     bandwidth = timing.bytes_per_second(device)
@@ -119,7 +116,7 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--curves and --step-ms both give the target's step; leave one of them out")
     if len(args.step_ms) not in (0, 1, len(args.batch)):
         raise UsageError(f"--step-ms: {len(args.step_ms)} values; give one, or one per batch size")
-    for key in ("batch", "step_ms", "repeats", "threads", "num_drafts"):
+    for key in ("batch", "step_ms", "repeats", "num_drafts"):
         values = getattr(args, key)
         if values is not None and values != [] and min(values if isinstance(values, list) else [values]) <= 0:
             raise UsageError(f"--{key.replace('_', '-')}: must be above 0")

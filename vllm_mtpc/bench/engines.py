@@ -5,23 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_mtpc.bench import serve
 from vllm_mtpc.bench.decodings import Decoding
 from vllm_mtpc.engine import offline
 from vllm_mtpc.engine.options import flags
-from vllm_mtpc.engine.passes import Measured, Prompt, Setting
+from vllm_mtpc.engine.passes import Prompt
 
 CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
-
-
-class Engine(Protocol):
-    """Something that measures passes. ``about``: facts about it for the result."""
-
-    about: dict[str, Any]
-
-    def measure(self, setting: Setting) -> Measured: ...
+Engine = offline.Resident | serve.Served
 
 
 def arguments(
@@ -50,22 +43,12 @@ def start(
     place = "".join(letter if letter.isalnum() else "-" for letter in f"{decoding.name}-{decoding.group}")
     log = logs / f"{place}.log"
     if not over_http:
-        with offline.resident({**engine, **speculative}, prompts, log, decoding.environment) as waiting:
+        with offline.launched({**engine, **speculative}, prompts, log, decoding.environment) as waiting:
+            _ = waiting.about  # waits until it is ready
             yield waiting
         return
     with serve.server(command({**engine, **speculative}), log, environment=decoding.environment) as client:
-        yield Served(client, prompts)
-
-
-class Served:
-    """A server as an Engine."""
-
-    def __init__(self, client: serve.Client, prompts: Sequence[Prompt]) -> None:
-        self.client, self.prompts = client, prompts
-        self.about: dict[str, Any] = {"runner": "vllm serve"}
-
-    def measure(self, setting: Setting) -> Measured:
-        return serve.measure(self.client, self.prompts, setting)
+        yield serve.Served(client, prompts)
 
 
 def command(engine: dict[str, Any]) -> list[str]:

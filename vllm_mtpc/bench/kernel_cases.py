@@ -6,6 +6,7 @@ An eager chain is what one would write with PyTorch's own operations where no ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.circuits import CIRCUITS
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 BYTES, SUBWORDS = 320, 32000  # vocabularies
 
 
@@ -43,24 +44,17 @@ def size_of(*tensors: Tensor) -> int:
 def uniform(device: torch.device) -> Iterator[Case]:
     import torch
 
-    from vllm_mtpc.kernels.uniform import naive
+    def eager(seed: Tensor, pos: Tensor) -> Tensor:
+        return torch.rand(len(seed), device=device)  # another generator: what a draw costs
 
     for count in (64, 4096):
         seed = torch.randint(2**62, (count,), device=device)
         pos = torch.randint(2**20, (count,), device=device)
-        yield Case(
-            f"T={count}",
-            lambda seed=seed, pos=pos: naive.uniform(seed, pos),
-            size_of(seed, pos) + 4 * count,
-            _on_gpu(device, "uniform", "uniform", seed, pos),
-            lambda count=count: torch.rand(count, device=device),  # another generator: what a draw costs
-        )
+        yield _case("uniform.uniform", f"T={count}", (seed, pos), 4 * count, eager)
 
 
 def pick(device: torch.device) -> Iterator[Case]:
     import torch
-
-    from vllm_mtpc.kernels.pick import naive
 
     def eager(logits: Tensor, u: Tensor) -> Tensor:
         edges = logits.softmax(dim=-1).cumsum(dim=-1)
@@ -68,37 +62,24 @@ def pick(device: torch.device) -> Iterator[Case]:
 
     for rows, vocab_size in ((16, BYTES), (512, BYTES), (16, SUBWORDS), (512, SUBWORDS)):
         logits, u = torch.randn(rows, vocab_size, device=device) * 3, torch.rand(rows, device=device)
-        yield Case(
-            f"T={rows} V={vocab_size}",
-            lambda logits=logits, u=u: naive.pick(logits, u),
-            size_of(logits, u) + 8 * rows,
-            _on_gpu(device, "pick", "pick", logits, u),
-            lambda logits=logits, u=u: eager(logits, u),
-        )
+        yield _case("pick.pick", f"T={rows} V={vocab_size}", (logits, u), 8 * rows, eager)
 
 
 def couple(device: torch.device) -> Iterator[Case]:
     import torch
 
-    from vllm_mtpc.kernels.couple import naive
-
     for requests in (1, 64):
         width = 8
         tokens, drafts = torch.randint(2, (2, requests * width), device=device)  # half of the drafts are right
         begins = torch.arange(requests + 1, dtype=torch.int32, device=device) * width
-        yield Case(
-            f"R={requests} K={width - 1}",
-            lambda given=(tokens, drafts, begins, width): naive.accept(*given),
-            2 * size_of(tokens) + size_of(drafts, begins) + 4 * requests,
-            _on_gpu(device, "couple", "accept", tokens, drafts, begins, width),
-        )
+        written = size_of(tokens) + 4 * requests
+        yield _case("couple.accept", f"R={requests} K={width - 1}", (tokens, drafts, begins, width), written)
 
 
 def filter_(device: torch.device) -> Iterator[Case]:
     import torch
 
     from vllm_mtpc.circuits import circuit_class, get_circuit
-    from vllm_mtpc.kernels.filter import naive
 
     for name, batch in ((name, batch) for name in CIRCUITS for batch in (64, 2048)):
         n, r = 16, min(32, circuit_class(name).max_components)
@@ -106,12 +87,7 @@ def filter_(device: torch.device) -> Iterator[Case]:
         evidence = torch.randn(batch, n, r, device=device) - 5
         sums = torch.randn(batch, r, device=device), torch.randn(batch, circuit.num_inner, r, r, device=device)
         given = (circuit.program, evidence, *sums)
-        yield Case(
-            f"{name} n={n} r={r} B={batch}",
-            lambda given=given: naive.filter_weights(*given),
-            size_of(evidence, *sums) + size_of(evidence),
-            _on_gpu(device, "filter", "filter_weights", *given),
-        )
+        yield _case("filter.filter_weights", f"{name} n={n} r={r} B={batch}", given, size_of(evidence))
 
 
 def draft(device: torch.device) -> Iterator[Case]:
@@ -165,9 +141,7 @@ def leaf(device: torch.device) -> Iterator[Case]:
     import torch
     import torch.nn.functional as F
 
-    from vllm_mtpc.kernels.leaf import naive
-
-    def eager(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
+    def eager(states: Tensor, weight: Tensor, bias: None, token: Tensor) -> Tensor:
         logits = F.linear(states[:, 0], weight.flatten(0, 1)).view(-1, *weight.shape[:2]).float()
         index = token[:, None, None].expand(-1, weight.shape[0], 1)
         return logits.log_softmax(dim=-1).gather(2, index)
@@ -178,23 +152,25 @@ def leaf(device: torch.device) -> Iterator[Case]:
         states = torch.randn(batch, 1, hidden, device=device, dtype=dtype)
         weight = torch.randn(r, vocab_size, hidden, device=device, dtype=dtype) / 64
         token = torch.randint(vocab_size, (batch,), device=device)
-        yield Case(
-            f"x_1: B={batch} r={r} V={vocab_size} D={hidden}",
-            lambda given=(states, weight, None, token): naive.terms(*given),
-            size_of(states, weight, token) + 8 * batch * r,
-            _on_gpu(device, "leaf", "terms", states, weight, None, token),
-            lambda given=(states, weight, token): eager(*given),
-        )
+        sizes = f"x_1: B={batch} r={r} V={vocab_size} D={hidden}"
+        yield _case("leaf.terms", sizes, (states, weight, None, token), 8 * batch * r, eager)
 
 
-def _on_gpu(device: torch.device, name: str, function: str, *given: Any) -> Call | None:
-    """The kernel of an operation on what is given; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    from importlib import import_module
+def _case(name: str, sizes: str, given: tuple[Any, ...], written: int, eager: Call | None = None) -> Case:
+    """A function of a folder of `kernels/`, which is called alike in its kernel and its definition.
 
-    kernel = getattr(import_module(f"vllm_mtpc.kernels.{name}.kernel"), function)
-    return lambda: kernel(*given)
+    written: bytes of what it writes; all tensors of `given` are read. eager: takes what they take.
+    """
+    folder, _, function = name.partition(".")
+    tensors = [value for value in given if hasattr(value, "element_size")]
+
+    def of(module: str) -> Call:
+        call = getattr(import_module(f"vllm_mtpc.kernels.{folder}.{module}"), function)
+        return lambda: call(*given)
+
+    kernel = of("kernel") if tensors[0].device.type == "cuda" else None
+    chain = None if eager is None else lambda: eager(*given)
+    return Case(sizes, of("naive"), size_of(*tensors) + written, kernel, chain)
 
 
 OPERATIONS = {

@@ -31,7 +31,7 @@ def definitions(over_http: bool) -> list[str]:
 
 
 def rows(passes: Sequence[Pass]) -> list[Row]:
-    """One row per way of decoding and setting, in the order of the settings; figures are medians over rounds."""
+    """One row per way of decoding and setting, in the order of the settings; results are medians over rounds."""
     cells: dict[tuple[Any, ...], list[Pass]] = {}
     for one in sorted(passes, key=lambda one: (one.decoding.group != OWN, -one.cell.temperature, one.cell.clients)):
         cells.setdefault((one.decoding.group, one.cell, one.decoding.name), []).append(one)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -137,39 +138,38 @@ def server(
             process.stop()
 
 
-def measure(client: Client, prompts: Sequence[Prompt], setting: Setting) -> Measured:
-    """Sends the prompts with ``setting.clients`` of them in flight. The same code times plain and drafted decoding."""
-    model = client.model()
+class Served:
+    """A server that answers prompts, measured pass by pass as an engine offline is."""
 
-    def request(prompt: Prompt, max_tokens: int) -> Answer:
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": setting.temperature,
-            "ignore_eos": setting.ignore_eos,
-        }
-        return client.complete(body)
+    def __init__(self, client: Client, prompts: Sequence[Prompt]) -> None:
+        self.client, self.prompts = client, prompts
+        self.about = {"runner": "vllm serve"}
 
-    chosen = setting.chosen(prompts)
-    request(chosen[0], 16)  # warm-up
-    before = client.acceptance()
-    seconds, tokens, answers, everything = [], [], [], []
-    with ThreadPoolExecutor(setting.clients) as clients:
-        for _ in range(setting.repeats):
-            started = time.perf_counter()
-            repetition = list(clients.map(lambda prompt: request(prompt, setting.max_tokens), chosen))
-            seconds.append(time.perf_counter() - started)
-            tokens.append(sum(len(answer.tokens) for answer in repetition))
-            everything += repetition
-            answers = answers or repetition
-    return Measured(
-        setting=setting,
-        seconds=seconds,
-        tokens=tokens,
-        outputs=[answer.tokens for answer in answers],
-        texts=[answer.text for answer in answers],
-        acceptance=client.acceptance() - before,
-        first_token_seconds=round(median(answer.first_token_seconds for answer in everything), 5),
-        token_seconds=round(median(answer.token_seconds for answer in everything), 6),
-    )
+    def measure(self, setting: Setting) -> Measured:
+        """One pass, ``setting.clients`` requests in flight. The same code times plain and drafted decoding."""
+        model = self.client.model()
+        how = {"model": model, "temperature": setting.temperature, "ignore_eos": setting.ignore_eos}
+
+        def request(prompt: Prompt, max_tokens: int = setting.max_tokens) -> Answer:
+            return self.client.complete({**how, "prompt": prompt, "max_tokens": max_tokens})
+
+        chosen = setting.chosen(self.prompts)
+        request(chosen[0], 16)  # warm-up
+        before = self.client.acceptance()
+        seconds, repetitions = [], []
+        with ThreadPoolExecutor(setting.clients) as clients:
+            for _ in range(setting.repeats):
+                started = time.perf_counter()
+                repetitions.append(list(clients.map(request, chosen)))
+                seconds.append(time.perf_counter() - started)
+        answers = list(chain.from_iterable(repetitions))
+        return Measured(
+            setting=setting,
+            seconds=seconds,
+            tokens=[sum(len(answer.tokens) for answer in repetition) for repetition in repetitions],
+            outputs=[answer.tokens for answer in repetitions[0]],
+            texts=[answer.text for answer in repetitions[0]],
+            acceptance=self.client.acceptance() - before,
+            first_token_seconds=round(median(answer.first_token_seconds for answer in answers), 5),
+            token_seconds=round(median(answer.token_seconds for answer in answers), 6),
+        )

@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
     try:
-        with _ended_by_sigterm(), _logs(args.logs) as logs:
+        with _ended_by_sigterm(), tempfile.TemporaryDirectory() as temporary:
+            logs = args.logs or Path(temporary)
             comparison = measure(args, decodings, settings, texts, logs, on_gpu)
     except EngineFailed as error:
         print(error, file=sys.stderr)
@@ -226,15 +227,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _logs(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        yield Path(temporary)
 
 
 def _object(text: str) -> dict[str, Any]:

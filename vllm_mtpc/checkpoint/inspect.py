@@ -1,11 +1,10 @@
-"""`vllm-mtpc inspect`: what a head is, read from its files, with its weights checked."""
+"""What a head is, read from its files, with its weights checked: a report, and its rows for people."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,44 +17,17 @@ from vllm_mtpc.checkpoint.locate import (
     resolve_head,
     verifier_path,
 )
-from vllm_mtpc.errors import CheckpointError, printable
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import open_tensors, read_json
 from vllm_mtpc.heads import HEADS
 
 if TYPE_CHECKING:
-    import argparse
-
     from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.config.ptp import PtpConfig
 
 Report = dict[str, Any]
-MAX_CELL = 500  # characters of a row of the table
 FOUND = {True: "found", False: "not found", None: "a name on the hub, not looked up"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="head folder, target folder that ships mtpc/, or hub name")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="print the GPU memory that serving the head to N requests takes"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="T", help="with --max-num-seqs: GPUs (default: 1)"
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    from vllm_mtpc.eval.arguments import check_positive
-
-    check_positive(args, "max_num_seqs", "tensor_parallel_size")
-    report = inspect_head(args.path)
-    if args.max_num_seqs is not None:
-        report["memory"] = served_memory(Path(report["path"]), args.max_num_seqs, args.tensor_parallel_size)
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        _print_table(report)
-    return 0
 
 
 def inspect_head(path: str | Path) -> Report:
@@ -63,10 +35,9 @@ def inspect_head(path: str | Path) -> Report:
     place = resolve_head(str(path))
     folder = find_head(place) or place
     from vllm_mtpc.checkpoint.load import read_config  # torch: not before the path is known to be good
-    from vllm_mtpc.config.ptp import PtpConfig
 
     config = read_config(folder)
-    kind, files = _ptp(folder, config) if isinstance(config, PtpConfig) else _circuit(folder, config)
+    kind, files = FAMILIES[config.speculators_model_type].facts(folder, config)
     verifier = config.speculators_config.verifier
     tensors = {name: tensor for file in files for name, tensor in _tensors(folder / file).items()}
     accepted = measured_acceptance(folder)
@@ -96,46 +67,11 @@ def inspect_head(path: str | Path) -> Report:
     }
 
 
-def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
-    """MiB on each GPU of Model Runner V2: target in bfloat16, head_dtype auto, default schedule of drafts.
-
-    Raises CheckpointError for a PTP head, whose rows are the target's own.
-    """
-    import torch
-
-    from vllm_mtpc.checkpoint.load import read_config
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.heads.memory import by_batch, draft_memory
-    from vllm_mtpc.proposers.config.schedule import default_schedule
-
-    config = read_config(folder)
-    if not isinstance(config, HeadConfig):
-        raise CheckpointError(
-            f"--max-num-seqs with the PTP head {folder}: allowed are heads of method mtpc, what a PTP head takes are "
-            "rows of the target; drop --max-num-seqs"
-        )
-    drafts, is_drawn = config.num_speculative_tokens, config.draft_sample_method == "probabilistic"
-    ranges = default_schedule(measured_acceptance(folder).values(), drafts, is_cpu=False)
-    found = draft_memory(
-        config,
-        by_batch(ranges, max_num_seqs, drafts),
-        drafts,
-        torch.bfloat16,
-        num_ranks,
-        is_drawn=is_drawn,
-    )
-    return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks} | {
-        f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()
-    }
-
-
-def _circuit(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
+def mtpc_facts(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
     """What only heads of circuits have, and their weight file; every tensor is checked."""
-    from vllm_mtpc.checkpoint.adapters import check_adapters
-    from vllm_mtpc.checkpoint.load import check_tensors
+    from vllm_mtpc.checkpoint.load import check_head
 
-    check_tensors(folder, config)
-    adapters = check_adapters(folder, config)
+    adapters = check_head(folder, config)
     return {
         "method": "mtpc",
         "circuit": config.circuit,
@@ -149,7 +85,7 @@ def _circuit(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
     }, [WEIGHTS_FILE]
 
 
-def _ptp(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
+def ptp_facts(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
     """What only PTP heads have, and their weight files; every tensor is checked."""
     from vllm_mtpc.checkpoint.ptp import check_ptp
     from vllm_mtpc.heads.adapters import ADAPTER_WEIGHTS_FILE
@@ -194,13 +130,14 @@ def _provenance(file: Path) -> Any:
         return {"unreadable": f"unreadable: {error}"}
 
 
-def _rows(report: Report) -> list[tuple[str, str]]:
+def rows_of(report: Report) -> list[tuple[str, str]]:
+    """The report as rows of a table."""
     target, weights, sampling = report["target"], report["weights"], report["trained_sampling"]
     dtypes = ", ".join(weights["dtypes"])
     top_k, top_p = sampling["top_k"] or "off", "off" if sampling["top_p"] == 1 else sampling["top_p"]
     return [
         *_measured_rows(report),
-        *(_ptp_rows(report) if report["method"] == "ptp" else _circuit_rows(report)),
+        *FAMILIES[report["method"]].rows(report),
         ("vocabulary", f"{report['vocab_size']:,}"),
         ("hidden size", f"{report['hidden_size']:,}"),
         ("parameters", f"{report['parameters']:,}"),
@@ -255,7 +192,7 @@ def _provenance_rows(record: Report | None) -> list[tuple[str, str]]:
     return list(shown.items())
 
 
-def _circuit_rows(report: Report) -> list[tuple[str, str]]:
+def mtpc_rows(report: Report) -> list[tuple[str, str]]:
     expander = ", ".join(f"{key} {value}" for key, value in report["expander"].items())
     return [
         ("circuit", report["circuit"]),
@@ -267,7 +204,7 @@ def _circuit_rows(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _ptp_rows(report: Report) -> list[tuple[str, str]]:
+def ptp_rows(report: Report) -> list[tuple[str, str]]:
     options = "".join(f", {key} {value}" for key, value in report["u_options"].items())
     adapters = report["adapters"]
     size = f"rank {adapters['rank']}, alpha {adapters['alpha']:g}, {adapters['parameters']:,} parameters"
@@ -279,7 +216,7 @@ def _ptp_rows(report: Report) -> list[tuple[str, str]]:
         ("drafts per step", str(report["drafts_per_step"])),
         ("u embedding", report["u_embedding"] + options),
         ("late network", f"width {report['late_width']}" if report["late_width"] else "none"),
-        ("trust in laws", "none: as the variant drafts" if trust is None else f"{trust:g}: u picks from rows' laws"),
+        ("trust in rows", "none: as the variant drafts" if trust is None else f"{trust:g}: u picks what they give"),
         ("adapters", f"all {len(adapters['layers'])} layers of the target, {', '.join(adapters['modules'])}; {size}"),
         ("accepted drafts", _accepted(report["accepted"])),
     ]
@@ -298,24 +235,3 @@ def _adapters(adapters: Report | None) -> str:
         return "none"
     layers, parameters = ", ".join(map(str, adapters["layers"])), f"{adapters['parameters']:,} parameters"
     return f"{layers} of the target, rank {adapters['rank']}, alpha {adapters['alpha']}, {parameters}"
-
-
-def _print_table(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-
-    def plain(text: str) -> Text:
-        """Files are not to be trusted with the terminal: no markup, no control characters, no end of lines."""
-        shown = printable(text, MAX_CELL)
-        return Text(shown.encode(console.encoding, "backslashreplace").decode(console.encoding), overflow="fold")
-
-    table = Table(title=plain(report["path"]), title_justify="left", show_header=False)
-    table.add_column(no_wrap=False, style="bold")
-    table.add_column()
-    for row in _rows(report):
-        table.add_row(*map(plain, row))
-    console.print(table)
-    console.print(plain(f"weights: ok ({len(report['weights']['tensors'])} tensors, shapes as configured, all finite)"))

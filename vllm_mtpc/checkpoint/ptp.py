@@ -7,7 +7,6 @@ the variant and the embedding. A folder whose files are of two heads is refused,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +33,10 @@ from vllm_mtpc.checkpoint.tensors import check_names, checked, stored_shapes
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import open_tensors
-from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES
+from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES, Adapters
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
+from vllm_mtpc.heads.ptp.student import Student
 
 # Side of A [r, in] or B [out, r] that is the hidden size, by module.
 READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -45,7 +45,7 @@ LATE = "late."  # in front of the names of the late network's tensors
 
 
 class PtpHead(NamedTuple):
-    """A PTP head as it is on disk; `vllm_mtpc.heads.ptp.student.Student.load` puts it on its target."""
+    """A PTP head as it is on disk; `load_student` puts it on its target."""
 
     config: PtpConfig
     lora: dict[str, Tensor]  # PEFT's names
@@ -71,10 +71,8 @@ def save_ptp(
     adapters, u_embed = to_save(folder, lora, dtype), to_save(folder, _u_tensors(embedding, late), dtype)
     _check_lora(folder / ADAPTER_WEIGHTS_FILE, _shapes(adapters), config)
     _check_embedding(folder / U_EMBED_FILE, _shapes(u_embed), config)
-    adapter_files = {
-        ADAPTER_WEIGHTS_FILE: save(dict(sorted(adapters.items())), metadata={"format": "pt"}),
-        ADAPTER_CONFIG_FILE: _adapter_config(config, module_names(adapters)),
-    }
+    kept = Adapters(None, config.lora_rank, config.lora_alpha, module_names(adapters), adapters)
+    adapter_files = kept.files(config.speculators_config.verifier.name_or_path)
     metadata = {"format": "pt", ADAPTER_DIGEST: adapter_digest(adapter_files), **_identity(config)}
     files = {
         U_EMBED_FILE: save(u_embed, metadata=metadata),
@@ -99,6 +97,17 @@ def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: tor
         late.load_state_dict({name.removeprefix(LATE): value for name, value in ours.items()}, assign=True)
         late.eval().requires_grad_(False)
     return PtpHead(config, lora, embedding.eval().requires_grad_(False), late)
+
+
+def load_student(folder: Path | str, target: Any) -> Student:
+    """The head in a folder on its target (a `vllm_mtpc.hf.Target`), without gradients.
+
+    Raises CheckpointError or HeadConfigError.
+    """
+    head = load_ptp(folder)
+    student = Student(target, head.config)
+    student.take(head.lora, head.embedding, head.late)
+    return student.eval().requires_grad_(False)
 
 
 def check_ptp(folder: Path | str, config: PtpConfig) -> AdapterInfo:
@@ -204,23 +213,6 @@ def _check_embedding(file: Path, shapes: Mapping[str, tuple[int, ...]], config: 
 def _identity(config: PtpConfig) -> dict[str, str]:
     """What tells heads of the same shapes apart."""
     return {"variant": config.variant, "informed": str(config.informed).lower(), "u_embedding": config.u_embedding}
-
-
-def _adapter_config(config: PtpConfig, modules: list[str]) -> bytes:
-    """`adapter_config.json` as PEFT writes it: the same adapters on every layer of the target."""
-    from peft import LoraConfig, TaskType
-
-    alpha = config.lora_alpha
-    lora = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=config.lora_rank,
-        lora_alpha=int(alpha) if alpha.is_integer() else alpha,
-        lora_dropout=0.0,
-        target_modules=modules,
-    )
-    verifier = config.speculators_config.verifier.name_or_path
-    values = lora.to_dict() | {"inference_mode": True, "base_model_name_or_path": verifier, "target_modules": modules}
-    return (json.dumps(values, indent=2, sort_keys=True, default=sorted) + "\n").encode()
 
 
 def _build(config: PtpConfig) -> tuple[AuxEmbedding, LateNetwork | None]:

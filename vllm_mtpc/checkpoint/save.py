@@ -18,12 +18,11 @@ from vllm_mtpc.checkpoint.adapters import ADAPTER_DIGEST, adapter_digest
 from vllm_mtpc.checkpoint.adapters import FILES as ADAPTER_FILES
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.heads.adapters import Adapters, DraftLayers
 
 if TYPE_CHECKING:
-    from vllm_mtpc.checkpoint.convert.lora import StoredAdapters
+    from vllm_mtpc.config.base import AnyHeadConfig
     from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.config.ptp import PtpConfig
-    from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.heads.base import Head
 
 
@@ -34,7 +33,7 @@ def save_head(
     provenance: dict[str, Any],
     card: str,
     dtype: torch.dtype = torch.float16,
-    draft_layers: DraftLayers | StoredAdapters | None = None,
+    draft_layers: DraftLayers | Adapters | None = None,
 ) -> None:
     """Write a head folder. `provenance` says how the head came about; package versions are added.
 
@@ -43,18 +42,17 @@ def save_head(
     CheckpointError, before anything is written, for weights that load_head would refuse.
     """
     folder = Path(folder)
-    given = draft_layers.num_layers if draft_layers is not None else 0
+    adapters = draft_layers.adapters if isinstance(draft_layers, DraftLayers) else draft_layers
+    given = adapters.num_layers if adapters else 0
     if given != config.lora_layers:
         raise CheckpointError(
             f"{folder}: the head's config says lora_layers={config.lora_layers}, but {given} draft layers are to be "
             "saved; not saved: hand save_head the draft layers the head was trained with"
         )
-    tensors = to_save(folder, head.state_dict(), dtype)
-    if draft_layers is not None:
-        to_save(folder, dict(draft_layers.named_parameters()), torch.float32)
-    adapter_files, metadata = {}, {"format": "pt"}
-    if draft_layers is not None:
-        adapter_files = draft_layers.files(config.speculators_config.verifier.name_or_path)
+    tensors, adapter_files, metadata = to_save(folder, head.state_dict(), dtype), {}, {"format": "pt"}
+    if adapters:
+        adapters = adapters._replace(tensors=to_save(folder, adapters.tensors, torch.float32))
+        adapter_files = adapters.files(config.speculators_config.verifier.name_or_path)
         metadata[ADAPTER_DIGEST] = adapter_digest(adapter_files)
     files = {  # the config comes last: without it there is no head
         WEIGHTS_FILE: save(tensors, metadata=metadata),
@@ -76,7 +74,7 @@ def to_save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> 
     return tensors
 
 
-def closing_files(config: HeadConfig | PtpConfig, provenance: dict[str, Any], card: str) -> dict[str, bytes]:
+def closing_files(config: AnyHeadConfig, provenance: dict[str, Any], card: str) -> dict[str, bytes]:
     """What every head's folder holds after its weights, the config last."""
     record = {"versions": package_versions(), **provenance}
     return {

@@ -47,20 +47,10 @@ class Resident:
 def launched(
     engine: dict[str, Any], prompts: Sequence[Prompt], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Resident]:
-    """An engine that is starting; several start at once. ``engine`` holds the keyword arguments of ``vllm.LLM``."""
+    """An engine that is starting, as others may at the same time. ``engine``: keyword arguments of ``vllm.LLM``."""
     given = {"prompts": list(prompts)}
     with started(f"{__name__}:passes", engine, log, given, environment=environment) as child:
         yield Resident(child)
-
-
-@contextlib.contextmanager
-def resident(
-    engine: dict[str, Any], prompts: Sequence[Prompt], log: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[Resident]:
-    """One that is ready. Raises EngineFailed where it does not start."""
-    with launched(engine, prompts, log, environment) as waiting:
-        _ = waiting.about
-        yield waiting
 
 
 def passes(llm: Any, items: Iterator[dict[str, Any]], prompts: list[Prompt]) -> Iterator[dict[str, Any]]:
@@ -81,23 +71,22 @@ def _measure(llm: Any, clock: StepClock | None, prompts: Sequence[Prompt], setti
     """One setting. The same code times plain and drafted decoding. asked: requests so far, which have their names."""
     chosen = setting.chosen(prompts)
     _answers(llm, chosen[: setting.clients], setting, WARM_UP_TOKENS, asked)
-    seconds, tokens, answers, times = [], [], [], []
     if clock:
         clock.clear()
-    before = Acceptance.from_llm(llm.get_metrics())
+    before, seconds, repetitions = Acceptance.from_llm(llm.get_metrics()), [], []
     for repeat in range(setting.repeats):
         started = time.perf_counter()
-        repetition = _answers(llm, chosen, setting, setting.max_tokens, asked + (1 + repeat) * setting.prompts)
+        first = asked + (1 + repeat) * setting.prompts
+        repetitions.append(_answers(llm, chosen, setting, setting.max_tokens, first))
         seconds.append(time.perf_counter() - started)
-        tokens.append(sum(len(answer.outputs[0].token_ids) for answer in repetition))
-        times += [answer.metrics for answer in repetition]
-        answers = answers or repetition
+    times = [answer.metrics for repetition in repetitions for answer in repetition]
+    outputs = [[answer.outputs[0] for answer in repetition] for repetition in repetitions]
     return Measured(
         setting=setting,
         seconds=seconds,
-        tokens=tokens,
-        outputs=[list(answer.outputs[0].token_ids) for answer in answers],
-        texts=[answer.outputs[0].text for answer in answers],
+        tokens=[sum(len(output.token_ids) for output in repetition) for repetition in outputs],
+        outputs=[list(output.token_ids) for output in outputs[0]],
+        texts=[output.text for output in outputs[0]],
         acceptance=Acceptance.from_llm(llm.get_metrics()) - before,
         first_token_seconds=round(median(one.first_token_latency for one in times), 5),
         token_seconds=round(median(map(_token_seconds, times)), 6),

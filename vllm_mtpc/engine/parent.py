@@ -7,25 +7,24 @@ Should this process be killed instead, Linux tells the command.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 
+from vllm_mtpc.engine.process import end_group
+
 GRACE_S = 5.0
 
 
 def main(command: list[str]) -> int:
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent if _is_linux() else None
-    )
+    on_start = _end_with_parent if sys.platform == "linux" else None
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_start)
     signal.signal(signal.SIGTERM, lambda *_: _end(child))
     threading.Thread(target=_watch_parent, args=(child,), daemon=True).start()
     code = child.wait()
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # an engine may outlive its front-end
-        os.killpg(child.pid, signal.SIGKILL)
+    end_group(child.pid, signal.SIGKILL)  # an engine may outlive its front-end
     return code if code >= 0 else 128 - code
 
 
@@ -37,20 +36,10 @@ def _watch_parent(child: subprocess.Popen[bytes]) -> None:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Asks the group to end, and kills it where it does not."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGTERM)
-    killer = threading.Timer(GRACE_S, _kill, (child.pid,))
+    end_group(child.pid, signal.SIGTERM)
+    killer = threading.Timer(GRACE_S, end_group, (child.pid, signal.SIGKILL))
     killer.daemon = True
     killer.start()
-
-
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def _is_linux() -> bool:
-    return sys.platform == "linux"
 
 
 def _end_with_parent() -> None:

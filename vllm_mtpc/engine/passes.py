@@ -28,7 +28,7 @@ class Setting:
     max_tokens: int
     prompts: int  # how many of the job's prompts; they begin again where there are not so many
     repeats: int = 1  # timed repetitions; the median counts
-    ignore_eos: bool = True  # answers of the same length, whatever is said
+    ignore_eos: bool = True  # answers of the same length, whatever the text
     first: int = 0  # which of the job's prompts is the first
 
     @property

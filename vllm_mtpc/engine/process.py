@@ -20,7 +20,7 @@ def engine_environment() -> dict[str, str]:
     two busy cores spend their time waiting for each other: one core is left to the front-end, as vLLM itself does.
     """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
-    environment["MTPC_AUTO"] = "0"  # what drafts is said by the caller, never by what a target ships
+    environment["MTPC_AUTO"] = "0"  # what drafts is chosen by the caller, never by what a target ships
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
     # vLLM's ngram runs on numba, whose first parallel loop sets the number of torch's OpenMP threads to its own
@@ -51,7 +51,10 @@ def group(
     grace_s: float = 20.0,
     stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs ``command`` in a process group of its own and ends the whole group on leaving, whatever happened."""
+    """Runs ``command`` in a process group of its own and ends the whole group on leaving, whatever happened.
+
+    The group is asked to end; what is left of it after ``grace_s`` is killed: an engine may outlive its front-end.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -66,16 +69,15 @@ def group(
     try:
         yield process
     finally:
-        stop(process, grace_s)
+        if process.poll() is None:
+            end_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=grace_s)
+        end_group(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Asks the group to end, waits, then kills what is left of it (an engine may outlive its front-end)."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=grace_s)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def end_group(leader: int, how: signal.Signals) -> None:
+    """Signals a process group, if any of it is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, how)

@@ -1,4 +1,4 @@
-"""Where a figure came from: machine, versions, commit and command, for every result file."""
+"""Where a result came from: machine, versions, commit and command, for every result file."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class EngineServer:
         """One request; leaving early ends it.
 
         Raises EngineFailed where the server does not answer to the end, EngineGone where it takes nothing any more. An
-        answer of a server whose engine has died counts as none: vLLM says 500 to what was being computed.
+        answer of a server whose engine has died counts as none: vLLM answers 500 to what was being computed.
         """
         import aiohttp
 

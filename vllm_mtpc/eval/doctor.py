@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_target: str | None = None) -> Diagnosis:
-    """Serves, predicts, compares. ``serve_head`` and ``serve_target`` plant a fault: vLLM serves those instead.
+    """Serves, predicts, compares. ``serve_head`` and ``serve_target`` inject a fault: vLLM serves those instead.
 
     Raises UsageError where vLLM is missing or fails, and what loading the head or its target raises.
     """

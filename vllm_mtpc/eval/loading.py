@@ -95,9 +95,9 @@ def join(folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) 
     config = read_config(folder)
     _check_sizes(folder, config, target)
     if isinstance(config, PtpConfig):
-        from vllm_mtpc.heads.ptp.student import Student
+        from vllm_mtpc.checkpoint.ptp import load_student
 
-        student = Student.load(folder, target)
+        student = load_student(folder, target)
         return LoadedPtp(folder, config, student, target)
     config, head = load_head(folder, head_dtype, target.device)
     if head.needs_lm_head:

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.files import open_tensors, read_json
 
 if TYPE_CHECKING:
-    from vllm_mtpc.hf import Target
+    from peft import LoraConfig
 
 ALLOWED_LAYERS = (1, 2, 4)
 # The projections of llama-like layers; those that a layer has are adapted.
@@ -40,63 +41,134 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 
-class DraftLayers(nn.Module):
-    """The last `layers` layers of a target with LoRA; its parameters are the adapters', float32, and nothing else.
+class Adapters(NamedTuple):
+    """LoRA adapters as PEFT saves them."""
+
+    layers: list[int] | None  # of the target, 0-based; None: all
+    rank: int
+    alpha: float
+    modules: list[str]
+    tensors: Mapping[str, Tensor]  # by PEFT's names
+
+    @property
+    def num_layers(self) -> int:
+        """How many of the target's last layers have them."""
+        return len(self.layers or ())
+
+    def files(self, target: str) -> dict[str, bytes]:
+        """Contents of PEFT's files by name; `target` is how they name their target."""
+        from safetensors.torch import save
+
+        config = lora_config(self.rank, self.alpha, self.modules, self.layers).to_dict()
+        config |= {"inference_mode": True, "base_model_name_or_path": target, "target_modules": sorted(self.modules)}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in sorted(self.tensors.items())}
+        return {
+            ADAPTER_WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}),
+            ADAPTER_CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True, default=sorted) + "\n").encode(),
+        }
+
+
+def lora_config(rank: int, alpha: float, modules: list[str], layers: list[int] | None = None) -> LoraConfig:
+    """PEFT's config of adapters of `modules`, on every layer of the target or on `layers`."""
+    from peft import LoraConfig, TaskType
+
+    some = {} if layers is None else {"layers_to_transform": layers, "layers_pattern": "layers"}
+    alpha = int(alpha) if float(alpha).is_integer() else alpha
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM, r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=modules, **some
+    )
+
+
+class AdaptedLayers(nn.Module):
+    """Layers that share a target's weights and have adapters, which are all its parameters: float32.
+
+    `target` is a `vllm_mtpc.hf.Target` wherever one is named here.
+    """
+
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        # A tuple is no submodule: the target's weights are neither parameters of this module nor in its state.
+        self._target = (target,)
+        self._weights = nn.ParameterDict()
+        self._names: dict[str, str] = {}  # name on disk -> name here: a parameter's name has no dots
+
+    @property
+    def target(self) -> Any:
+        return self._target[0]
+
+    def adapt(self, view: nn.Module, rank: int, alpha: float, layers: list[int] | None = None) -> None:
+        """Give layers of a view of the target's backbone (None: all) adapters of the projections that they have."""
+        from peft import inject_adapter_in_model
+
+        layer = view.layers[layers[0] if layers else 0]
+        names = {name.rpartition(".")[2] for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+        modules = [name for name in MODULES if name in names]
+        if not modules:
+            raise HeadConfigError(
+                f"target {self.target.name}: its layers have none of {', '.join(MODULES)}; adapters need a llama-like "
+                "target; set lora_layers to 0, or name another target"
+            )
+        inject_adapter_in_model(lora_config(rank, alpha, modules, layers), view, ADAPTER)
+        self._made = layers, rank, alpha, modules
+        # PEFT saves the names of the whole causal LM inside its own wrapper.
+        prefix = f"base_model.model.{self.target.model.base_model_prefix}."
+        for name, value in view.named_parameters():
+            if ".lora_" in name:
+                value.data = value.data.float()
+                key = name.replace(".", "/")
+                self._weights[key] = value
+                self._names[prefix + name.replace(f".{ADAPTER}.", ".")] = key
+
+    def lora(self) -> dict[str, Tensor]:
+        """The adapters by their names on disk."""
+        return {name: self._weights[key] for name, key in self._names.items()}
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters as they are saved."""
+        return Adapters(*self._made, self.lora())
+
+    @torch.no_grad()
+    def take_lora(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy adapters into these; raises HeadConfigError where they are not of its shapes."""
+        ours, shapes = self.lora(), {name: value.shape for name, value in tensors.items()}
+        if {name: value.shape for name, value in ours.items()} != shapes:
+            raise HeadConfigError(
+                f"the head's adapters are not those of the layers of {self.target.name}; name the target the "
+                "head was trained for"
+            )
+        for name, value in ours.items():
+            value.copy_(tensors[name])
+
+
+class DraftLayers(AdaptedLayers):
+    """The last `layers` layers of a target with LoRA; its parameters are the adapters' and nothing else.
 
     `rank` and `alpha` are PEFT's r and lora_alpha: the update is alpha / rank * B A, and B starts at zero, so that
     drafts start at the target's own states. A's initial values come from torch's generator. Raises HeadConfigError
     for a target whose layers cannot be split off.
     """
 
-    def __init__(self, target: Target, layers: int, rank: int = 16, alpha: int = 16) -> None:
-        super().__init__()
-        from peft import LoraConfig, TaskType, inject_adapter_in_model
-
+    def __init__(self, target: Any, layers: int, rank: int = 16, alpha: float = 16) -> None:
+        super().__init__(target)
         backbone = _check(target, layers, rank, alpha)
+        self.num_layers = layers
         total = len(backbone.layers)
         first = total - layers
-        copies = [_sharing_copy(layer) for layer in backbone.layers[first:]]
-        names = {name.rpartition(".")[2] for name, module in copies[0].named_modules() if isinstance(module, nn.Linear)}
-        self.config = LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=rank,
-            lora_alpha=alpha,
-            lora_dropout=0.0,
-            target_modules=[name for name in MODULES if name in names],
-            layers_to_transform=list(range(first, total)),
-            layers_pattern="layers",
-        )
-        if not self.config.target_modules:
-            raise HeadConfigError(
-                f"target {target.name}: its layers have none of {', '.join(MODULES)}; draft layers need a llama-like "
-                "target; set lora_layers to 0"
-            )
+        copies = [sharing_copy(layer) for layer in backbone.layers[first:]]
         skipped, entry = [_Skip(layer) for layer in backbone.layers[1:first]], _Entry(backbone.layers[0])
         through = [_Skip(layer) for layer in backbone.layers[first:]]
-        draft = _view(backbone, [entry, *skipped, *copies])
-        inject_adapter_in_model(self.config, draft, ADAPTER)
-        # PEFT saves the names of the whole causal LM inside its own wrapper.
-        self._prefix = f"base_model.model.{target.model.base_model_prefix}."
-        # A tuple is no submodule: the target's weights are neither parameters of this module nor in its state.
-        self._entry = (entry,)
-        self._target = (target,)
-        self._trunk = (_view(backbone, [*backbone.layers[:first], *through], norm=nn.Identity()),)
+        draft = view_of(backbone, [entry, *skipped, *copies])
+        self.adapt(draft, rank, alpha, list(range(first, total)))
+        self._entry = (entry,)  # in tuples, as the target
+        self._trunk = (view_of(backbone, [*backbone.layers[:first], *through], norm=nn.Identity()),)
         self._draft = (draft,)
-        self._verifier = (_view(backbone, [entry, *skipped, *backbone.layers[first:]]),)
-        self._weights = nn.ParameterDict()
-        self._names: dict[str, str] = {}  # name on disk -> name here: a parameter's name has no dots
-        for name, value in draft.named_parameters():
-            if ".lora_" in name:
-                value.data = value.data.float()
-                key = name.replace(".", "/")
-                self._weights[key] = value
-                self._names[self._prefix + name.replace(f".{ADAPTER}.", ".")] = key
+        self._verifier = (view_of(backbone, [entry, *skipped, *backbone.layers[first:]]),)
 
     @torch.no_grad()
     def trunk(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """What the first of the last K layers reads, [B, S, D] of tokens[B, S]; documents[B, S] as in Target.hidden."""
-        target = self._target[0]
-        arguments = {"input_ids": tokens.to(target.device, torch.long)}
+        arguments = {"input_ids": tokens.to(self.target.device, torch.long)}
         return self._run(self._trunk[0], arguments, documents)
 
     def draft(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -110,20 +182,8 @@ class DraftLayers(nn.Module):
         """The target's own states [B, S, D]: bit for bit those of Target.hidden."""
         return self._last_layers(self._verifier[0], trunk, documents)
 
-    def files(self, target: str) -> dict[str, bytes]:
-        """Contents of the adapter's files by name, the weights in float32; `target` is how they name their target."""
-        from safetensors.torch import save
-
-        tensors = {name: self._weights[key].detach().cpu().contiguous() for name, key in sorted(self._names.items())}
-        config = {key: _plain(value) for key, value in self.config.to_dict().items()}
-        config |= {"inference_mode": True, "base_model_name_or_path": target}
-        return {
-            ADAPTER_WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}),
-            ADAPTER_CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
-        }
-
     @classmethod
-    def load(cls, folder: Path | str, target: Target) -> DraftLayers:
+    def load(cls, folder: Path | str, target: Any) -> DraftLayers:
         """The draft layers saved in a folder, on `target`. Raises HeadConfigError where they are not for it.
 
         `vllm_mtpc.checkpoint.load_head` and `check_tensors` have checked a head's files before.
@@ -132,22 +192,8 @@ class DraftLayers(nn.Module):
         config = read_json(folder / ADAPTER_CONFIG_FILE)
         split = cls(target, len(config["layers_to_transform"]), config["r"], config["lora_alpha"])
         with open_tensors(folder / ADAPTER_WEIGHTS_FILE) as handle:
-            tensors = {name: handle.get_tensor(name) for name in sorted(handle.keys())}
-        shapes = {name: tuple(split._weights[key].shape) for name, key in split._names.items()}
-        if shapes != {name: tuple(value.shape) for name, value in tensors.items()}:
-            raise HeadConfigError(
-                f"{folder / ADAPTER_WEIGHTS_FILE}: its tensors are not those of the last {split.num_layers} layers of "
-                f"{target.name}; name the target the head was trained for"
-            )
-        with torch.no_grad():
-            for name, key in split._names.items():
-                split._weights[key].copy_(tensors[name])
+            split.take_lora({name: handle.get_tensor(name) for name in sorted(handle.keys())})
         return split
-
-    @property
-    def num_layers(self) -> int:
-        """K."""
-        return len(self.config.layers_to_transform)
 
     def _last_layers(self, view: nn.Module, trunk: Tensor, documents: Tensor | None) -> Tensor:
         # The embeddings only say shape, dtype and device: the entry layer puts the trunk in their place, after
@@ -159,11 +205,7 @@ class DraftLayers(nn.Module):
             self._entry[0].states = None
 
     def _run(self, view: nn.Module, arguments: dict[str, Tensor], documents: Tensor | None) -> Tensor:
-        from vllm_mtpc.hf.attention import packed_arguments
-
-        target = self._target[0]
-        packed = {} if documents is None else packed_arguments(documents.to(target.device), target.attention)
-        return view(**arguments, use_cache=False, **packed).last_hidden_state
+        return view(**arguments, use_cache=False, **self.target.packed(documents)).last_hidden_state
 
 
 class _Skip(nn.Module):
@@ -187,38 +229,39 @@ class _Entry(_Skip):
         return self.states
 
 
-def _view(backbone: nn.Module, layers: list[nn.Module], **replaced: nn.Module) -> nn.Module:
+def view_of(backbone: nn.Module, layers: list[nn.Module], **replaced: nn.Module) -> nn.Module:
     """The backbone with other layers: a shallow copy, every other module and weight is the same object."""
     view = copy.copy(backbone)
     view.__dict__["_modules"] = {**backbone._modules, "layers": nn.ModuleList(layers), **replaced}
     return view
 
 
-def _sharing_copy(layer: nn.Module) -> nn.Module:
+def sharing_copy(layer: nn.Module) -> nn.Module:
     """A copy of a layer's modules around the same weights."""
     shared = [*layer.parameters(), *layer.buffers()]
     return copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
 
 
-def _plain(value: Any) -> Any:
-    """A value of PEFT's config as JSON has it."""
-    return sorted(value) if isinstance(value, set) else getattr(value, "value", value)
-
-
-def _check(target: Target, layers: int, rank: int, alpha: int) -> nn.Module:
-    """The target's backbone; raises HeadConfigError where it cannot be split as asked."""
+def layered_backbone(target: Any) -> nn.Module:
+    """The target's backbone; raises HeadConfigError where its layers cannot be exchanged."""
     backbone = target.backbone
+    if not isinstance(getattr(backbone, "layers", None), nn.ModuleList) or "norm" not in backbone._modules:
+        raise HeadConfigError(
+            f"target {target.name}: {type(backbone).__name__} is not made of `layers` and a final `norm`, so its "
+            "layers cannot be adapted; set lora_layers to 0, or name another target"
+        )
+    return backbone
+
+
+def _check(target: Any, layers: int, rank: int, alpha: float) -> nn.Module:
+    """The target's backbone; raises HeadConfigError where it cannot be split as asked."""
     if layers not in ALLOWED_LAYERS:
         raise HeadConfigError(f"lora_layers={layers}: allowed are 1, 2 and 4 (and 0: none); set lora_layers to one")
     if rank < 1 or alpha <= 0:
         raise HeadConfigError(
             f"rank={rank}, alpha={alpha} of the draft layers: allowed are numbers from 1; set them so"
         )
-    if not isinstance(getattr(backbone, "layers", None), nn.ModuleList) or "norm" not in backbone._modules:
-        raise HeadConfigError(
-            f"target {target.name}: {type(backbone).__name__} is not made of `layers` and a final `norm`, so its last "
-            "layers cannot be split off; set lora_layers to 0"
-        )
+    backbone = layered_backbone(target)
     if layers >= len(backbone.layers):
         raise HeadConfigError(
             f"lora_layers={layers} of target {target.name} with {len(backbone.layers)} layers: one at least stays "

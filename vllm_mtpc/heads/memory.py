@@ -23,7 +23,6 @@ from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.shard import Shard
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads.base import Head
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
@@ -88,7 +87,7 @@ def rows_at_once(
 
 
 def draft_memory(
-    config: HeadConfig,
+    config: Any,  # a HeadConfig
     drafts_by_batch: Sequence[int],
     num_drafts: int,
     dtype: torch.dtype,

@@ -58,11 +58,14 @@ class Target:
 
         documents[B, S] numbers the document of each token (-1: padding); neither attention nor positions cross one.
         """
+        tokens = tokens.to(self.device, torch.long)
+        return self.backbone(input_ids=tokens, use_cache=False, **self.packed(documents)).last_hidden_state
+
+    def packed(self, documents: Tensor | None) -> dict[str, Any]:
+        """Arguments of the backbone for rows that hold several documents; none where there is one per row."""
         from vllm_mtpc.hf.attention import packed_arguments
 
-        tokens = tokens.to(self.device, torch.long)
-        packed = {} if documents is None else packed_arguments(documents.to(self.device), self.attention)
-        return self.backbone(input_ids=tokens, use_cache=False, **packed).last_hidden_state
+        return {} if documents is None else packed_arguments(documents.to(self.device), self.attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of hidden[..., D], float32, with the model's own scale and soft cap."""

@@ -6,14 +6,12 @@ for each number d of drafts that may turn out to be accepted:
     verified    x  d_1 .. d_K                  the target as it is
     group d     u_(c) u_(c+1) ..  c = d + 1    behind x, d_1 .. d_d and the request's committed tokens
 
-Once the verifier has accepted a drafts, group a's states are the next drafts, already there: o-ptp reads the argmax of
-each row but the first (which told the group what the verifier would pick next), c-ptp picks with each row's successor.
-So drafting costs rows, not a pass. A group whose d drafts are not accepted is thrown away; the sizes (`plan.py`) spend
-the rows where drafts are likely to end.
+Once a drafts are accepted, group a's states are the next drafts: o-ptp reads the argmax of each row but the first
+(which told the group what the verifier would pick), c-ptp picks with each row's successor. The other groups are thrown
+away; their sizes (`config/plan.py`) spend the rows where drafts are likely to end.
 
 Difference from PtpSpeculator: the student runs in the place of the target's forward, over the batch vLLM prepared and
-the groups behind it; `propose` only reads. vLLM's runner and scheduler know nothing of the groups. Batches that are
-too large to draft for go to the target itself.
+the groups behind it, and `propose` only reads. Batches that are too large to draft for go to the target itself.
 """
 
 from __future__ import annotations

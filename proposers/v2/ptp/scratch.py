@@ -1,14 +1,11 @@
 """KV blocks of auxiliary rows: a group reads its request's own blocks, and writes to blocks that belong to nobody.
 
-The block in which a group's first row falls holds tokens of the request as well; it is copied, whole, before the
-group writes behind them. So whatever a draft does, the KV cache of requests is that of committed tokens and of the
-drafts under verification; nothing of it is hashed for prefix caching, and positions beyond the model's length, or
-beyond the blocks a request owns, have a place that is not another request's.
+The block in which a group's first row falls holds tokens of the request as well; it is copied, whole, before the group
+writes behind them, however a backend lays out its inside. So the KV cache of requests is that of committed tokens and
+of the drafts under verification, and positions beyond a request's blocks have a place that is not another's.
 
     request      [ block 7 ][ block 2 ][ block 9: x x . . ]
     its group    [ block 7 ][ block 2 ][ copy:    x x u u ][ own: u . . . ]
-
-Copying whole blocks does not depend on how a backend lays out keys and values inside them.
 """
 
 from __future__ import annotations

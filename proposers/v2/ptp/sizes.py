@@ -66,8 +66,8 @@ def static_layout(bucket: Bucket, device: torch.device) -> Layout:
 
 def survival_of(head: PtpConfig, device: torch.device) -> Tensor:
     """Chance that at least d drafts are accepted, for d = 0, 1, ...; from what the head was measured to do."""
-    law = torch.tensor(accepted_of(head), device=device)
-    return law.flip(0).cumsum(0).flip(0)
+    accepted = torch.tensor(accepted_of(head), device=device)
+    return accepted.flip(0).cumsum(0).flip(0)
 
 
 def dynamic_layout(bucket: Bucket, confidence: Tensor, survival: Tensor, head: PtpConfig) -> Layout:

@@ -4,18 +4,16 @@ Algorithm (per request, after every target pass): the target has chosen the toke
 
     [ x_1 | u_2 u_3 .. ]        x_1 as the target reads it, then uniform numbers in place of tokens, with the LoRA
 
-behind the request's committed tokens. x_1's own row gives the target's law of x_2, from which u_2 picks: the first
-draft is what the verifier will pick. The others come from the auxiliary rows, o-ptp as the argmax of the row that
-carries their own u, c-ptp by their u from the law of the row before, both as `vllm_mtpc.heads.ptp.trust` says. The
-verifier picks with the same u (`coupled.py`), so a draft is accepted where the student is right, whatever the law.
+behind the request's committed tokens. x_1's own row gives the target's distribution of x_2, from which u_2 picks: the
+first draft is what the verifier will pick. The others come from the auxiliary rows (`vllm_mtpc.heads.ptp.trust`): o-ptp
+the argmax of the row that carries their own u, c-ptp by their u from the row before. The verifier picks with the same
+u, a hash of (seed, position) made anew by both (`coupled.py`): a draft is accepted where the student is right.
 
 Differences from DraftModelSpeculator:
   * The draft model is the target: same weights, same attention layers, same KV cache, whose committed tokens it reads.
   * What it writes goes to blocks set aside for it (`scratch.py`), never to a request's, so no lookahead slots exist.
   * Slots and positions are apart: an auxiliary row sits where the token would sit that predicts the same token.
-  * No draft law: verification compares tokens, `draft_logits` do not exist.
-
-u is a hash of (seed, position) made anew by drafter and verifier: nothing is kept between steps.
+  * No `draft_logits`: verification compares tokens.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tests.support import engine
 def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
     """Drafts by "kernel" in one launch, in "blocks" of the vocabulary, or by "definition"; notes what is drafted."""
 
-    def plant() -> Callable[[], None]:
+    def inject() -> Callable[[], None]:
         from vllm_mtpc.kernels.draft.kernel import Drafter
         from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
 
@@ -40,7 +40,7 @@ def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
 
         return undo
 
-    return plant
+    return inject
 
 
 def note_drafts() -> Callable[[], None]:
@@ -91,6 +91,6 @@ def does_not_load() -> Callable[[], None]:
     return undo
 
 
-PLANTS = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}
-PLANTS["note drafts"] = note_drafts
-PLANTS["does_not_load"] = does_not_load
+INJECTED = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}
+INJECTED["note drafts"] = note_drafts
+INJECTED["does_not_load"] = does_not_load

@@ -1,4 +1,4 @@
-"""Faults of drafting under a grammar, planted inside an engine's process, and a note of what was drafted."""
+"""Faults of drafting under a grammar, injected inside an engine's process, and a note of what was drafted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scored_unmasked() -> Undo:
         running[:] = [self]
         return propose(self, *args)
 
-    def planted(self: Masks, pick: Any) -> Any:
+    def faulty(self: Masks, pick: Any) -> Any:
         masked = around(self, pick)
 
         def scored(log_q: Any, k: int) -> Any:
@@ -40,7 +40,7 @@ def scored_unmasked() -> Undo:
 
         return scored
 
-    Masks.around, MtpcProposer.propose_drafts = planted, propose_drafts
+    Masks.around, MtpcProposer.propose_drafts = faulty, propose_drafts
 
     def undo() -> None:
         Masks.around, MtpcProposer.propose_drafts = around, propose
@@ -54,12 +54,12 @@ def scored_unmasked_v2() -> Undo:
 
     original = MtpcSpeculator._draft_masked
 
-    def planted(self: MtpcSpeculator, *args: Any) -> None:
+    def faulty(self: MtpcSpeculator, *args: Any) -> None:
         unmasked = self.draft_logits.clone()
         original(self, *args)
         self.draft_logits.copy_(unmasked)
 
-    return engine.replaced(MtpcSpeculator, "_draft_masked", planted)
+    return engine.replaced(MtpcSpeculator, "_draft_masked", faulty)
 
 
 def noted() -> Undo:
@@ -77,7 +77,7 @@ def noted() -> Undo:
     return engine.replaced(StructuredOutputManager, "validate_tokens", validate_tokens)
 
 
-PLANTS = {
+INJECTED = {
     "unmasked drafts": unmasked,
     "masked drafts scored unmasked": scored_unmasked,
     "masked drafts scored unmasked on V2": scored_unmasked_v2,

@@ -1,5 +1,5 @@
-"""Faults of drafting and verification that the laws of Model Runner V2 must find, planted inside an engine's process,
-and lengths of drafts that change from step to step, which they must not."""
+"""Faults of drafting and verification that law tests must find, injected inside an engine's process; and lengths of
+drafts that change from step to step, which is no fault."""
 
 from __future__ import annotations
 
@@ -12,6 +12,39 @@ from tests.support.engine import replaced
 Undo = Callable[[], None]
 LENGTHS = (3, 1, 0, 2)
 MARKED = 0  # the token whose drafts are thrown away
+
+
+def drop_recovered() -> Undo:
+    """The fault of the paper's algorithm: after one or more accepted drafts, throw the recovered token away."""
+    import vllm.v1.sample.rejection_sampler as module
+
+    original = module.rejection_sample
+
+    def rejection_sample(draft_token_ids: Any, num_draft_tokens: list[int], *args: Any, **kwargs: Any) -> Any:
+        output = original(draft_token_ids, num_draft_tokens, *args, **kwargs)
+        for row, drafted in zip(output, num_draft_tokens, strict=True):
+            emitted = int((row >= 0).sum())
+            if 1 < emitted <= drafted:
+                row[emitted - 1] = -1
+        return output
+
+    return replaced(module, "rejection_sample", rejection_sample)
+
+
+def drop_recovered_v2() -> Undo:
+    """The same on Model Runner V2, which counts what it emits."""
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as module
+
+    original = module.rejection_sample
+
+    def rejection_sample(
+        logits: Any, draft_logits: Any, drafts: Any, cu_num_logits: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        sampled, counts = original(logits, draft_logits, drafts, cu_num_logits, *args, **kwargs)
+        drafted = cu_num_logits.diff() - 1
+        return sampled, counts - ((counts > 1) & (counts <= drafted)).to(counts.dtype)
+
+    return replaced(module, "rejection_sample", rejection_sample)
 
 
 def other_temperature() -> Undo:
@@ -65,7 +98,9 @@ def switching() -> Undo:
     return replaced(Scheduler, "schedule", schedule)
 
 
-PLANTS = {
+INJECTED = {
+    "drop_recovered": drop_recovered,
+    "drop_recovered_v2": drop_recovered_v2,
     "other temperature": other_temperature,
     "one stream": one_stream,
     "drawn cut": drawn_cut,

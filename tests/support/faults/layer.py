@@ -30,16 +30,13 @@ def _noting() -> Callable[[], None]:
             )
         return drafts
 
-    Owner.propose = propose
-    return lambda: setattr(Owner, "propose", original)
+    return engine.replaced(Owner, "propose", propose)
 
 
 def _without_adapters() -> Callable[[], None]:
     from vllm_mtpc.proposers.v2.lora import GatedLinear
 
-    original = GatedLinear.forward
-    GatedLinear.forward = lambda self, x: self.base(x)
-    return lambda: setattr(GatedLinear, "forward", original)
+    return engine.replaced(GatedLinear, "forward", lambda self, x: self.base(x))
 
 
 def _stale_trunk() -> Callable[[], None]:
@@ -47,8 +44,9 @@ def _stale_trunk() -> Callable[[], None]:
     from vllm_mtpc.proposers.v2.draft_layers import DraftLayers
 
     original = DraftLayers.forward
-    DraftLayers.forward = lambda self, positions, states: original(self, positions, states.roll(1, dims=0))
-    return lambda: setattr(DraftLayers, "forward", original)
+    return engine.replaced(
+        DraftLayers, "forward", lambda self, positions, states: original(self, positions, states.roll(1, dims=0))
+    )
 
 
 def _unread_chunks() -> Callable[[], None]:
@@ -73,12 +71,12 @@ def _unread_chunks() -> Callable[[], None]:
 
 
 def _with(fault: Callable[[], Callable[[], None]] | None) -> Callable[[], Callable[[], None]]:
-    def plant() -> Callable[[], None]:
+    def inject() -> Callable[[], None]:
         undo = [_noting(), *([fault()] if fault else [])]
         return lambda: [back() for back in undo] and None
 
-    return plant
+    return inject
 
 
 FAULTS = {"without adapters": _without_adapters, "stale trunk": _stale_trunk, "unread chunks": _unread_chunks}
-PLANTS = {"layers": _with(None), **{f"layers {name}": _with(fault) for name, fault in FAULTS.items()}}
+INJECTED = {"layers": _with(None), **{f"layers {name}": _with(fault) for name, fault in FAULTS.items()}}

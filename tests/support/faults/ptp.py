@@ -13,19 +13,13 @@ from tests.support import engine
 ORACLE_SEED = 7
 
 
-def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, original)
-
-
 def coupled_without_drafts() -> Callable[[], None]:
     """Plain vLLM whose sampler picks with u: what every run with drafts must say."""
     import vllm.v1.worker.gpu.model_runner as runner
 
     from vllm_mtpc.proposers.v2.coupled import CoupledSampler
 
-    return _replaced(runner, "Sampler", CoupledSampler)
+    return engine.replaced(runner, "Sampler", CoupledSampler)
 
 
 def oracle() -> Callable[[], None]:
@@ -53,7 +47,7 @@ def oracle() -> Callable[[], None]:
             drafts[row, : len(told)] = torch.tensor(told, dtype=drafts.dtype)
         return drafts
 
-    return _replaced(Owner, "propose", propose)
+    return engine.replaced(Owner, "propose", propose)
 
 
 def record_groups() -> Callable[[], None]:
@@ -82,7 +76,7 @@ def record_groups() -> Callable[[], None]:
                 )
         return original(self, input_batch, *args, **kwargs)
 
-    return _replaced(Owner, "propose", propose)
+    return engine.replaced(Owner, "propose", propose)
 
 
 def record_drafts() -> Callable[[], None]:
@@ -103,7 +97,7 @@ def record_drafts() -> Callable[[], None]:
                     engine.RECORDED.append({"request": name, "known": known, "drafts": drafts[row].tolist()})
             return drafts
 
-        return _replaced(owner, "propose", propose)
+        return engine.replaced(owner, "propose", propose)
 
     undo = [noting(MergedSpeculator), noting(PtpSpeculator)]
     return lambda: [back() for back in undo] and None
@@ -120,7 +114,7 @@ def record_real_rows() -> Callable[[], None]:
         engine.RECORDED.append(hidden[: step.num_tokens].clone())
         return hidden
 
-    return _replaced(Owner, "_merged_pass", _merged_pass)
+    return engine.replaced(Owner, "_merged_pass", _merged_pass)
 
 
 def replayed() -> Callable[[], None]:
@@ -174,11 +168,11 @@ def squared_u() -> Callable[[], None]:
     def u_of(*args: Any) -> torch.Tensor:
         return original(*args) ** 2
 
-    undo = [_replaced(module, "u_of", u_of) for module in (coupled, batch)]
+    undo = [engine.replaced(module, "u_of", u_of) for module in (coupled, batch)]
     return lambda: [back() for back in undo] and None
 
 
-PLANTS = {
+INJECTED = {
     "squared_u": squared_u,
     "coupled_without_drafts": coupled_without_drafts,
     "oracle": oracle,

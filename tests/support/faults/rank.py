@@ -1,4 +1,4 @@
-"""A planted fault for workers: rank 1 drafts another last token. Workers import it as their `worker_extension_cls`."""
+"""Rank 1 drafts another last token: a fault for workers that import this as their `worker_extension_cls`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Differs:
     """Nothing is added to the worker; the drafts change because its module was imported."""
 
 
-def _plant(owner: type, name: str) -> None:
+def _inject(owner: type, name: str) -> None:
     propose = getattr(owner, name)
 
-    def planted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = propose(self, *args, **kwargs)
         if get_tensor_model_parallel_rank() == 1:
             if isinstance(drafts, torch.Tensor):
@@ -26,8 +26,8 @@ def _plant(owner: type, name: str) -> None:
             return [[*row[:-1], 1 - min(row[-1], 1)] if row else row for row in drafts]
         return drafts
 
-    setattr(owner, name, planted)
+    setattr(owner, name, faulty)
 
 
-_plant(MtpcProposer, "propose_drafts")
-_plant(MtpcSpeculator, "propose")
+_inject(MtpcProposer, "propose_drafts")
+_inject(MtpcSpeculator, "propose")

@@ -13,7 +13,7 @@ Undo = Callable[[], None]
 def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Undo]:
     """The target's tokens are drawn with other noise: of the step's first row, or of another stream."""
 
-    def plant() -> Undo:
+    def inject() -> Undo:
         from vllm_mtpc.proposers.v2 import seeded
 
         verify, sample = seeded.Coupling._verify, seeded.gumbel_sample
@@ -35,7 +35,7 @@ def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Und
 
         return undo
 
-    return plant
+    return inject
 
 
 def other_numbers() -> Undo:
@@ -68,6 +68,28 @@ def numbers_of_their_own() -> Undo:
     return engine.replaced(seeded, "read_ahead", lambda generator, count: read_ahead(generator, count) ^ 1)
 
 
+def noted_seeds() -> Undo:
+    """Notes (module, seed, position of the step's first row) of every row whose seed is made a step's."""
+    from vllm_mtpc.proposers.v2 import speculator, stepped
+
+    original = stepped.step_seeds
+
+    def noting(module: Any) -> Any:
+        def step_seeds(seeds: Any, anchor: Any) -> Any:
+            rows = zip(seeds.tolist(), anchor.tolist(), strict=True)
+            engine.RECORDED.extend((module.__name__.rpartition(".")[2], *row) for row in rows)
+            return original(seeds, anchor)
+
+        return step_seeds
+
+    def undo() -> None:
+        speculator.step_seeds = stepped.step_seeds = original
+
+    for module in (speculator, stepped):
+        module.step_seeds = noting(module)
+    return undo
+
+
 def note_lengths() -> Undo:
     """Notes (requests, drafts each) of every step, on Model Runner V2."""
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
@@ -95,7 +117,8 @@ def note_lengths_v1() -> Undo:
     return engine.replaced(MtpcProposer, "propose_drafts", noting)
 
 
-PLANTS = {
+INJECTED = {
+    "noted_seeds": noted_seeds,
     "noise of the first row": other_noise(of_first_row=True),
     "noise of drafts": other_noise(is_drafting=True),
     "drafts of their own": drafts_of_their_own,

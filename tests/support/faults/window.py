@@ -69,4 +69,4 @@ def _freed_early() -> Callable[[], None]:
     return undo_both
 
 
-PLANTS = {"poisoned": _poisoned, "freed_early": _freed_early}
+INJECTED = {"poisoned": _poisoned, "freed_early": _freed_early}

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 
 from tests.support.files import front_matter_of
 from tests.support.training import flags
-from vllm_mtpc.checkpoint.ptp import load_ptp
+from vllm_mtpc.checkpoint.ptp import load_ptp, load_student
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, job
 from vllm_mtpc.train.options import parse
@@ -78,7 +77,7 @@ def test_what_to_type_is_what_serves_here(place: Path, monkeypatch: pytest.Monke
 
 def test_a_dry_run_writes_what_can_be_loaded(place: Path) -> None:
     assert main(["train", *ptp_flags(place, "dry", variant="c-ptp", dry_run=True)]) == 0
-    student = Student.load(place / "dry", load_target(place / "target"))
+    student = load_student(place / "dry", load_target(place / "target"))
     assert student.config.variant == "c-ptp" and student.config.accepted is None
     assert all(not value.any() for name, value in student.lora().items() if "lora_B" in name)
     assert "This head is untrained" in (place / "dry" / "README.md").read_text()

@@ -1,21 +1,19 @@
-"""The adapters of an MtPC checkpoint, as `save_head` writes those of draft layers, without loading the target."""
+"""The adapters of an MtPC checkpoint."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.adapters import check_adapter_shapes, module_names
 from vllm_mtpc.checkpoint.convert.yaml import Settings
 from vllm_mtpc.checkpoint.ptp import READS_HIDDEN, WRITES_HIDDEN
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, ALLOWED_LAYERS, MODULES
+from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, MODULES, Adapters
 
 SECTION = "adaptor.hyperparameters"
 _KEYS = ("layers_to_transform", "lora_alpha", "lora_dropout", "r", "target_modules")
@@ -25,46 +23,9 @@ _NAME = re.compile(
 )
 
 
-class StoredAdapters:
-    """Adapters of the last layers of a target; the part of `DraftLayers` that saving needs."""
-
-    def __init__(self, layers: list[int], rank: int, alpha: float, tensors: Mapping[str, Tensor]) -> None:
-        self._layers = layers
-        self._rank = rank
-        self._alpha = alpha
-        self._tensors = {name: value.float().contiguous() for name, value in sorted(tensors.items())}
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
-
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        return list(self._tensors.items())
-
-    def files(self, target: str) -> dict[str, bytes]:
-        """Contents of the adapter's files by name, the weights in float32; `target` is how they name their target."""
-        from peft import LoraConfig, TaskType
-
-        modules = module_names(self._tensors)
-        lora = LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=self._rank,
-            lora_alpha=self._alpha,
-            lora_dropout=0.0,
-            target_modules=modules,
-            layers_to_transform=self._layers,
-            layers_pattern="layers",
-        )
-        config = lora.to_dict() | {"inference_mode": True, "base_model_name_or_path": target, "target_modules": modules}
-        return {
-            ADAPTER_WEIGHTS_FILE: save(self._tensors, metadata={"format": "pt"}),
-            ADAPTER_CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True, default=sorted) + "\n").encode(),
-        }
-
-
 def stored_adapters(
     path: Path, lora: Mapping[str, Tensor], settings: Settings, target: Mapping[str, Any]
-) -> StoredAdapters | None:
+) -> Adapters | None:
     """The adapters of a checkpoint, None without; raises CheckpointError where they are not of the last layers."""
     given = settings.section(SECTION, _KEYS)
     if not lora and not given:
@@ -89,7 +50,7 @@ def stored_adapters(
     _check_layers(path, ordered, given.get("layers_to_transform"), target.get("num_hidden_layers"))
     check_adapter_shapes(path, {name: tuple(value.shape) for name, value in tensors.items()}, ordered, rank)
     _check_width(path, tensors, target["hidden_size"])
-    return StoredAdapters(ordered, rank, alpha, tensors)
+    return Adapters(ordered, rank, alpha, module_names(tensors), tensors)
 
 
 def _check_layers(path: Path, layers: list[int], said: Any, total: int | None) -> None:

@@ -6,84 +6,50 @@ target's weights and add their own low-rank ones (as in `vllm_mtpc.heads.adapter
 forward, with the attention of `vllm_mtpc.heads.ptp.windows`.
 
 A window at index t holds rows j = 0 .. n - 1 that carry u_(t+1+j). The position of a row is the index of the token it
-predicts, less one: t + j where row j names token t + 1 + j itself (o-ptp), t + 1 + j where it gives the law of the next
-token (c-ptp). Behind the final norm the rows of drafts may go through a late network (`vllm_mtpc.heads.ptp.late`).
+predicts, less one: t + j where row j names token t + 1 + j itself (o-ptp), t + 1 + j where it gives the distribution of
+the next token (c-ptp). Behind the final norm the rows of drafts may go through a late network
+(`vllm_mtpc.heads.ptp.late`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.adapters import ADAPTER, MODULES, _sharing_copy, _view
+from vllm_mtpc.heads.adapters import AdaptedLayers, layered_backbone, sharing_copy, view_of
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 from vllm_mtpc.heads.ptp.windows import IMPLEMENTATION, SHARE, Layout, Prefix, Record, register
-
-if TYPE_CHECKING:
-    from vllm_mtpc.hf import Target
 
 __all__ = ["Prefix", "Student"]
 
 UNINFORMED = 0.5  # what every row carries where u tells nothing: greedy decoding, the independent baseline
 
 
-class Student(nn.Module):
-    """A PTP head on its target; its parameters are float32: the adapters', the embedding's, the late network's.
+class Student(AdaptedLayers):
+    """A PTP head on its target (a `vllm_mtpc.hf.Target`); `config` is the head's PtpConfig.
 
-    B of every adapter starts at zero, as does what the late network adds; the rest comes from torch's generator, the
-    embedding at the scale of the target's token embeddings. Raises HeadConfigError for a target that is not made of
-    full-attention layers, or that the config is not of.
+    Its parameters are float32: the adapters', the embedding's, the late network's. B of every adapter starts at zero,
+    as does what the late network adds; the rest comes from torch's generator, the embedding at the scale of the
+    target's token embeddings. Raises HeadConfigError for a target that is not made of full-attention layers, or that
+    the config is not of.
     """
 
-    def __init__(self, target: Target, config: PtpConfig) -> None:
-        super().__init__()
-        from peft import LoraConfig, TaskType, inject_adapter_in_model
-
+    def __init__(self, target: Any, config: Any) -> None:
+        super().__init__(target)
         register()
         backbone = check_target(target, config)
         self.config = config
-        plain, adapted = ([_with_windows(layer) for layer in backbone.layers] for _ in range(2))
-        names = {name.rpartition(".")[2] for name, module in plain[0].named_modules() if isinstance(module, nn.Linear)}
-        modules = [name for name in MODULES if name in names]
-        if not modules:
-            raise HeadConfigError(
-                f"target {target.name}: its layers have none of {', '.join(MODULES)}; a PTP head needs a llama-like "
-                "target; name another"
-            )
-        lora = LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=0.0,
-            target_modules=modules,
-        )
-        adapted = _view(backbone, adapted)
-        inject_adapter_in_model(lora, adapted, ADAPTER)
-        # A tuple is no submodule: the target's weights are neither parameters of this module nor in its state.
-        self._target, self._plain, self._adapted = (target,), (_view(backbone, plain),), (adapted,)
-        self._weights = nn.ParameterDict()
-        self._names: dict[str, str] = {}  # name on disk -> name here: a parameter's name has no dots
-        prefix = f"base_model.model.{target.model.base_model_prefix}."
-        for name, value in adapted.named_parameters():
-            if ".lora_" in name:
-                value.data = value.data.float()
-                key = name.replace(".", "/")
-                self._weights[key] = value
-                self._names[prefix + name.replace(f".{ADAPTER}.", ".")] = key
+        plain, adapted = (view_of(backbone, [_with_windows(layer) for layer in backbone.layers]) for _ in range(2))
+        self.adapt(adapted, config.lora_rank, config.lora_alpha)
+        self._plain, self._adapted = (plain,), (adapted,)  # in tuples, as the target
         self.embedding = _scaled_embedding(config, backbone).to(target.device)
         late = build_late(config.hidden_size, config.late_width)
         self.late = None if late is None else late.float().to(target.device)
-
-    @property
-    def target(self) -> Target:
-        return self._target[0]
 
     @property
     def shift(self) -> int:
@@ -93,17 +59,13 @@ class Student(nn.Module):
     @torch.no_grad()
     def prefix(self, tokens: Tensor, documents: Tensor | None = None) -> Prefix:
         """What the plain target computes of tokens[R, S]; documents[R, S] as in Target.hidden."""
-        from vllm_mtpc.hf.attention import packed_arguments
-
         target = self.target
-        tokens = tokens.to(target.device, torch.long)
+        tokens, packed = tokens.to(target.device, torch.long), target.packed(documents)
         if documents is None:
-            documents, packed = torch.zeros_like(tokens), {}
+            documents = torch.zeros_like(tokens)
             positions = torch.arange(tokens.shape[1], device=target.device).expand_as(tokens)
         else:
-            documents = documents.to(target.device, torch.long)
-            packed = packed_arguments(documents, target.attention)
-            positions = packed["position_ids"]
+            documents, positions = documents.to(target.device, torch.long), packed["position_ids"]
         record = Record(target.backbone.config._attn_implementation)
         hidden = self._plain[0](input_ids=tokens, use_cache=False, **packed, **{SHARE: record}).last_hidden_state
         return Prefix(hidden, record.keys, record.values, positions, documents)
@@ -151,37 +113,16 @@ class Student(nn.Module):
         """[..., V] float32: the target's own lm_head."""
         return self.target.logits(hidden)
 
-    def lora(self) -> dict[str, Tensor]:
-        """The adapters by their names on disk."""
-        return {name: self._weights[key] for name, key in self._names.items()}
-
     @torch.no_grad()
-    def take(self, lora: dict[str, Tensor], embedding: AuxEmbedding, late: LateNetwork | None = None) -> None:
+    def take(self, lora: Mapping[str, Tensor], embedding: AuxEmbedding, late: LateNetwork | None = None) -> None:
         """Copy weights into this student; without `late` its own late network, if any, stays as it is.
 
         Raises HeadConfigError where the adapters are not of its shapes.
         """
-        ours = {name: tuple(value.shape) for name, value in self.lora().items()}
-        if ours != {name: tuple(value.shape) for name, value in lora.items()}:
-            raise HeadConfigError(
-                f"the head's adapters are not those of the layers of {self.target.name}; name the target it was "
-                "trained for"
-            )
-        for name, value in self.lora().items():
-            value.copy_(lora[name])
+        self.take_lora(lora)
         self.embedding.load_state_dict(embedding.state_dict())
         if late is not None:
             self.late.load_state_dict(late.state_dict())
-
-    @classmethod
-    def load(cls, folder: Path | str, target: Target) -> Student:
-        """The head in a folder on its target, without gradients. Raises CheckpointError or HeadConfigError."""
-        from vllm_mtpc.checkpoint.ptp import load_ptp
-
-        head = load_ptp(folder)
-        student = cls(target, head.config)
-        student.take(head.lora, head.embedding, head.late)
-        return student.eval().requires_grad_(False)
 
     def _windows(
         self, view: nn.Module, prefix: Prefix, row: Tensor, start: Tensor, shift: int, embeds: Tensor
@@ -198,14 +139,9 @@ class Student(nn.Module):
         return view(**arguments, use_cache=False).last_hidden_state.view(count, length, -1)
 
 
-def check_target(target: Target, config: PtpConfig) -> nn.Module:
+def check_target(target: Any, config: Any) -> nn.Module:
     """The target's backbone; raises HeadConfigError where a PTP head cannot stand on it."""
-    backbone, text = target.backbone, target.config
-    if not isinstance(getattr(backbone, "layers", None), nn.ModuleList) or "norm" not in backbone._modules:
-        raise HeadConfigError(
-            f"target {target.name}: {type(backbone).__name__} is not made of `layers` and a final `norm`, so its "
-            "layers cannot be adapted row by row; name another target"
-        )
+    backbone, text = layered_backbone(target), target.config
     kinds = set(getattr(text, "layer_types", None) or [_kind(text)])
     if kinds != {"full_attention"}:
         raise HeadConfigError(
@@ -228,14 +164,14 @@ def _kind(text: Any) -> str:
 
 def _with_windows(layer: nn.Module) -> nn.Module:
     """A copy of a layer around the same weights, with the attention of windows."""
-    layer = _sharing_copy(layer)
+    layer = sharing_copy(layer)
     for module in layer.modules():
         if hasattr(module, "config"):  # a copy, too
             module.config._attn_implementation = IMPLEMENTATION
     return layer
 
 
-def _scaled_embedding(config: PtpConfig, backbone: nn.Module) -> AuxEmbedding:
+def _scaled_embedding(config: Any, backbone: nn.Module) -> AuxEmbedding:
     """An untrained embedding whose values are as large as those of the target's tokens."""
     embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
     with torch.no_grad():

@@ -13,16 +13,13 @@ token is the best guess without u. The draft is the likeliest token given u.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_mtpc.heads.ptp.law import STEPS
 from vllm_mtpc.kernels.pick import pick
-
-if TYPE_CHECKING:
-    from vllm_mtpc.config.ptp import PtpConfig
 
 EDGE = 1e-6  # in training no edge comes nearer to 0 or 1: Phi^-1 has no slope there that float32 could hold
 
@@ -49,12 +46,12 @@ def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, shar
     return (share * mass + (1 - share) * (below[1] - below[0]).float()).clamp(min=EDGE**2).log()
 
 
-def reads_u(config: PtpConfig) -> bool:
-    """Whether drafts at a temperature above 0 depend on u beyond the rows that carry it."""
+def reads_u(config: Any) -> bool:
+    """Whether drafts of a head of this PtpConfig depend on u beyond the rows that carry it, temperature above 0."""
     return config.law_trust is not None or (config.informed and config.variant == "c-ptp")
 
 
-def draft_tokens(config: PtpConfig, logits: Tensor, u: Tensor) -> Tensor:
+def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
     """Drafts [T] int64 of logits[T, V] and u[T] as a head of this config makes them at a temperature above 0.
 
     At temperature 0, where u tells nothing, drafts are the argmax for every head.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
-from vllm_mtpc.checkpoint.ptp import load_ptp, save_ptp
+from vllm_mtpc.checkpoint.ptp import load_ptp, load_student, save_ptp
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.ptp import measure_ptp
@@ -151,7 +151,7 @@ class PtpJob(Job):
         return {"t1": Sampling(options.temperature, options.top_p, top_k=options.top_k), "t0": Sampling(0.0)}
 
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
-        student, results, ways = Student.load(self.options.out, self.target), {}, self.samplings()
+        student, results, ways = load_student(self.options.out, self.target), {}, self.samplings()
         for name, some in samples.items():
             how = {"num_drafts": self.options.window - 1, "seed": self.options.seed}
             results[name] = measure_ptp(student, some, ways[name], **how).as_dict()

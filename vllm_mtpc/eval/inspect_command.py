@@ -1,0 +1,89 @@
+"""`vllm-mtpc inspect`: what a head is, and the memory that serving it takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.checkpoint.inspect import Report, inspect_head, rows_of
+from vllm_mtpc.errors import printable
+from vllm_mtpc.eval.arguments import check_positive
+
+if TYPE_CHECKING:
+    import argparse
+
+MAX_CELL = 500  # characters of a row of the table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="head folder, target folder that ships mtpc/, or hub name")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="print the GPU memory that serving the head to N requests takes"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="T", help="with --max-num-seqs: GPUs (default: 1)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    check_positive(args, "max_num_seqs", "tensor_parallel_size")
+    report = inspect_head(args.path)
+    if args.max_num_seqs is not None:
+        report["memory"] = served_memory(Path(report["path"]), args.max_num_seqs, args.tensor_parallel_size)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_table(report)
+    return 0
+
+
+def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
+    """MiB on each GPU of Model Runner V2: target in bfloat16, head_dtype auto, default schedule of drafts.
+
+    Raises CheckpointError for a PTP head, whose rows are the target's own.
+    """
+    import torch
+
+    from vllm_mtpc.checkpoint.load import read_circuit_config
+    from vllm_mtpc.heads.memory import by_batch, draft_memory
+    from vllm_mtpc.proposers.config.schedule import default_schedule
+
+    config = read_circuit_config(folder)
+    drafts, is_drawn = config.num_speculative_tokens, config.draft_sample_method == "probabilistic"
+    ranges = default_schedule(measured_acceptance(folder).values(), drafts, is_cpu=False)
+    found = draft_memory(
+        config,
+        by_batch(ranges, max_num_seqs, drafts),
+        drafts,
+        torch.bfloat16,
+        num_ranks,
+        is_drawn=is_drawn,
+    )
+    return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks} | {
+        f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()
+    }
+
+
+def _print_table(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+    def plain(text: str) -> Text:
+        """Files are not to be trusted with the terminal: no markup, no control characters, no end of lines."""
+        shown = printable(text, MAX_CELL)
+        return Text(shown.encode(console.encoding, "backslashreplace").decode(console.encoding), overflow="fold")
+
+    table = Table(title=plain(report["path"]), title_justify="left", show_header=False)
+    table.add_column(no_wrap=False, style="bold")
+    table.add_column()
+    for row in rows_of(report):
+        table.add_row(*map(plain, row))
+    console.print(table)
+    console.print(plain(f"weights: ok ({len(report['weights']['tensors'])} tensors, shapes as configured, all finite)"))
