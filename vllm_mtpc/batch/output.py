@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from vllm_mtpc.batch.lines import Input, Line
-from vllm_mtpc.checkpoint.save import package_versions, replace_file
+from vllm_mtpc.checkpoint.save import package_versions
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.files import replace_file
 
 JOB = "job.json"
 
