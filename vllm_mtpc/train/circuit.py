@@ -17,8 +17,7 @@ from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
-from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
-from vllm_mtpc.train.cache_files import DTYPES, INDEX_FILE, read_index
+from vllm_mtpc.train.cache import DTYPES, INDEX_FILE, Computed, HiddenSource, read_index, write_cache
 from vllm_mtpc.train.card import circuit_card
 from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.job import Job

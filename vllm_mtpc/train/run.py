@@ -18,8 +18,8 @@ from vllm_mtpc.data.sources import size_of
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, UsageError, install
 from vllm_mtpc.train import prepare
-from vllm_mtpc.train.cache_files import data_fingerprint
 from vllm_mtpc.train.card import program
+from vllm_mtpc.train.fingerprints import data_fingerprint
 from vllm_mtpc.train.job import held_out_prompts
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.memory import peak_memory_bytes
