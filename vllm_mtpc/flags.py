@@ -9,6 +9,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from vllm_mtpc.errors import UsageError
+
 
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], required: bool = True, only: Collection[str] = ()
@@ -46,3 +48,12 @@ def _kind(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
         return next(part for part in get_args(annotation) if part is not type(None))
     return annotation
+
+
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raises UsageError unless every one of these that is given is 1 or more."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {value}: allowed are 1 and above; give it a positive number")

@@ -7,10 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SERVED = "bench serve"  # the kind of the results that `vllm-mtpc plot` draws
 
@@ -55,6 +58,13 @@ def write_json(file: Path, values: dict[str, Any]) -> None:
     """A result, in a file that `check_file` has passed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def console() -> Console:
+    """Where tables go: as wide as the terminal, 120 columns in a file."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

@@ -213,7 +213,7 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
     Without the network it is not, nor with another trust.
     """
     from vllm_mtpc.checkpoint.ptp import load_student
-    from vllm_mtpc.eval.ptp import draft, draft_rows
+    from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows
     from vllm_mtpc.hf import load_target
 
     student = load_student(folder / head, load_target(folder / "target", torch.float32))

@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 
-from tests.support.tiny import D, N, TableReader, TableTarget, V, tiny_head
+from tests.support.tiny import D, N, TableReader, TableTarget, V, acceptance, tiny_head
+from vllm_mtpc.circuits.conditionals import conditionals
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import acceptance as evaluate
-from vllm_mtpc.eval.conditionals import conditionals
-from vllm_mtpc.eval.decode import decode
+from vllm_mtpc.eval.decode import counted, decode
+from vllm_mtpc.eval.metrics import ratio
+from vllm_mtpc.eval.rejection import Rejection
 from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.simulate import figures
 from vllm_mtpc.eval.text import Samples
 
 CIRCUITS = ["ff", "cp", "hmm", "btree"]
@@ -67,7 +69,7 @@ def test_sampled_acceptance_is_that_of_drafted_paths(circuit, temperature):
     p, q = along(p, tokens), along(q, tokens)
     drafted = p[:, 0] * q[:, 1:].prod(1)
     by_drafts = (drafted[:, None] * (p / q)[:, 1:].clamp(max=1).cumprod(1)).sum(0)
-    shortcut = evaluate.acceptance(head, target.logits, states, tokens, False, temperature).cumprod(1)
+    shortcut = acceptance(head, target, states, tokens, Sampling(temperature))
     by_text = (p.prod(1)[:, None] * shortcut).sum(0)
     torch.testing.assert_close(by_text, by_drafts, atol=1e-5, rtol=1e-5)
 
@@ -109,7 +111,7 @@ def test_greedy_acceptance_is_that_of_the_drafts(drafts):
     samples = target.write(rows=1, length=N, greedy=True)
     tokens, states = samples.tokens[:, 2 : 3 + drafts], samples.hidden[:, 1 : 2 + drafts]
     expected = head.circuit.greedy(head(states[:, 0], drafts + 1), prefix=tokens[:, :1]) == tokens
-    measured = evaluate.acceptance(head, target.logits, states, tokens, greedy=True).cumprod(1)
+    measured = acceptance(head, target, states, tokens, Sampling(0.0))
     assert torch.equal(measured, expected[:, 1:].float().cumprod(1))
 
 
@@ -150,10 +152,9 @@ def test_measure_agrees_with_a_simulated_server(temperature, drafts):
     for row in range(rows):
         prompt = samples.tokens[row, :2].tolist()
         states = target.states(torch.tensor([prompt]))
-        texts.append(
-            decode("speculative", TableReader(target, prompt), states, head, length, sampling, generator, drafts)
-        )
-    served = figures(texts)
+        drafting = Rejection(head, sampling, generator, drafts)
+        texts.append(decode("speculative", TableReader(target, prompt), states, drafting, length))
+    served = counted(texts)
     if sampling.greedy:
         assert served.steps == measured.steps
         assert served.per_position == pytest.approx(measured.per_position, abs=1e-9)
@@ -183,12 +184,12 @@ def test_an_ended_text_starts_no_step():
 
 def test_what_cannot_be_measured_is_refused():
     head, target = tiny_head("cp"), TableTarget()
-    with pytest.raises(evaluate.UsageError, match="raise the number of new tokens"):
+    with pytest.raises(UsageError, match="raise the number of new tokens"):
         evaluate.measure(head, target, target.write(rows=2, length=N - 1, greedy=False), greedy=False)
-    with pytest.raises(evaluate.UsageError, match="allowed are 1 to 3"):
+    with pytest.raises(UsageError, match="allowed are 1 to 3"):
         evaluate.measure(head, target, target.write(2, 20, False), False, num_drafts=N)
 
 
 def test_standard_error_of_a_ratio():
-    value, error = evaluate.ratio(torch.tensor([2.0, 2.0, 2.0]), torch.tensor([1.0, 1.0, 1.0]))
+    value, error = ratio(torch.tensor([2.0, 2.0, 2.0]), torch.tensor([1.0, 1.0, 1.0]))
     assert (value, error) == (2.0, 0.0)

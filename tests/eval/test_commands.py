@@ -62,7 +62,7 @@ def test_help_is_instant_and_evaluation_needs_no_vllm():
         "import sys",
         "from vllm_mtpc.eval import command, doctor, generate",
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)",
-        "from vllm_mtpc.eval import causes, compare, loading, served, simulate, text",
+        "from vllm_mtpc.eval import compare, loading, mtpc, ptp",
         "assert 'vllm' not in sys.modules",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
@@ -133,7 +133,7 @@ def test_bad_requests_are_one_line(module, given, message):
 def test_a_head_of_another_size_is_refused(tmp_path):
     target = llama_target(vocab_size=40)
     with pytest.raises(UsageError, match="vocab_size=257, but target tiny has 40"):
-        loading.join(demo.path("cp"), target)
+        loading.attach(demo.path("cp"), target)
 
 
 def test_prompts_stand_before_what_is_trained():

@@ -8,8 +8,9 @@ from scipy.stats import chi2
 
 from tests.support.tiny import N, TableReader, TableTarget, V, llama_target, tiny_head
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import decode as module
-from vllm_mtpc.eval.decode import Decoded, continue_prompt, decode, verify
+from vllm_mtpc.eval import rejection as module
+from vllm_mtpc.eval.decode import Decoded, continue_prompt, decode
+from vllm_mtpc.eval.rejection import Rejection, verify
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.hf.session import Session
 
@@ -25,8 +26,8 @@ def test_greedy_speculative_is_plain_decoding(drafts, sliding_window):
         tiny_head("btree", hidden_size=32, vocab_size=32),
     )
     prompt = torch.tensor([3, 1, 4, 1, 5])
-    plain = continue_prompt("stp", target, prompt, None, 60, GREEDY)
-    fast = continue_prompt("speculative", target, prompt, head, 60, GREEDY, num_drafts=drafts)
+    plain = continue_prompt("stp", target, prompt, Rejection(None, GREEDY), 60)
+    fast = continue_prompt("speculative", target, prompt, Rejection(head, GREEDY, num_drafts=drafts), 60)
     assert fast.tokens == plain.tokens
     assert fast.nats == pytest.approx(plain.nats, abs=1e-3)
     assert len(plain.tokens) == 60 and plain.steps == 59 and plain.tokens_per_step == 1.0
@@ -41,13 +42,14 @@ def test_greedy_speculative_is_plain_decoding(drafts, sliding_window):
 def test_greedy_speculative_accepts_what_the_target_would_write():
     """A head that repeats the target's own greedy text is accepted in full; a stop token ends the text."""
     target, prompt = TableTarget(), [1, 2]
-    plain = decode("stp", TableReader(target, prompt), target.states(torch.tensor([prompt])), None, 40, GREEDY)
+    states = target.states(torch.tensor([prompt]))
+    plain = decode("stp", TableReader(target, prompt), states, Rejection(None, GREEDY), 40)
     stop = plain.tokens[5]
     first = plain.tokens.index(stop) + 1
     for mode in ("stp", "speculative"):
         head = tiny_head("hmm")
         states = target.states(torch.tensor([prompt]))
-        cut = decode(mode, TableReader(target, prompt), states, head, 40, GREEDY, stops={stop})
+        cut = decode(mode, TableReader(target, prompt), states, Rejection(head, GREEDY), 40, stops={stop})
         assert cut.tokens == plain.tokens[:first]
 
 
@@ -62,8 +64,9 @@ def drawn(mode: str, target: TableTarget, sampling: Sampling, drafts: int | None
     """Frequencies of the continuations, [V ** LENGTH]."""
     head, generator = tiny_head("btree"), torch.Generator().manual_seed(11)
     states, counts = target.states(torch.tensor([[1, 2]])), torch.zeros(V**LENGTH)
+    drafting = Rejection(head, sampling, generator, drafts)
     for _ in range(DRAWS):
-        text = decode(mode, TableReader(target, [1, 2]), states, head, LENGTH, sampling, generator, drafts).tokens
+        text = decode(mode, TableReader(target, [1, 2]), states, drafting, LENGTH).tokens
         counts[text[0] * V * V + text[1] * V + text[2]] += 1
     return counts / DRAWS
 
@@ -142,9 +145,8 @@ def test_counters_of_a_text():
 
 def test_mtp_keeps_every_draft():
     target = TableTarget()
-    text = decode(
-        "mtp", TableReader(target, [1, 2]), target.states(torch.tensor([[1, 2]])), tiny_head("cp"), 21, GREEDY
-    )
+    states, drafting = target.states(torch.tensor([[1, 2]])), Rejection(tiny_head("cp"), GREEDY)
+    text = decode("mtp", TableReader(target, [1, 2]), states, drafting, 21)
     assert text.tokens_per_step == N and text.accepted == [N - 1] * 5 and len(text.tokens) == 21
 
 
@@ -174,7 +176,7 @@ def test_bad_requests_are_refused():
     target = TableTarget()
     states = target.states(torch.tensor([[1, 2]]))
     with pytest.raises(UsageError, match="allowed are stp, mtp, speculative"):
-        decode("fast", TableReader(target, [1, 2]), states, None, 3, GREEDY)
+        decode("fast", TableReader(target, [1, 2]), states, Rejection(None, GREEDY), 3)
     with pytest.raises(UsageError, match="at least one token"):
         Session(llama_target()).start([torch.tensor([], dtype=torch.long)])
     with pytest.raises(UsageError, match="temperature=-1"):

@@ -22,10 +22,12 @@ from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.eval import causes, doctor, simulate
+from vllm_mtpc.eval import doctor
 from vllm_mtpc.eval.acceptance import collect, summarise
-from vllm_mtpc.eval.compare import compare, noise_given_text
-from vllm_mtpc.eval.loading import Loaded, join, load
+from vllm_mtpc.eval.decode import continue_all
+from vllm_mtpc.eval.loading import attach, load
+from vllm_mtpc.eval.mtpc import MtpcEvaluator, noise_given_text
+from vllm_mtpc.eval.rejection import Rejection
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -35,7 +37,7 @@ K, PROMPTS, TOKENS = 7, 8, 48
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
+def loaded() -> MtpcEvaluator:
     return load(str(demo.path("btree")))
 
 
@@ -46,9 +48,8 @@ def prompts(loaded) -> list[list[int]]:
 
 def serve(head, target, prompts, temperature: float, num_drafts: int = K) -> Served:
     """Counters of the serving rule on the Hugging Face target, in vLLM's form."""
-    texts = simulate.run(
-        "speculative", head, target, [torch.tensor(p) for p in prompts], TOKENS, Sampling(temperature), num_drafts, 3
-    )
+    drafting = Rejection(head, Sampling(temperature), torch.Generator().manual_seed(3), num_drafts)
+    texts = continue_all("speculative", target, [torch.tensor(p) for p in prompts], drafting, TOKENS)
     kept = [count for text in texts for count in text.accepted]
     reached = tuple(sum(count >= k for count in kept) for k in range(1, num_drafts + 1))
     counted = Acceptance(len(kept), num_drafts * len(kept), sum(kept), reached)
@@ -61,7 +62,7 @@ def healthy(loaded, prompts) -> list[Served]:
 
 
 def examine(loaded, prompts, served: list[Served]):
-    return [compare(loaded.head, loaded.target, prompts, one, Sampling(one.temperature), K) for one in served]
+    return [loaded.compare(prompts, one, Sampling(one.temperature), K) for one in served]
 
 
 def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
@@ -72,7 +73,7 @@ def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
     assert greedy.chain.differing == 0 and greedy.chain.tokens == PROMPTS * TOKENS
     assert 0 < sampled.noise < 0.2 and not sampled.differs
     assert abs(sampled.chain.surprise) < 4
-    assert causes.knows_nothing(loaded, [greedy, sampled], K) is None
+    assert loaded.knows_nothing([greedy, sampled], K) is None
 
 
 def test_noise_is_that_of_repeated_serving():
@@ -96,7 +97,7 @@ def test_noise_is_that_of_repeated_serving():
     assert noise_given_text(contexts) == pytest.approx(values.std().item(), rel=0.1)
 
 
-def shifted(loaded: Loaded, by: int = 3):
+def shifted(loaded: MtpcEvaluator, by: int = 3):
     head = type(loaded.head)(loaded.head.circuit, loaded.target.vocab_size, loaded.target.hidden_size)
     state = loaded.head.state_dict()
     head.load_state_dict({**state, "leaf_weight": state["leaf_weight"].roll(-by, 0)})
@@ -107,7 +108,7 @@ def test_positions_in_another_order_are_named(loaded, prompts):
     served = [serve(shifted(loaded), loaded.target, prompts, temperature) for temperature in (0.0, 1.0)]
     comparisons = examine(loaded, prompts, served)
     assert any(comparison.differs for comparison in comparisons)
-    cause = causes.find(loaded, comparisons, K)
+    cause = loaded.find_cause(comparisons, K)
     assert cause.name == "positions" and "shifted by 3" in cause.sentence
 
 
@@ -118,9 +119,9 @@ def test_states_without_the_draft_layers_are_named(loaded, prompts, healthy):
     for value in layers.parameters():
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.3)
     layered = replace(loaded, draft_layers=layers)
-    comparison = compare(loaded.head, loaded.target, prompts, healthy[0], Sampling(0.0), K, layers)
+    comparison = layered.compare(prompts, healthy[0], Sampling(0.0), K)
     assert comparison.differs
-    cause = causes.find(layered, [comparison], K)
+    cause = layered.find_cause([comparison], K)
     assert cause.name == "hidden state" and "without its draft layers" in cause.sentence
 
 
@@ -128,7 +129,7 @@ def test_another_head_is_named(loaded, prompts):
     other = load(str(demo.path("ff"))).head
     comparisons = examine(loaded, prompts, [serve(other, loaded.target, prompts, 0.0)])
     assert comparisons[0].differs
-    assert causes.find(loaded, comparisons, K).name == "head"
+    assert loaded.find_cause(comparisons, K).name == "head"
 
 
 def test_drafts_from_nowhere_are_named(loaded, prompts):
@@ -136,7 +137,7 @@ def test_drafts_from_nowhere_are_named(loaded, prompts):
     torch.manual_seed(0)
     noise = build_head(loaded.config).eval().requires_grad_(False)
     comparisons = examine(loaded, prompts, [serve(noise, loaded.target, prompts, 0.0)])
-    assert causes.find(loaded, comparisons, K).name == "hidden state"
+    assert loaded.find_cause(comparisons, K).name == "hidden state"
 
 
 def other_target(folder):
@@ -153,18 +154,18 @@ def test_another_target_is_named(loaded, prompts, tmp_path, temperature):
     target = load_target(other_target(tmp_path / "other"), attention="torch")
     comparisons = examine(loaded, prompts, [serve(loaded.head, target, prompts, temperature)])
     assert comparisons[0].chain.other_target
-    assert causes.find(loaded, comparisons, K).name == "target"
+    assert loaded.find_cause(comparisons, K).name == "target"
 
 
 def test_other_numbers_of_drafts_are_named(loaded, prompts, healthy):
     fewer = examine(loaded, prompts, [serve(loaded.head, loaded.target, prompts, 0.0, num_drafts=2)])
     assert fewer[0].differs
-    cause = causes.find(loaded, fewer, K)
+    cause = loaded.find_cause(fewer, K)
     assert cause.name == "drafts" and "2.0 drafts per step" in cause.sentence
     counted = healthy[0].acceptance
     reached = (*counted.accepted_per_position[:2], *[0] * (K - 2))
     lost = replace(counted, accepted_tokens=sum(reached), accepted_per_position=reached)
-    cause = causes.find(loaded, examine(loaded, prompts, [replace(healthy[0], acceptance=lost)]), K)
+    cause = loaded.find_cause(examine(loaded, prompts, [replace(healthy[0], acceptance=lost)]), K)
     assert cause.name == "drafts" and "beyond position 2" in cause.sentence
 
 
@@ -174,11 +175,11 @@ def test_lost_precision_is_named(loaded, prompts, tmp_path):
     config, coarse = load_head(demo.path("btree"))
     coarse.leaf_weight.data += 40.0  # the softmax does not see it; float32 keeps 5 digits below it, bfloat16 none
     save_head(folder, config, coarse, {}, "made by a test", torch.float32)
-    rounded = join(folder, loaded.target, torch.bfloat16).head
-    patient = join(folder, loaded.target)
+    rounded = MtpcEvaluator.attach(folder, loaded.target, torch.bfloat16).head
+    patient = attach(folder, loaded.target)
     comparisons = examine(patient, prompts, [serve(rounded, loaded.target, prompts, 0.0)])
     assert comparisons[0].differs
-    cause = causes.find(patient, comparisons, K)
+    cause = patient.find_cause(comparisons, K)
     assert cause.name == "precision" and "bfloat16" in cause.sentence
 
 
@@ -189,7 +190,7 @@ def test_a_head_for_other_weights_is_named(loaded, prompts):
     served = [serve(untrained.head, loaded.target, prompts, 0.0)]
     comparisons = examine(untrained, prompts, served)
     assert not comparisons[0].differs
-    assert causes.knows_nothing(untrained, comparisons, K).name == "hidden state"
+    assert untrained.knows_nothing(comparisons, K).name == "hidden state"
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -224,8 +225,8 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys):
 
 
 def test_vllm_serving_another_target_is_noticed(tmp_path, capsys):
-    injected = str(other_target(tmp_path / "other"))
+    other = str(other_target(tmp_path / "other"))
     args = arguments("--prompts", "4", "--max-tokens", "32", "--temperature", "0", "--dtype", "float32")
-    diagnosis = doctor.diagnose(args, serve_target=injected)
+    diagnosis = doctor.diagnose(args, serve_target=other)
     assert not diagnosis.healthy and diagnosis.cause.name == "target"
     assert "another target" in diagnosis.verdict

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.support.tiny import llama_target
-from tests.support.tiny_ptp import VARIANTS, oracle, random_student
+from tests.support.tiny_ptp import VARIANTS, continue_prompt, oracle, random_student
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import ptp
-from vllm_mtpc.eval.ptp_decode import Picker, continue_prompt
+from vllm_mtpc.eval import ptp_acceptance as ptp
+from vllm_mtpc.eval.coupling import Picker
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate
 from vllm_mtpc.heads.ptp.trust import conditional
@@ -159,10 +159,10 @@ def test_steps_follow_each_other():
 
 
 def test_whether_u_is_read_is_told_from_noise():
-    def figures(accuracy: float, shuffled: float, contexts: int) -> ptp.PtpFigures:
+    def figures(accuracy: float, shuffled: float, contexts: int) -> ptp.PtpMetrics:
         law = {"per_position": [], "histogram": [], "two_pass_tokens_per_step": 1, "two_pass_standard_error": 0}
         rest = {"anywhere": 1, "sequences": 9, "contexts": contexts, "steps": 9, "tokens_per_step": 1}
-        return ptp.PtpFigures(accuracy=accuracy, shuffled_accuracy=shuffled, standard_error=0, **law, **rest)
+        return ptp.PtpMetrics(accuracy=accuracy, shuffled_accuracy=shuffled, standard_error=0, **law, **rest)
 
     assert ptp.uses_u(figures(0.6, 0.3, 1000)) and not ptp.uses_u(figures(0.6, 0.595, 1000))
     assert not ptp.uses_u(figures(0.6, 0.5, 30)) and not ptp.uses_u(figures(0.5, 0.5, 10**6))

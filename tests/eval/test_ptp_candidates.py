@@ -10,8 +10,9 @@ import torch
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval import candidates
 from vllm_mtpc.eval.candidates import measure_candidates, write
-from vllm_mtpc.eval.ptp import measure_ptp
+from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import generate
 
@@ -32,12 +33,14 @@ def chi_square(target, tokens: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_choice_does_not_bias_the_text_and_an_injected_one_does(variant):
+def test_the_choice_does_not_bias_the_text_and_one_that_looks_at_tokens_does(variant, monkeypatch):
     target = llama_target(vocab_size=V)
     student = random_student(target, variant, window=4)
     law = {}
-    for choice in ("centre", "longest"):
-        found = write(student, [PROMPT] * TEXTS, 6, LENGTH, Sampling(1.0), seed=1, choice=choice)
+    longest = lambda off, accepted: accepted.argmax(1)  # noqa: E731  the candidate with most accepted drafts
+    for choice, choose in (("centre", candidates.choose), ("longest", longest)):
+        monkeypatch.setattr(candidates, "choose", choose)
+        found = write(student, [PROMPT] * TEXTS, 6, LENGTH, Sampling(1.0), seed=1)
         law[choice] = chi_square(target, found.tokens)
     assert law["centre"] < 60  # 99.98 % of texts of the law itself
     assert law["longest"] > 500

@@ -111,4 +111,4 @@ def test_candidates_are_of_ptp_heads_alone(data):
 
 def test_a_head_of_another_target_is_refused(head):
     with pytest.raises(UsageError, match="vocab_size=257, but target tiny has 40"):
-        loading.join(Path(head), llama_target(vocab_size=40))
+        loading.attach(Path(head), llama_target(vocab_size=40))

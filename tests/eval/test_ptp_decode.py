@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.support.tiny import llama_target
-from tests.support.tiny_ptp import VARIANTS, random_student
+from tests.support.tiny_ptp import VARIANTS, continue_prompt, random_student
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.ptp_decode import Picker, continue_prompt
+from vllm_mtpc.eval.coupling import Coupling, Picker
+from vllm_mtpc.eval.decode import continue_prompt as continued
 from vllm_mtpc.eval.sampling import Sampling
 
 PROMPT = torch.tensor([1, 2, 3])
@@ -35,13 +36,14 @@ def test_every_number_of_accepted_drafts_leaves_the_text(sampling):
     plain = continue_prompt("stp", student, PROMPT, 60, sampling, 5).tokens
     state = {"at": 1, "step": 0}  # x_1 of the first step is the first token
 
-    def corrupt(drafts: torch.Tensor) -> torch.Tensor:
-        right = state["step"] % 5
-        truth = torch.tensor((plain + [0] * 4)[state["at"] : state["at"] + 4])
-        state["at"], state["step"] = state["at"] + right + 1, state["step"] + 1
-        return torch.where(torch.arange(4) < right, truth, (truth + 1) % 32)
+    class Corrupt(Coupling):
+        def draft(self, _: torch.Tensor) -> torch.Tensor:
+            right = state["step"] % 5
+            truth = torch.tensor((plain + [0] * 4)[state["at"] : state["at"] + 4])
+            state["at"], state["step"] = state["at"] + right + 1, state["step"] + 1
+            return torch.where(torch.arange(4) < right, truth, (truth + 1) % 32)
 
-    drafted = continue_prompt("speculative", student, PROMPT, 60, sampling, 5, corrupt=corrupt)
+    drafted = continued("speculative", student.target, PROMPT, Corrupt(student, sampling, 5), 60)
     assert drafted.tokens == plain
     assert set(drafted.accepted[:-1]) == {0, 1, 2, 3, 4}
 

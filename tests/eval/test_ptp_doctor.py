@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from tests.support.tiny import llama_target
-from tests.support.tiny_ptp import oracle, random_student
+from tests.support.tiny_ptp import continue_prompt, oracle, random_student
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_ptp
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.eval import doctor, ptp_compare
-from vllm_mtpc.eval.loading import LoadedPtp
-from vllm_mtpc.eval.ptp_decode import continue_prompt
+from vllm_mtpc.eval import doctor, ptp, ptp_acceptance
+from vllm_mtpc.eval.ptp import PtpComparison, PtpEvaluator
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import load_target
@@ -46,9 +45,9 @@ def served(
     return Served(sampling.temperature, [text.tokens for text in texts], counted, "float32")
 
 
-def compare(student: Student, answer: Served, sampling: Sampling) -> tuple[LoadedPtp, ptp_compare.PtpComparison]:
-    loaded = LoadedPtp(Path("head"), student.config, student, student.target)
-    return loaded, ptp_compare.compare_ptp(loaded, PROMPTS, answer, SEEDS, sampling, K, "two-pass")
+def compare(student: Student, answer: Served, sampling: Sampling) -> tuple[PtpEvaluator, PtpComparison]:
+    loaded = PtpEvaluator(Path("head"), student.config, student, student.target)
+    return loaded, loaded.compare(PROMPTS, answer, sampling, K, argparse.Namespace(draft_pass=None), SEEDS)
 
 
 @pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
@@ -65,7 +64,7 @@ def test_counters_are_predicted_to_the_step(variant, sampling):
 def cause_of(student: Student, answer: Served, sampling: Sampling = SAMPLED) -> str:
     loaded, comparison = compare(student, answer, sampling)
     assert comparison.differs
-    return ptp_compare.find(loaded, [comparison], K).name
+    return loaded.find_cause([comparison], K).name
 
 
 def test_injected_faults_are_named():
@@ -75,7 +74,7 @@ def test_injected_faults_are_named():
     assert cause_of(student, served(student, SAMPLED, drafts=1)) == "drafts"
     other = random_student(llama_target(vocab_size=12, seed=9))
     loaded, comparison = compare(student, served(other, SAMPLED), SAMPLED)
-    assert ptp_compare.find(loaded, [comparison], K).name == "target"
+    assert loaded.find_cause([comparison], K).name == "target"
 
 
 def test_numbers_of_other_seeds_are_named():
@@ -83,7 +82,7 @@ def test_numbers_of_other_seeds_are_named():
     student = random_student(llama_target(vocab_size=12))
     loaded, comparison = compare(student, served(student, SAMPLED, seeds=[seed + 100 for seed in SEEDS]), SAMPLED)
     assert comparison.not_picked > 0.2 and not comparison.chain.other_target
-    cause = ptp_compare.find(loaded, [comparison], K)
+    cause = loaded.find_cause([comparison], K)
     assert cause.name == "u" and "verify by u" in cause.sentence
 
 
@@ -93,14 +92,14 @@ def test_rows_with_the_wrong_u_are_named():
     right = oracle("o-ptp", vocab_size=12, window=K + 1)
     answer = served(random_student(right.target), sampling, tokens=7)
     loaded, comparison = compare(right, answer, sampling)
-    before = ptp_compare.ptp.collect(
+    before = ptp_acceptance.collect(
         right, comparison.samples, sampling, K, u=comparison.u, carried=comparison.u.roll(1, 1)
     )
-    figures = ptp_compare.predict(before, "two-pass")
+    figures = ptp.predict(before, "two-pass")
     reached = tuple(round(share * figures.steps) for share in figures.per_position)
     counted = Acceptance(round(figures.steps), K * round(figures.steps), sum(reached), reached)
     wrong = replace(comparison, served=replace(answer, acceptance=counted))
-    cause = ptp_compare.find(loaded, [wrong], K)
+    cause = loaded.find_cause([wrong], K)
     assert cause.name == "u" and "before the right one" in cause.sentence
 
 
@@ -109,14 +108,14 @@ def test_a_head_that_does_not_read_u_is_named():
     for value in student.lora().values():
         value.zero_()  # rows that see u, and a target that was never taught to
     loaded, comparison = compare(student, served(student, SAMPLED), SAMPLED)
-    assert not comparison.differs and ptp_compare.knows_nothing(loaded, [comparison]).name == "u"
+    assert not comparison.differs and loaded.knows_nothing([comparison], K).name == "u"
     reader = oracle("o-ptp", vocab_size=12, window=K + 1)
     answer = served(random_student(reader.target), Sampling(1.0), tokens=7)
     loaded, comparison = compare(reader, answer, Sampling(1.0))
-    assert ptp_compare.knows_nothing(loaded, [comparison]) is None
+    assert loaded.knows_nothing([comparison], K) is None
     baseline = random_student(llama_target(vocab_size=12), informed=False)
     loaded, comparison = compare(baseline, served(baseline, SAMPLED), SAMPLED)
-    assert ptp_compare.knows_nothing(loaded, [comparison]) is None  # the baseline is not meant to
+    assert loaded.knows_nothing([comparison], K) is None  # the baseline is not meant to
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +158,7 @@ def test_a_draft_pass_is_of_ptp_heads_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft_pass", ptp_compare.PASSES)
+@pytest.mark.parametrize("draft_pass", ptp.PASSES)
 def test_vllm_serves_as_predicted(head, draft_pass, monkeypatch, root):
     """Model Runner V2 in Triton's interpreter."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.support import forks
-from vllm_mtpc.circuits import CIRCUITS, base, circuit_class
+from vllm_mtpc.circuits import CIRCUITS, base, circuit_class, conditionals
 from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.eval import conditionals
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.train.losses import step_loss

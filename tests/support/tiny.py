@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.eval.acceptance import _at_contexts, circuit_params
+from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.hf import Target
@@ -24,6 +27,13 @@ def tiny_head(circuit: str, window: int = N, seed: int = 5, hidden_size: int = D
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     return head.eval().requires_grad_(False)
+
+
+def acceptance(head, target, states: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """P(drafts 2..k are accepted | text), k = 2..m, [B, m - 1]; states[:, k] predicts tokens[B, m][:, k]."""
+    params = circuit_params(head, states[:, 0], tokens.shape[1])
+    log_q = conditionals(head.circuit, params, tokens)
+    return _at_contexts(log_q, target, states, tokens, sampling)[:, : tokens.shape[1] - 1]
 
 
 class TableTarget:

@@ -6,6 +6,10 @@ import torch
 
 from tests.support.tiny import llama_target
 from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.eval.coupling import Coupling
+from vllm_mtpc.eval.decode import Decoded
+from vllm_mtpc.eval.decode import continue_prompt as continued
+from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
@@ -57,3 +61,10 @@ def oracle(variant: str, vocab_size: int = 6, window: int = 4) -> Oracle:
     target = llama_target(vocab_size)
     config = PtpConfig.create(variant=variant, window=window, target=target.config, verifier="t", lora_rank=1)
     return Oracle(target, config).eval().requires_grad_(False)
+
+
+def continue_prompt(
+    mode: str, student: Student, prompt: torch.Tensor, new_tokens: int, sampling: Sampling, *given: int, **more: object
+) -> Decoded:
+    """A text of a student; ``given``: its seed, drafts."""
+    return continued(mode, student.target, prompt, Coupling(student, sampling, *given), new_tokens, **more)

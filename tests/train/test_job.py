@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.tiny import acceptance
 from tests.support.training import options_for, random_documents
-from vllm_mtpc.eval.acceptance import acceptance
+from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.train.circuit import CircuitJob
 from vllm_mtpc.train.job import held_out_prompts
 
@@ -28,10 +29,9 @@ def test_results_follow_their_temperature(tiny_target, tmp_path):
         ):
             for t in range(int(first), int(last) + 1):
                 at = torch.arange(t, t + options.window)
-                kept = acceptance(
-                    job.head, tiny_target.logits, hidden[at][None], text[at + 1][None], greedy=name == "t0"
-                )
-                total.append(1 + kept.cumprod(-1).sum().item())
+                sampling = Sampling(0.0 if name == "t0" else 1.0)
+                kept = acceptance(job.head, tiny_target, hidden[at][None], text[at + 1][None], sampling)
+                total.append(1 + kept.sum().item())
         values[name] = sum(total) / len(total)
     assert found["t0"]["anywhere"] == pytest.approx(values["t0"], abs=1e-5)
     # the figure averages the last factor of each product over the target's law: same mean, other noise

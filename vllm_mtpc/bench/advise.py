@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the table and the options to type."""
     from vllm_mtpc.bench.curves import Curves
-    from vllm_mtpc.eval.arguments import check_positive
+    from vllm_mtpc.flags import check_positive
 
     check_positive(args, "steps")
     batches = sorted(set(args.concurrency))
@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
 def candidate(name: str, temperature: float) -> Candidate:
     """A head by folder or hub name. Raises UsageError where its acceptance is not known."""
     from vllm_mtpc.checkpoint.figures import measured_acceptance
-    from vllm_mtpc.eval.loading import place
+    from vllm_mtpc.eval.loading import resolve
 
-    folder, config = place(name)
+    folder, config = resolve(name)
     key = "t1" if temperature >= 0.5 else "t0"
     accepted = measured_acceptance(folder).get(key)
     if accepted is None:
@@ -155,9 +155,9 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
     from vllm_mtpc.bench.engines import arguments
     from vllm_mtpc.engine import provenance
     from vllm_mtpc.engine.cells import measure
-    from vllm_mtpc.eval.loading import place, target_of
+    from vllm_mtpc.eval.loading import resolve, target_of
 
-    target = target_of(*place(heads[0].name), args.target)
+    target = target_of(*resolve(heads[0].name), args.target)
     on_gpu = torch.cuda.is_available()
     steps: dict[tuple[int, int], float] = {}
     drafts: dict[str, list[list[float]]] = {}

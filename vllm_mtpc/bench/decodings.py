@@ -82,9 +82,9 @@ def heads(
 
     PTP heads and draft layers need Model Runner V2: without a GPU its kernels are interpreted, in a group of their own.
     """
-    from vllm_mtpc.eval.loading import place
+    from vllm_mtpc.eval.loading import resolve
 
-    configs = [(name, place(name)[1]) for name in names]
+    configs = [(name, resolve(name)[1]) for name in names]
     found, missing = [], []
     for label, (name, config) in zip(_labels(configs), configs, strict=True):
         given = {"method": config.speculators_model_type, "model": name}

@@ -9,26 +9,25 @@ sum over paths of the product of min(p, q). No further target forward and no dra
 a draft is accepted if the conditional argmax of q is the next greedy token.
 
 ``overlap``: the last factor of such a product, averaged over x_k ~ p, is sum_v min(p, q)(v) (Rao-Blackwell). With it
-the expectation is the same and the noise less. Without it the figures are the expectation *given* this very text,
+the expectation is the same and the noise less. Without it the metrics are the expectation *given* this very text,
 which is what counters of a server that wrote this text are compared with.
 
 Steps do not start everywhere equally often: an accepted draft is skipped over. ``tokens_per_step`` therefore follows
 the steps through each continuation (exactly, by the probability that a step starts at each position) and is the
 number of tokens by the number of steps, which is what a server counts. A server starts no step once a text has ended,
-and counts the accepted drafts of the last step also where its tokens are cut: so do these figures.
+and counts the accepted drafts of the last step also where its tokens are cut: so do these metrics.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.conditionals import conditionals
+from vllm_mtpc.circuits.conditionals import conditionals
+from vllm_mtpc.eval.metrics import Metrics, check_drafts, ratio
 from vllm_mtpc.eval.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -42,37 +41,11 @@ BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What one head does at one temperature. s.e.: standard error over sequences."""
-
-    tokens_per_step: float  # the target's own token included; plain decoding is 1.0
-    standard_error: float
-    per_position: list[float]  # unconditional: P(drafts 1..k are all accepted), k = 1..K, over steps
-    anywhere: float  # expected tokens of a step started at a uniformly chosen position
-    sequences: int
-    contexts: int
-    steps: float = 0.0  # expected number of steps
-    target_bits: float | None = None  # per token of the text, under the target at temperature 1
-    joint_bits: float | None = None  # per token, under the circuit's joint over the window
-    bytes_per_token: float | None = None  # of the text; None where its tokenizer is not known
-
-    def as_dict(self) -> dict[str, object]:
-        """For provenance files."""
-        return asdict(self)
-
-    def per_byte(self, bits_per_token: float | None) -> float | None:
-        """Bits per UTF-8 byte of bits per token; None where either is not known."""
-        if bits_per_token is None or not self.bytes_per_token:
-            return None
-        return bits_per_token / self.bytes_per_token
-
-
-@dataclass(frozen=True)
 class Contexts:
     """What was computed at every position of some texts where a step may start; S texts, T positions, K drafts."""
 
     text: Tensor  # [S, T, K] P(drafts 1..k accepted | the text), 0 where no step can start
-    overlap: Tensor  # [S, T, K] the same with the last factor averaged over the target's law
+    overlap: Tensor  # [S, T, K] the same with the last factor averaged over the target's distribution
     valid: Tensor  # [S, T] bool
     target_nats: Tensor  # [S, T] -log p(x_1), temperature 1
     joint_nats: Tensor  # [S, T] -log q(x_1..x_(1+K)), temperature 1
@@ -89,39 +62,8 @@ def num_positions(head: nn.Module, num_drafts: int | None) -> int:
     return head.circuit.window if num_drafts is None else check_drafts(head.circuit.window, num_drafts) + 1
 
 
-def check_drafts(window: int, num_drafts: int) -> int:
-    """K, if a window has so many drafts. Raises UsageError otherwise."""
-    if not 1 <= num_drafts <= window - 1:
-        raise UsageError(
-            f"num_drafts={num_drafts}: the head's window is {window} and its first token is the target's own; "
-            f"allowed are 1 to {window - 1}"
-        )
-    return num_drafts
-
-
-@torch.inference_mode()
-def acceptance(
-    head: nn.Module,
-    target_logits: Callable[[Tensor], Tensor],
-    states: Tensor,
-    tokens: Tensor,
-    greedy: bool,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-) -> Tensor:
-    """P(draft k is accepted | the drafts before it are, text) for x_2..x_m.
-
-    states: [B, m, D] (states[:, k] predicts tokens[:, k]), tokens: [B, m], 2 <= m <= n; target_logits: hidden[..., D]
-    -> [..., V]. Returns [B, m - 1] float32.
-    """
-    sampling = Sampling(0.0) if greedy else Sampling(temperature, top_p)
-    log_q = conditionals(head.circuit, circuit_params(head, states[:, 0], tokens.shape[1]), tokens)
-    log_p = None if greedy else sampling.log_probs(target_logits(states[:, 1:]))
-    return _factors(log_q[:, 1:], log_p, tokens[:, 1:], sampling)[0]
-
-
 def _factors(log_q: Tensor, log_p: Tensor | None, tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Acceptance [B, K] of the text's tokens[B, K], and its average over the target's law; log_q: [B, K, V]."""
+    """Acceptance [B, K] of the text's tokens[B, K], and its average over the target's; log_q: [B, K, V]."""
     if log_p is None:
         hit = (log_q.argmax(-1) == tokens).float()
         return hit, hit
@@ -130,27 +72,24 @@ def _factors(log_q: Tensor, log_p: Tensor | None, tokens: Tensor, sampling: Samp
     return text, torch.minimum(log_p, log_q).exp().sum(-1).clamp(max=1)
 
 
+def exact_counts(alive: Tensor) -> Tensor:
+    """P(exactly k drafts are accepted) [S, T, K + 1], k = 0..K; alive[S, T, K]: P(the first k are)."""
+    at_least = torch.nn.functional.pad(torch.nn.functional.pad(alive, (1, 0), value=1.0), (0, 1))
+    return at_least[..., :-1] - at_least[..., 1:]
+
+
 def step_starts(alive: Tensor) -> Tensor:
     """Probability that a step starts at each position, the first one certain.
 
     alive[S, T, K] = P(the first k drafts of a step at t are accepted). Returns [S, T].
     """
     sequences, length, drafts = alive.shape
-    at_least = torch.cat([alive.new_ones(sequences, length, 1), alive, alive.new_zeros(sequences, length, 1)], -1)
-    exactly = at_least[..., :-1] - at_least[..., 1:]  # [S, T, K + 1]: P(k drafts accepted): the step advances by 1 + k
+    exactly = exact_counts(alive)  # the step advances by 1 + k
     starts = alive.new_zeros(sequences, length + drafts + 1)
     starts[:, 0] = 1
     for t in range(length):
         starts[:, t + 1 : t + drafts + 2] += starts[:, t : t + 1] * exactly[:, t]
     return starts[:, :length]
-
-
-def ratio(numerator: Tensor, denominator: Tensor) -> tuple[float, float]:
-    """Ratio of sums over independent sequences [S] and its standard error (linearised; nan for one sequence)."""
-    value = (numerator.sum() / denominator.sum()).item()
-    residual = numerator - value * denominator
-    spread = residual.std().item() if len(residual) > 1 else math.nan
-    return value, spread * math.sqrt(len(residual)) / denominator.sum().item()
 
 
 @torch.inference_mode()
@@ -162,20 +101,9 @@ def collect(
     num_drafts: int | None = None,
     batch: int | None = None,
 ) -> Contexts:
-    """Acceptance at every position of the continuations where a server may start a step.
-
-    Those are the positions from the end of the prompt on whose x_1 does not end the text and whose window of 1 + K
-    tokens is known. Raises UsageError where there is none.
-    """
+    """Acceptance at every position where a server may start a step (``Samples.starts``)."""
     m = num_positions(head, num_drafts)
-    first, known = samples.prompt_lengths - 1, (samples.tokens >= 0).sum(1)
-    last = torch.minimum(samples.lengths - 3, known - m - 1)
-    count = (last - first + 1).clamp(min=0)  # [S]
-    if not count.any():
-        raise UsageError(
-            f"no continuation has the {m} known tokens behind its prompt that a step of {m - 1} drafts looks at; "
-            "raise the number of new tokens"
-        )
+    first, count = samples.starts(m - 1)
     valid = torch.arange(int(count.max())) < count[:, None]  # [S, T]
     rows, columns = valid.nonzero(as_tuple=True)
     batch = batch or max(1, min(1024, BATCH_ELEMENTS // (m * head.circuit.num_components * target.vocab_size)))
@@ -208,8 +136,8 @@ def _at_contexts(log_q: Tensor, target: Target, states: Tensor, tokens: Tensor, 
     return torch.cat([text, before * average, nats, joint], -1)
 
 
-def summarise(contexts: Contexts, overlap: bool = True) -> Figures:
-    """Figures of all texts together; ``overlap=False``: given the very texts, as a server that wrote them counts."""
+def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:
+    """Metrics of all texts together; ``overlap=False``: given the very texts, as a server that wrote them counts."""
     alive, valid = contexts.overlap if overlap else contexts.text, contexts.valid
     starts = step_starts(contexts.text) * valid
     steps = starts.sum(1)  # [S]
@@ -217,7 +145,7 @@ def summarise(contexts: Contexts, overlap: bool = True) -> Figures:
     # The tokens of the counted steps, also where the last one passes the end: no edge effect.
     value, error = ratio((starts * (1 + alive.sum(-1))).sum(1), steps)
     nats_to_bits = 1 / (math.log(2) * contexts_count)
-    return Figures(
+    return Metrics(
         tokens_per_step=value,
         standard_error=error,
         per_position=((starts[..., None] * alive).sum((0, 1)) / steps.sum()).tolist(),
@@ -237,11 +165,8 @@ def measure(
     samples: Samples,
     greedy: bool,
     temperature: float = 1.0,
-    top_p: float = 1.0,
     num_drafts: int | None = None,
-    overlap: bool = True,
-    batch: int | None = None,
-) -> Figures:
-    """Figures of ``head`` on texts of ``target`` that were drawn with the same sampling (``greedy``: argmax)."""
-    sampling = Sampling(0.0) if greedy else Sampling(temperature, top_p)
-    return summarise(collect(head, target, samples, sampling, num_drafts, batch), overlap)
+) -> Metrics:
+    """Metrics of ``head`` on texts of ``target`` that were drawn with the same sampling (``greedy``: argmax)."""
+    sampling = Sampling(0.0 if greedy else temperature)
+    return summarise(collect(head, target, samples, sampling, num_drafts))

@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm_mtpc.errors import UsageError
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
 
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.config.ptp import PtpConfig
+    from vllm_mtpc.eval.evaluator import Evaluator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_head(parser: argparse.ArgumentParser) -> None:
-    """A head, its target, and where and in what the target computes."""
+    """A head and its drafts, its target, and where and in what the target computes."""
     parser.add_argument("head", metavar="HEAD", help="head folder, target folder that ships mtpc/, or hub name")
     parser.add_argument("--target", metavar="MODEL", help="folder or hub name (default: the head's own verifier)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the target computes in (default: its own)")
+    parser.add_argument("--num-drafts", type=int, metavar="K", help="drafts per step (default: as the head says)")
 
 
-def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises UsageError unless every one of these that is given is 1 or more."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {value}: allowed are 1 and above; give it a positive number")
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Top-k and top-p."""
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="of sampled text (default: 0, off; PTP heads: as trained)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="of sampled text (default: 1, off; PTP heads: as trained)"
+    )
 
 
-def sampling_defaults(args: argparse.Namespace, config: HeadConfig | PtpConfig) -> None:
-    """Fills in temperature (one or several), top_k and top_p where they were not given.
-
-    Circuits: 1 (and 0), both off. PTP heads: what they were trained for (and 0), as u means other tokens elsewhere.
-    """
-    trained = (1.0, 0, 1.0)
-    if config.speculators_model_type == "ptp":
-        trained = (config.trained_temperature, config.trained_top_k, config.trained_top_p)
-    if args.temperature is None:
-        args.temperature = [trained[0], 0.0]
-    args.top_k = trained[1] if args.top_k is None else args.top_k
-    args.top_p = trained[2] if args.top_p is None else args.top_p
+def fill_sampling(args: argparse.Namespace, evaluator: type[Evaluator], config: Any) -> None:
+    """The family's defaults in the place of the temperature (and 0), top_k and top_p that were not given."""
+    temperature, top_k, top_p = evaluator.default_sampling(config)
+    args.temperature = [temperature, 0.0] if args.temperature is None else args.temperature
+    args.top_k = top_k if args.top_k is None else args.top_k
+    args.top_p = top_p if args.top_p is None else args.top_p

@@ -9,23 +9,23 @@ k)). The candidate that is kept is the one whose u lie nearest to the middle of 
 (the paper's equation 18 has argmax and the ends exchanged). Its accepted drafts and the t_k behind them, which is the
 next x_1, become text; every u behind that is drawn anew.
 
-The law of the text is the target's: given all drafts and tokens before k, f_k is uniform and independent of t_k. So the
-f of a candidate are independent of the text it writes, and choosing by any function of the f does not change its law.
-Choosing by anything that looks at tokens does (``choice="longest"``, the candidate with most accepted drafts, is here
-for tests to catch), and so would the u behind the first wrong draft if they were kept: their f belong to another text.
+The distribution of the text is the target's: given all drafts and tokens before k, f_k is uniform and independent of
+t_k. So the f of a candidate are independent of the text it writes, and choosing by any function of the f does not
+change its distribution. Choosing by anything that looks at tokens does, and so would the u behind the first wrong draft
+if they were kept: their f belong to another text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.acceptance import check_drafts, ratio
-from vllm_mtpc.eval.ptp import chunks, draft, draft_rows
+from vllm_mtpc.eval.metrics import check_drafts, ratio, reached
+from vllm_mtpc.eval.ptp_acceptance import chunks, draft, draft_rows
 from vllm_mtpc.heads.ptp.law import STEPS, edges
 from vllm_mtpc.kernels.pick import pick
 
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.heads.ptp.student import Prefix, Student
 
-CHOICES = ("centre", "longest")
-
 
 @dataclass(frozen=True)
-class CandidateFigures:
+class CandidateMetrics:
     """What M candidates give; s.e.: standard error over texts."""
 
     candidates: int
@@ -48,10 +46,6 @@ class CandidateFigures:
     per_position: list[float]  # unconditional: P(drafts 1..k are all accepted), k = 1..K, over steps
     sequences: int
     steps: int
-
-    def as_dict(self) -> dict[str, object]:
-        """For provenance files."""
-        return asdict(self)
 
 
 class Written(NamedTuple):
@@ -71,14 +65,13 @@ def measure_candidates(
     num_drafts: int | None = None,
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
-) -> CandidateFigures:
+) -> CandidateMetrics:
     """Tokens/step over ``new_tokens`` behind each 1-D prompt. Raises UsageError where candidates are of no use."""
     written = write(student, prompts, candidates, new_tokens, sampling, num_drafts, seed, progress=progress)
     drafts = torch.arange(written.histogram.shape[1], dtype=torch.float64)
     value, error = ratio(written.steps + written.histogram @ drafts, written.steps)
-    reached = written.histogram.sum(0).flip(0).cumsum(0).flip(0)
-    per_position = (reached[1:] / reached[0]).tolist()
-    return CandidateFigures(candidates, value, error, per_position, len(prompts), int(written.steps.sum()))
+    per_position = reached(written.histogram.sum(0))
+    return CandidateMetrics(candidates, value, error, per_position, len(prompts), int(written.steps.sum()))
 
 
 @torch.inference_mode()
@@ -90,7 +83,6 @@ def write(
     sampling: Sampling,
     num_drafts: int | None = None,
     seed: int = 0,
-    choice: str = "centre",
     progress: Callable[[int], object] | None = None,
 ) -> Written:
     """Continues prompts by ``new_tokens`` tokens, whatever they are. ``progress``: told how many texts are done."""
@@ -99,8 +91,6 @@ def write(
             f"{candidates} candidates at temperature {sampling.temperature:g}: allowed are 1 and above; greedy text "
             "has no u to choose; raise --candidates, or leave it out"
         )
-    if choice not in CHOICES:
-        raise UsageError(f"choice {choice!r}: allowed are {', '.join(CHOICES)}")
     config = student.config
     drafts = config.num_speculative_tokens if num_drafts is None else check_drafts(config.window, num_drafts)
     generator = torch.Generator().manual_seed(seed)
@@ -108,12 +98,17 @@ def write(
     running = torch.arange(len(prompts))
     while len(running):
         before = len(running)
-        texts.step(running, candidates, choice)
+        texts.step(running, candidates)
         running = running[texts.lengths[running] < texts.longest[running]]
         if progress:
             progress(before - len(running))
     tokens = texts.tokens.where(torch.arange(texts.tokens.shape[1]) < texts.longest[:, None], -1)
     return Written(tokens, texts.steps, texts.histogram)
+
+
+def choose(off: Tensor, accepted: Tensor) -> Tensor:
+    """The candidate [R] that is kept, by the criterion off[R, M]; accepted[R, M] drafts must play no part."""
+    return off.argmin(1)
 
 
 class _Texts:
@@ -144,7 +139,7 @@ class _Texts:
         self.tokens[row, self.lengths] = pick(self._log_probs(states), self.u.to(states.device)).cpu()
         self.lengths += 1
 
-    def step(self, running: Tensor, candidates: int, choice: str) -> None:
+    def step(self, running: Tensor, candidates: int) -> None:
         """One step of the texts in running[R]."""
         count, drafts = len(running), self.drafts
         prefix = self.student.prefix(self.tokens[running, : int(self.lengths[running].max())])
@@ -159,7 +154,7 @@ class _Texts:
         picked, accepted, off = (
             torch.cat(values).unflatten(0, (count, candidates)) for values in zip(*parts, strict=True)
         )
-        best = off.argmin(1) if choice == "centre" else accepted.argmax(1)  # [R]
+        best = choose(off, accepted)  # [R]
         at = torch.arange(count)
         picked, accepted = picked[at, best], accepted[at, best]  # [R, K + 1], [R]
         self.u[running] = u.unflatten(0, (count, candidates))[at, best, accepted + 1]

@@ -1,35 +1,51 @@
 """Decoding loops on a target with a key-value cache: plain, drafted without verification, and as a server does it.
 
 - ``stp``: one token per forward of the target.
-- ``mtp``: x_1 from the target, x_2..x_(1+K) from the circuit, all kept. Nothing is verified, so the text is not the
-  target's; tokens/step is the ceiling, and what it costs is the text's bits per token under the target.
-- ``speculative``: the serving rule (standard rejection sampling; Leviathan et al., 2023, algorithm 1). A forward of the
-  target reads x_1 and its K drafts; drafts are accepted while u < p/q; the token that ends a step, recovered from
-  max(p - q, 0) or drawn behind the last draft, is the next x_1. The law of the text is the target's, greedy text is
-  ``stp``'s token by token.
+- ``mtp``: x_1 from the target, drafts behind it, all kept. Nothing is verified, so the text is not the target's;
+  tokens/step is the ceiling, and what it costs is the text's bits per token under the target.
+- ``speculative``: the serving rule. Drafts are verified by the target, the leading ones that it accepts are kept, and
+  the token that ends a step is the next x_1. The distribution of the text is the target's, greedy text is ``stp``'s.
+
+How a step drafts and verifies is a ``Drafting`` of the head's family: rejection sampling (``rejection.py``) or coupling
+(``coupling.py``). What is here is theirs in common: the steps, where a text ends, what is counted.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from tqdm import tqdm
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.acceptance import circuit_params, num_positions
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.metrics import Metrics, ratio, reached
+from vllm_mtpc.eval.text import stop_ids
 from vllm_mtpc.hf.session import Session
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from vllm_mtpc.hf import Target
     from vllm_mtpc.hf.session import Reader
 
 MODES = ("stp", "mtp", "speculative")
+
+
+class Drafting(Protocol):
+    """How a family drafts and verifies; of one text after another."""
+
+    num_drafts: int  # K
+
+    def start(self, reader: Reader, hidden: Tensor, length: int) -> Tensor:
+        """x_1 [1] of a further text of which ``reader`` has read ``length`` tokens, the last one with hidden[1, D]."""
+
+    def step(self, mode: str, hidden: Tensor, first: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
+        """Drafts [K] behind x_1 first[1] at hidden[1, D] (none in mode stp), how many are kept, the next x_1 [1], and
+        the states [1 + K, D] of x_1 and the drafts, all of which have been read."""
 
 
 @dataclass
@@ -72,71 +88,24 @@ class Decoded:
         return self.seconds / self.steps if self.steps else 0.0
 
 
-def verify(
-    log_p: Tensor, log_q: Tensor, drafts: Tensor, sampling: Sampling, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """Rejection sampling of drafts[B, K]; log_p: [B, K + 1, V] of the target, log_q: [B, K, V] they were drawn from.
-
-    Returns how many drafts are accepted [B], and the token behind them [B]: recovered, or the bonus after K drafts.
-    """
-    if sampling.greedy:
-        choice = log_p.argmax(-1)  # [B, K + 1]
-        accepted = (choice[:, :-1] == drafts).long().cumprod(-1).sum(-1)
-        return accepted, choice.gather(1, accepted[:, None])[:, 0]
-    chosen = drafts[..., None]
-    keep = (log_p[:, :-1].gather(-1, chosen) - log_q.gather(-1, chosen))[..., 0].exp()  # [B, K]
-    uniform = torch.rand(keep.shape, generator=generator, device=keep.device)
-    accepted = (uniform < keep).long().cumprod(-1).sum(-1)
-    # Behind the last draft nothing was proposed: q = 0, and the "recovered" token is a draw from p.
-    q = torch.cat([log_q.exp(), torch.zeros_like(log_p[:, :1])], 1)
-    at = accepted[:, None, None].expand(-1, 1, log_p.shape[-1])
-    left = (log_p.exp().gather(1, at) - q.gather(1, at))[:, 0].clamp(min=0)  # [B, V]
-    # p = q up to rounding leaves nothing; the rejection was then rounding as well, and p itself is the law.
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, log_p.exp().gather(1, at)[:, 0])
-    return accepted, torch.multinomial(left, 1, generator=generator)[:, 0]
-
-
-def draft(
-    head: nn.Module,
-    hidden: Tensor,
-    first: Tensor,
-    num_drafts: int,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Drafts [B, K] behind first[B] = x_1 at hidden[B, D], and the laws [B, K, V] (log) they were drawn from."""
-    params, circuit = circuit_params(head, hidden, num_drafts + 1), head.circuit
-    state, token = circuit.start(params), first
-    laws, tokens = [], []
-    for k in range(1, num_drafts + 1):
-        state = circuit.observe(params, state, k - 1, token)
-        laws.append(sampling.draft_log_probs(circuit.next_log_probs(params, state, k)))
-        token = sampling.pick(laws[-1], generator)
-        tokens.append(token)
-    return torch.stack(tokens, 1), torch.stack(laws, 1)
-
-
 @torch.inference_mode()
 def decode(
     mode: str,
     reader: Reader,
     states: Tensor,
-    head: nn.Module | None,
+    drafting: Drafting,
     new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-    num_drafts: int | None = None,
     stops: set[int] = frozenset(),
     show: Callable[[Sequence[int]], object] | None = None,
 ) -> Decoded:
     """Continues one text by up to ``new_tokens`` tokens.
 
-    ``reader`` has read the prompt, states[1, P, D] are what it returned; ``head`` may be None in mode stp. ``stops``:
-    tokens that end the text. ``show`` is given the tokens as they come. Raises UsageError for an unknown mode.
+    ``reader`` has read the prompt, states[1, P, D] are what it returned. ``stops``: tokens that end the text. ``show``
+    is given the tokens as they come. Raises UsageError for an unknown mode.
     """
     if mode not in MODES:
         raise UsageError(f"mode {mode!r}: allowed are {', '.join(MODES)}")
-    done = Decoded(num_drafts=0 if mode == "stp" else num_positions(head, num_drafts) - 1)
+    done = Decoded(num_drafts=0 if mode == "stp" else drafting.num_drafts)
     started = time.perf_counter()
     hidden = states[:, -1]  # [1, D]: the last token that belongs to the text
 
@@ -152,24 +121,14 @@ def decode(
             show(kept)
         return len(done.tokens) < new_tokens and not any(token in stops for token in kept)
 
-    first = sampling.pick(sampling.log_probs(reader.logits(hidden)), generator)
+    first = drafting.start(reader, hidden, states.shape[1])
     goes_on = emit(first.tolist(), hidden)
     while goes_on:
-        if mode == "stp":
-            drafts, log_q = first.new_empty(1, 0), None
-        else:
-            drafts, log_q = draft(head, hidden, first, done.num_drafts, sampling, generator)
-        states = reader.read(torch.cat([first[:, None], drafts], 1))  # [1, 1 + K, D]
-        log_p = sampling.log_probs(reader.logits(states))
-        if mode == "speculative":
-            count, first = verify(log_p, log_q, drafts, sampling, generator)
-        else:
-            count, first = torch.tensor([drafts.shape[1]]), sampling.pick(log_p[:, -1], generator)
-        accepted = int(count)
+        drafts, accepted, first, read = drafting.step(mode, hidden, first)
         done.accepted.append(accepted)
-        reader.crop(drafts.shape[1] - accepted)
-        hidden = states[:, accepted]
-        goes_on = emit([*drafts[0, :accepted].tolist(), int(first)], states[0])
+        reader.crop(len(drafts) - accepted)
+        hidden = read[accepted : accepted + 1]
+        goes_on = emit([*drafts[:accepted].tolist(), int(first)], read)
     done.seconds = time.perf_counter() - started
     return done
 
@@ -178,11 +137,8 @@ def continue_prompt(
     mode: str,
     target: Target,
     prompt: Tensor,
-    head: nn.Module | None,
+    drafting: Drafting,
     new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-    num_drafts: int | None = None,
     stops: set[int] = frozenset(),
     show: Callable[[Sequence[int]], object] | None = None,
 ) -> Decoded:
@@ -191,6 +147,42 @@ def continue_prompt(
     started = time.perf_counter()
     states = session.start([prompt])
     seconds = time.perf_counter() - started
-    done = decode(mode, session, states, head, new_tokens, sampling, generator, num_drafts, stops, show)
+    done = decode(mode, session, states, drafting, new_tokens, stops, show)
     done.prompt_seconds = seconds
     return done
+
+
+def continue_all(
+    mode: str, target: Target, prompts: Sequence[Tensor], drafting: Drafting, new_tokens: int, label: str | None = None
+) -> list[Decoded]:
+    """Every prompt continued, one after the other, up to the target's own stop tokens; ``label``: of a progress bar."""
+    stops = stop_ids(target)
+    bar = tqdm(prompts, desc=label, unit="text", disable=None if label else True)
+    return [continue_prompt(mode, target, prompt, drafting, new_tokens, stops) for prompt in bar]
+
+
+def counted(texts: Sequence[Decoded]) -> Metrics:
+    """Metrics of decoded texts; s.e. over texts. Raises UsageError where none of them took a step."""
+    steps = torch.tensor([text.steps for text in texts], dtype=torch.float64)
+    if not steps.sum():
+        raise UsageError(
+            "every text ended with its first token, so no step was drafted; raise the number of new tokens"
+        )
+    value, error = ratio(steps + torch.tensor([sum(text.accepted) for text in texts]), steps)
+    kept = torch.tensor([count for text in texts for count in text.accepted])
+    return Metrics(
+        tokens_per_step=value,
+        standard_error=error,
+        per_position=reached(torch.bincount(kept, minlength=texts[0].num_drafts + 1)),
+        anywhere=math.nan,  # steps start where they start
+        sequences=len(texts),
+        contexts=int(steps.sum()),
+        steps=steps.sum().item(),
+        target_bits=bits(texts),
+    )
+
+
+def bits(texts: Sequence[Decoded]) -> float:
+    """Bits per token of the texts under the target at temperature 1."""
+    nats = [value for text in texts for value in text.nats]
+    return sum(nats) / len(nats) / math.log(2)

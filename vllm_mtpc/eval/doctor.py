@@ -15,23 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import CheckpointError, UsageError, install
-from vllm_mtpc.eval.arguments import add_head, check_positive
+from vllm_mtpc.eval.arguments import add_head
 from vllm_mtpc.files import read_json
-from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.flags import check_positive
+from vllm_mtpc.report import check_file, console, write_json
 
 if TYPE_CHECKING:
+    from vllm_mtpc.engine.served import Served
     from vllm_mtpc.eval.as_served import AsServed
-    from vllm_mtpc.eval.causes import Cause
-    from vllm_mtpc.eval.compare import Comparison
-    from vllm_mtpc.eval.loading import Loaded, LoadedPtp
+    from vllm_mtpc.eval.compare import Cause, Comparison
+    from vllm_mtpc.eval.evaluator import Evaluator
 
 MAX_NUM_SEQS = 16
 CPU_CACHE_BYTES = 256 << 20
 PROMPT_BYTES = 1 << 16  # of data for each prompt, where there is more
-
-
-class NotServed(UsageError):
-    """vLLM refuses heads of this method here."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, nargs="+", metavar="T", help="default: 0 1 (PTP heads: 0, as trained)"
     )
-    parser.add_argument("--num-drafts", type=int, metavar="K", help="drafts per step (default: as the head says)")
     parser.add_argument(
         "--draft-pass", choices=("two-pass", "merged"), help="PTP heads: how they are served (default: two-pass)"
     )
@@ -88,14 +84,14 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     check_file(args.log, "--log")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
-    from vllm_mtpc.eval import as_served, causes
-    from vllm_mtpc.eval.compare import compare
-    from vllm_mtpc.eval.loading import drafts_of, load, place, target_of
+    import torch
 
-    folder, config = place(args.head)
-    is_ptp = config.speculators_model_type == "ptp"
-    if args.draft_pass and not is_ptp:
-        raise UsageError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
+    from vllm_mtpc.eval import as_served
+    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load_for, resolve, target_of
+
+    folder, config = resolve(args.head)
+    family = evaluator_of(config)
+    family.check_options(args)
     target_name = target_of(folder, config, args.target)
     drafts = drafts_of(config, args.num_drafts)
     prompts, limit = _prompts(args, target_name, drafts)
@@ -105,43 +101,48 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
         "seed": args.seed,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_model_len": min(limit, max(map(len, prompts)) + args.max_tokens + 4 * (drafts + 1)),
-        "speculative_config": {
-            "method": "mtpc",
-            "model": serve_head or str(folder),
-            "num_speculative_tokens": drafts,
-            "num_speculative_tokens_per_batch_size": "off",  # what is expected is expected of K drafts in every step
-            **({} if is_ptp else {"min_survival": 0}),
-        },
         **_on_device(args.device),
         **_more(args.engine),
     }
-    if is_ptp:
-        from vllm_mtpc.eval.ptp_doctor import diagnose_ptp
-
-        return diagnose_ptp(args, config, engine, prompts, drafts)
-    temperatures = [0.0, 1.0] if args.temperature is None else args.temperature
-    served = _serve(engine, prompts, args, temperatures)
-    by_default = _serve(_with_defaults(engine, args), prompts, args, temperatures, alone=as_served.ALONE)
-    # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
-    loaded = load(args.head, args.target, served[0].dtype, args.device)
-    comparisons = [
-        compare(
-            loaded.head,
-            loaded.target,
-            prompts,
-            answer,
-            loaded.sampling(answer.temperature),
-            drafts,
-            loaded.draft_layers,
+    engine["speculative_config"] = {
+        "method": config.speculators_model_type,
+        "model": serve_head or str(folder),
+        "num_speculative_tokens": drafts,
+        "num_speculative_tokens_per_batch_size": "off",  # what is expected is expected of K drafts in every step
+        **family.serving(args, config, drafts, engine["max_num_seqs"]),
+        **engine.get("speculative_config", {}),
+    }
+    temperature, top_k, top_p = family.default_sampling(config)
+    asked = {
+        "temperatures": args.temperature or [0.0, temperature],
+        "sampling": {"top_k": top_k, "top_p": top_p},
+        "seeds": [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None,
+    }
+    served = _serve(engine, prompts, args, family.refusal, **asked)
+    if served is None:
+        evaluator, texts = load_for(args), [torch.tensor(prompt) for prompt in prompts]
+        sampling = evaluator.sampling(max(asked["temperatures"]) or temperature, top_p, top_k)
+        print(evaluator.unserved(texts, sampling, drafts, args))
+        raise UsageError(
+            "vLLM serves PTP heads on Model Runner V2 alone, which does not run here (it needs a GPU, or a CPU with "
+            "Triton), so nothing was compared; the check above needs no vLLM; run doctor on a GPU"
         )
-        for answer in served
+    beside = []
+    if family.has_defaults:
+        by_default = _serve(_with_defaults(engine, args), prompts, args, alone=as_served.ALONE, **asked)
+        beside = as_served.by_temperature(by_default, served, min(MAX_NUM_SEQS, len(prompts)))
+    # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
+    evaluator = load_for(args, served[0].dtype)
+    comparisons = [
+        evaluator.compare(prompts, one, evaluator.sampling(one.temperature, top_p, top_k), drafts, args, asked["seeds"])
+        for one in served
     ]
     if any(comparison.differs for comparison in comparisons):
-        cause = causes.find(loaded, comparisons, drafts)
+        cause = evaluator.find_cause(comparisons, drafts)
     else:
-        cause = causes.knows_nothing(loaded, comparisons, drafts)
-    beside = as_served.by_temperature(by_default, served, min(MAX_NUM_SEQS, len(prompts)))
-    return Diagnosis(comparisons, cause, _verdict(comparisons, cause), _notes(loaded, args, comparisons), beside)
+        cause = evaluator.knows_nothing(comparisons, drafts)
+    notes = [*evaluator.notes(comparisons), *_notes(evaluator, args, comparisons)]
+    return Diagnosis(comparisons, cause, _verdict(comparisons, cause), notes, beside)
 
 
 def _with_defaults(engine: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -202,11 +203,12 @@ def _serve(
     engine: dict[str, Any],
     prompts: list[list[int]],
     args: argparse.Namespace,
-    temperatures: list[float],
     refusal: str | None = None,
+    *,
+    temperatures: list[float],
     **more: Any,
-) -> list[Any]:
-    """The answers. Raises UsageError, and NotServed where the engine's log says ``refusal``."""
+) -> list[Served] | None:
+    """The answers; None where the engine's log says ``refusal``. Raises UsageError where the engine fails otherwise."""
     from vllm_mtpc.engine.served import serve
     from vllm_mtpc.errors import EngineFailed
 
@@ -216,7 +218,7 @@ def _serve(
             return serve(engine, prompts, temperatures, args.max_tokens, log, **more)
         except EngineFailed as error:
             if refusal and refusal in log.read_text(encoding="utf-8", errors="replace"):
-                raise NotServed(refusal) from None
+                return None
             print(error, file=sys.stderr)
             raise UsageError(
                 "vLLM did not serve the head: the end of its log is above; correct what it names"
@@ -236,21 +238,20 @@ def _verdict(comparisons: list[Comparison], cause: Cause | None) -> str:
     return f"healthy: vLLM accepts what the head should get, within {TOLERANCE:.0%}."
 
 
-def _notes(
-    loaded: Loaded | LoadedPtp, args: argparse.Namespace, comparisons: list[Comparison], prefix: str = ""
-) -> list[str]:
-    """``prefix``: of the names of the figures in a head's provenance that are of the kind served."""
+def _notes(evaluator: Evaluator, args: argparse.Namespace, comparisons: list[Comparison]) -> list[str]:
+    """What the head's files say otherwise."""
     from vllm_mtpc.eval.compare import ERRORS, TOLERANCE
 
     notes = []
-    verifier = loaded.config.speculators_config.verifier.name_or_path
+    verifier = evaluator.config.speculators_config.verifier.name_or_path
     if args.target and args.target != verifier:
         notes.append(f"the head names another verifier ({verifier}) than --target {args.target}.")
-    recorded = _recorded(loaded.folder / "provenance.json")
+    recorded = _recorded(evaluator.folder / "provenance.json")
     for comparison in comparisons:
         key = f"t{comparison.sampling.temperature:g}"
         found = recorded.get(key, {})
-        value, error = found.get(f"{prefix}tokens_per_step"), found.get(f"{prefix}standard_error") or 0.0
+        kind = comparison.recorded
+        value, error = found.get(f"{kind}tokens_per_step"), found.get(f"{kind}standard_error") or 0.0
         if value is None or comparison.differs:
             continue
         got, spread = comparison.served.acceptance.tokens_per_drafted_step, comparison.predicted.standard_error
@@ -311,10 +312,10 @@ def _report(args: argparse.Namespace, diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from vllm_mtpc.engine.counters import CUT_DEFINITION, DEFINITIONS
+    from vllm_mtpc.eval.metrics import shown_shares
 
     title = "every draft verified, served by vLLM and predicted along the same text (steps that drafted)"
     table = Table(title=title, title_justify="left")
@@ -325,15 +326,15 @@ def _print(diagnosis: Diagnosis) -> None:
         for name in ("served", "predicted"):
             shown = f"{row[name]['tokens_per_step']:.3f}"
             shown += f" ± {row['standard_error']:.3f}" if name == "predicted" else f" ({row['difference']:+.1%})"
-            positions = " ".join(f"{value:.2f}".removeprefix("0") for value in row[name]["per_position"])
+            positions = shown_shares(row[name]["per_position"])
             table.add_row(f"{row['temperature']:g}", name, shown, f"{row['steps'][name]:.0f}", positions)
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(table)
-    console.print(DEFINITIONS, markup=False)
+    out = console()
+    out.print(table)
+    out.print(DEFINITIONS, markup=False)
     if diagnosis.as_served:
-        console.print(f"as `vllm serve HEAD` serves it ({CUT_DEFINITION.rstrip('.')}):", markup=False)
+        out.print(f"as `vllm serve HEAD` serves it ({CUT_DEFINITION.rstrip('.')}):", markup=False)
     for one in diagnosis.as_served:
-        console.print(f"  {one.line()}", markup=False, soft_wrap=True)
+        out.print(f"  {one.line()}", markup=False, soft_wrap=True)
     for note in diagnosis.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(diagnosis.verdict, markup=False)
+        out.print(f"note: {note}", markup=False)
+    out.print(diagnosis.verdict, markup=False)

@@ -7,7 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.arguments import add_head, check_positive
+from vllm_mtpc.eval.arguments import add_head, add_sampling, fill_sampling
+from vllm_mtpc.flags import check_positive
+from vllm_mtpc.report import console
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +23,6 @@ MODES = {
     "mtp": "the head's tokens unverified: fastest, and not the target's text",
     "speculative": "drafts verified by the target: its own text",
 }
-TWO_PASSES = "here a step is two passes: one of the student behind x_1, one of the target behind its drafts."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=MODES, default="speculative", help=f"{explained} (default: speculative)")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: 1 (PTP heads: as trained)")
     parser.add_argument("--argmax", action="store_true", help="greedy, as --temperature 0")
-    parser.add_argument("--top-k", type=int, metavar="K", help="default: 0 (off; PTP heads: as trained)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="default: 1 (off; PTP heads: as trained)")
+    add_sampling(parser)
     parser.add_argument("--num-tokens", type=int, default=200, metavar="N", help="at most (default: 200)")
-    parser.add_argument("--num-drafts", type=int, metavar="K", help="drafts per step (default: as the head says)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chat", action="store_true", help="put the prompt in the target's chat template")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-text token")
@@ -50,44 +49,33 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--argmax with --temperature {args.temperature}: greedy is temperature 0; drop one of them")
     import torch
 
-    from vllm_mtpc.eval.arguments import sampling_defaults
-    from vllm_mtpc.eval.loading import LoadedPtp, check_length, drafts_of, load, place, refuse_draft_layers
+    from vllm_mtpc.eval.decode import continue_prompt
+    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load_for, resolve
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.eval.text import stop_ids
+    from vllm_mtpc.hf import check_length
 
     args.temperature = [0.0] if args.argmax else None if args.temperature is None else [args.temperature]
-    sampling_defaults(args, place(args.head)[1])
+    config = resolve(args.head)[1]
+    fill_sampling(args, evaluator_of(config), config)
     temperature = Sampling(args.temperature[0], args.top_p, top_k=args.top_k).temperature
-    loaded = load(args.head, args.target, args.dtype, args.device)
-    sampling = loaded.sampling(temperature, args.top_p, args.top_k)
-    is_ptp = isinstance(loaded, LoadedPtp)
-    if args.mode != "stp" and not is_ptp:
-        refuse_draft_layers(loaded, "generate")
-    target, drafts = loaded.target, drafts_of(loaded.config, args.num_drafts)
+    evaluator = load_for(args)
+    if args.mode != "stp":
+        evaluator.check_decoding("generate")
+    target, drafts = evaluator.target, drafts_of(config, args.num_drafts)
     prompt = torch.tensor(encode(target, args.prompt, args.chat))
     check_length(target, [prompt], args.num_tokens + drafts, "--num-tokens")
+    drafting = evaluator.drafting(evaluator.sampling(temperature, args.top_p, args.top_k), drafts, args.seed)
     stops = set() if args.ignore_eos else stop_ids(target)
     printer = None if args.quiet or args.json else _Printer(target)
-    if is_ptp:
-        from vllm_mtpc.eval import ptp_decode
-
-        decoded = ptp_decode.continue_prompt(
-            args.mode, loaded.student, prompt, args.num_tokens, sampling, args.seed, drafts, stops, printer
-        )
-    else:
-        from vllm_mtpc.eval.decode import continue_prompt
-
-        generator = torch.Generator(target.device).manual_seed(args.seed)
-        decoded = continue_prompt(
-            args.mode, target, prompt, loaded.head, args.num_tokens, sampling, generator, drafts, stops, printer
-        )
+    decoded = continue_prompt(args.mode, target, prompt, drafting, args.num_tokens, stops, printer)
     if args.json:
         text = target.tokenizer.decode(decoded.tokens)
         print(json.dumps({"text": text, "tokens": decoded.tokens, **statistics(decoded)}, indent=1))
         return 0
     if printer:
         printer.close()
-    _print(args.mode, sampling.temperature, decoded, TWO_PASSES if is_ptp and args.mode == "speculative" else None)
+    _print(f"{args.mode}, T={temperature:g}", decoded, evaluator.step_note if args.mode == "speculative" else None)
     return 0
 
 
@@ -109,7 +97,7 @@ def encode(target: Target, prompt: str, chat: bool) -> list[int]:
 
 def statistics(decoded: Decoded) -> dict[str, Any]:
     """What is printed and what --json writes; times in seconds, bits under the target at temperature 1."""
-    from vllm_mtpc.eval.simulate import bits
+    from vllm_mtpc.eval.decode import bits
 
     return {
         "num_tokens": len(decoded.tokens),
@@ -146,14 +134,13 @@ class _Printer:
         print("\n")
 
 
-def _print(mode: str, temperature: float, decoded: Decoded, note: str | None = None) -> None:
-    from rich.console import Console
+def _print(title: str, decoded: Decoded, note: str | None) -> None:
     from rich.table import Table
 
     from vllm_mtpc.engine.counters import DEFINITIONS
 
     found = statistics(decoded)
-    table = Table(title=f"{mode}, T={temperature:g}", title_justify="left", show_header=False)
+    table = Table(title=title, title_justify="left", show_header=False)
     rows = [
         ("tokens, steps", f"{found['num_tokens']}, {found['steps']}"),
         ("tokens/step", f"{found['tokens_per_step']:.3f}"),
@@ -167,8 +154,5 @@ def _print(mode: str, temperature: float, decoded: Decoded, note: str | None = N
     for row in rows:
         if row[1]:
             table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(table)
-    console.print(DEFINITIONS, markup=False)
-    if note:
-        console.print(note, markup=False)
+    for part in (table, DEFINITIONS, *([note] if note else [])):
+        console().print(part, markup=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.checkpoint.inspect import Report, inspect_head, rows_of
 from vllm_mtpc.errors import printable
-from vllm_mtpc.eval.arguments import check_positive
+from vllm_mtpc.flags import check_positive
 
 if TYPE_CHECKING:
     import argparse

@@ -1,283 +1,378 @@
-"""Tokens/step of a PTP head under the serving rule, computed on the target's own text.
+"""The evaluator of PTP heads.
 
-A server picks token x_k by u_k: x_k = Pick(u_k, Q_k), Q_k the target's processed law (Parallel Token Prediction,
-section 2.1). Given the text, u_k is uniform on the interval of x_k and independent of everything else; so a text of
-the target with u_k drawn uniformly inside the interval of x_k has the joint law of what a server does, and which drafts
-it accepts is known without a further pass of the target. Greedy: the text is the argmax, rows carry 0.5.
-
-A window at position t (visible: tokens up to t) drafts x_2..x_(1+K), tokens t + 2..t + 1 + K; x_1 is the target's own.
-o-ptp: the argmax of rows 1..K. c-ptp: Pick(u, P), P what rows 0..K - 1 give (greedy, and heads that were trained
-without u: its argmax). Heads with `law_trust` pick as `vllm_mtpc.heads.ptp.trust` says. The step accepts the leading
-drafts that are the text.
-
-Steps follow each other through each continuation, and tokens/step is the number of tokens by the number of steps:
-
-    merged pass   window at t; the next step is at t + 1 + accepted; every group of rows long enough (ideal)
-    two passes    window at t + 1, behind x_1, whose own row gives x_2 for certain; the student drafts K - 1 behind it
-
-A server starts no step once a text has ended and counts the drafts of its last step also past the end: so it is here.
+``doctor`` serves requests with seeds, so every u is known and with it, up to rounding, which drafts a server accepts:
+nothing is left to chance, the predicted counters are the counters.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
-from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.acceptance import check_drafts, ratio
-from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
-from vllm_mtpc.heads.ptp.trust import draft_tokens
+from vllm_mtpc.checkpoint import read_config
+from vllm_mtpc.checkpoint.ptp import load_student
+from vllm_mtpc.eval import compare, ptp_acceptance
+from vllm_mtpc.eval.candidates import CandidateMetrics, measure_candidates
+from vllm_mtpc.eval.compare import Cause, Comparison
+from vllm_mtpc.eval.coupling import Coupling, Picker
+from vllm_mtpc.eval.metrics import Metrics, ratio, reached, shown, shown_shares
+from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Samples, bits_per_token, generate
+from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
+from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.kernels.uniform import uniform
+from vllm_mtpc.proposers.config.groups import VARIANTS, GroupTable, choose_groups, drafts_of_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_mtpc.eval.sampling import Sampling
-    from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.heads.ptp.student import Prefix, Student
+    from vllm_mtpc.config.ptp import PtpConfig
+    from vllm_mtpc.engine.served import Served
+    from vllm_mtpc.hf import Target
 
-CHUNK_ELEMENTS = 2**24  # scores or logits of one pass: 64 MiB in float32
-PREFIX_ELEMENTS = 2**26  # keys and values kept at once
+ROWS_PER_DRAFT = (2, 4)  # budgets shown: so many auxiliary rows per draft of a step
+PASSES = ("two-pass", "merged")
+NOT_PICKED = 0.01  # of the tokens may be others than u picks, by rounding
+SHIFTS = {
+    "the u of the position before the right one": 1,
+    "the u of the position behind the right one": -1,
+    "the u of other requests or positions": None,
+}
 
 
 @dataclass(frozen=True)
-class PtpFigures:
-    """What one head does at one temperature. s.e.: standard error over sequences."""
+class Merged:
+    """The merged pass with a budget of auxiliary rows per request."""
 
-    tokens_per_step: float  # merged pass, ideal; the target's own token included, plain decoding is 1.0
+    rows: int
+    table: GroupTable  # chosen from this head's histogram, with what it expects
+    tokens_per_step: float  # along the texts
     standard_error: float
-    per_position: list[float]  # unconditional: P(drafts 1..k are all accepted), k = 1..K, over steps
-    histogram: list[float]  # P(exactly g of K drafts are accepted), g = 0..K, over steps
-    two_pass_tokens_per_step: float
-    two_pass_standard_error: float
-    accuracy: float  # drafts that are the text's token, of all drafts of all windows, whatever those before them are
-    shuffled_accuracy: float  # the same where rows carry the u of another window
-    anywhere: float  # expected tokens of a step started at a uniformly chosen position
-    sequences: int
-    contexts: int
-    steps: float  # number of merged steps
-
-    def as_dict(self) -> dict[str, object]:
-        """For provenance files."""
-        return asdict(self)
 
 
-class Windows(NamedTuple):
-    """Drafts at every position of some texts where a step may start, and one behind; S texts, T positions, K drafts."""
+@dataclass(frozen=True)
+class PtpEvaluation:
+    """One temperature."""
 
-    right: Tensor  # [S, T + 1, K] bool: the draft is the text's token
-    shuffled: Tensor  # [S, T + 1, K] bool: the same with the u of other windows
-    valid: Tensor  # [S, T] bool
-
-    @property
-    def leading(self) -> Tensor:
-        """Leading drafts that are right [S, T + 1], 0..K."""
-        return self.right.long().cumprod(-1).sum(-1)
-
-
-class Steps(NamedTuple):
-    """Steps of some texts counted."""
-
-    count: Tensor  # [S] float64
-    tokens: Tensor  # [S] float64, the drafts of a last step included where they pass the end
-    histogram: Tensor  # [K + 1] float64, steps by accepted drafts
+    temperature: float
+    figures: PtpMetrics
+    merged: list[Merged]
+    simulated: Metrics | None  # two passes carried out, u by hash
+    candidates: list[CandidateMetrics]
+    own_bits: float
+    uses_u: bool
 
 
-def measure_ptp(
-    student: Student, samples: Samples, sampling: Sampling, num_drafts: int | None = None, seed: int = 0
-) -> PtpFigures:
-    """Figures of a head on texts that its target wrote with the same ``sampling``; ``num_drafts``: K (None: as served).
+@dataclass(frozen=True, kw_only=True)
+class PtpComparison(Comparison):
+    """One temperature, of requests with seeds."""
 
-    ``seed``: of the u inside their intervals. Raises UsageError where no text is long enough for a step.
-    """
-    return summarise(collect(student, samples, sampling, num_drafts, seed))
+    u: Tensor  # [S, L] that picked the tokens
+    windows: Windows
+    draft_pass: str
+    not_picked: float  # tokens of the sampled text that are not Pick(u, Q)
 
 
-@torch.inference_mode()
-def collect(
-    student: Student,
-    samples: Samples,
-    sampling: Sampling,
-    num_drafts: int | None = None,
-    seed: int = 0,
-    u: Tensor | None = None,
-    carried: Tensor | None = None,
-) -> Windows:
-    """Drafts at every position where a server may start a step (see acceptance.collect for which those are).
+@dataclass(frozen=True)
+class PtpEvaluator:
+    """A PTP head on its target."""
 
-    ``u`` [S, L]: those the text was picked by, where they are known (u[:, k] picked tokens[:, k]). ``carried`` [S, L]:
-    what rows carry in their place.
-    """
-    config = student.config
-    drafts = config.num_speculative_tokens if num_drafts is None else check_drafts(config.window, num_drafts)
-    first, known = samples.prompt_lengths - 1, (samples.tokens >= 0).sum(1)
-    last = torch.minimum(samples.lengths - 3, known - drafts - 2)
-    count = (last - first + 1).clamp(min=0)  # [S]
-    if not count.any():
-        raise UsageError(
-            f"no continuation has the {drafts + 1} known tokens behind its prompt that a step of {drafts} drafts looks "
-            "at; raise the number of new tokens"
+    folder: Path
+    config: PtpConfig
+    student: Student
+    target: Target
+
+    step_note = "here a step is two passes: one of the student behind x_1, one of the target behind its drafts."
+    refusal = "method 'ptp' on Model Runner V1"
+    seeded, has_defaults = True, False
+
+    @classmethod
+    def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> PtpEvaluator:
+        """The adapters are float32 whatever ``head_dtype``."""
+        return cls(folder, read_config(folder), load_student(folder, target), target)
+
+    @staticmethod
+    def check_options(args: argparse.Namespace) -> None:
+        pass
+
+    @staticmethod
+    def default_sampling(config: PtpConfig) -> tuple[float, int, float]:
+        """What the head was trained for: u means other tokens elsewhere."""
+        return config.trained_temperature, config.trained_top_k, config.trained_top_p
+
+    @staticmethod
+    def serving(args: argparse.Namespace, config: PtpConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
+        rows = num_drafts + 1  # of a request, with which nothing is cut
+        if args.draft_pass == "merged":
+            rows *= num_drafts + VARIANTS[config.variant]
+        return {"draft_pass": args.draft_pass or "two-pass", "max_aux_rows": max_num_seqs * rows}
+
+    def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
+        return Sampling(temperature, top_p, top_k=top_k)
+
+    def check_decoding(self, what: str) -> None:
+        pass
+
+    def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Coupling:
+        return Coupling(self.student, sampling, seed, num_drafts)
+
+    def evaluate(
+        self,
+        samples: Samples,
+        prompts: list[Tensor],
+        sampling: Sampling,
+        num_drafts: int,
+        simulated: Metrics | None,
+        args: argparse.Namespace,
+    ) -> PtpEvaluation:
+        windows = ptp_acceptance.collect(self.student, samples, sampling, num_drafts, args.seed)
+        metrics = ptp_acceptance.summarise(windows)
+        several = []
+        for count in [] if sampling.greedy else args.candidates:
+            label = f"T={sampling.temperature:g} M={count}"
+            with tqdm(total=len(prompts), desc=label, unit="text", disable=None) as bar:
+                asked = (prompts, count, args.new_tokens, sampling, num_drafts, args.seed)
+                several.append(measure_candidates(self.student, *asked, bar.update))
+        return PtpEvaluation(
+            sampling.temperature,
+            metrics,
+            [self._merged(windows, metrics, factor * num_drafts) for factor in ROWS_PER_DRAFT],
+            simulated,
+            several,
+            bits_per_token(samples, self.target, len(prompts)),
+            ptp_acceptance.uses_u(metrics),
         )
-    u = u_of_text(student, samples, sampling, seed) if u is None else u.cpu().float()
-    carried = u if carried is None else carried.cpu().float()
-    shape = (len(count), int(count.max()) + 1, drafts)
-    right, shuffled = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    generator = torch.Generator().manual_seed(seed)
-    for texts in _texts(student, samples):
-        columns = torch.arange(shape[1])
-        row, column = ((columns <= count[texts, None]) & (count[texts, None] > 0)).nonzero(as_tuple=True)
-        if not len(row):
-            continue
-        start = first[texts][row] + column
-        own = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K)
-        wanted = _shifted(samples.tokens[texts], row, start + 1, drafts)  # [B, K]
-        prefix = student.prefix(samples.tokens[texts].clamp(min=0))
-        on_rows = _shifted(carried[texts], row, start, drafts + 2)
-        order = torch.randperm(len(on_rows), generator=generator)
-        # Where not the rows alone make drafts good (a late network, a law that u meets), u is foreign to Pick as well.
-        is_plain = student.late is None and config.law_trust is None
-        others = (on_rows[order], own if is_plain else own[order])
-        first_tokens = samples.tokens[texts][row, start + 1]
-        for found, numbers in ((right, (on_rows, own)), (shuffled, others)):
-            drafted = _drafts(student, prefix, row, start, *numbers, first_tokens, sampling.greedy, drafts)
-            found[texts.start + row, column] = drafted == wanted
-    return Windows(right, shuffled, torch.arange(shape[1] - 1) < count[:, None])
+
+    def _merged(self, windows: Windows, metrics: PtpMetrics, rows: int) -> Merged:
+        config, num_drafts = self.config, windows.right.shape[-1]
+        table = choose_groups(metrics.histogram, num_drafts, rows, config.variant, config.window)
+        after = drafts_of_rows(torch.tensor(table.sizes), config.variant)
+        steps = ptp_acceptance.follow(windows, after=after)
+        return Merged(rows, table, *ratio(steps.tokens, steps.count))
+
+    def title(self, num_drafts: int) -> str:
+        config = self.config
+        informed = "" if config.uses_u else " without u"
+        sizes = f"n={config.window}, r={config.lora_rank}, K={num_drafts} drafts"
+        return f"{self.folder}: {config.variant}{informed}, {sizes}"
+
+    def rows(self, results: Sequence[PtpEvaluation]) -> list[tuple[str, list[str]]]:
+        def tokens(metrics: PtpMetrics | Metrics | Merged | CandidateMetrics | None) -> str:
+            return "-" if metrics is None else shown(metrics.tokens_per_step, metrics.standard_error)
+
+        def two_passes(r: PtpEvaluation) -> str:
+            return shown(r.figures.two_pass_tokens_per_step, r.figures.two_pass_standard_error)
+
+        columns: list[tuple[str, Callable[[PtpEvaluation], str]]] = [
+            ("tokens/step, merged pass, ideal ± s.e.", lambda r: tokens(r.figures)),
+            *(
+                (f"  with {merged.rows} auxiliary rows", lambda r, at=at: tokens(r.merged[at]))
+                for at, merged in enumerate(results[0].merged)
+            ),
+            ("tokens/step, two passes", two_passes),
+            ("  simulated", lambda r: tokens(r.simulated)),
+            ("acceptance per position", lambda r: shown_shares(r.figures.per_position)),
+            ("P(exactly g drafts accepted)", lambda r: shown_shares(r.figures.histogram)),
+            ("right drafts, of all", lambda r: shown(r.figures.accuracy)),
+            ("  with the u of other windows", lambda r: shown(r.figures.shuffled_accuracy)),
+            ("bits per token of the text", lambda r: shown(r.own_bits)),
+            ("texts, contexts", lambda r: f"{r.figures.sequences}, {r.figures.contexts:,}"),
+            *(
+                (
+                    f"tokens/step, best of {metrics.candidates} candidates",
+                    lambda r, at=at: tokens(r.candidates[at] if r.candidates else None),
+                )
+                for at, metrics in enumerate(max((r.candidates for r in results), key=len))
+            ),
+        ]
+        return [(name, [show(result) for result in results]) for name, show in columns]
+
+    def warnings(self, results: Sequence[PtpEvaluation]) -> list[str]:
+        trained, found = self.default_sampling(self.config), []
+        sampled = [result for result in results if result.temperature > 0]
+        if self.config.uses_u and sampled and not any(result.uses_u for result in sampled):
+            found.append(
+                "warning: the drafts are no worse with the u of other windows, so the head does not read u; train it "
+                "longer"
+            )
+        if self.config.uses_u and any(result.temperature != trained[0] for result in sampled):
+            found.append(
+                "note: the head was trained at temperature {:g}, top-k {}, top-p {:g}; elsewhere u means other tokens, "
+                "and fewer drafts are right".format(*trained)
+            )
+        return found
+
+    def compare(
+        self,
+        prompts: Sequence[Sequence[int]],
+        served: Served,
+        sampling: Sampling,
+        num_drafts: int,
+        args: argparse.Namespace,
+        seeds: Sequence[int],
+    ) -> PtpComparison:
+        """The text is continued as the server would have continued it."""
+
+        def coupled(first: int, lengths: list[int]) -> _Coupled:
+            return _Coupled(sampling, seeds[first : first + len(lengths)], lengths, self.target.device)
+
+        samples = compare.continued(self.target, prompts, served.outputs, num_drafts, coupled)
+        u = known_u(samples, seeds, sampling)
+        windows = ptp_acceptance.collect(self.student, samples, sampling, num_drafts, u=u)
+        draft_pass = args.draft_pass or "two-pass"
+        return PtpComparison(
+            served,
+            sampling,
+            samples,
+            predict(windows, draft_pass),
+            noise=0.0,
+            chain=compare.check_chain(self.target, samples, sampling),
+            recorded="two_pass_" if draft_pass == "two-pass" else "",
+            u=u,
+            windows=windows,
+            draft_pass=draft_pass,
+            not_picked=self._not_picked(samples, sampling, u),
+        )
+
+    @torch.inference_mode()
+    def _not_picked(self, samples: Samples, sampling: Sampling, u: Tensor) -> float:
+        if sampling.greedy:
+            return 0.0
+        wrong = count = 0
+        for numbers, (at, tokens, logits) in zip(u, samples.continuations(self.target), strict=True):
+            picked = pick(sampling.log_probs(logits), numbers[at].to(logits.device))
+            wrong, count = wrong + int((picked != tokens).sum()), count + len(tokens)
+        return wrong / max(1, count)
+
+    def find_cause(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause:
+        return (
+            compare.other_number_of_drafts(comparisons, num_drafts)
+            or compare.other_target(self.target, comparisons)
+            or _other_numbers(comparisons)
+            or self._wrong_rows(comparisons, num_drafts)
+            or compare.lost_positions(comparisons)
+            or Cause(
+                "head",
+                "the target's text, its u and the number of drafts are as they should be, so the weights that were "
+                f"served are not those of {self.folder}, or their precision costs drafts: look for another head in the "
+                "server's speculative_config, or serve in float32",
+            )
+        )
+
+    def knows_nothing(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
+        """A head that is served as predicted, but whose drafts are no better than with the u of other windows."""
+        sampled = _sampled(comparisons) if self.config.uses_u else []
+        if not sampled or any(ptp_acceptance.uses_u(ptp_acceptance.summarise(one.windows)) for one in sampled):
+            return None
+        return Cause(
+            "u",
+            "served as predicted, but drafts are as good with the u of other windows: the head does not read u; it is "
+            f"untrained, or was trained for other weights than {self.target.name}",
+        )
+
+    def notes(self, comparisons: Sequence[PtpComparison]) -> list[str]:
+        return [
+            _shuffled_line(f"T={one.sampling.temperature:g}", ptp_acceptance.summarise(one.windows))
+            for one in _sampled(comparisons)
+        ]
+
+    def unserved(self, prompts: list[Tensor], sampling: Sampling, num_drafts: int, args: argparse.Namespace) -> str:
+        """The shuffled-u check on text that the Hugging Face target writes."""
+        generator = torch.Generator(self.target.device).manual_seed(args.seed)
+        samples = generate(self.target, prompts, args.max_tokens, sampling, generator, overhang=num_drafts)
+        metrics = ptp_acceptance.measure_ptp(self.student, samples, sampling, num_drafts, args.seed)
+        merged, two_pass = metrics.tokens_per_step, metrics.two_pass_tokens_per_step
+        line = _shuffled_line(f"T={sampling.temperature:g}, without vLLM", metrics)
+        return f"{line}; {merged:.3f} tokens/step in a merged pass, {two_pass:.3f} in two"
+
+    def _wrong_rows(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
+        """The wrong numbers on the rows with which the student does what was served; None where none are near.
+
+        Greedy rows all carry one number: these comparisons have to agree as they are.
+        """
+        sampled = _sampled(comparisons)
+        if not sampled or any(one.differs for one in comparisons if one.sampling.greedy):
+            return None
+        return compare.nearest(sampled, self._rivals(num_drafts))
+
+    def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[PtpComparison], Metrics]]]:
+        for what, shift in SHIFTS.items():
+
+            def predicted(one: PtpComparison, shift: int | None = shift) -> Metrics:
+                if shift is None:
+                    windows = one.windows._replace(right=one.windows.shuffled)
+                else:
+                    numbers = {"u": one.u, "carried": one.u.roll(shift, 1)}
+                    windows = ptp_acceptance.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
+                return predict(windows, one.draft_pass)
+
+            yield Cause("u", f"what is served is what the student does with {what} on its rows"), predicted
 
 
-def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int) -> Tensor:
-    """u [S, L] float32, on the CPU: uniform inside the intervals of the tokens behind each prompt; greedy: 0.5."""
-    u = torch.full(samples.tokens.shape, 0.5)
+class _Coupled:
+    """A ``Sampling`` whose tokens are picked by the u of requests with seeds, from lengths[B] on."""
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        self.log_probs, self.lengths = sampling.log_probs, lengths
+        self.pickers = [Picker(sampling, seed, device) for seed in seeds]
+        self.made = 0
+
+    def pick(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        rows = zip(self.pickers, log_probs, self.lengths, strict=True)
+        picked = [picker.pick(row[None], length + self.made) for picker, row, length in rows]
+        self.made += 1
+        return torch.cat(picked)
+
+
+def known_u(samples: Samples, seeds: Sequence[int], sampling: Sampling) -> Tensor:
+    """u [S, L] that picked tokens[:, k] in requests with these seeds; greedy: 0.5."""
     if sampling.greedy:
-        return u
-    generator = torch.Generator().manual_seed(seed)
-    inner = torch.randint(STEPS, samples.tokens.shape, generator=generator).double() / STEPS
-    drawn = (samples.tokens >= 0) & (torch.arange(samples.tokens.shape[1]) >= samples.prompt_lengths[:, None])
-    rows, columns = drawn.nonzero(as_tuple=True)
-    size = max(1, CHUNK_ELEMENTS // student.target.vocab_size)
-    device = student.target.device
-    for row, column in zip(rows.split(size), columns.split(size), strict=True):
-        log_q = sampling.log_probs(student.logits(samples.hidden[row, column - 1].to(device)))
-        left, right = edges(log_q, samples.tokens[row, column].to(device))
-        u[row, column] = u_inside(left, right, inner[row, column].to(device)).cpu()
-    return u
+        return torch.full(samples.tokens.shape, UNINFORMED)
+    before = torch.arange(samples.tokens.shape[1]) - 1
+    rows = torch.tensor(list(seeds))[:, None].expand(samples.tokens.shape)
+    u = uniform(rows.flatten(), before.clamp(min=0).expand_as(rows).flatten())
+    return u.view(rows.shape)
 
 
-def draft(student: Student, hidden: Tensor, u: Tensor, greedy: bool, first: Tensor) -> Tensor:
-    """Drafts [B, K] from the states hidden[B, K, D] of the rows that give them, behind x_1 first[B].
-
-    u[B, K] picks them (c-ptp, heads with law_trust).
-    """
-    u = u.to(hidden.device)
-
-    def choose(logits: Tensor, numbers: Tensor) -> Tensor:
-        return logits.argmax(-1) if greedy else draft_tokens(student.config, logits, numbers)
-
-    if student.late is not None:
-        return student.chain(hidden, first, lambda state, k: choose(student.logits(state), u[:, k]))
-    return choose(student.logits(hidden).flatten(0, 1), u.flatten()).view(u.shape)
-
-
-def draft_rows(student: Student, num_drafts: int) -> slice:
-    """The rows of a window that give its drafts: the first of o-ptp says which token x_1 is."""
-    return slice(student.first_row, student.first_row + num_drafts)
-
-
-def chunks(student: Student, length: int, rows: int, count: int) -> Iterator[slice]:
-    """``count`` windows of ``rows`` rows behind up to ``length`` tokens, in parts that fit in memory."""
-    config = student.target.config
-    scores = (length + rows) * config.num_attention_heads
-    size = max(1, CHUNK_ELEMENTS // (rows * max(scores, student.target.vocab_size)))
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
-
-
-def _drafts(
-    student: Student,
-    prefix: Prefix,
-    row: Tensor,
-    start: Tensor,
-    carried: Tensor,  # [B, K + 2], on the rows
-    own: Tensor,  # [B, K + 2], what picks
-    first: Tensor,  # [B], x_1
-    greedy: bool,
-    count: int,
-) -> Tensor:
-    """Drafts [B, K] on the CPU."""
-    rows = draft_rows(student, count)
-    drafted = []
-    for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
-        hidden = student.aux(prefix, row[part], start[part], carried[part, : rows.stop])[:, rows]
-        drafted.append(draft(student, hidden, own[part, 1 : count + 1], greedy, first[part]).cpu())
-    return torch.cat(drafted)
-
-
-def _texts(student: Student, samples: Samples) -> Iterator[slice]:
-    """Texts whose keys and values fit in memory together."""
-    config = student.target.config
-    each = 2 * config.num_hidden_layers * student.target.hidden_size * samples.tokens.shape[1]
-    size = max(1, PREFIX_ELEMENTS // each)
-    for start in range(0, len(samples.tokens), size):
-        yield slice(start, min(start + size, len(samples.tokens)))
-
-
-def _shifted(values: Tensor, row: Tensor, start: Tensor, count: int) -> Tensor:
-    """values[row, start + 1 .. start + count], [B, count]; past the end the last one."""
-    at = start[:, None] + 1 + torch.arange(count)
-    return values[row[:, None], at.clamp(max=values.shape[1] - 1)]
-
-
-def follow(windows: Windows, two_pass: bool = False, after: Tensor | None = None) -> Steps:
-    """Steps through each text. ``after``[K + 1]: drafts of the next step behind each number of accepted ones.
-
-    ``after`` None: always K. The first step of a text has those behind none, as if a step had ended with the prompt.
-    """
-    leading, valid = windows.leading, torch.nn.functional.pad(windows.valid, (0, 1))
-    texts, drafts = len(leading), windows.right.shape[-1]
-    if two_pass:  # window t + 1 has its first draft, x_2, from the target's own row
-        leading = 1 + torch.nn.functional.pad(leading[:, 1:], (0, 1)).clamp(max=drafts - 1)
-    after = torch.full((drafts + 1,), drafts) if after is None else after
-    row, at = torch.arange(texts), torch.zeros(texts, dtype=torch.long)
-    state = after[at]
-    count, tokens = torch.zeros(texts, dtype=torch.float64), torch.zeros(texts, dtype=torch.float64)
-    histogram = torch.zeros(drafts + 1, dtype=torch.float64)
-    while bool((runs := valid[row, at]).any()):
-        accepted = torch.minimum(leading[row, at], state)
-        count += runs
-        tokens += runs * (1 + accepted)
-        histogram.index_add_(0, accepted[runs], torch.ones(int(runs.sum()), dtype=torch.float64))
-        at = (at + torch.where(runs, 1 + accepted, 0)).clamp(max=valid.shape[1] - 1)
-        state = torch.where(runs, after[accepted], state)
-    return Steps(count, tokens, histogram)
-
-
-def summarise(windows: Windows) -> PtpFigures:
-    """Figures of all texts together."""
-    merged, two_pass = follow(windows), follow(windows, two_pass=True)
-    value, error = ratio(merged.tokens, merged.count)
-    two_value, two_error = ratio(two_pass.tokens, two_pass.count)
-    law = merged.histogram / merged.histogram.sum()
-    valid = windows.valid
-    return PtpFigures(
+def predict(windows: Windows, draft_pass: str) -> Metrics:
+    """Counters of a server with rows for every group."""
+    steps = ptp_acceptance.follow(windows, two_pass=draft_pass == "two-pass")
+    value, error = ratio(steps.tokens, steps.count)
+    return Metrics(
         tokens_per_step=value,
         standard_error=error,
-        per_position=law.flip(0).cumsum(0).flip(0)[1:].tolist(),
-        histogram=law.tolist(),
-        two_pass_tokens_per_step=two_value,
-        two_pass_standard_error=two_error,
-        accuracy=windows.right[:, :-1][valid].double().mean().item(),
-        shuffled_accuracy=windows.shuffled[:, :-1][valid].double().mean().item(),
-        anywhere=1 + windows.leading[:, :-1][valid].double().mean().item(),
-        sequences=len(valid),
-        contexts=int(valid.sum()),
-        steps=merged.count.sum().item(),
+        per_position=reached(steps.histogram),
+        anywhere=math.nan,
+        sequences=len(windows.valid),
+        contexts=int(windows.valid.sum()),
+        steps=steps.count.sum().item(),
     )
 
 
-def uses_u(figures: PtpFigures) -> bool:
-    """Whether a head that should read u does: its drafts are clearly worse with the u of other windows."""
-    accuracy, shuffled = figures.accuracy, figures.shuffled_accuracy
-    noise = math.sqrt(max(accuracy * (1 - accuracy), 1e-12) / max(1, figures.contexts))
-    return accuracy - shuffled > max(0.02 * accuracy, 5 * noise)
+def _sampled(comparisons: Sequence[PtpComparison]) -> list[PtpComparison]:
+    return [one for one in comparisons if not one.sampling.greedy]
+
+
+def _other_numbers(comparisons: Sequence[PtpComparison]) -> Cause | None:
+    for comparison in comparisons:
+        if comparison.not_picked > NOT_PICKED:
+            return Cause(
+                "u",
+                f"{comparison.not_picked:.0%} of the sampled tokens are not what their u picks: the server draws other "
+                "numbers, or does not verify by u",
+            )
+    return None
+
+
+def _shuffled_line(label: str, metrics: PtpMetrics) -> str:
+    """The shuffled-u check in a line."""
+    right, shuffled = metrics.accuracy, metrics.shuffled_accuracy
+    return f"{label}: {right:.1%} of the drafts are right, {shuffled:.1%} with the u of other windows"

@@ -1,4 +1,4 @@
-"""How next tokens are picked: the target's law after temperature, top-k, top-p; a circuit's after temperature."""
+"""How next tokens are picked: the target's after temperature, top-k and top-p, a circuit's after temperature."""
 
 from __future__ import annotations
 
@@ -38,19 +38,16 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """log p [..., V] float32 of logits[..., V]; -inf outside top-k and top-p. Greedy: the untempered law."""
+        """log p [..., V] float32 of logits[..., V]; -inf outside top-k and top-p. Greedy: the untempered one."""
         if self.greedy:
             return logits.float().log_softmax(-1)
         return processed(logits, self.temperature, self.top_k, self.top_p)
 
     def draft_log_probs(self, log_q: Tensor) -> Tensor:
-        """The law a draft is drawn from, log [..., V]: softmax(log_q / T), or all on one token for greedy drafts."""
+        """log [..., V] of what a draft is drawn from: softmax(log_q / T), or all on one token for greedy drafts."""
         if self.greedy_drafts:
             return torch.full_like(log_q, -torch.inf).scatter(-1, log_q.argmax(-1, keepdim=True), 0.0)
-        return self._temper(log_q)
-
-    def _temper(self, logits: Tensor) -> Tensor:
-        return (logits if self.greedy or self.temperature == 1 else logits / self.temperature).log_softmax(-1)
+        return (log_q if self.greedy or self.temperature == 1 else log_q / self.temperature).log_softmax(-1)
 
     def pick(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One token per row of log_probs[B, V], [B] int64: the likeliest one if greedy, a draw otherwise."""

@@ -6,19 +6,21 @@ anyway; keeping them makes the measurement free of further target forwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf.session import Session
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.heads.adapters import DraftLayers
     from vllm_mtpc.hf import Target
 
@@ -42,6 +44,28 @@ class Samples:
     def read(self) -> Tensor:
         """What the head reads, [S, L - 1, D]."""
         return self.hidden if self.draft is None else self.draft
+
+    def starts(self, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """Where a server may start a step of K drafts: the first position [S] of each text, and how many follow [S].
+
+        Those are the positions from the end of the prompt on whose x_1 does not end the text and whose window of 1 + K
+        tokens is known. Raises UsageError where there is none.
+        """
+        first, known = self.prompt_lengths - 1, (self.tokens >= 0).sum(1)
+        last = torch.minimum(self.lengths - 3, known - num_drafts - 2)
+        count = (last - first + 1).clamp(min=0)
+        if not count.any():
+            raise UsageError(
+                f"no continuation has the {num_drafts + 1} known tokens behind its prompt that a step of {num_drafts} "
+                "drafts looks at; raise the number of new tokens"
+            )
+        return first, count
+
+    def continuations(self, target: Target) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Of each text: where its continuation is, the continuation [C], and the target's logits [C, V] of it."""
+        for row, (start, end) in enumerate(zip(self.prompt_lengths.tolist(), self.lengths.tolist(), strict=True)):
+            logits = target.logits(self.hidden[row, start - 1 : end - 1].to(target.device))
+            yield slice(start, end), self.tokens[row, start:end].to(target.device), logits
 
 
 def stop_ids(target: Target) -> set[int]:
@@ -131,13 +155,15 @@ def _continue(
 
 def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
     """One set out of several; ``target``'s tokenizer counts the bytes."""
-    prompt_lengths = torch.cat([piece.prompt_lengths for piece in pieces])
-    tokens = pad_sequence([row for piece in pieces for row in piece.tokens], True, -1)
-    hidden = pad_sequence([row for piece in pieces for row in piece.hidden], True)
-    joined = Samples(tokens, hidden, prompt_lengths, torch.cat([piece.lengths for piece in pieces]))
+    joined = Samples(
+        tokens=pad_sequence([row for piece in pieces for row in piece.tokens], True, -1),
+        hidden=pad_sequence([row for piece in pieces for row in piece.hidden], True),
+        prompt_lengths=torch.cat([piece.prompt_lengths for piece in pieces]),
+        lengths=torch.cat([piece.lengths for piece in pieces]),
+    )
     if target is None or target.tokenizer is None:
         return joined
-    return Samples(tokens, hidden, prompt_lengths, joined.lengths, bytes_per_token(joined, target))
+    return replace(joined, bytes_per_token=bytes_per_token(joined, target))
 
 
 def bytes_per_token(samples: Samples, target: Target) -> float | None:
@@ -147,6 +173,15 @@ def bytes_per_token(samples: Samples, target: Target) -> float | None:
         total += len(target.tokenizer.decode(row[start:end].tolist()).encode("utf-8", "replace"))
         tokens += end - start
     return total / tokens if tokens else None
+
+
+def bits_per_token(samples: Samples, target: Target, count: int) -> float:
+    """Bits per token of the first ``count`` texts that the target wrote itself, under it at temperature 1."""
+    nats, written = 0.0, 0
+    for _, (_, tokens, logits) in zip(range(count), samples.continuations(target), strict=False):
+        nats -= logits.log_softmax(-1).gather(-1, tokens[:, None]).sum().item()
+        written += len(tokens)
+    return nats / written / math.log(2)
 
 
 @torch.inference_mode()

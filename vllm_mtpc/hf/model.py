@@ -5,7 +5,7 @@ What a head reads and is verified by, without vLLM: training and evaluation use 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,4 +120,14 @@ def _check(name: str, model: PreTrainedModel, missing: Collection[str]) -> None:
         raise UsageError(
             f"target {name}: its files have no {sorted(missing)[0]} ({len(missing)} tensors of {type(model).__name__} "
             "are missing), so it cannot verify drafts; name a causal language model (…ForCausalLM) with all its weights"
+        )
+
+
+def check_length(target: Target, tokens: Sequence[Tensor], new_tokens: int, flag: str) -> None:
+    """Raises UsageError where a text would be longer than the target can read."""
+    limit, longest = getattr(target.config, "max_position_embeddings", None), max(map(len, tokens))
+    if limit is not None and longest + new_tokens > limit:
+        raise UsageError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones (drafts past the end included) are more than the "
+            f"{limit} positions of target {target.name}; lower {flag}"
         )

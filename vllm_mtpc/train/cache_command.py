@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_mtpc.eval.arguments import check_positive
+    from vllm_mtpc.flags import check_positive
     from vllm_mtpc.hf import choose_device
     from vllm_mtpc.train import prepare
     from vllm_mtpc.train.cache import DTYPES, write_cache

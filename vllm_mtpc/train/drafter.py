@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.eval.conditionals import conditionals
+from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf import Target

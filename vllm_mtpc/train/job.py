@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mtpc.checkpoint.locate import verifier_name
-from vllm_mtpc.eval.loading import check_length, prompts
+from vllm_mtpc.eval.loading import prompts
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate
+from vllm_mtpc.hf import check_length
 from vllm_mtpc.plots.heads import plot_run
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.train.card import provenance

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vllm_mtpc.circuits import Circuit, CircuitParams
-from vllm_mtpc.eval.conditionals import conditionals
+from vllm_mtpc.circuits.conditionals import conditionals
 
 if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vllm_mtpc.eval.ptp import draft
+from vllm_mtpc.eval.ptp_acceptance import draft
 from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.kernels.pick import pick

@@ -11,7 +11,7 @@ from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.ptp import load_ptp, load_student, save_ptp
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.ptp import measure_ptp
+from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
 from vllm_mtpc.heads.ptp.student import Student

@@ -1,0 +1,291 @@
+"""The evaluator of circuits."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval import compare
+from vllm_mtpc.eval.acceptance import Contexts, collect, exact_counts, step_starts, summarise
+from vllm_mtpc.eval.compare import Cause, Comparison
+from vllm_mtpc.eval.decode import bits, continue_all
+from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares
+from vllm_mtpc.eval.rejection import Rejection
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Samples, bits_per_token, with_draft_layers
+from vllm_mtpc.heads.adapters import DraftLayers
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vllm_mtpc.circuits import CircuitParams
+    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.engine.served import Served
+    from vllm_mtpc.heads.base import Head
+    from vllm_mtpc.hf import Target
+
+UNVERIFIED = 16  # texts that the unverified ceiling is measured on, one after the other
+NEAR_CHANCE = 0.15  # of the way from chance to what is predicted
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One temperature. ``unverified_bits``: of the text of the mtp ceiling, per token, under the target."""
+
+    temperature: float
+    expected: Metrics  # sum of overlaps
+    along_text: Metrics  # the expectation given these very texts
+    simulated: Metrics | None
+    ceiling: float | None
+    own_bits: float | None
+    unverified_bits: float | None
+
+
+@dataclass(frozen=True)
+class MtpcEvaluator:
+    """A head in float32 on its target's device, ready to be called."""
+
+    folder: Path
+    config: HeadConfig
+    head: Head
+    target: Target
+    draft_layers: DraftLayers | None = None
+
+    step_note = refusal = None
+    seeded, has_defaults = False, True
+
+    @classmethod
+    def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> MtpcEvaluator:
+        config, head = load_head(folder, head_dtype, target.device)
+        if head.needs_lm_head:
+            head.bind_lm_head(target.logits)
+        return cls(folder, config, head, target, DraftLayers.load(folder, target) if config.lora_layers else None)
+
+    @staticmethod
+    def check_options(args: argparse.Namespace) -> None:
+        if getattr(args, "candidates", None):
+            raise UsageError("--candidates: circuits draw no u to choose from; leave it out, or name a PTP head")
+        if getattr(args, "draft_pass", None):
+            raise UsageError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
+
+    @staticmethod
+    def default_sampling(config: HeadConfig) -> tuple[float, int, float]:
+        return 1.0, 0, 1.0
+
+    @staticmethod
+    def serving(args: argparse.Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
+        return {"min_survival": 0}
+
+    def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
+        return Sampling(temperature, top_p, self.config.draft_sample_method == "greedy", top_k)
+
+    def check_decoding(self, what: str) -> None:
+        if self.draft_layers is not None:
+            raise UsageError(
+                f"head {self.folder} has lora_layers={self.config.lora_layers}: {what} does not run draft layers; use "
+                "vllm-mtpc eval without --simulate, or vllm-mtpc doctor"
+            )
+
+    def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Rejection:
+        generator = torch.Generator(self.target.device).manual_seed(seed)
+        return Rejection(self.head, sampling, generator, num_drafts)
+
+    def evaluate(
+        self,
+        samples: Samples,
+        prompts: list[Tensor],
+        sampling: Sampling,
+        num_drafts: int,
+        simulated: Metrics | None,
+        args: argparse.Namespace,
+    ) -> Evaluation:
+        contexts = collect(self.head, self.target, self._read(samples), sampling, num_drafts)
+        ceiling = own_bits = unverified_bits = None
+        if self.draft_layers is None:
+            label, drafting = f"T={sampling.temperature:g} mtp", self.drafting(sampling, num_drafts, args.seed)
+            free = continue_all("mtp", self.target, prompts[:UNVERIFIED], drafting, args.new_tokens, label)
+            ceiling, unverified_bits = float(1 + num_drafts), bits(free)
+            own_bits = bits_per_token(samples, self.target, len(free))
+        expected, along_text = summarise(contexts), summarise(contexts, overlap=False)
+        return Evaluation(sampling.temperature, expected, along_text, simulated, ceiling, own_bits, unverified_bits)
+
+    def title(self, num_drafts: int) -> str:
+        config = self.config
+        return f"{self.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={num_drafts} drafts"
+
+    def rows(self, results: Sequence[Evaluation]) -> list[tuple[str, list[str]]]:
+        def tokens(metrics: Metrics | None) -> str:
+            return "-" if metrics is None else shown(metrics.tokens_per_step, metrics.standard_error)
+
+        columns: list[tuple[str, Callable[[Evaluation], str]]] = [
+            ("tokens/step, expected ± s.e.", lambda r: tokens(r.expected)),
+            ("  given these very texts", lambda r: tokens(r.along_text)),
+            ("  simulated", lambda r: tokens(r.simulated)),
+            ("  from any position", lambda r: shown(r.expected.anywhere)),
+            ("acceptance per position", lambda r: shown_shares(r.expected.per_position)),
+            ("unverified (mtp): tokens/step", lambda r: shown(r.ceiling)),
+            ("  bits per token of that text", lambda r: shown(r.unverified_bits)),
+            ("  of the target's own text", lambda r: shown(r.own_bits)),
+            ("bits per token, target", lambda r: shown(r.expected.target_bits)),
+            ("bits per token, circuit's joint", lambda r: shown(r.expected.joint_bits)),
+            ("bits per byte, target", lambda r: shown(r.expected.per_byte(r.expected.target_bits))),
+            ("bits per byte, circuit's joint", lambda r: shown(r.expected.per_byte(r.expected.joint_bits))),
+            ("texts, contexts", lambda r: f"{r.expected.sequences}, {r.expected.contexts:,}"),
+        ]
+        return [(name, [show(result) for result in results]) for name, show in columns]
+
+    def warnings(self, results: Sequence[Evaluation]) -> list[str]:
+        return []
+
+    def compare(
+        self,
+        prompts: Sequence[Sequence[int]],
+        served: Served,
+        sampling: Sampling,
+        num_drafts: int,
+        args: argparse.Namespace | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> Comparison:
+        samples = compare.continued(self.target, prompts, served.outputs, num_drafts, lambda *_: sampling)
+        samples = self._read(samples)
+        contexts = collect(self.head, self.target, samples, sampling, num_drafts)
+        chain = compare.check_chain(self.target, samples, sampling)
+        predicted = summarise(contexts, overlap=False)
+        return Comparison(served, sampling, samples, predicted, noise_given_text(contexts), chain)
+
+    def _read(self, samples: Samples) -> Samples:
+        """The samples with what the head reads of them."""
+        return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)
+
+    def find_cause(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
+        return (
+            compare.other_number_of_drafts(comparisons, num_drafts)
+            or compare.other_target(self.target, comparisons)
+            or compare.nearest(comparisons, self._rivals(num_drafts))
+            or compare.lost_positions(comparisons)
+            or self._at_chance(comparisons, num_drafts)
+            or Cause(
+                "head",
+                "the target's text, the precision, the number of drafts and the hidden state are as they should be, so "
+                f"the weights that were served are not those of {self.folder}: look for another head in the server's "
+                "speculative_config",
+            )
+        )
+
+    def knows_nothing(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
+        """A head whose *predicted* drafts are no better than chance was not trained for these weights."""
+        for comparison in comparisons:
+            floor, predicted = self._chance(comparison, num_drafts), comparison.predicted.per_position[0]
+            noise = (floor * (1 - floor) / max(1.0, comparison.predicted.steps)) ** 0.5
+            if predicted - floor > max(0.02, 3 * noise):
+                return None
+        verifier = self.config.speculators_config.verifier.name_or_path
+        return Cause(
+            "hidden state",
+            f"served as predicted, but drafts are accepted no more often than for unrelated contexts ({floor:.0%}): "
+            f"the head is untrained or was trained for other weights than {self.target.name} "
+            f"(its verifier: {verifier})",
+        )
+
+    def notes(self, comparisons: Sequence[Comparison]) -> list[str]:
+        return []
+
+    def unserved(self, prompts: list[Tensor], sampling: Sampling, num_drafts: int, args: argparse.Namespace) -> str:
+        raise NotImplementedError("vLLM serves circuits wherever it runs")
+
+    def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[Comparison], Metrics]]]:
+        """Ways to draft wrongly, and what each should have counted."""
+
+        def rival(name: str, sentence: str, head: nn.Module, change: Callable[[Samples], Samples] = lambda same: same):
+            sentence = f"what is served is what the head does {sentence}"
+            return Cause(name, sentence), lambda one: self._predict(one, head, change(one.samples), num_drafts)
+
+        for dtype in (torch.bfloat16, torch.float16):
+            name = str(dtype).removeprefix("torch.")
+            sentence = f"in {name}: precision costs this head its drafts; serve it in float32"
+            yield rival("precision", sentence, self.attach(self.folder, self.target, dtype).head)
+        for shift, side in ((1, "before"), (-1, "behind")):
+            sentence = f"with the hidden state of the position {side} the right one"
+            yield rival(
+                "hidden state", sentence, self.head, lambda it, by=shift: replace(it, draft=it.read.roll(by, 1))
+            )
+        if self.draft_layers is not None:
+            sentence = "with the target's own hidden state, without its draft layers"
+            yield rival("hidden state", sentence, self.head, lambda it: replace(it, draft=None))
+        window = self.config.window
+        orders = {f"shifted by {by}": [(k + by) % window for k in range(window)] for by in range(1, window)}
+        for name, order in {**orders, "reversed": list(range(window))[::-1]}.items():
+            sentence = f"with its positions {name}: its weights are read in another order"
+            yield rival("positions", sentence, _Reordered(self.head, order))
+
+    def _predict(self, comparison: Comparison, head: nn.Module, samples: Samples, num_drafts: int) -> Metrics:
+        return summarise(collect(head, self.target, samples, comparison.sampling, num_drafts), overlap=False)
+
+    def _chance(self, comparison: Comparison, num_drafts: int) -> float:
+        """Acceptance at position 1 of drafts from hidden states of unrelated contexts, along the same text."""
+        samples = comparison.samples
+        known = (samples.tokens >= 0)[:, :-1]
+        states, generator = samples.read.clone(), torch.Generator().manual_seed(0)
+        order = torch.randperm(int(known.sum()), generator=generator)
+        states[known] = samples.read[known][order]
+        mixed = replace(samples, draft=states)
+        return self._predict(comparison, self.head, mixed, num_drafts).per_position[0]
+
+    def _at_chance(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
+        for comparison in comparisons:
+            floor = self._chance(comparison, num_drafts)
+            served, predicted = comparison.served.acceptance.per_position[0], comparison.predicted.per_position[0]
+            if served - floor < NEAR_CHANCE * (predicted - floor):
+                return Cause(
+                    "hidden state",
+                    f"drafts at position 1 are accepted in {served:.0%} of steps, as often as for unrelated contexts "
+                    f"({floor:.0%}): the head reads a wrong hidden state, or its weights are not those of "
+                    f"{self.folder}",
+                )
+        return None
+
+
+class _Reordered(torch.nn.Module):
+    """A head whose position k has the leaves of position order[k]."""
+
+    def __init__(self, head: nn.Module, order: list[int]) -> None:
+        super().__init__()
+        self.head, self.order, self.circuit = head, order, head.circuit
+
+    def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
+        params = self.head(hidden)
+        return params._replace(leaf=params.leaf[:, self.order[: num_positions or len(self.order)]])
+
+
+def noise_given_text(contexts: Contexts) -> float:
+    """Standard error of the tokens/step that a server counts, the text being given: only its steps are random.
+
+    The variance of sum over steps of (accepted - mean accepted), by its first two moments along the steps; exact. 0
+    for greedy text.
+    """
+    alive, valid = contexts.text, contexts.valid
+    starts = step_starts(alive) * valid
+    steps = starts.sum()
+    mean = ((starts[..., None] * alive).sum() / steps).item()
+    sequences, length, drafts = alive.shape
+    exactly = exact_counts(alive) * valid[..., None]  # [S, T, K + 1]
+    gain = torch.arange(drafts + 1, dtype=alive.dtype) - mean
+    moments = alive.new_zeros(3, sequences, length + drafts + 1)  # of the sum so far, on the event that a step starts
+    moments[0, :, 0] = 1
+    for t in range(length):
+        zeroth, first, second = (moments[order, :, t : t + 1] for order in range(3))
+        ahead = slice(t + 1, t + drafts + 2)
+        moments[0, :, ahead] += zeroth * exactly[:, t]
+        moments[1, :, ahead] += (first + zeroth * gain) * exactly[:, t]
+        moments[2, :, ahead] += (second + 2 * first * gain + zeroth * gain**2) * exactly[:, t]
+    ended = torch.cat([~valid, valid.new_ones(sequences, drafts + 1)], 1)  # where no step starts any more
+    first, second = ((moments[order] * ended).sum(1) for order in (1, 2))
+    return math.sqrt(max(0.0, (second - first**2).sum().item())) / steps.item()
