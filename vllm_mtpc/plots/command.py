@@ -146,18 +146,14 @@ def one_target(heads: Sequence[Measured]) -> str:
 
 def labels_of(heads: Sequence[Measured]) -> list[str]:
     """A name for each head, no two the same: circuit and r, with n, then the folder, where that is not enough."""
-    tries = ("{circuit} r={r}", "{circuit} n={n} r={r}", "{circuit} {name}", "{circuit} {folder}")
-    for name in tries:
-        labels = [
-            name.format(
-                circuit=head.config.circuit,
-                n=head.config.window,
-                r=head.config.num_components,
-                name=head.folder.resolve().name,
-                folder=head.folder,
-            )
-            for head in heads
-        ]
+    tries = (
+        "{config.circuit} r={config.num_components}",
+        "{config.circuit} n={config.window} r={config.num_components}",
+        "{config.circuit} {name}",
+        "{config.circuit} {folder}",
+    )
+    for one in tries:
+        labels = [one.format(**head._asdict(), name=head.folder.resolve().name) for head in heads]
         if len(set(labels)) == len(labels):
             return labels
     raise UsageError("the same head is named twice; name each head once")
@@ -170,7 +166,7 @@ def measure(
 
     Plain decoding comes first, at each temperature that some head has results of.
     """
-    from vllm_mtpc.checkpoint.load import load_head
+    from vllm_mtpc.eval.loading import attach
     from vllm_mtpc.hf import load_target
 
     target = load_target(target_name, dtype, device)
@@ -181,21 +177,14 @@ def measure(
         if measured.config.lora_layers:
             print(f"{label}: draft layers are not timed here; left out of the frontier", file=sys.stderr)
             continue
-        head = load_head(measured.folder, dtype, device)[1]
-        if (head.vocab_size, head.hidden_size) != (target.vocab_size, target.hidden_size):
-            raise UsageError(
-                f"{label} is for a target of vocabulary {head.vocab_size} and hidden size {head.hidden_size}, "
-                f"{target_name} has {target.vocab_size} and {target.hidden_size}; name its own target"
-            )
-        if head.needs_lm_head:
-            head.bind_lm_head(target.logits)
+        head = attach(measured.folder, target).head.to(dtype)
         for key, results in measured.results.items():
             positions = 1 + len(results["per_position"])
             if positions not in forwards:
                 forwards[positions] = forward_milliseconds(target, positions, repeats)
             draft = draft_milliseconds(head, positions, key == "t0", target, repeats)
-            value, error = results["tokens_per_step"], results["standard_error"]
-            rows.append(_row(label, measured.config.circuit, key, forwards[positions], draft, value, error))
+            values = results["tokens_per_step"], results["standard_error"]
+            rows.append(_row(label, measured.config.circuit, key, forwards[positions], draft, *values))
     return rows
 
 

@@ -113,15 +113,8 @@ class CircuitJob(Job):
         return max(world, self.options.windows_per_step // per_row)
 
     def described(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "circuit": config.circuit,
-            "window": config.window,
-            "num_components": config.num_components,
-            "head": config.head,
-            "drafts": config.num_speculative_tokens,
-            "lora_layers": config.lora_layers,
-        }
+        names = ("circuit", "window", "num_components", "head", "lora_layers")
+        return {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
 
     def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
         values = super().record(results, run)

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 # Shuffled u has to cost an informed head at least this share of its right drafts, or u is hardly used.
 SHUFFLE_COST = 0.1
+LAW = ("temperature", "top_k", "top_p")  # of the distribution that u picks from
+OF_CONFIG = (
+    "variant", "window", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust", "lora_rank",
+    "num_speculative_tokens",
+)  # fmt: skip
 
 
 class PtpJob(Job):
@@ -50,22 +55,11 @@ class PtpJob(Job):
         sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
         sizes["num_hidden_layers"] = max(1, layers)
         self.config = PtpConfig.create(
-            variant=options.variant,
-            window=options.window,
             target={**target.config.to_dict(), "architectures": target.model.config.architectures, **sizes},
             verifier=self.verifier,
-            informed=options.informed,
-            u_embedding=options.u_embedding,
-            u_features=options.u_features,
-            u_hidden=options.u_hidden,
-            late_width=options.late_width,
-            law_trust=options.law_trust,
-            lora_rank=options.lora_rank,
             lora_alpha=float(options.lora_alpha),
-            num_speculative_tokens=options.num_speculative_tokens,
-            trained_temperature=options.temperature,
-            trained_top_k=options.top_k,
-            trained_top_p=options.top_p,
+            **{name: getattr(options, name) for name in OF_CONFIG},
+            **{f"trained_{name}": getattr(options, name) for name in LAW},
         )
         self.student = Student(target, self.config)
         if options.init_from:
@@ -107,18 +101,11 @@ class PtpJob(Job):
 
     def described(self) -> dict[str, Any]:
         config = self.config
+        names = ("variant", "informed", "window", "u_embedding", "late_width", "law_trust", "lora_rank")
         return {
-            "variant": config.variant,
-            "informed": config.informed,
-            "window": config.window,
+            **{name: getattr(config, name) for name in names},
             "drafts": config.num_speculative_tokens,
-            "u_embedding": config.u_embedding,
-            "late_width": config.late_width,
-            "law_trust": config.law_trust,
-            "lora_rank": config.lora_rank,
-            "temperature": config.trained_temperature,
-            "top_k": config.trained_top_k,
-            "top_p": config.trained_top_p,
+            **{name: getattr(config, f"trained_{name}") for name in LAW},
         }
 
     def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,16 +118,8 @@ class PtpJob(Job):
         config, student, dtype = self.config, self.student, getattr(torch, self.options.dtype)
         if results := record["figures"]:
             config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
-        save_ptp(
-            self.options.out,
-            config,
-            student.lora(),
-            student.embedding,
-            record,
-            ptp_card(record),
-            dtype,
-            student.late,
-        )
+        learnt = student.lora(), student.embedding
+        save_ptp(self.options.out, config, *learnt, record, ptp_card(record), dtype, student.late)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         self.student.load_state_dict(weights)

@@ -78,13 +78,7 @@ def drawing(window: int, beta: float) -> Callable[[int, int], Tensor]:
 
 
 def _joined(blocks: list[Block]) -> Block:
-    prefixes = [block.prefix for block in blocks]
-    layers = range(len(prefixes[0].keys))
-    prefix = Prefix(
-        torch.cat([prefix.hidden for prefix in prefixes]),
-        [torch.cat([prefix.keys[layer] for prefix in prefixes]) for layer in layers],
-        [torch.cat([prefix.values[layer] for prefix in prefixes]) for layer in layers],
-        torch.cat([prefix.positions for prefix in prefixes]),
-        torch.cat([prefix.documents for prefix in prefixes]),
-    )
+    hidden, keys, values, positions, documents = zip(*(block.prefix for block in blocks), strict=True)
+    by_layer = [[torch.cat(parts) for parts in zip(*some, strict=True)] for some in (keys, values)]
+    prefix = Prefix(torch.cat(hidden), *by_layer, torch.cat(positions), torch.cat(documents))
     return Block(prefix, torch.cat([block.left for block in blocks]), torch.cat([block.right for block in blocks]))
