@@ -123,7 +123,7 @@ class Worker:
     async def _acceptance(self) -> Acceptance:
         try:
             return Acceptance.from_prometheus(await self._server.text("/metrics"))
-        except EngineFailed:  # the figures of this engine are lost, the answers are not
+        except EngineFailed:  # the counters of this engine are lost, the answers are not
             return Acceptance()
 
 

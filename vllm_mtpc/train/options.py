@@ -49,14 +49,19 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
 
     # a PTP head (--head ptp)
-    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="o-ptp: rows name tokens; c-ptp: they give laws")
+    variant: Literal["o-ptp", "c-ptp"] = Field(
+        "o-ptp", description="o-ptp: rows name tokens; c-ptp: they give distributions"
+    )
     informed: bool = Field(True, description="rows carry u; off: the independent baseline")
     u_embedding: str = Field("ieee", description="how u is embedded: ieee, scalar, threshold, arithmetic, ...")
     u_features: int | None = Field(None, ge=1, description="features of u, where the embedding leaves it open")
     u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
     late_width: int = Field(0, ge=0, description="width of the late network behind the final norm; 0: none")
     law_trust: float | None = Field(
-        None, gt=0, lt=1, description="u picks drafts from rows' laws, trusted so far (default: as the variant does)"
+        None,
+        gt=0,
+        lt=1,
+        description="u picks drafts from rows' distributions, trusted so far (default: as the variant does)",
     )
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
         None, description="o-ptp: ce (default), bce or kl; c-ptp: kl (default), reverse-kl or inverse (no teacher)"
@@ -65,9 +70,9 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
         "teacher", description="whose continuations are learnt: the target's (the data are its text), any text, its own"
     )
     u_beta: float = Field(1.0, gt=0, description="place of u in its token's interval: Beta(b, b)")
-    temperature: float = Field(1.0, gt=0, description="of the law that u picks from")
-    top_k: int = Field(0, ge=0, description="top-k of that law; 0: off")
-    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that law; 1: off")
+    temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
+    top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")
 
     # the loss (docs/training.md)
     gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
@@ -126,7 +131,7 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     track: Literal["none", "tensorboard", "wandb"] = Field("none", description="also log there")
-    evaluation_sequences: int = Field(64, ge=0, description="held-out continuations the figures come from; 0: none")
+    evaluation_sequences: int = Field(64, ge=0, description="held-out continuations the results come from; 0: none")
     evaluation_prompt_tokens: int = Field(32, ge=1, description="tokens of a held-out prompt cut from text")
     evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
     num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")

@@ -24,7 +24,7 @@ from vllm_mtpc.train.ptp.source import Block, law_of
 from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
-WATCHED = 128  # windows of a step that the running figure of tokens/step is measured on
+WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
 
 
 class Text(NamedTuple):
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
     tokens: Tensor  # [B, n] int64, x_1 .. x_n
     u: Tensor  # [B, n] float32, inside their intervals
-    usable: Tensor  # [B, n] bool, a token of the data that the law can pick, and all before it are
+    usable: Tensor  # [B, n] bool, a token of the data that the distribution can pick, and all before it are
     states: Tensor | None  # [B, n, D], the target's, that predict x_1 .. x_n; None: those of the prefix
 
 

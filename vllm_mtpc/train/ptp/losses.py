@@ -1,7 +1,7 @@
-"""Losses of a PTP head's rows: between the student's law P of a row and the target's token or law Q.
+"""Losses of a PTP head's rows: between a row's distribution P and the target's token or distribution Q.
 
 Source: arXiv 2512.21323, section 2.2 and appendix C.2. Each is (logits[..., V], tokens[...], log_q[..., V]) -> [...] in
-nats; log_q is None where the loss needs no law of the target.
+nats; log_q is None where the loss needs no distribution of the target.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vllm_mtpc.heads.ptp.trust import log_likelihood
 from vllm_mtpc.train.options import TrainOptions
 
-LAW_SHARE = 0.1  # of the law itself beside what u says, so that no token is impossible
+LAW_SHARE = 0.1  # of the distribution itself beside what u says, so that no token is impossible
 FLOOR = math.log(1e-6)  # of log Q in the reverse KL: Q is zero outside top-k and top-p
 
 

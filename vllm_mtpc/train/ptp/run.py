@@ -80,7 +80,7 @@ class PtpJob(Job):
             )
         if (options.variant, loss) == ("o-ptp", "kl") and options.informed and options.law_trust is None:
             raise ValueError(
-                "ptp_loss kl teaches rows laws, of which an o-ptp head drafts the likeliest token whatever u is: set "
+                "ptp_loss kl teaches rows distributions, of which an o-ptp head drafts the likeliest token whatever u is: set "
                 "law_trust, for example to 0.87, or informed to false for the baseline"
             )
         if options.parallel == "fsdp":

@@ -18,14 +18,14 @@ from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.train.options import TrainOptions
 
 BLOCK_BYTES = 1 << 30
-LAW_BYTES = 1 << 28  # of a law over the vocabulary that exists at once
+LAW_BYTES = 1 << 28  # of a distribution over the vocabulary that exists at once
 
 
 class Block(NamedTuple):
     """Packed rows as the target has read them."""
 
     prefix: Prefix
-    left: Tensor  # [R, S - 1] float64, where the interval of token t + 1 begins under the target's law at t
+    left: Tensor  # [R, S - 1] float64, where the interval of token t + 1 begins under the target's distribution at t
     right: Tensor  # [R, S - 1] float64, where it ends
 
 
@@ -55,7 +55,7 @@ class PrefixSource:
 
 
 def law_of(student: Student, hidden: Tensor, options: TrainOptions) -> Tensor:
-    """log Q [..., V] float32, the target's processed law at its states hidden[..., D]."""
+    """log Q [..., V] float32, the target's processed distribution at its states hidden[..., D]."""
     return processed(student.logits(hidden), options.temperature, options.top_k, options.top_p)
 
 
