@@ -24,6 +24,7 @@ from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import doctor
 from vllm_mtpc.eval.acceptance import collect, summarise
+from vllm_mtpc.eval.compare import Asked
 from vllm_mtpc.eval.decode import continue_all
 from vllm_mtpc.eval.loading import attach, load
 from vllm_mtpc.eval.mtpc import MtpcEvaluator, noise_given_text
@@ -62,7 +63,7 @@ def healthy(loaded, prompts) -> list[Served]:
 
 
 def examine(loaded, prompts, served: list[Served]):
-    return [loaded.compare(prompts, one, Sampling(one.temperature), K) for one in served]
+    return [loaded.compare(Asked(prompts, K), one) for one in served]
 
 
 def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
@@ -119,7 +120,7 @@ def test_states_without_the_draft_layers_are_named(loaded, prompts, healthy):
     for value in layers.parameters():
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.3)
     layered = replace(loaded, draft_layers=layers)
-    comparison = layered.compare(prompts, healthy[0], Sampling(0.0), K)
+    comparison = layered.compare(Asked(prompts, K), healthy[0])
     assert comparison.differs
     cause = layered.find_cause([comparison], K)
     assert cause.name == "hidden state" and "without its draft layers" in cause.sentence
@@ -225,8 +226,8 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys):
 
 
 def test_vllm_serving_another_target_is_noticed(tmp_path, capsys):
-    other = str(other_target(tmp_path / "other"))
+    injected = str(other_target(tmp_path / "other"))
     args = arguments("--prompts", "4", "--max-tokens", "32", "--temperature", "0", "--dtype", "float32")
-    diagnosis = doctor.diagnose(args, serve_target=other)
+    diagnosis = doctor.diagnose(args, serve_target=injected)
     assert not diagnosis.healthy and diagnosis.cause.name == "target"
     assert "another target" in diagnosis.verdict

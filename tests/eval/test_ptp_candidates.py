@@ -33,7 +33,7 @@ def chi_square(target, tokens: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_choice_does_not_bias_the_text_and_one_that_looks_at_tokens_does(variant, monkeypatch):
+def test_the_choice_does_not_bias_the_text_and_an_injected_one_does(variant, monkeypatch):
     target = llama_target(vocab_size=V)
     student = random_student(target, variant, window=4)
     law = {}

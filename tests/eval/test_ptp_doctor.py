@@ -20,6 +20,7 @@ from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import doctor, ptp, ptp_acceptance
+from vllm_mtpc.eval.compare import Asked
 from vllm_mtpc.eval.ptp import PtpComparison, PtpEvaluator
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.heads.ptp.student import Student
@@ -47,7 +48,7 @@ def served(
 
 def compare(student: Student, answer: Served, sampling: Sampling) -> tuple[PtpEvaluator, PtpComparison]:
     loaded = PtpEvaluator(Path("head"), student.config, student, student.target)
-    return loaded, loaded.compare(PROMPTS, answer, sampling, K, argparse.Namespace(draft_pass=None), SEEDS)
+    return loaded, loaded.compare(Asked(PROMPTS, K, sampling.top_k, sampling.top_p, SEEDS), answer)
 
 
 @pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
@@ -95,7 +96,7 @@ def test_rows_with_the_wrong_u_are_named():
     before = ptp_acceptance.collect(
         right, comparison.samples, sampling, K, u=comparison.u, carried=comparison.u.roll(1, 1)
     )
-    figures = ptp.predict(before, "two-pass")
+    figures = ptp.predict(before, two_pass=True)
     reached = tuple(round(share * figures.steps) for share in figures.per_position)
     counted = Acceptance(round(figures.steps), K * round(figures.steps), sum(reached), reached)
     wrong = replace(comparison, served=replace(answer, acceptance=counted))
@@ -158,7 +159,7 @@ def test_a_draft_pass_is_of_ptp_heads_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft_pass", ptp.PASSES)
+@pytest.mark.parametrize("draft_pass", ["two-pass", "merged"])
 def test_vllm_serves_as_predicted(head, draft_pass, monkeypatch, root):
     """Model Runner V2 in Triton's interpreter."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

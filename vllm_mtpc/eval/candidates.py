@@ -17,11 +17,12 @@ if they were kept: their f belong to another text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
+from tqdm import tqdm
 
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.metrics import check_drafts, ratio, reached
@@ -48,14 +49,6 @@ class CandidateMetrics:
     steps: int
 
 
-class Written(NamedTuple):
-    """Texts that were written with candidates."""
-
-    tokens: Tensor  # [S, L] int64, prompts included, -1 behind the end
-    steps: Tensor  # [S] float64
-    histogram: Tensor  # [S, K + 1] float64, steps by accepted drafts
-
-
 def measure_candidates(
     student: Student,
     prompts: Sequence[Tensor],
@@ -64,14 +57,13 @@ def measure_candidates(
     sampling: Sampling,
     num_drafts: int | None = None,
     seed: int = 0,
-    progress: Callable[[int], object] | None = None,
 ) -> CandidateMetrics:
     """Tokens/step over ``new_tokens`` behind each 1-D prompt. Raises UsageError where candidates are of no use."""
-    written = write(student, prompts, candidates, new_tokens, sampling, num_drafts, seed, progress=progress)
-    drafts = torch.arange(written.histogram.shape[1], dtype=torch.float64)
-    value, error = ratio(written.steps + written.histogram @ drafts, written.steps)
-    per_position = reached(written.histogram.sum(0))
-    return CandidateMetrics(candidates, value, error, per_position, len(prompts), int(written.steps.sum()))
+    histogram = write(student, prompts, candidates, new_tokens, sampling, num_drafts, seed).histogram
+    steps, drafts = histogram.sum(1), torch.arange(histogram.shape[1], dtype=torch.float64)
+    tokens_per_step = ratio(steps + histogram @ drafts, steps)
+    per_position = reached(histogram.sum(0))
+    return CandidateMetrics(candidates, *tokens_per_step, per_position, len(prompts), int(steps.sum()))
 
 
 @torch.inference_mode()
@@ -83,9 +75,8 @@ def write(
     sampling: Sampling,
     num_drafts: int | None = None,
     seed: int = 0,
-    progress: Callable[[int], object] | None = None,
 ) -> Written:
-    """Continues prompts by ``new_tokens`` tokens, whatever they are. ``progress``: told how many texts are done."""
+    """Continues prompts by ``new_tokens`` tokens, whatever they are."""
     if candidates < 1 or sampling.greedy:
         raise UsageError(
             f"{candidates} candidates at temperature {sampling.temperature:g}: allowed are 1 and above; greedy text "
@@ -93,17 +84,16 @@ def write(
         )
     config = student.config
     drafts = config.num_speculative_tokens if num_drafts is None else check_drafts(config.window, num_drafts)
-    generator = torch.Generator().manual_seed(seed)
-    texts = _Texts(student, prompts, new_tokens, drafts, sampling, generator)
+    texts = Written(student, prompts, new_tokens, drafts, sampling, seed)
     running = torch.arange(len(prompts))
-    while len(running):
-        before = len(running)
-        texts.step(running, candidates)
-        running = running[texts.lengths[running] < texts.longest[running]]
-        if progress:
-            progress(before - len(running))
-    tokens = texts.tokens.where(torch.arange(texts.tokens.shape[1]) < texts.longest[:, None], -1)
-    return Written(tokens, texts.steps, texts.histogram)
+    label = f"T={sampling.temperature:g} M={candidates}"
+    with tqdm(total=len(prompts), desc=label, unit="text", disable=None) as bar:
+        while len(running):
+            texts.step(running, candidates)
+            running = running[texts.lengths[running] < texts.longest[running]]
+            bar.update(len(prompts) - len(running) - bar.n)
+    texts.tokens[torch.arange(texts.tokens.shape[1]) >= texts.longest[:, None]] = -1
+    return texts
 
 
 def choose(off: Tensor, accepted: Tensor) -> Tensor:
@@ -111,26 +101,23 @@ def choose(off: Tensor, accepted: Tensor) -> Tensor:
     return off.argmin(1)
 
 
-class _Texts:
-    """Texts while they are written: all tokens up to x_1, and the u that picked it."""
+class Written:
+    """Texts that are written with candidates: all tokens up to x_1, and the u that picked it.
+
+    tokens: [S, L] int64, prompts included, -1 behind the end; histogram: [S, K + 1] float64, steps by accepted drafts.
+    """
 
     def __init__(
-        self,
-        student: Student,
-        prompts: Sequence[Tensor],
-        new_tokens: int,
-        drafts: int,
-        sampling: Sampling,
-        generator: torch.Generator,
+        self, student: Student, prompts: Sequence[Tensor], new_tokens: int, drafts: int, sampling: Sampling, seed: int
     ) -> None:
-        self.student, self.sampling, self.generator, self.drafts = student, sampling, generator, drafts
+        self.student, self.sampling, self.drafts = student, sampling, drafts
+        self.generator = torch.Generator().manual_seed(seed)
         count = len(prompts)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])
         self.longest = self.lengths + new_tokens
         self.tokens = torch.zeros(count, int(self.longest.max()) + drafts + 2, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             self.tokens[row, : len(prompt)] = prompt
-        self.steps = torch.zeros(count, dtype=torch.float64)
         self.histogram = torch.zeros(count, drafts + 1, dtype=torch.float64)
         row = torch.arange(count)
         prefix = student.prefix(self.tokens[:, : int(self.lengths.max())])
@@ -161,7 +148,6 @@ class _Texts:
         columns = self.lengths[running][:, None] + torch.arange(drafts + 1)
         self.tokens[running[:, None], columns] = picked  # what is behind the accepted ones is overwritten or cut
         self.lengths[running] += 1 + accepted
-        self.steps[running] += 1
         self.histogram[running, accepted] += 1
 
     def _verified(

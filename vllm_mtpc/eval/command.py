@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.errors import UsageError
     from vllm_mtpc.eval.arguments import fill_sampling
-    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load_for, prompts, resolve
+    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load, prompts, resolve
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.flags import check_positive
     from vllm_mtpc.hf import check_length, choose_device
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     family.check_options(args)
     if any(count < 1 for count in args.candidates):
         raise UsageError(f"--candidates {min(args.candidates)}: allowed are 1 and above; give it a positive number")
-    evaluator = load_for(args)
+    evaluator = load(args.head, args.target, args.dtype, args.device)
     if args.simulate:
         evaluator.check_decoding("--simulate")
     target = evaluator.target
@@ -105,12 +105,12 @@ def _evaluate(
     with tqdm(total=len(prompts), desc=f"{label} text", unit="text", disable=None) as bar:
         how = {"overhang": num_drafts, "batch": args.batch, "progress": bar.update}
         samples = generate(target, prompts, args.new_tokens, sampling, generator, **how)
-    simulated = None
-    if args.simulate:
-        drafting, some = evaluator.drafting(sampling, num_drafts, args.seed), prompts[: args.simulate]
-        label = f"{label} speculative"
-        simulated = counted(continue_all("speculative", target, some, drafting, args.new_tokens, label))
-    return evaluator.evaluate(samples, prompts, sampling, num_drafts, simulated, args)
+    found = evaluator.evaluate(samples, sampling, num_drafts, args)
+    if not args.simulate:
+        return found
+    drafting, some = evaluator.drafting(sampling, num_drafts, args.seed), prompts[: args.simulate]
+    texts = continue_all("speculative", target, some, drafting, args.new_tokens, f"{label} speculative")
+    return replace(found, simulated=counted(texts))
 
 
 def _report(evaluator: Evaluator, results: list[Any], drafts: int, args: argparse.Namespace) -> dict[str, Any]:

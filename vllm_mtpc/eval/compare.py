@@ -34,6 +34,17 @@ class Cause(NamedTuple):
     sentence: str
 
 
+class Asked(NamedTuple):
+    """What vLLM was asked."""
+
+    prompts: Sequence[Sequence[int]]
+    num_drafts: int
+    top_k: int = 0
+    top_p: float = 1.0
+    seeds: Sequence[int] | None = None  # of the requests, where the family needs them
+    draft_pass: str | None = None  # as --draft-pass
+
+
 @dataclass(frozen=True)
 class Chain:
     """Whether the served text is the Hugging Face target's."""
@@ -83,25 +94,21 @@ class Comparison:
 
 
 def continued(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-    num_drafts: int,
-    sampling_of: Callable[[int, list[int]], Sampling],
+    target: Target, asked: Asked, served: Served, sampling_of: Callable[[int, list[int]], Sampling]
 ) -> Samples:
     """The served texts as samples of the target.
 
     The last step of a text looks at drafts past its end, and vLLM counts them although their tokens are cut: the target
     continues the text for that step. ``sampling_of`` (number of the first text, lengths): how a batch is continued.
     """
-    texts = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, outputs, strict=True)]
+    texts = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(asked.prompts, served.outputs, strict=True)]
     generator = torch.Generator(target.device).manual_seed(0)
     pieces = []
     for start in range(0, len(texts), BATCH):
         part = texts[start : start + BATCH]
         sampling = sampling_of(start, [len(row) for row in part])
-        pieces.append(text.generate(target, part, 0, sampling, generator, overhang=num_drafts, stops=set()))
-    return replace(text.join(pieces), prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]))
+        pieces.append(text.generate(target, part, 0, sampling, generator, overhang=asked.num_drafts, stops=set()))
+    return replace(text.join(pieces), prompt_lengths=torch.tensor([len(prompt) for prompt in asked.prompts]))
 
 
 @torch.inference_mode()

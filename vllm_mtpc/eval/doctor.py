@@ -22,8 +22,7 @@ from vllm_mtpc.report import check_file, console, write_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.eval.as_served import AsServed
-    from vllm_mtpc.eval.compare import Cause, Comparison
+    from vllm_mtpc.eval.compare import Asked, Cause, Comparison
     from vllm_mtpc.eval.evaluator import Evaluator
 
 MAX_NUM_SEQS = 16
@@ -39,7 +38,7 @@ class Diagnosis:
     cause: Cause | None
     verdict: str
     notes: list[str] = field(default_factory=list)
-    as_served: list[AsServed] = field(default_factory=list)
+    as_served: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # lines, rows of JSON
 
     @property
     def healthy(self) -> bool:
@@ -84,26 +83,18 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     check_file(args.log, "--log")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
-    import torch
-
     from vllm_mtpc.eval import as_served
-    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load_for, resolve, target_of
+    from vllm_mtpc.eval.compare import Asked
+    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load, resolve, target_of
 
     folder, config = resolve(args.head)
     family = evaluator_of(config)
     family.check_options(args)
-    target_name = target_of(folder, config, args.target)
+    target = target_of(folder, config, args.target)
     drafts = drafts_of(config, args.num_drafts)
-    prompts, limit = _prompts(args, target_name, drafts)
-    engine = {
-        "model": serve_target or target_name,
-        "dtype": args.dtype,
-        "seed": args.seed,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_model_len": min(limit, max(map(len, prompts)) + args.max_tokens + 4 * (drafts + 1)),
-        **_on_device(args.device),
-        **_more(args.engine),
-    }
+    prompts, limit = _prompts(args, target, drafts)
+    length = min(limit, max(map(len, prompts)) + args.max_tokens + 4 * (drafts + 1))
+    engine = _engine(args, serve_target or target, length)
     engine["speculative_config"] = {
         "method": config.speculators_model_type,
         "model": serve_head or str(folder),
@@ -113,36 +104,41 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
         **engine.get("speculative_config", {}),
     }
     temperature, top_k, top_p = family.default_sampling(config)
-    asked = {
-        "temperatures": args.temperature or [0.0, temperature],
-        "sampling": {"top_k": top_k, "top_p": top_p},
-        "seeds": [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None,
-    }
-    served = _serve(engine, prompts, args, family.refusal, **asked)
+    seeds = [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None
+    asked = Asked(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
+    temperatures = args.temperature or [0.0, temperature]
+    served = _serve(engine, asked, temperatures, args, refusal=family.refusal)
     if served is None:
-        evaluator, texts = load_for(args), [torch.tensor(prompt) for prompt in prompts]
-        sampling = evaluator.sampling(max(asked["temperatures"]) or temperature, top_p, top_k)
-        print(evaluator.unserved(texts, sampling, drafts, args))
-        raise UsageError(
-            "vLLM serves PTP heads on Model Runner V2 alone, which does not run here (it needs a GPU, or a CPU with "
-            "Triton), so nothing was compared; the check above needs no vLLM; run doctor on a GPU"
-        )
+        evaluator = load(args.head, args.target, args.dtype, args.device)
+        raise UsageError(evaluator.unserved(asked, max(temperatures), args))
     beside = []
     if family.has_defaults:
-        by_default = _serve(_with_defaults(engine, args), prompts, args, alone=as_served.ALONE, **asked)
-        beside = as_served.by_temperature(by_default, served, min(MAX_NUM_SEQS, len(prompts)))
+        by_default = _serve(_with_defaults(engine, args), asked, temperatures, args, alone=as_served.ALONE)
+        beside = as_served.compared(by_default, served, min(MAX_NUM_SEQS, len(prompts)))
     # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
-    evaluator = load_for(args, served[0].dtype)
-    comparisons = [
-        evaluator.compare(prompts, one, evaluator.sampling(one.temperature, top_p, top_k), drafts, args, asked["seeds"])
-        for one in served
-    ]
-    if any(comparison.differs for comparison in comparisons):
-        cause = evaluator.find_cause(comparisons, drafts)
-    else:
-        cause = evaluator.knows_nothing(comparisons, drafts)
+    evaluator = load(args.head, args.target, served[0].dtype, args.device)
+    comparisons = [evaluator.compare(asked, one) for one in served]
+    look = evaluator.find_cause if any(comparison.differs for comparison in comparisons) else evaluator.knows_nothing
+    cause = look(comparisons, drafts)
     notes = [*evaluator.notes(comparisons), *_notes(evaluator, args, comparisons)]
     return Diagnosis(comparisons, cause, _verdict(comparisons, cause), notes, beside)
+
+
+def _engine(args: argparse.Namespace, target: str, length: int) -> dict[str, Any]:
+    """Arguments of vllm.LLM, without the head's."""
+    from vllm_mtpc.hf import choose_device
+
+    try:
+        more = json.loads(args.engine)
+    except ValueError:
+        more = None
+    if not isinstance(more, dict):
+        raise UsageError(f"--engine {args.engine}: not a JSON object; write it as '{{\"tensor_parallel_size\": 2}}'")
+    engine = {"model": target, "dtype": args.dtype, "seed": args.seed}
+    engine |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": length}
+    if choose_device(args.device).type == "cpu":
+        engine |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    return engine | more
 
 
 def _with_defaults(engine: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -182,40 +178,23 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     return found, limit
 
 
-def _on_device(device: str) -> dict[str, Any]:
-    from vllm_mtpc.hf import choose_device
-
-    on_cpu = choose_device(device).type == "cpu"
-    return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES} if on_cpu else {}
-
-
-def _more(given: str) -> dict[str, Any]:
-    try:
-        more = json.loads(given)
-    except ValueError:
-        more = None
-    if not isinstance(more, dict):
-        raise UsageError(f"--engine {given}: not a JSON object; write it as '{{\"tensor_parallel_size\": 2}}'")
-    return more
-
-
 def _serve(
     engine: dict[str, Any],
-    prompts: list[list[int]],
-    args: argparse.Namespace,
-    refusal: str | None = None,
-    *,
+    asked: Asked,
     temperatures: list[float],
-    **more: Any,
+    args: argparse.Namespace,
+    alone: int = 0,
+    refusal: str | None = None,
 ) -> list[Served] | None:
     """The answers; None where the engine's log says ``refusal``. Raises UsageError where the engine fails otherwise."""
     from vllm_mtpc.engine.served import serve
     from vllm_mtpc.errors import EngineFailed
 
+    more = {"sampling": {"top_k": asked.top_k, "top_p": asked.top_p}, "seeds": asked.seeds, "alone": alone}
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
         try:
-            return serve(engine, prompts, temperatures, args.max_tokens, log, **more)
+            return serve(engine, asked.prompts, temperatures, args.max_tokens, log, **more)
         except EngineFailed as error:
             if refusal and refusal in log.read_text(encoding="utf-8", errors="replace"):
                 return None
@@ -246,35 +225,30 @@ def _notes(evaluator: Evaluator, args: argparse.Namespace, comparisons: list[Com
     verifier = evaluator.config.speculators_config.verifier.name_or_path
     if args.target and args.target != verifier:
         notes.append(f"the head names another verifier ({verifier}) than --target {args.target}.")
-    recorded = _recorded(evaluator.folder / "provenance.json")
     for comparison in comparisons:
-        key = f"t{comparison.sampling.temperature:g}"
-        found = recorded.get(key, {})
-        kind = comparison.recorded
-        value, error = found.get(f"{kind}tokens_per_step"), found.get(f"{kind}standard_error") or 0.0
+        temperature, kind = comparison.sampling.temperature, comparison.recorded
+        value, error = _recorded(
+            evaluator.folder, f"t{temperature:g}", f"{kind}tokens_per_step", f"{kind}standard_error"
+        )
         if value is None or comparison.differs:
             continue
         got, spread = comparison.served.acceptance.tokens_per_drafted_step, comparison.predicted.standard_error
-        if abs(got - value) > max(TOLERANCE * value, ERRORS * (error**2 + spread**2) ** 0.5):
+        if abs(got - value) > max(TOLERANCE * value, ERRORS * ((error or 0.0) ** 2 + spread**2) ** 0.5):
             notes.append(
-                f"the head's provenance says {value:.2f} tokens/step at T={comparison.sampling.temperature:g}: these "
-                "prompts are not like those it was measured on."
+                f"the head's provenance says {value:.2f} tokens/step at T={temperature:g}: these prompts are not like "
+                "those it was measured on."
             )
     return notes
 
 
-def _recorded(file: Path) -> dict[str, dict[str, float]]:
-    """Numbers among the figures of a head's provenance; empty where there are none."""
+def _recorded(folder: Path, temperature: str, *names: str) -> list[float | None]:
+    """Numbers among the metrics of a head's provenance; None where there are none."""
     try:
-        figures = read_json(file).get("figures")
-    except CheckpointError:
-        return {}
-    parts = figures.items() if isinstance(figures, dict) else ()
-    return {
-        key: {name: value for name, value in part.items() if isinstance(value, (int, float))}
-        for key, part in parts
-        if isinstance(part, dict)
-    }
+        found = read_json(folder / "provenance.json")["figures"][temperature]
+        values = [found.get(name) for name in names]
+    except (CheckpointError, AttributeError, KeyError, TypeError):
+        return [None] * len(names)
+    return [value if isinstance(value, (int, float)) else None for value in values]
 
 
 def _row(comparison: Comparison) -> dict[str, Any]:
@@ -307,7 +281,7 @@ def _report(args: argparse.Namespace, diagnosis: Diagnosis) -> dict[str, Any]:
         "verdict": diagnosis.verdict,
         "notes": diagnosis.notes,
         "comparisons": [_row(comparison) for comparison in diagnosis.comparisons],
-        "as_served": [one.row() for one in diagnosis.as_served],
+        "as_served": [row for _, row in diagnosis.as_served],
     }
 
 
@@ -333,8 +307,8 @@ def _print(diagnosis: Diagnosis) -> None:
     out.print(DEFINITIONS, markup=False)
     if diagnosis.as_served:
         out.print(f"as `vllm serve HEAD` serves it ({CUT_DEFINITION.rstrip('.')}):", markup=False)
-    for one in diagnosis.as_served:
-        out.print(f"  {one.line()}", markup=False, soft_wrap=True)
+    for line, _ in diagnosis.as_served:
+        out.print(f"  {line}", markup=False, soft_wrap=True)
     for note in diagnosis.notes:
         out.print(f"note: {note}", markup=False)
     out.print(diagnosis.verdict, markup=False)

@@ -13,19 +13,17 @@ An option of a command that only some families have is refused by the others (``
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.eval.compare import Cause, Comparison
+    from vllm_mtpc.eval.compare import Asked, Cause, Comparison
     from vllm_mtpc.eval.decode import Drafting
-    from vllm_mtpc.eval.metrics import Metrics
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.eval.text import Samples
     from vllm_mtpc.hf import Target
@@ -47,7 +45,7 @@ class Evaluator(Protocol):
         """The head of a folder on a target that is loaded and has its sizes."""
 
     @staticmethod
-    def check_options(args: argparse.Namespace) -> None:
+    def check_options(args: Namespace) -> None:
         """Raises UsageError for options of a command that the family does not have."""
 
     @staticmethod
@@ -55,7 +53,7 @@ class Evaluator(Protocol):
         """Temperature, top-k and top-p of a command that names none."""
 
     @staticmethod
-    def serving(args: argparse.Namespace, config: Any, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
+    def serving(args: Namespace, config: Any, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
         """More of `speculative_config`, with which every draft is verified."""
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
@@ -67,16 +65,8 @@ class Evaluator(Protocol):
     def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Drafting:
         """The head's part of a decoding loop."""
 
-    def evaluate(
-        self,
-        samples: Samples,
-        prompts: list[Tensor],
-        sampling: Sampling,
-        num_drafts: int,
-        simulated: Metrics | None,
-        args: argparse.Namespace,
-    ) -> Any:
-        """Results of one temperature, a dataclass. ``samples`` continue ``prompts``; ``args`` are those of ``eval``."""
+    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> Any:
+        """Results of one temperature on text of the target; ``command`` adds what is ``simulated``."""
 
     def title(self, num_drafts: int) -> str:
         """The head in a line."""
@@ -87,15 +77,7 @@ class Evaluator(Protocol):
     def warnings(self, results: Sequence[Any]) -> list[str]:
         """What the results say against the head, a line each."""
 
-    def compare(
-        self,
-        prompts: Sequence[Sequence[int]],
-        served: Served,
-        sampling: Sampling,
-        num_drafts: int,
-        args: argparse.Namespace,
-        seeds: Sequence[int] | None = None,
-    ) -> Comparison:
+    def compare(self, asked: Asked, served: Served) -> Comparison:
         """What the head should have counted along the served text."""
 
     def find_cause(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
@@ -107,5 +89,5 @@ class Evaluator(Protocol):
     def notes(self, comparisons: Sequence[Comparison]) -> list[str]:
         """More on the comparisons, a line each."""
 
-    def unserved(self, prompts: list[Tensor], sampling: Sampling, num_drafts: int, args: argparse.Namespace) -> str:
-        """What can be said without vLLM, in a line; asked where vLLM answered with ``refusal``."""
+    def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
+        """Prints what can be said without vLLM, which answered with ``refusal``; returns what to type."""

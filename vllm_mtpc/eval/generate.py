@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from vllm_mtpc.eval.decode import continue_prompt
-    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load_for, resolve
+    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load, resolve
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.eval.text import stop_ids
     from vllm_mtpc.hf import check_length
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     config = resolve(args.head)[1]
     fill_sampling(args, evaluator_of(config), config)
     temperature = Sampling(args.temperature[0], args.top_p, top_k=args.top_k).temperature
-    evaluator = load_for(args)
+    evaluator = load(args.head, args.target, args.dtype, args.device)
     if args.mode != "stp":
         evaluator.check_decoding("generate")
     target, drafts = evaluator.target, drafts_of(config, args.num_drafts)

@@ -14,11 +14,9 @@ from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.hf import Target, choose_device, load_target
 
 if TYPE_CHECKING:
-    import argparse
-
     from torch import Tensor
 
-    from vllm_mtpc.config.mtpc import AnyHeadConfig
+    from vllm_mtpc.config.base import AnyHeadConfig
     from vllm_mtpc.data.documents import Documents
     from vllm_mtpc.eval.evaluator import Evaluator
 
@@ -51,11 +49,6 @@ def load(name: str, target: str | None = None, dtype: str = "auto", device: str 
     target_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     model = load_target(target_of(folder, config, target), target_dtype, choose_device(device), attention="torch")
     return attach(folder, model)
-
-
-def load_for(args: argparse.Namespace, dtype: str | None = None) -> Evaluator:
-    """The head of a command's arguments (``add_head``), its target in another dtype where one is given."""
-    return load(args.head, args.target, dtype or args.dtype, args.device)
 
 
 def attach(folder: Path, target: Target) -> Evaluator:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import compare
 from vllm_mtpc.eval.acceptance import Contexts, collect, exact_counts, step_starts, summarise
-from vllm_mtpc.eval.compare import Cause, Comparison
+from vllm_mtpc.eval.compare import Asked, Cause, Comparison
 from vllm_mtpc.eval.decode import bits, continue_all
 from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares
 from vllm_mtpc.eval.rejection import Rejection
@@ -70,7 +70,7 @@ class MtpcEvaluator:
         return cls(folder, config, head, target, DraftLayers.load(folder, target) if config.lora_layers else None)
 
     @staticmethod
-    def check_options(args: argparse.Namespace) -> None:
+    def check_options(args: Namespace) -> None:
         if getattr(args, "candidates", None):
             raise UsageError("--candidates: circuits draw no u to choose from; leave it out, or name a PTP head")
         if getattr(args, "draft_pass", None):
@@ -81,7 +81,7 @@ class MtpcEvaluator:
         return 1.0, 0, 1.0
 
     @staticmethod
-    def serving(args: argparse.Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
+    def serving(args: Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
         return {"min_survival": 0}
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
@@ -98,24 +98,16 @@ class MtpcEvaluator:
         generator = torch.Generator(self.target.device).manual_seed(seed)
         return Rejection(self.head, sampling, generator, num_drafts)
 
-    def evaluate(
-        self,
-        samples: Samples,
-        prompts: list[Tensor],
-        sampling: Sampling,
-        num_drafts: int,
-        simulated: Metrics | None,
-        args: argparse.Namespace,
-    ) -> Evaluation:
+    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> Evaluation:
         contexts = collect(self.head, self.target, self._read(samples), sampling, num_drafts)
         ceiling = own_bits = unverified_bits = None
         if self.draft_layers is None:
             label, drafting = f"T={sampling.temperature:g} mtp", self.drafting(sampling, num_drafts, args.seed)
-            free = continue_all("mtp", self.target, prompts[:UNVERIFIED], drafting, args.new_tokens, label)
+            free = continue_all("mtp", self.target, samples.prompts[:UNVERIFIED], drafting, args.new_tokens, label)
             ceiling, unverified_bits = float(1 + num_drafts), bits(free)
             own_bits = bits_per_token(samples, self.target, len(free))
         expected, along_text = summarise(contexts), summarise(contexts, overlap=False)
-        return Evaluation(sampling.temperature, expected, along_text, simulated, ceiling, own_bits, unverified_bits)
+        return Evaluation(sampling.temperature, expected, along_text, None, ceiling, own_bits, unverified_bits)
 
     def title(self, num_drafts: int) -> str:
         config = self.config
@@ -145,18 +137,10 @@ class MtpcEvaluator:
     def warnings(self, results: Sequence[Evaluation]) -> list[str]:
         return []
 
-    def compare(
-        self,
-        prompts: Sequence[Sequence[int]],
-        served: Served,
-        sampling: Sampling,
-        num_drafts: int,
-        args: argparse.Namespace | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> Comparison:
-        samples = compare.continued(self.target, prompts, served.outputs, num_drafts, lambda *_: sampling)
-        samples = self._read(samples)
-        contexts = collect(self.head, self.target, samples, sampling, num_drafts)
+    def compare(self, asked: Asked, served: Served) -> Comparison:
+        sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
+        samples = self._read(compare.continued(self.target, asked, served, lambda *_: sampling))
+        contexts = collect(self.head, self.target, samples, sampling, asked.num_drafts)
         chain = compare.check_chain(self.target, samples, sampling)
         predicted = summarise(contexts, overlap=False)
         return Comparison(served, sampling, samples, predicted, noise_given_text(contexts), chain)
@@ -198,7 +182,7 @@ class MtpcEvaluator:
     def notes(self, comparisons: Sequence[Comparison]) -> list[str]:
         return []
 
-    def unserved(self, prompts: list[Tensor], sampling: Sampling, num_drafts: int, args: argparse.Namespace) -> str:
+    def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
         raise NotImplementedError("vLLM serves circuits wherever it runs")
 
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[Comparison], Metrics]]]:

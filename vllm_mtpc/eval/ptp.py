@@ -6,27 +6,26 @@ nothing is left to chance, the predicted counters are the counters.
 
 from __future__ import annotations
 
-import argparse
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.checkpoint.ptp import load_student
 from vllm_mtpc.eval import compare, ptp_acceptance
 from vllm_mtpc.eval.candidates import CandidateMetrics, measure_candidates
-from vllm_mtpc.eval.compare import Cause, Comparison
+from vllm_mtpc.eval.compare import Asked, Cause, Comparison
 from vllm_mtpc.eval.coupling import Coupling, Picker
 from vllm_mtpc.eval.metrics import Metrics, ratio, reached, shown, shown_shares
 from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, bits_per_token, generate
-from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
+from vllm_mtpc.heads.ptp.student import UNINFORMED
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.config.groups import VARIANTS, GroupTable, choose_groups, drafts_of_rows
@@ -36,10 +35,10 @@ if TYPE_CHECKING:
 
     from vllm_mtpc.config.ptp import PtpConfig
     from vllm_mtpc.engine.served import Served
+    from vllm_mtpc.heads.ptp.student import Student
     from vllm_mtpc.hf import Target
 
 ROWS_PER_DRAFT = (2, 4)  # budgets shown: so many auxiliary rows per draft of a step
-PASSES = ("two-pass", "merged")
 NOT_PICKED = 0.01  # of the tokens may be others than u picks, by rounding
 SHIFTS = {
     "the u of the position before the right one": 1,
@@ -77,7 +76,7 @@ class PtpComparison(Comparison):
 
     u: Tensor  # [S, L] that picked the tokens
     windows: Windows
-    draft_pass: str
+    two_pass: bool
     not_picked: float  # tokens of the sampled text that are not Pick(u, Q)
 
 
@@ -100,7 +99,7 @@ class PtpEvaluator:
         return cls(folder, read_config(folder), load_student(folder, target), target)
 
     @staticmethod
-    def check_options(args: argparse.Namespace) -> None:
+    def check_options(args: Namespace) -> None:
         pass
 
     @staticmethod
@@ -109,7 +108,7 @@ class PtpEvaluator:
         return config.trained_temperature, config.trained_top_k, config.trained_top_p
 
     @staticmethod
-    def serving(args: argparse.Namespace, config: PtpConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
+    def serving(args: Namespace, config: PtpConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
         rows = num_drafts + 1  # of a request, with which nothing is cut
         if args.draft_pass == "merged":
             rows *= num_drafts + VARIANTS[config.variant]
@@ -124,30 +123,18 @@ class PtpEvaluator:
     def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Coupling:
         return Coupling(self.student, sampling, seed, num_drafts)
 
-    def evaluate(
-        self,
-        samples: Samples,
-        prompts: list[Tensor],
-        sampling: Sampling,
-        num_drafts: int,
-        simulated: Metrics | None,
-        args: argparse.Namespace,
-    ) -> PtpEvaluation:
+    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> PtpEvaluation:
         windows = ptp_acceptance.collect(self.student, samples, sampling, num_drafts, args.seed)
         metrics = ptp_acceptance.summarise(windows)
-        several = []
-        for count in [] if sampling.greedy else args.candidates:
-            label = f"T={sampling.temperature:g} M={count}"
-            with tqdm(total=len(prompts), desc=label, unit="text", disable=None) as bar:
-                asked = (prompts, count, args.new_tokens, sampling, num_drafts, args.seed)
-                several.append(measure_candidates(self.student, *asked, bar.update))
+        counts = [] if sampling.greedy else args.candidates
+        asked = (args.new_tokens, sampling, num_drafts, args.seed)
         return PtpEvaluation(
             sampling.temperature,
             metrics,
             [self._merged(windows, metrics, factor * num_drafts) for factor in ROWS_PER_DRAFT],
-            simulated,
-            several,
-            bits_per_token(samples, self.target, len(prompts)),
+            None,
+            [measure_candidates(self.student, samples.prompts, count, *asked) for count in counts],
+            bits_per_token(samples, self.target, len(samples.tokens)),
             ptp_acceptance.uses_u(metrics),
         )
 
@@ -210,35 +197,28 @@ class PtpEvaluator:
             )
         return found
 
-    def compare(
-        self,
-        prompts: Sequence[Sequence[int]],
-        served: Served,
-        sampling: Sampling,
-        num_drafts: int,
-        args: argparse.Namespace,
-        seeds: Sequence[int],
-    ) -> PtpComparison:
+    def compare(self, asked: Asked, served: Served) -> PtpComparison:
         """The text is continued as the server would have continued it."""
+        sampling, device = self.sampling(served.temperature, asked.top_p, asked.top_k), self.target.device
 
         def coupled(first: int, lengths: list[int]) -> _Coupled:
-            return _Coupled(sampling, seeds[first : first + len(lengths)], lengths, self.target.device)
+            return _Coupled(sampling, asked.seeds[first : first + len(lengths)], lengths, device)
 
-        samples = compare.continued(self.target, prompts, served.outputs, num_drafts, coupled)
-        u = known_u(samples, seeds, sampling)
-        windows = ptp_acceptance.collect(self.student, samples, sampling, num_drafts, u=u)
-        draft_pass = args.draft_pass or "two-pass"
+        samples = compare.continued(self.target, asked, served, coupled)
+        u = known_u(samples, asked.seeds, sampling)
+        windows = ptp_acceptance.collect(self.student, samples, sampling, asked.num_drafts, u=u)
+        two_pass = asked.draft_pass != "merged"
         return PtpComparison(
             served,
             sampling,
             samples,
-            predict(windows, draft_pass),
+            predict(windows, two_pass),
             noise=0.0,
             chain=compare.check_chain(self.target, samples, sampling),
-            recorded="two_pass_" if draft_pass == "two-pass" else "",
+            recorded="two_pass_" if two_pass else "",
             u=u,
             windows=windows,
-            draft_pass=draft_pass,
+            two_pass=two_pass,
             not_picked=self._not_picked(samples, sampling, u),
         )
 
@@ -284,14 +264,20 @@ class PtpEvaluator:
             for one in _sampled(comparisons)
         ]
 
-    def unserved(self, prompts: list[Tensor], sampling: Sampling, num_drafts: int, args: argparse.Namespace) -> str:
-        """The shuffled-u check on text that the Hugging Face target writes."""
+    def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
+        """Prints the shuffled-u check on text that the Hugging Face target writes."""
+        sampling = self.sampling(temperature or self.config.trained_temperature, asked.top_p, asked.top_k)
         generator = torch.Generator(self.target.device).manual_seed(args.seed)
-        samples = generate(self.target, prompts, args.max_tokens, sampling, generator, overhang=num_drafts)
-        metrics = ptp_acceptance.measure_ptp(self.student, samples, sampling, num_drafts, args.seed)
+        prompts, drafts = [torch.tensor(prompt) for prompt in asked.prompts], asked.num_drafts
+        samples = generate(self.target, prompts, args.max_tokens, sampling, generator, overhang=drafts)
+        metrics = ptp_acceptance.measure_ptp(self.student, samples, sampling, drafts, args.seed)
         merged, two_pass = metrics.tokens_per_step, metrics.two_pass_tokens_per_step
         line = _shuffled_line(f"T={sampling.temperature:g}, without vLLM", metrics)
-        return f"{line}; {merged:.3f} tokens/step in a merged pass, {two_pass:.3f} in two"
+        print(f"{line}; {merged:.3f} tokens/step in a merged pass, {two_pass:.3f} in two")
+        return (
+            "vLLM serves PTP heads on Model Runner V2 alone, which does not run here (it needs a GPU, or a CPU with "
+            "Triton), so nothing was compared; the check above needs no vLLM; run doctor on a GPU"
+        )
 
     def _wrong_rows(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
         """The wrong numbers on the rows with which the student does what was served; None where none are near.
@@ -312,7 +298,7 @@ class PtpEvaluator:
                 else:
                     numbers = {"u": one.u, "carried": one.u.roll(shift, 1)}
                     windows = ptp_acceptance.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
-                return predict(windows, one.draft_pass)
+                return predict(windows, one.two_pass)
 
             yield Cause("u", f"what is served is what the student does with {what} on its rows"), predicted
 
@@ -342,9 +328,9 @@ def known_u(samples: Samples, seeds: Sequence[int], sampling: Sampling) -> Tenso
     return u.view(rows.shape)
 
 
-def predict(windows: Windows, draft_pass: str) -> Metrics:
+def predict(windows: Windows, two_pass: bool) -> Metrics:
     """Counters of a server with rows for every group."""
-    steps = ptp_acceptance.follow(windows, two_pass=draft_pass == "two-pass")
+    steps = ptp_acceptance.follow(windows, two_pass)
     value, error = ratio(steps.tokens, steps.count)
     return Metrics(
         tokens_per_step=value,

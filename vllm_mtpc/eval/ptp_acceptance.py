@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vllm_mtpc.eval.sampling import Sampling
     from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.heads.ptp.student import Prefix, Student
+    from vllm_mtpc.heads.ptp.student import Student
 
 CHUNK_ELEMENTS = 2**24  # scores or logits of one pass: 64 MiB in float32
 PREFIX_ELEMENTS = 2**26  # keys and values kept at once
@@ -117,25 +117,26 @@ def collect(
     carried = u if carried is None else carried.cpu().float()
     shape = (len(count), int(count.max()) + 1, drafts)
     right, shuffled = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    generator = torch.Generator().manual_seed(seed)
+    generator, rows = torch.Generator().manual_seed(seed), draft_rows(student, drafts)
+    # Where not the rows alone make drafts good (a late network, `law_trust`), u is foreign to Pick as well.
+    is_plain = student.late is None and config.law_trust is None
     for texts in _texts(student, samples):
-        columns = torch.arange(shape[1])
+        tokens, columns = samples.tokens[texts], torch.arange(shape[1])
         row, column = ((columns <= count[texts, None]) & (count[texts, None] > 0)).nonzero(as_tuple=True)
         if not len(row):
             continue
         start = first[texts][row] + column
-        own = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K)
-        wanted = _shifted(samples.tokens[texts], row, start + 1, drafts)  # [B, K]
-        prefix = student.prefix(samples.tokens[texts].clamp(min=0))
+        prefix = student.prefix(tokens.clamp(min=0))
+        own = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K), what picks
         on_rows = _shifted(carried[texts], row, start, drafts + 2)
+        wanted, x_1 = _shifted(tokens, row, start + 1, drafts), tokens[row, start + 1]  # [B, K], [B]
         order = torch.randperm(len(on_rows), generator=generator)
-        # Where not the rows alone make drafts good (a late network, `law_trust`), u is foreign to Pick as well.
-        is_plain = student.late is None and config.law_trust is None
         others = (on_rows[order], own if is_plain else own[order])
-        first_tokens = samples.tokens[texts][row, start + 1]
-        for found, numbers in ((right, (on_rows, own)), (shuffled, others)):
-            drafted = _drafts(student, prefix, row, start, *numbers, first_tokens, sampling.greedy, drafts)
-            found[texts.start + row, column] = drafted == wanted
+        for found, (shown, picks) in ((right, (on_rows, own)), (shuffled, others)):
+            for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
+                hidden = student.aux(prefix, row[part], start[part], shown[part, : rows.stop])[:, rows]
+                drafted = draft(student, hidden, picks[part, 1 : drafts + 1], sampling.greedy, x_1[part]).cpu()
+                found[texts.start + row[part], column[part]] = drafted == wanted[part]
     return Windows(right, shuffled, torch.arange(shape[1] - 1) < count[:, None])
 
 
@@ -184,26 +185,6 @@ def chunks(student: Student, length: int, rows: int, count: int) -> Iterator[sli
     size = max(1, CHUNK_ELEMENTS // (rows * max(scores, student.target.vocab_size)))
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
-
-
-def _drafts(
-    student: Student,
-    prefix: Prefix,
-    row: Tensor,
-    start: Tensor,
-    carried: Tensor,  # [B, K + 2], on the rows
-    own: Tensor,  # [B, K + 2], what picks
-    first: Tensor,  # [B], x_1
-    greedy: bool,
-    count: int,
-) -> Tensor:
-    """Drafts [B, K] on the CPU."""
-    rows = draft_rows(student, count)
-    drafted = []
-    for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
-        hidden = student.aux(prefix, row[part], start[part], carried[part, : rows.stop])[:, rows]
-        drafted.append(draft(student, hidden, own[part, 1 : count + 1], greedy, first[part]).cpu())
-    return torch.cat(drafted)
 
 
 def _texts(student: Student, samples: Samples) -> Iterator[slice]:

@@ -45,6 +45,10 @@ class Samples:
         """What the head reads, [S, L - 1, D]."""
         return self.hidden if self.draft is None else self.draft
 
+    @property
+    def prompts(self) -> list[Tensor]:
+        return [row[:length] for row, length in zip(self.tokens, self.prompt_lengths.tolist(), strict=True)]
+
     def starts(self, num_drafts: int) -> tuple[Tensor, Tensor]:
         """Where a server may start a step of K drafts: the first position [S] of each text, and how many follow [S].
 
