@@ -1,8 +1,8 @@
 """What one training step of a PTP head runs: from windows to the loss, as one module.
 
 A window at t holds the text's tokens x_1 .. x_n behind it and u_1 .. u_n, each inside the interval of its token under
-the target's processed law. Rows of o-ptp name x_1 .. x_n from u_1 .. u_n; rows of c-ptp give the laws of x_2 .. x_n
-from u_1 .. u_(n-1). From the first token on that the law cannot pick (no mass), or that is not trained on, rows carry
+the target's processed distribution. Rows of o-ptp name x_1 .. x_n from u_1 .. u_n; rows of c-ptp give the
+distributions of x_2 .. x_n from u_1 .. u_(n-1). From the first token on that has no mass, or is not trained on, rows carry
 no loss. A row that names x_k counts gamma^(k-1) / sum, divided by the windows of the step that have an x_k.
 """
 
