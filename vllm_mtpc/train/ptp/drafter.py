@@ -2,8 +2,8 @@
 
 A window at t holds the text's tokens x_1 .. x_n behind it and u_1 .. u_n, each inside the interval of its token under
 the target's processed distribution. Rows of o-ptp name x_1 .. x_n from u_1 .. u_n; rows of c-ptp give the
-distributions of x_2 .. x_n from u_1 .. u_(n-1). From the first token on that has no mass, or is not trained on, rows carry
-no loss. A row that names x_k counts gamma^(k-1) / sum, divided by the windows of the step that have an x_k.
+distributions of x_2 .. x_n from u_1 .. u_(n-1). From the first token on that has no mass, or is not trained on, rows
+carry no loss. A row that names x_k counts gamma^(k-1) / sum, divided by the windows of the step that have an x_k.
 """
 
 from __future__ import annotations

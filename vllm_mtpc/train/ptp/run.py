@@ -80,8 +80,8 @@ class PtpJob(Job):
             )
         if (options.variant, loss) == ("o-ptp", "kl") and options.informed and options.law_trust is None:
             raise ValueError(
-                "ptp_loss kl teaches rows distributions, of which an o-ptp head drafts the likeliest token whatever u is: "
-                "set law_trust, for example to 0.87, or informed to false for the baseline"
+                "ptp_loss kl teaches rows distributions, of which an o-ptp head drafts the likeliest token whatever u "
+                "is: set law_trust, for example to 0.87, or informed to false for the baseline"
             )
         if options.parallel == "fsdp":
             raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
