@@ -15,6 +15,8 @@ from vllm_mtpc.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+SERVED = "bench serve"  # the kind of the results that `vllm-mtpc plot` draws
+
 
 def check_file(file: Path | None, flag: str = "--json") -> None:
     """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises UsageError.
