@@ -299,11 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        return guard(PROG, lambda: run(args))
-    except EngineFailed as error:
-        print(error, file=sys.stderr)
-        return 2
+    return guard(PROG, lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ mkdir -p "$out"
 cat "$library"/encodings/*.py >"$out/tables.txt" # tables that go on as they begin
 
 target() { # NAME MODULE [ARGUMENT ...]
-    [ -f "$out/$1/provenance.json" ] || "$python" -m "vllm_mtpc.demo.$2" --out "$out/$1" "${@:3}"
+    [ -f "$out/$1/provenance.json" ] || "$python" -m "benchmarks.demo.$2" --out "$out/$1" "${@:3}"
 }
 drafter() { # NAME DATA [ARGUMENT ...]
     [ -f "$out/$1-head/model.safetensors" ] || "$python" -m vllm_mtpc train --target "$out/$1" --data "$2" \

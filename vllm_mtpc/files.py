@@ -1,4 +1,5 @@
 """Files that others wrote (heads, checkpoints, targets): opened here and nowhere else, each within bounds.
+And files of ours that take their names when they are whole.
 
 Only regular files are opened, so nothing waits for a pipe or a device. Sizes and nesting are bounded: what is too much
 is refused before it grows.
@@ -67,6 +68,32 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(f"{file}: cannot be read as YAML ({error}); copy it again") from None
     return _mapping(file, values, "a mapping")
+
+
+@contextmanager
+def replacing(*paths: Path) -> Iterator[list[Path]]:
+    """Where to write new contents of `paths`: at the end of the block they are synced, then take their names in order.
+
+    So a reader sees an old file or a new one, whole. Where the block fails, at a full disk for example, the old ones
+    stay as they are.
+    """
+    unfinished = [path.with_name(f"{path.name}.partial") for path in paths]
+    try:
+        yield unfinished
+        for file in unfinished:
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        for file, path in zip(unfinished, paths, strict=True):
+            os.replace(file, path)
+    finally:
+        for file in unfinished:
+            file.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write `data` to `path`, as `replacing` says."""
+    with replacing(path) as (file,):
+        file.write_bytes(data)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from vllm_mtpc.errors import MtpcError, did_you_mean, install, printable
+from vllm_mtpc.errors import EngineFailed, MtpcError, did_you_mean, install, printable
 
 # Errors of a file system that a user can mend, and how; any other OSError is a fault of ours and keeps its traceback.
 _RIGHTS, _ROOM = "get the right to read or write it, or name another place,", "free space"
@@ -41,11 +41,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def guard(program: str, call: Callable[[], int]) -> int:
-    """The exit code of `call`, or 1 after one line that says what is wrong."""
+    """The exit code of `call`, or 1 after one line that says what is wrong; 2 where an engine has failed."""
     try:
         return call()
     except MtpcError as error:
         return _fail(program, str(error))
+    except EngineFailed as error:  # several lines: the end of its log
+        print(error, file=sys.stderr)
+        return 2
     except OSError as error:
         remedy = (DISK | NAMES if error.filename else DISK).get(error.errno)
         if remedy is None:

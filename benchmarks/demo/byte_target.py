@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from benchmarks.demo import corpus
-from vllm_mtpc.checkpoint.save import package_versions, replace_file
+from vllm_mtpc.checkpoint.save import package_versions
 from vllm_mtpc.engine.provenance import commit
+from vllm_mtpc.files import replace_file
 
 EOS_TEXT = "<|endoftext|>"
 SEED = 0

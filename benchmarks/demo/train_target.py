@@ -74,7 +74,7 @@ def main() -> None:
 def describe(folder: Path, text: Any, steps: dict[str, int], data: str, device: str, minutes: float) -> dict[str, Any]:
     """Measures the saved target, writes README.md and provenance.json, and returns the latter's values."""
     from benchmarks.demo import byte_target
-    from vllm_mtpc.checkpoint.save import replace_file
+    from vllm_mtpc.files import replace_file
 
     model = byte_target.load(folder).to(device)
     results = {

@@ -83,11 +83,11 @@ def most_drafts(processors: Any) -> dict[int, int]:
     the text where plain vLLM could. With so few drafts that no step passes it, both counts agree.
     """
     return {
-        row: max(min_tokens - len(said) - 1, 0)
+        row: max(min_tokens - len(outputs) - 1, 0)
         for processor in processors.non_argmax_invariant
         if isinstance(processor, MinTokensLogitsProcessor)
-        for row, (min_tokens, said, stops, *_) in processor.min_toks.items()
-        if stops and len(said) < min_tokens
+        for row, (min_tokens, outputs, stops, *_) in processor.min_toks.items()
+        if stops and len(outputs) < min_tokens
     }
 
 

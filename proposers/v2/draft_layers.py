@@ -1,8 +1,8 @@
 """LoRA draft layers in a worker: the target's last K layers once more, with adapters and a KV cache of their own.
 
 Containers are copied; everything that holds weights is the target's own, so draft layers cost their adapters and their
-share of the KV cache. Linear layers gain LoRA on every row (`ptp/lora.py`, sharded as the target is), what the target
-has compiled runs as a kernel (`eager.py`), and attention layers are twins: same weights and kernels, another name. vLLM
+share of the KV cache. Linear layers gain LoRA on every row (`lora.py`, sharded as the target is), what the target
+has compiled runs as a kernel, and attention layers are twins: same weights and kernels, another name. vLLM
 finds a twin by its name and gives it a cache in the KV cache group of the layer it is a twin of, so block tables, slots
 and attention metadata of a step hold for it too, and with them prefix caching, preemption and the rollback of drafts.
 """
@@ -21,9 +21,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_mtpc.checkpoint.adapters import load_adapters
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.proposers.v2.eager import with_kernel
-from vllm_mtpc.proposers.v2.lora import Gate, adapted
-from vllm_mtpc.proposers.v2.ptp.tree import copied
+from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left
+from vllm_mtpc.proposers.v2.shared_modules import copied, with_kernel
 
 NAME = "mtpc."  # in front of a layer's name: its twin's
 
@@ -78,11 +77,7 @@ def load_draft_layers(
             "a head of this target"
         )
     made = [copied(layers[index], f"model.layers.{index}", replace) for index in info.layers]
-    if lora:
-        raise CheckpointError(
-            f"head {folder} adapts {sorted(lora)[0]}, which {type(target).__name__} of vLLM does not have "
-            f"({len(lora)} such tensors); use a head of this target"
-        )
+    refuse_left(lora, target)
     return DraftLayers(first, made, copied(target.model.norm, "model.norm", replace))
 
 

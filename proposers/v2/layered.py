@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.v2.draft_layers import load_draft_layers
-from vllm_mtpc.proposers.v2.eager import eager_priorities
+from vllm_mtpc.proposers.v2.shared_modules import eager_priorities
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
 

@@ -67,12 +67,6 @@ class GatedLinear(nn.Module):
         return result
 
 
-def part_names(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names on disk of what the layer `name` holds, e.g. q_proj, k_proj and v_proj of ...qkv_proj."""
-    parent, _, last = name.rpartition(".")
-    return [f"{parent}.{part}" for part in packed.get(last, (last,))]
-
-
 def adapted(
     name: str,
     base: LinearBase,
@@ -85,7 +79,8 @@ def adapted(
 
     Raises CheckpointError where a merged layer has adapters for some of its parts only.
     """
-    names = part_names(name, packed)
+    parent, _, last = name.rpartition(".")
+    names = [f"{parent}.{part}" for part in packed.get(last, (last,))]  # on disk: q_proj, k_proj, v_proj of qkv_proj
     found = [part for part in names if f"{PREFIX}{part}.lora_A.weight" in lora]
     if not found:
         return base
@@ -103,6 +98,15 @@ def adapted(
         up = lora.pop(f"{PREFIX}{part}.lora_B.weight")
         parts.append((_input_shard(base, down), _output_shard(base, up, index, sizes)))
     return GatedLinear(base, parts, scale, gate)
+
+
+def refuse_left(left: dict[str, Tensor], target: nn.Module) -> None:
+    """Raises CheckpointError where an adapter has no place in the target."""
+    if left:
+        raise CheckpointError(
+            f"the head adapts {sorted(left)[0]}, which {type(target).__name__} of vLLM does not have "
+            f"({len(left)} such tensors); use a head of this target"
+        )
 
 
 def _part_sizes(base: LinearBase, parts: int) -> list[int]:

@@ -276,8 +276,8 @@ def test_what_is_not_known_is_refused_by_name(tmp_path, capsys, change, settings
         ("kind: hmm", "kind: hmm\n    n_mixing: 2", ["circuit.model", "unknown n_mixing"]),
         ("n_repetition: 1", "n_repetition: 2", ["n_repetition = 2"]),
         ("n_token: 3", "n_token: x", ["n_token = 'x'"]),
-        ("n_token: ${circuit.n_token}", "n_token: ${oc.env:N}", ["${oc.env:N}"]),
-        ("n_token: ${circuit.n_token}", "n_token: ${nowhere.n}", ["${nowhere.n}"]),
+        ("n_token: ${circuit.n_token}", "n_token: ${oc.env:N}", ["circuit.model.n_token", "interpolations"]),
+        ("n_token: ${circuit.n_token}", "n_token: ${nowhere.n}", ["circuit.model.n_token", "'nowhere.n' not found"]),
         ("name: byte", "name: [", ["config.yaml", "YAML"]),
     ],
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_mtpc.checkpoint import load_head, save, save_head
+from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.errors import MtpcError
 
@@ -71,20 +72,20 @@ FILES = ["model.safetensors", "README.md", "provenance.json", "config.json"]
 def test_a_full_disk_at_any_file_leaves_the_head_before(folder, new_head, monkeypatch, failing, step):
     """Of other shapes: new weights under the old config would not load."""
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    written = save.write_unfinished
+    write = Path.write_bytes
 
     def full(path, data):
-        if path.name == failing and step == "write":
-            path.with_name(path.name + ".partial").write_bytes(data[: len(data) // 2])
+        if path.name == f"{failing}.partial" and step == "write":
+            write(path, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
-        if path.name == failing:
+        if path.name == f"{failing}.partial":
             monkeypatch.setattr(os, "fsync", no_space)
-        written(path, data)
+        return write(path, data)
 
     def no_space(number):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(save, "write_unfinished", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
         save_head(folder, *new_head("hmm", seed=1), {}, "new card")
     monkeypatch.undo()

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.circuits import test_decoding, test_law
-from tests.heads import test_init
-from tests.support import recipe
+from tests.support import circuit_checks, recipe
 from tests.support.enumeration import Enumerated, conditionals, make, random_params
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -32,10 +30,10 @@ def registered() -> Iterator[None]:
 def test_it_is_the_law_of_the_latents_it_declares(n, r, vocab):
     circuit = make(NAME, n, r)
     case = NAME, circuit, random_params(circuit, vocab, batch=2, seed=n)
-    test_law.test_joint_equals_the_sum_over_all_latents_and_sums_to_one(case)
-    test_law.test_every_conditional_equals_enumeration(case)
-    test_law.test_conditionals_along_a_sequence_equal_enumeration_and_add_up_to_the_joint(case)
-    test_decoding.test_mpe_reaches_the_largest_value_over_latents_and_tokens(NAME, n, r, vocab)
+    circuit_checks.check_joint(case)
+    circuit_checks.check_conditionals(case)
+    circuit_checks.check_conditionals_along_a_sequence(case)
+    circuit_checks.check_mpe(NAME, n, r, vocab)
 
 
 def test_a_head_with_it_drafts_from_that_law():
@@ -56,14 +54,14 @@ def test_a_head_with_it_drafts_from_that_law():
     params = head(hidden)
     for b, row in enumerate(torch.cat([first[:, None], drafts], dim=1).tolist()):
         table = Enumerated(NAME, params, b).table()
-        for k in range(4):  # float32 against float64, as in test_law
+        for k in range(4):  # float32 against float64
             wanted = conditionals(table, tuple(row[: k + 1]))
-            np.testing.assert_allclose(seen[k][b].numpy(), wanted, rtol=0, atol=test_law.TOLERANCE)
+            np.testing.assert_allclose(seen[k][b].numpy(), wanted, rtol=0, atol=circuit_checks.TOLERANCE)
 
 
 def test_a_trained_cp_grows_into_it():
-    test_init.test_a_cp_becomes_an_hmm_or_a_btree_of_nearly_the_same_law("linear", NAME, 4, 1)
-    test_init.test_an_ff_becomes_a_mixture_of_its_copies("linear", NAME)
+    circuit_checks.check_growth_from_a_cp("linear", NAME, 4, 1)
+    circuit_checks.check_growth_from_an_ff("linear", NAME)
 
 
 EVERYWHERE = f"""

@@ -96,13 +96,13 @@ def test_an_imported_name_that_is_gone(check: ModuleType) -> None:
 @pytest.mark.parametrize(
     "file, old, new, attribute",
     [
-        (  # bench/curves.py writes it
+        (  # engine/cells.py writes it
             "v1/core/sched/scheduler.py",
             "self.dynamic_sd_lookup",
             "self.drafts_by_batch",
             "vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
         ),
-        (  # bench/steps.py wraps it
+        (  # engine/steps.py wraps it
             "v1/worker/gpu/model_runner.py",
             "def execute_model(",
             "def execute_rows(",

@@ -72,7 +72,7 @@ def test_groups_see_their_prefix_and_own_their_rows(data: st.DataObject, block_s
     scratch = Scratch(num_blocks, block_size, per_group, groups, width, CPU)
     prefix = torch.tensor(data.draw(st.lists(st.integers(1, width * block_size), min_size=groups, max_size=groups)))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).view(groups, width).int()
-    own, source, target = scratch.place(prefix, tables)
+    own, source, target = scratch.attach(prefix, tables)
     cache[target] = cache[source]
     at = prefix[:, None] + torch.arange(rows)
     group = torch.arange(groups)[:, None].expand_as(at)

@@ -115,9 +115,9 @@ def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
     make_head(folder / head, target, circuit, WINDOW, CIRCUITS[circuit], is_bad=fit == "bad")
 
 
-def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int) -> Engine:
-    """Asks `count` answers of each kind."""
-    kinds = [{**SETTINGS[name].sampling(), "max_tokens": LENGTH} for name in case.settings]
+def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int, length: int) -> Engine:
+    """Asks `count` answers of `length` tokens of each kind."""
+    kinds = [{**SETTINGS[name].sampling(), "max_tokens": length} for name in case.settings]
     at_once = _at_once(case)
     arguments: dict[str, Any] = {"max_model_len": 32, "block_size": 32, "max_num_seqs": BATCH}
     arguments |= {"max_num_batched_tokens": BATCH * WINDOW, "kv_cache_memory_bytes": 1 << 28}
@@ -164,7 +164,7 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
     Raises where the engine does.
     """
     start, case = time.monotonic(), CASES[name]
-    made = engine(folder, target, case, count * case.together)
+    made = engine(folder, target, case, count * case.together, length if case.together == 1 else LENGTH)
     replies = run({"one": made}, case.runner, timeout=20_000)["one"]
     assert not isinstance(replies, str), replies
     draws = draws_by_kind(replies[0], len(case.settings), _at_once(case))

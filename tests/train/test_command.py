@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from tests.support.training import flags, losses
 from vllm_mtpc import progress
-from vllm_mtpc.checkpoint import load_head, save
+from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, prepare, run
@@ -51,14 +51,14 @@ def test_a_full_disk_leaves_the_head_before(place, capsys, monkeypatch):
     assert main(["train", *flags(place, "full")]) == 0
     before = {path.name: path.read_bytes() for path in (place / "full").iterdir() if path.suffix != ".jsonl"
               and path.is_file()}  # fmt: skip
-    write, space = save.write_unfinished, ["model.safetensors"]
+    write, space = Path.write_bytes, ["model.safetensors.partial"]
 
     def full(path, data):
         if path.name not in space:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, data)
+        return write(path, data)
 
-    monkeypatch.setattr(save, "write_unfinished", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     shutil.rmtree(place / "full" / "state")
     assert main(["train", *flags(place, "full", seed=1)]) == 1
     error = capsys.readouterr().err
@@ -74,7 +74,7 @@ def test_a_place_that_may_not_be_written_is_one_line(place, capsys, monkeypatch)
     def denied(path, data):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(save, "write_unfinished", denied)
+    monkeypatch.setattr(Path, "write_bytes", denied)
     assert main(["train", *flags(place, "denied", dry_run=True)]) == 1
     said = capsys.readouterr().err.splitlines()[-1]  # behind a bar of progress
     assert said.startswith("vllm-mtpc: error: ") and "Permission denied; get the right to read or write it" in said

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from vllm_mtpc.checkpoint.save import package_versions, replace_file
+from vllm_mtpc.checkpoint.save import package_versions
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.files import replace_file
 
 if TYPE_CHECKING:
     from vllm_mtpc.batch.regenerate import RegenerateOptions

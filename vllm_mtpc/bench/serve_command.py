@@ -71,13 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.data import prompts
 
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
-    try:
-        with _ended_by_sigterm(), tempfile.TemporaryDirectory() as temporary:
-            logs = args.logs or Path(temporary)
-            comparison = measure(args, decodings, settings, texts, logs, on_gpu)
-    except EngineFailed as error:
-        print(error, file=sys.stderr)
-        return 2
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory() as temporary:
+        comparison = measure(args, decodings, settings, texts, args.logs or Path(temporary), on_gpu)
     found = report.rows(comparison.passes)
     not_run = [one._asdict() for one in [*missing, *comparison.missing]]
     result = {**_facts(args, len(texts)), "rows": found, "not_run": not_run}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +17,7 @@ from vllm_mtpc.checkpoint.adapters import ADAPTER_DIGEST, adapter_digest
 from vllm_mtpc.checkpoint.adapters import FILES as ADAPTER_FILES
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import replacing
 from vllm_mtpc.heads.adapters import Adapters, DraftLayers
 
 if TYPE_CHECKING:
@@ -85,45 +85,13 @@ def closing_files(config: AnyHeadConfig, provenance: dict[str, Any], card: str) 
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a head's files, then remove the weights of a head that was here before.
-
-    Every file is complete on the disk under an unfinished name before the first is renamed, so that a full disk leaves
-    the head before; the renames follow each other in the order of `files`.
-    """
+    """Write a head's files, renamed in the order of `files`; then remove the weights of a head that was here before."""
     folder.mkdir(parents=True, exist_ok=True)
-    places = [folder / name for name in files]
-    try:
-        for place, data in zip(places, files.values(), strict=True):
-            write_unfinished(place, data)
-        for place in places:
-            os.replace(unfinished(place), place)
-    finally:
-        for place in places:
-            unfinished(place).unlink(missing_ok=True)
+    with replacing(*(folder / name for name in files)) as unfinished:
+        for file, data in zip(unfinished, files.values(), strict=True):
+            file.write_bytes(data)
     for name in {WEIGHTS_FILE, U_EMBED_FILE, *ADAPTER_FILES} - files.keys():
         (folder / name).unlink(missing_ok=True)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` beside `path`, then move it there: a reader sees the old file or the new one."""
-    try:
-        write_unfinished(path, data)
-        os.replace(unfinished(path), path)
-    finally:
-        unfinished(path).unlink(missing_ok=True)
-
-
-def unfinished(path: Path) -> Path:
-    """Where a file is written before it takes its name."""
-    return path.with_name(path.name + ".partial")
-
-
-def write_unfinished(path: Path, data: bytes) -> None:
-    """Write and sync `data` under the unfinished name of `path`."""
-    with open(unfinished(path), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def package_versions() -> dict[str, str]:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.save import replace_file
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.files import replace_file
 from vllm_mtpc.train.cache_files import (
     DTYPES,
     INDEX_FILE,

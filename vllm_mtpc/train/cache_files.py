@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_mtpc.errors import UsageError, one_line
+from vllm_mtpc.files import replacing
 
 if TYPE_CHECKING:
     from vllm_mtpc.data.rows import Rows
@@ -86,17 +86,10 @@ def target_fingerprint(target: Target) -> str:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes a safetensors file beside `path` and moves it there once it is on the disk."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, partial, {"format": "pt", **metadata}
-        )
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as (partial,):
+        save_file(tensors, partial, {"format": "pt", **metadata})
         partial.chmod(0o644)  # safetensors writes for the owner alone
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ the number of processes: the order of the windows follows from the seed and the 
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from vllm_mtpc.data.names import resolved
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import replacing
 from vllm_mtpc.train.options import STATE_FILE as FILE
 from vllm_mtpc.train.options import TrainOptions
 
@@ -58,13 +58,9 @@ def save_state(
     folder.mkdir(parents=True, exist_ok=True)
     learnt = identity(options)
     values = {"step": step, "options": learnt, "paths": paths(learnt), "weights": weights, "moments": moments}
-    partial = folder / f"{FILE}.partial"
     try:
-        with open(partial, "wb") as file:
+        with replacing(folder / FILE) as (partial,), open(partial, "wb") as file:
             torch.save(values, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, folder / FILE)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
         if isinstance(error, RuntimeError) and "write" not in str(error).lower():
             raise

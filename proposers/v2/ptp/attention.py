@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -10,18 +9,14 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.proposers.v2.shared_modules import changed
 
 
 def builder_config(vllm_config: VllmConfig, num_seqs: int) -> VllmConfig:
     """The engine's config as the metadata builders of our passes must see it: more sequences, no graphs."""
-    config = copy.copy(vllm_config)
-    scheduler, compilation = copy.copy(config.scheduler_config), copy.copy(config.compilation_config)
-    # object.__setattr__: the configs validate assignments against each other, and these are nobody's options
-    object.__setattr__(scheduler, "max_num_seqs", num_seqs)
-    object.__setattr__(compilation, "cudagraph_mode", CUDAGraphMode.NONE)
-    object.__setattr__(config, "scheduler_config", scheduler)
-    object.__setattr__(config, "compilation_config", compilation)
-    return config
+    scheduler = changed(vllm_config.scheduler_config, max_num_seqs=num_seqs)
+    compilation = changed(vllm_config.compilation_config, cudagraph_mode=CUDAGraphMode.NONE)
+    return changed(vllm_config, scheduler_config=scheduler, compilation_config=compilation)
 
 
 def check_attention(kv_cache_config: KVCacheConfig, groups: list[Any]) -> None:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
@@ -41,11 +40,6 @@ class Drafted(NamedTuple):
 class MergedSpeculator(PtpSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        most = self.max_num_tokens + self.plan.max_rows
-        self.embeds = torch.zeros(most, self.hidden_size, dtype=self.dtype, device=device)
-        self.row_positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self.row_slots = torch.full((most,), PAD_SLOT_ID, dtype=torch.int64, device=device)
-        self.row_index = torch.arange(most, device=device)
         sequences = self.max_num_reqs + self.plan.max_groups
         self.sequence_ends = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.starts = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
@@ -53,6 +47,9 @@ class MergedSpeculator(PtpSpeculator):
         self.survival = survival_of(self.head, device)
         self.confidence = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=device)  # by request slot
         self.step: InputBatch | None = None
+
+    def num_rows(self) -> int:
+        return self.max_num_tokens + self.plan.max_rows
 
     def model_state_cls(self, base: type) -> type:
         speculator = self
@@ -142,7 +139,7 @@ class MergedSpeculator(PtpSpeculator):
 
         num_groups = num_reqs * layout.num_groups
         tables = self.block_tables.input_block_tables[0][:num_reqs]
-        of_groups, source, target = self.scratch.place(
+        of_groups, source, target = self.scratch.attach(
             prefix.flatten(), tables.repeat_interleave(layout.num_groups, dim=0)
         )
         group = (self.group_index[:num_reqs, None] * layout.num_groups + layout.group).flatten()

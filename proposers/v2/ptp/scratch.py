@@ -37,7 +37,7 @@ class Scratch:
         self.tables = torch.zeros(max_groups, self.table_width, dtype=torch.int32, device=device)
         self.num_real = table_width
 
-    def place(self, prefix: Tensor, request_tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def attach(self, prefix: Tensor, request_tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Block tables [G, W] of groups that see prefix[G] tokens, and the blocks to copy: from [G], to [G].
 
         request_tables [G, table_width]: the block tables of the groups' requests.

@@ -41,13 +41,13 @@ from vllm_mtpc.heads.ptp.trust import draft_tokens, reads_u
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.v2.coupled import with_coupled_sampler
-from vllm_mtpc.proposers.v2.eager import eager_priorities
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.lora import Gate
 from vllm_mtpc.proposers.v2.ptp.attention import builder_config, check_attention
 from vllm_mtpc.proposers.v2.ptp.batch import RowBatch
 from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
 from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
+from vllm_mtpc.proposers.v2.shared_modules import eager_priorities
 
 # Attention backends whose metadata is where its tensors are: others plan each pass on the host.
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
@@ -61,9 +61,9 @@ class PtpSpeculator(DraftModelSpeculator):
         self.head, self.plan = spec.head, spec.plan(self.max_num_reqs)
         self.is_onehot = self.head.variant == "o-ptp"
         self.gate, self.writes = Gate(), Writes()
-        rows, groups = self.plan.max_rows, self.plan.max_groups
+        rows, groups = self.num_rows(), self.plan.max_groups
         self.embeds = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
-        self.states = torch.zeros_like(self.embeds)  # that a captured pass leaves
+        self.states = torch.zeros_like(self.embeds[: self.plan.max_rows])  # that a captured pass leaves
         self.row_positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.row_slots = torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self.group_ends = torch.zeros(groups, dtype=torch.int32, device=device)
@@ -71,12 +71,16 @@ class PtpSpeculator(DraftModelSpeculator):
         self.group_index = torch.arange(groups, device=device)
         self.draft_index = torch.arange(self.num_speculative_steps, device=device)
         self.copied = torch.zeros(groups, dtype=torch.int64, device=device)  # block that each group starts in
-        self.places: dict[int, tuple[Tensor, Tensor]] = {}  # by auxiliary rows: where requests and such rows stand
+        self.pass_rows: dict[int, tuple[Tensor, Tensor]] = {}  # by auxiliary rows: where requests and such rows stand
         self.graphs: DraftGraphs | None = None
         self.metadata: dict[str, Any] | None = None  # of the pass under way
         self.sampler: Any = None
         self.drafted: Any = None  # what a merged pass has left
         self.priorities = eager_priorities(vllm_config)
+
+    def num_rows(self) -> int:
+        """The most rows of a pass of the student."""
+        return self.plan.max_rows
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
@@ -85,7 +89,9 @@ class PtpSpeculator(DraftModelSpeculator):
         self.embedding, self.late = head.embedding, head.late
         self.table = head.embedding.table() if self.speculative_config.u_table else None
         base = resolve_model_state_cls(self.vllm_config, target_model)
-        state = self.model_state_cls(with_coupled_sampler(base, self.speculative_config, self.device, self._on_sampler))
+        state = self.model_state_cls(
+            with_coupled_sampler(base, self.speculative_config, self.device, partial(setattr, self, "sampler"))
+        )
         target_model.get_model_state_cls = lambda: state
         student = student_tree(target_model, head.lora, scale, self.gate, self.writes)
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
@@ -95,9 +101,6 @@ class PtpSpeculator(DraftModelSpeculator):
     def model_state_cls(self, base: type) -> type:
         """The ModelState class of the engine; `base` brings the u-coupled sampler."""
         return base
-
-    def _on_sampler(self, sampler: Any) -> None:
-        self.sampler = sampler
 
     def set_attn(
         self,
@@ -224,7 +227,7 @@ class PtpSpeculator(DraftModelSpeculator):
         positions[:, 1:] = at[:, 1:] - 1 if self.is_onehot else at[:, 1:]
         positions.clamp_(max=self.max_model_len - 1)
 
-        _, self.copied[:num_reqs], _ = self.scratch.place(prefix, self.block_tables.input_block_tables[0][:num_reqs])
+        _, self.copied[:num_reqs], _ = self.scratch.attach(prefix, self.block_tables.input_block_tables[0][:num_reqs])
         group = self.group_index[:num_reqs, None].expand(-1, width)
         self.row_slots[:rows] = self.scratch.slots(group, prefix[:, None], at).flatten()
         self.group_ends[:num_reqs] = prefix + width
@@ -252,10 +255,11 @@ class PtpSpeculator(DraftModelSpeculator):
         upper [R], on the host: bounds on the tokens that they see.
         """
         num_reqs, width = len(upper), 1 + size
-        if size not in self.places:  # made once and kept: a graph reads them where they are
+        if size not in self.pass_rows:  # made once and kept: a graph reads them where they are
             starts = torch.arange(len(self.copied) + 1, device=self.device) * width
-            self.places[size] = starts.int(), (starts[:-1, None] + torch.arange(1, width, device=self.device)).flatten()
-        starts, aux_rows = self.places[size]
+            aux_rows = (starts[:-1, None] + torch.arange(1, width, device=self.device)).flatten()
+            self.pass_rows[size] = starts.int(), aux_rows
+        starts, aux_rows = self.pass_rows[size]
         self.gate.rows = aux_rows[: num_reqs * size]
         writes = self.writes
         writes.num_real, writes.source, writes.target = 0, self.copied[:num_reqs], self.scratch.own[:num_reqs, 0]

@@ -1,15 +1,8 @@
-"""The student: the target's module tree once more, around the same weights and the same attention layers.
-
-Containers are copied; everything that holds weights is shared, so the student costs its adapters and nothing else.
-Three kinds of modules differ: linear layers that have adapters (`GatedLinear`), attention layers, whose copy writes
-keys and values in an order of its own (`GroupAttention`), and what runs as a kernel here and is compiled there
-(`eager.py`). The target's tree is not changed and stays compiled.
-"""
+"""The student: the target's module tree once more (`shared_modules.py`), with adapters on linear layers (`GatedLinear`)
+and attention layers that write keys and values in an order of their own (`GroupAttention`)."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +10,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.proposers.v2.eager import with_kernel
-from vllm_mtpc.proposers.v2.lora import Gate, adapted
+from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left
+from vllm_mtpc.proposers.v2.shared_modules import copied, with_kernel
 
 
 class Writes:
@@ -74,25 +66,5 @@ def student_tree(target: nn.Module, lora: dict[str, Tensor], scale: float, gate:
         return with_kernel(module)
 
     student = copied(target, "", replace)
-    if left:
-        raise CheckpointError(
-            f"the head adapts {sorted(left)[0]}, which {type(target).__name__} of vLLM does not have "
-            f"({len(left)} such tensors); use a head of this target"
-        )
+    refuse_left(left, target)
     return student
-
-
-def copied(module: nn.Module, name: str, replace: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
-    """A copy of a container with its children copied or replaced; a module without children is shared."""
-    other = replace(name, module)
-    if other is not None:
-        return other
-    if not module._modules:
-        return module
-    twin = copy.copy(module)
-    children = {
-        key: child if child is None else copied(child, f"{name}.{key}" if name else key, replace)
-        for key, child in module._modules.items()
-    }
-    twin.__dict__["_modules"] = children
-    return twin

@@ -38,7 +38,7 @@ from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.heads import build_head
 
 if TYPE_CHECKING:
-    from vllm_mtpc.checkpoint.convert.command import ConvertOptions
+    from vllm_mtpc.checkpoint.convert.options import ConvertOptions
 
 # Their kinds of circuits that are built here; others (random-btree) have no position order.
 KINDS = ("fully-factorized", "cp", "hmm", "btree")

@@ -25,7 +25,7 @@ from vllm_mtpc.files import check_lengths
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_mtpc.checkpoint.convert.command import ConvertOptions
+    from vllm_mtpc.checkpoint.convert.options import ConvertOptions
     from vllm_mtpc.config.ptp import PtpConfig
     from vllm_mtpc.heads.ptp.embedding import AuxEmbedding
 

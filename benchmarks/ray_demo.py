@@ -29,6 +29,8 @@ from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.process import failure, group
+from vllm_mtpc.errors import EngineFailed
+from vllm_mtpc.report import write_json
 
 TARGET, HEAD = str(demo.path("target")), str(demo.path("btree"))
 DRAFTS = json.dumps({"method": "mtpc", "model": HEAD})
@@ -55,7 +57,7 @@ def app(nodes: Nodes, log: Path) -> Iterator[Client]:
     start = [str(BIN / "serve"), "start", "--proxy-location", "HeadOnly", "--http-port", str(port)]
     started = subprocess.run([*start, "--http-host", "127.0.0.1"], env=environment, capture_output=True, text=True)
     if started.returncode:
-        raise RuntimeError(f"serve start: {started.stdout[-500:]}{started.stderr[-1500:]}")
+        raise EngineFailed(f"serve start: {started.stdout[-500:]}{started.stderr[-1500:]}")
     words = ["replicas=2", f"request_timeout_s={TIMEOUT_S}", f"env={json.dumps(ENVIRONMENT)}", *PAIRS]
     run = [str(BIN / "serve"), "run", "vllm_mtpc.ray_serve:app", f"model={TARGET}", f"speculative-config={DRAFTS}"]
     client = Client(port, timeout_s=TIMEOUT_S + 30)
@@ -154,6 +156,7 @@ def batch_and_kill(nodes: Nodes, asked: list, wanted: list, rounds: int, folder:
     if process.returncode:
         raise failure("vllm-mtpc batch", process.returncode, log)
     answers = [json.loads(line) for part in out.glob("part-*.jsonl") for line in part.read_text().splitlines()]
+    printed = next((line for line in log.read_text().splitlines() if " lines answered" in line), "")
     good = {a["custom_id"]: a["response"]["body"]["choices"][0]["token_ids"] for a in answers if not a["error"]}
     return {
         "lines": total,
@@ -162,14 +165,14 @@ def batch_and_kill(nodes: Nodes, asked: list, wanted: list, rounds: int, folder:
         "with_error": len(answers) - len(good),
         "different_from_plain": sum(tokens != wanted[int(name) % len(asked)] for name, tokens in good.items()),
         "seconds": round(time.monotonic() - started, 1),
-        "said": next((line for line in log.read_text().splitlines() if " lines answered" in line), "").rpartition(";")[
-            0
-        ],
+        "printed": printed.rpartition(";")[0],
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/ray_demo.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=32, help="different prompts (32)")
     parser.add_argument("--rounds", type=int, default=8, help="how often each is asked, of the app and of the job (8)")
     parser.add_argument("--clients", type=int, default=12, help="of the app, at once (12)")
@@ -195,7 +198,7 @@ def main() -> int:
         faults.append("batch: a line was lost, answered twice or answered otherwise")
     if args.json is not None:
         report = {"kind": "ray", **provenance.collect(), "serve_run": served, "batch": batched, "faults": faults}
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, report)
     for fault in faults:
         print(f"FAULT {fault}; logs: {folder}")
     if not faults:
