@@ -18,7 +18,7 @@ from vllm_mtpc.eval.acceptance import Contexts, collect, exact_counts, step_star
 from vllm_mtpc.eval.compare import Asked, Cause, Comparison
 from vllm_mtpc.eval.decode import bits, continue_all
 from vllm_mtpc.eval.evaluator import Evaluator
-from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares
+from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares, shown_tokens, table
 from vllm_mtpc.eval.rejection import Rejection
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, bits_per_token, with_draft_layers
@@ -108,13 +108,10 @@ class MtpcEvaluator(Evaluator):
         return f"{self.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={num_drafts} drafts"
 
     def rows(self, results: Sequence[Evaluation]) -> list[tuple[str, list[str]]]:
-        def tokens(metrics: Metrics | None) -> str:
-            return "-" if metrics is None else shown(metrics.tokens_per_step, metrics.standard_error)
-
         columns: list[tuple[str, Callable[[Evaluation], str]]] = [
-            ("tokens/step, expected ± s.e.", lambda r: tokens(r.expected)),
-            ("  given these very texts", lambda r: tokens(r.along_text)),
-            ("  simulated", lambda r: tokens(r.simulated)),
+            ("tokens/step, expected ± s.e.", lambda r: shown_tokens(r.expected)),
+            ("  given these very texts", lambda r: shown_tokens(r.along_text)),
+            ("  simulated", lambda r: shown_tokens(r.simulated)),
             ("  from any position", lambda r: shown(r.expected.anywhere)),
             ("acceptance per position", lambda r: shown_shares(r.expected.per_position)),
             ("unverified (mtp): tokens/step", lambda r: shown(r.ceiling)),
@@ -126,7 +123,7 @@ class MtpcEvaluator(Evaluator):
             ("bits per byte, circuit's joint", lambda r: shown(r.expected.per_byte(r.expected.joint_bits))),
             ("texts, contexts", lambda r: f"{r.expected.sequences}, {r.expected.contexts:,}"),
         ]
-        return [(name, [show(result) for result in results]) for name, show in columns]
+        return table(columns, results)
 
     def compare(self, asked: Asked, served: Served) -> Comparison:
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)

@@ -22,7 +22,7 @@ from vllm_mtpc.eval.candidates import CandidateMetrics, measure_candidates
 from vllm_mtpc.eval.compare import Asked, Cause, Comparison
 from vllm_mtpc.eval.coupling import Coupling, Picker
 from vllm_mtpc.eval.evaluator import Evaluator
-from vllm_mtpc.eval.metrics import Metrics, ratio, reached, shown, shown_shares
+from vllm_mtpc.eval.metrics import Metrics, ratio, reached, shown, shown_shares, shown_tokens, table
 from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, bits_per_token, generate
@@ -142,20 +142,17 @@ class PtpEvaluator(Evaluator):
         return f"{self.folder}: {config.variant}{informed}, {sizes}"
 
     def rows(self, results: Sequence[PtpEvaluation]) -> list[tuple[str, list[str]]]:
-        def tokens(metrics: PtpMetrics | Metrics | Merged | CandidateMetrics | None) -> str:
-            return "-" if metrics is None else shown(metrics.tokens_per_step, metrics.standard_error)
-
         def two_passes(r: PtpEvaluation) -> str:
             return shown(r.figures.two_pass_tokens_per_step, r.figures.two_pass_standard_error)
 
         columns: list[tuple[str, Callable[[PtpEvaluation], str]]] = [
-            ("tokens/step, merged pass, ideal ± s.e.", lambda r: tokens(r.figures)),
+            ("tokens/step, merged pass, ideal ± s.e.", lambda r: shown_tokens(r.figures)),
             *(
-                (f"  with {merged.rows} auxiliary rows", lambda r, at=at: tokens(r.merged[at]))
+                (f"  with {merged.rows} auxiliary rows", lambda r, at=at: shown_tokens(r.merged[at]))
                 for at, merged in enumerate(results[0].merged)
             ),
             ("tokens/step, two passes", two_passes),
-            ("  simulated", lambda r: tokens(r.simulated)),
+            ("  simulated", lambda r: shown_tokens(r.simulated)),
             ("acceptance per position", lambda r: shown_shares(r.figures.per_position)),
             ("P(exactly g drafts accepted)", lambda r: shown_shares(r.figures.histogram)),
             ("right drafts, of all", lambda r: shown(r.figures.accuracy)),
@@ -165,12 +162,12 @@ class PtpEvaluator(Evaluator):
             *(
                 (
                     f"tokens/step, best of {metrics.candidates} candidates",
-                    lambda r, at=at: tokens(r.candidates[at] if r.candidates else None),
+                    lambda r, at=at: shown_tokens(r.candidates[at] if r.candidates else None),
                 )
                 for at, metrics in enumerate(max((r.candidates for r in results), key=len))
             ),
         ]
-        return [(name, [show(result) for result in results]) for name, show in columns]
+        return table(columns, results)
 
     def warnings(self, results: Sequence[PtpEvaluation]) -> list[str]:
         trained, found = self.default_sampling(self.config), []
