@@ -55,12 +55,7 @@ def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
     drafts, is_drawn = config.num_speculative_tokens, config.draft_sample_method == "probabilistic"
     ranges = default_schedule(measured_acceptance(folder).values(), drafts, is_cpu=False)
     found = draft_memory(
-        config,
-        by_batch(ranges, max_num_seqs, drafts),
-        drafts,
-        torch.bfloat16,
-        num_ranks,
-        is_drawn=is_drawn,
+        config, by_batch(ranges, max_num_seqs, drafts), drafts, torch.bfloat16, num_ranks, is_drawn=is_drawn
     )
     return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks} | {
         f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()
