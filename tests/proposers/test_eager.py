@@ -37,7 +37,7 @@ def methods(place: Path) -> dict[str, Any]:
         from vllm.platforms.cuda import CudaPlatformBase
 
     from vllm_mtpc.checkpoint.ptp import load_ptp
-    from vllm_mtpc.proposers.v2 import eager
+    from vllm_mtpc.proposers.v2 import shared_modules
     from vllm_mtpc.proposers.v2.lora import Gate
     from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
 
@@ -55,8 +55,8 @@ def methods(place: Path) -> dict[str, Any]:
     said["own"] = all(ours._forward_method.__self__ is ours for ours in _ops(student.model))
     priority = config.kernel_config.ir_op_priority
     priority.rms_norm, priority.fused_add_rms_norm = ["mine", "native"], ["native"]
-    with mock.patch.object(eager, "current_platform", CudaPlatformBase):
-        said["priorities"] = vars(eager.eager_priorities(config))
+    with mock.patch.object(shared_modules, "current_platform", CudaPlatformBase):
+        said["priorities"] = vars(shared_modules.eager_priorities(config))
     said["mode"] = config.compilation_config.mode.name
     return said
 
