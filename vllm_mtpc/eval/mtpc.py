@@ -176,7 +176,9 @@ class MtpcEvaluator(Evaluator):
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[Comparison], Metrics]]]:
         """Ways to draft wrongly, and what each should have counted."""
 
-        def rival(name: str, sentence: str, head: nn.Module, change: Callable[[Samples], Samples] = lambda same: same):
+        def rival(
+            name: str, sentence: str, head: nn.Module, change: Callable[[Samples], Samples] = lambda same: same
+        ) -> tuple[Cause, Callable[[Comparison], Metrics]]:
             sentence = f"what is served is what the head does {sentence}"
             return Cause(name, sentence), lambda one: self._predict(one, head, change(one.samples), num_drafts)
 

@@ -130,10 +130,10 @@ class PtpEvaluator(Evaluator):
 
     def _merged(self, windows: Windows, metrics: PtpMetrics, rows: int) -> Merged:
         config, num_drafts = self.config, windows.right.shape[-1]
-        table = choose_groups(metrics.histogram, num_drafts, rows, config.variant, config.window)
-        after = drafts_of_rows(torch.tensor(table.sizes), config.variant)
+        groups = choose_groups(metrics.histogram, num_drafts, rows, config.variant, config.window)
+        after = drafts_of_rows(torch.tensor(groups.sizes), config.variant)
         steps = ptp_acceptance.follow(windows, after=after)
-        return Merged(rows, table, *ratio(steps.tokens, steps.count))
+        return Merged(rows, groups, *ratio(steps.tokens, steps.count))
 
     def title(self, num_drafts: int) -> str:
         config = self.config
