@@ -72,7 +72,6 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
     if not sys.stdout.isatty():
         print(f"\n{title}\n\n" + markdown(header, lines), flush=True)
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -80,7 +79,7 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
         table.add_column(name, justify="left" if place < 2 else "right")
     for line, following in zip(lines, [*lines[1:], None], strict=True):
         table.add_row(*line, end_section="=" in line[0] and following is not None and following[0] != line[0])
-    Console(highlight=False).print(table, markup=False)
+    console().print(table, markup=False)
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

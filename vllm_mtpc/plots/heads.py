@@ -65,7 +65,7 @@ def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path, unit: str) -> 
 def plot_acceptance(figures: Mapping[str, Mapping[str, Mapping[str, Any]]], folder: Path) -> list[Path]:
     """acceptance.png and .svg: P(drafts 1 to k are all accepted), and tokens/step with k drafts at most, over k.
 
-    figures: name of a head -> {"t1": ..., "t0": ...}, each as `vllm-mtpc eval` measures them. Columns
+    figures: name of a head -> {"t1": ..., "t0": ...}, each the fields of `vllm_mtpc.eval.metrics.Metrics`. Columns
     are temperatures, rows the two quantities; the legend gives the total with its standard error over sequences. A name
     that starts with a circuit's gets that circuit's colour. Returns the files written.
     """
