@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_mtpc.data.names import resolved
 from vllm_mtpc.data.sources import size_of
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, UsageError, install
@@ -25,6 +24,7 @@ from vllm_mtpc.train.job import held_out_prompts
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.memory import peak_memory_bytes
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
+from vllm_mtpc.train.state import paths
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -195,13 +195,5 @@ def _ray_worker(values: dict[str, Any]) -> None:
 
 def absolute(options: TrainOptions) -> TrainOptions:
     """The options with paths that do not depend on the folder a worker starts in."""
-    return options.model_copy(
-        update={
-            "target": resolved(options.target),
-            "data": [resolved(name) for name in options.data],
-            "validation_data": [resolved(name) for name in options.validation_data],
-            "init_from": resolved(options.init_from) if options.init_from else None,
-            "out": options.out.resolve(),
-            "cache": options.cache.resolve() if options.cache else None,
-        }
-    )
+    folders = {"out": options.out.resolve(), "cache": options.cache and options.cache.resolve()}
+    return options.model_copy(update=paths(options.model_dump()) | folders)
