@@ -20,11 +20,10 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, print_table, write_json
 from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
-from vllm_mtpc.train.state import changed_option, identity, read_state
+from vllm_mtpc.train.state import NAMES, changed_option, identity, read_state
 
 KEYS = {"title", "common", "runs"}
 BITS = ("target", "joint")
-NAMES = {"target", "data", "validation_data", "init_from"}  # provenance holds them without their folders
 
 
 def parser() -> argparse.ArgumentParser:
@@ -110,7 +109,7 @@ def done(options: TrainOptions) -> dict[str, Any] | None:
         return None
     record = json.loads(file.read_text(encoding="utf-8"))
     learnt = {**identity(options), "max_steps": options.max_steps}
-    compared = learnt.keys() - NAMES - options.of_others
+    compared = learnt.keys() - {*NAMES} - options.of_others  # provenance holds NAMES without their folders
     same = all(record["settings"].get(key) == learnt[key] for key in compared)
     return record if same and record.get("figures") else None
 

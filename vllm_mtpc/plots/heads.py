@@ -21,6 +21,8 @@ LABEL_PLACES = [  # points from a marker, near ones first
     for away in (7, 12, 20, 30, 42, 56, 72, 90)
     for angle in [math.radians(degrees) for degrees in (40, -40, 140, -140, 90, -90, 15, -15, 165, -165, 65, -65)]
 ]
+RATE_TEXT = {"rotation_mode": "anchor", "transform_rotates_text": True, "fontsize": 7, "color": "#6e6e6e"}
+RATE_TEXT |= {"ha": "right", "va": "bottom"}
 LOSS_COLOUR = "#0072B2"
 
 
@@ -92,7 +94,7 @@ def _acceptance_lines(upper: Axes, lower: Axes, name: str, values: Mapping[str, 
     alive = list(values["per_position"])
     positions = range(1, len(alive) + 1)
     total = f"{name}: {values['tokens_per_step']:.2f} ± {values['standard_error']:.2f}"
-    drawn = {"color": look.colour, "marker": look.marker, "linestyle": look.dashes, "linewidth": 1.4, "markersize": 4.5}
+    drawn = {**look.line, "linewidth": 1.4, "markersize": 4.5}
     upper.plot(positions, alive, label=total, **drawn)
     # Steps of fewer drafts are the same steps cut short: their tokens are the sum of what survives so far.
     lower.plot([0, *positions], [1.0, *(1 + part for part in itertools.accumulate(alive))], **drawn)
@@ -160,12 +162,7 @@ def _throughput_lines(axis: Axes, points: Sequence[Point]) -> None:
             xytext=(-9, -5) if end < right else (-2, 1),
             textcoords="offset points",
             rotation=math.degrees(math.atan(rate / 1000)),
-            rotation_mode="anchor",
-            transform_rotates_text=True,
-            fontsize=7,
-            color="#6e6e6e",
-            ha="right",
-            va="bottom",
+            **RATE_TEXT,
         )
 
 
@@ -178,10 +175,8 @@ def _frontier_points(axis: Axes, points: Sequence[Point]) -> None:
             milliseconds,
             tokens,
             yerr=[0 if math.isnan(point.standard_error) else point.standard_error for point in own],
-            color=look.colour,
-            marker=look.marker,
+            **{**look.line, "linestyle": "none" if circuit is None else look.dashes},
             markersize=9 if circuit is None else 6,
-            linestyle="none" if circuit is None else look.dashes,
             linewidth=0.9,
             elinewidth=1.1,
         )

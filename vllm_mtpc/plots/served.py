@@ -43,7 +43,7 @@ def plot_latency(rows: Sequence[Row], folder: Path, name: str) -> list[Path]:
     def draw(axis: Axes, decoding: str, mine: Sequence[Row], look: Look) -> None:
         mine = sorted(mine, key=lambda row: row["clients"])
         x, y = [milliseconds_per_token(row) for row in mine], [row["tokens_per_second"] for row in mine]
-        axis.plot(x, y, color=look.colour, marker=look.marker, linestyle=look.dashes, linewidth=1.4, label=decoding)
+        axis.plot(x, y, **look.line, linewidth=1.4, label=decoding)
         if decoding == "plain":
             for row, *at in zip(mine, x, y, strict=True):
                 axis.annotate(f"c={row['clients']}", at, xytext=LABEL_PLACES[1], textcoords="offset points", fontsize=7)
@@ -59,10 +59,10 @@ def plot_shares(rows: Sequence[Row], folder: Path, name: str) -> list[Path]:
 
     def draw(axis: Axes, decoding: str, mine: Sequence[Row], look: Look) -> None:
         at = 100 * mine[0]["draft_share"], mine[0]["tokens_per_step"]
-        axis.plot(*at, color=look.colour, marker=look.marker, linestyle="none", markersize=7, label=decoding)
+        axis.plot(*at, **{**look.line, "linestyle": "none"}, markersize=7, label=decoding)
 
     labels = (f"draft's share of a step, % (c={fewest})", "tokens/step")
-    return _panels(timed, folder, name, draw, labels, logarithmic=False)
+    return _panels(timed, folder, name, draw, labels)
 
 
 def _panels(
@@ -71,7 +71,7 @@ def _panels(
     name: str,
     draw: Callable[[Axes, str, Sequence[Row], Look], None],
     labels: tuple[str, str],
-    logarithmic: bool,
+    logarithmic: bool = False,
 ) -> list[Path]:
     """A panel per temperature; every way of decoding has one look in all of them."""
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
@@ -94,13 +94,12 @@ def _panels(
         return save(figure, folder, name)
 
 
-def _logarithmic(axis: Axes) -> None:
+def _logarithmic(axes: Axes) -> None:
     """Both axes, with plain numbers at 1, 2 and 5."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    for one in (axis.xaxis, axis.yaxis):
-        one.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        one.set_minor_locator(NullLocator())
-        one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter("{x:g}")

@@ -39,6 +39,11 @@ class Look(NamedTuple):
     marker: str
     dashes: Any
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """As matplotlib's arguments."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.dashes}
+
 
 LOOKS = (
     Look("#E69F00", "^", ":"),

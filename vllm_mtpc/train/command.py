@@ -103,7 +103,7 @@ def with_responses(options: TrainOptions) -> TrainOptions:
     greedy = round(options.regenerate * options.job.greedy_share(options))
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     files = []
-    for name, law, count in (
+    for name, how, count in (
         ("sampled", sampled, options.regenerate - greedy),
         ("greedy", {"temperature": 0.0}, greedy),
     ):
@@ -113,7 +113,7 @@ def with_responses(options: TrainOptions) -> TrainOptions:
             target=options.target,
             data=options.data,
             out=options.out / "data" / f"{name}.jsonl",
-            **law,
+            **how,
             max_tokens=options.regenerate_tokens,
             prompt_tokens=options.regenerate_prompt_tokens,
             crops=options.regenerate_crops,

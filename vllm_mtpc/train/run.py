@@ -6,6 +6,7 @@ import errno
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_mtpc.data.names import resolved
 from vllm_mtpc.data.sources import size_of
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, UsageError, install
@@ -24,10 +24,12 @@ from vllm_mtpc.train.job import held_out_prompts
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.memory import peak_memory_bytes
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
+from vllm_mtpc.train.state import paths
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from vllm_mtpc.hf import Target
 
 AGAIN = "the same command with --resume"
 
@@ -52,22 +54,12 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
             say(f"untrained head written: {options.out}")
         return options.out
     started = time.monotonic()
-    most, size = prepare.most_bytes(options), size_of(options.data)
-    if most and most < size:
-        say(f"data: about {most / 1e6:,.0f} of {size / 1e6:,.0f} MB are read, spread over all of it: what "
-            f"{options.max_steps:,} steps need")  # fmt: skip
-    data = prepare.read_data(options, target)
-    say(f"data: {data.report.tokens:,} tokens of {data.report.documents:,} documents in {data.report.rows:,} rows, "
-        f"{data.report.padding:.1%} padding, {data.report.dropped:,} documents too short")  # fmt: skip
-    if data.report.warning:
-        say(f"warning: {data.report.warning}", file=sys.stderr)
+    data = _read_data(options, target, say)
     prompts = held_out_prompts(options, target, data.held_out)
     with accelerator.main_process_first():  # one process writes the cache, the others find it
         source = job.source(data.rows)
     windows = job.windows(source, accelerator.process_index, accelerator.num_processes)
-    steps = (
-        options.max_steps if options.max_steps is not None else max(1, int(windows.steps_per_epoch() * options.epochs))
-    )
+    steps = options.max_steps or max(1, int(windows.steps_per_epoch() * options.epochs))
     trainer = Trainer(options, accelerator, job.drafter(), windows, steps)
     trainer.run()
     if trainer.stopping.signal:
@@ -79,23 +71,43 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     trained = trainer.weights()
     accelerator.end_training()  # the other processes need not wait for what follows
     if accelerator.is_main_process:
-        metrics = read_metrics(options.out / METRICS_FILE)
-        run = {
-            "steps": trainer.step,
-            "minutes": round((time.monotonic() - started) / 60, 1),
-            "tokens": data.report.tokens,
-            "documents": data.report.documents,
-            "data_sha256": data_fingerprint(data.rows),
-            # a finished run that is resumed logs nothing, and its metrics may be gone
-            "tokens_per_second": metrics[-1]["tokens_per_second"] if metrics else trainer.tokens_per_second,
-            "peak_memory_bytes": max(
-                (line["peak_memory_bytes"] for line in metrics), default=peak_memory_bytes(accelerator.device)
-            ),
-            "processes": accelerator.num_processes,
-            **({"command": command} if command else {}),
-        }
-        job.finish(trained, prompts, run)
+        run = {"minutes": round((time.monotonic() - started) / 60, 1), **_run(trainer, data)}
+        job.finish(trained, prompts, run | ({"command": command} if command else {}))
     return options.out
+
+
+def _read_data(options: TrainOptions, target: Target, say: Callable[..., None]) -> prepare.Data:
+    """The data of the run, and a line on what it is."""
+    most, size = prepare.most_bytes(options), size_of(options.data)
+    if most and most < size:
+        say(f"data: about {most / 1e6:,.0f} of {size / 1e6:,.0f} MB are read, spread over all of it: what "
+            f"{options.max_steps:,} steps need")  # fmt: skip
+    data = prepare.read_data(options, target)
+    report = data.report
+    say(f"data: {report.tokens:,} tokens of {report.documents:,} documents in {report.rows:,} rows, "
+        f"{report.padding:.1%} padding, {report.dropped:,} documents too short")  # fmt: skip
+    if report.warning:
+        say(f"warning: {report.warning}", file=sys.stderr)
+    return data
+
+
+def _run(trainer: Trainer, data: prepare.Data) -> dict[str, Any]:
+    """What provenance.json says of a run."""
+    metrics = read_metrics(trainer.options.out / METRICS_FILE)
+    now = {  # a finished run that is resumed logs nothing, and its metrics may be gone
+        "tokens_per_second": trainer.tokens_per_second,
+        "peak_memory_bytes": peak_memory_bytes(trainer.accelerator.device),
+    }
+    lines = metrics or [now]
+    return {
+        "steps": trainer.step,
+        "tokens": data.report.tokens,
+        "documents": data.report.documents,
+        "data_sha256": data_fingerprint(data.rows),
+        "tokens_per_second": lines[-1]["tokens_per_second"],
+        "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
+        "processes": trainer.accelerator.num_processes,
+    }
 
 
 def make_accelerator(options: TrainOptions) -> Accelerator:
@@ -183,13 +195,5 @@ def _ray_worker(values: dict[str, Any]) -> None:
 
 def absolute(options: TrainOptions) -> TrainOptions:
     """The options with paths that do not depend on the folder a worker starts in."""
-    return options.model_copy(
-        update={
-            "target": resolved(options.target),
-            "data": [resolved(name) for name in options.data],
-            "validation_data": [resolved(name) for name in options.validation_data],
-            "init_from": resolved(options.init_from) if options.init_from else None,
-            "out": options.out.resolve(),
-            "cache": options.cache.resolve() if options.cache else None,
-        }
-    )
+    folders = {"out": options.out.resolve(), "cache": options.cache and options.cache.resolve()}
+    return options.model_copy(update=paths(options.model_dump()) | folders)
