@@ -19,7 +19,7 @@ from vllm_mtpc.engine.counters import DEFINITIONS
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, print_table, write_json
-from vllm_mtpc.train.options import CIRCUIT_OPTIONS, STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
+from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
 from vllm_mtpc.train.state import changed_option, identity, read_state
 
 KEYS = {"title", "common", "runs"}
@@ -110,8 +110,7 @@ def done(options: TrainOptions) -> dict[str, Any] | None:
         return None
     record = json.loads(file.read_text(encoding="utf-8"))
     learnt = {**identity(options), "max_steps": options.max_steps}
-    of_other_kind = CIRCUIT_OPTIONS if options.is_ptp else ()  # the record of a PTP head is without them
-    compared = learnt.keys() - NAMES - set(of_other_kind)
+    compared = learnt.keys() - NAMES - options.of_others
     same = all(record["settings"].get(key) == learnt[key] for key in compared)
     return record if same and record.get("figures") else None
 

@@ -41,7 +41,7 @@ FAMILIES = {
         facts="vllm_mtpc.checkpoint.inspect:mtpc_facts",
         rows="vllm_mtpc.checkpoint.inspect:mtpc_rows",
         evaluator="vllm_mtpc.eval.mtpc:MtpcEvaluator",
-        job="vllm_mtpc.train.run:CircuitJob",
+        job="vllm_mtpc.train.circuit:CircuitJob",
         serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
     ),
     "ptp": Family(

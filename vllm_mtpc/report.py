@@ -15,6 +15,8 @@ from vllm_mtpc.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+SERVED = "bench serve"  # the kind of the results that `vllm-mtpc plot` draws
+
 
 def check_file(file: Path | None, flag: str = "--json") -> None:
     """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises UsageError.
@@ -70,7 +72,6 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
     if not sys.stdout.isatty():
         print(f"\n{title}\n\n" + markdown(header, lines), flush=True)
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -78,7 +79,7 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
         table.add_column(name, justify="left" if place < 2 else "right")
     for line, following in zip(lines, [*lines[1:], None], strict=True):
         table.add_row(*line, end_section="=" in line[0] and following is not None and following[0] != line[0])
-    Console(highlight=False).print(table, markup=False)
+    console().print(table, markup=False)
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

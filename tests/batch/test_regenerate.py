@@ -17,10 +17,11 @@ import torch
 
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.models import make_target
+from vllm_mtpc.batch import output
 from vllm_mtpc.batch import regenerate as module
-from vllm_mtpc.batch import regenerate_output
-from vllm_mtpc.batch.regenerate import RegenerateOptions, add_arguments, parse, regenerate
-from vllm_mtpc.batch.regenerate_prompts import collect
+from vllm_mtpc.batch.options import RegenerateOptions
+from vllm_mtpc.batch.prompts import collect
+from vllm_mtpc.batch.regenerate import add_arguments, parse, regenerate
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.flags import typed
 
@@ -254,7 +255,7 @@ def test_full_disk(tmp_path, target, engine, monkeypatch):
 
     with monkeypatch.context() as patch:
         FullDisk.room = 500  # a wave of two lines and a part of the next
-        patch.setattr(regenerate_output, "open", limited, raising=False)
+        patch.setattr(output, "open", limited, raising=False)
         with pytest.raises(UsageError, match=r"\(the disk is full\); the 2 responses in it are whole") as refused:
             regenerate(how)
     assert "\n" not in str(refused.value)
@@ -294,7 +295,7 @@ def test_arguments_of_the_engine(tmp_path):
     add_arguments(parser)
     args = parser.parse_args(["--target", "t", "--data", "d", "--out", str(tmp_path / "o"), *given])
     how = parse(typed(args, RegenerateOptions))
-    engine, _ = module._arguments(how, True)
+    engine, _ = how.arguments(True)
     assert engine["enforce_eager"] is True and engine["dtype"] == "float32" and engine["max_model_len"] == 9
     assert how.meta()["engine"] == {"enforce_eager": True, "dtype": "float32"}
 

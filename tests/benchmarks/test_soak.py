@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.soak import Clients, Tally
-from vllm_mtpc.bench.serve import Answer
+from vllm_mtpc.engine.passes import Answer
 from vllm_mtpc.errors import EngineFailed
 
 ASKED = [[1, 2], [3]]
@@ -32,7 +32,7 @@ class FakeServer:
         if "error" in self.wrong:
             raise self.wrong["error"]
         tokens = REFERENCE[ASKED.index(body["prompt"])][: body["max_tokens"]] * body.get("n", 1)
-        return Answer("", self.wrong.get("tokens", lambda said: said)(tokens), 1, 0.0, 0.0)
+        return Answer("", self.wrong.get("tokens", lambda said: said)(tokens), 0.0, 0.0)
 
     def post(self, path: str, body: bytes) -> tuple[int, str]:
         return self.wrong.get("status", 400), json.dumps({"error": {"message": "no"}})

@@ -117,7 +117,7 @@ def cut(word: str):
         (
             [1, 2],
             lambda state: {n: v[:1] if v is not None and ".lora_A" in n else v for n, v in state.items()},
-            ["(r)"],
+            ["ask for (2, "],
         ),
         (
             [1, 2],

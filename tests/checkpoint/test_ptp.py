@@ -302,7 +302,7 @@ def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
         (lambda tensors: tensors.pop(Q_A), ["missing", Q_A]),
         (lambda tensors: tensors.update({Q_A.replace("layers.0", "layers.3"): torch.zeros(2, 8)}), ["unknown", "3"]),
         (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(7, 8)}), ["unknown", "lm_head.weight"]),
-        (lambda tensors: tensors.update({Q_A: torch.zeros(3, 8)}), [Q_A, "(3, 8)", "(2, in)"]),
+        (lambda tensors: tensors.update({Q_A: torch.zeros(3, 8)}), [Q_A, "(3, 8)", "(2, 8)"]),
         (lambda tensors: tensors.update({Q_A: torch.zeros(2, 9)}), [Q_A, "(2, 9)", "(2, 8)", "hidden_size"]),
         (lambda tensors: tensors.update({DOWN_B: torch.zeros(12, 2)}), [DOWN_B, "(12, 2)", "(8, 2)"]),
         (lambda tensors: tensors[Q_A][1].fill_(float("inf")), ["NaN or infinity", Q_A]),

@@ -23,7 +23,7 @@ from vllm_mtpc.checkpoint.adapters import read_adapter_config
 from vllm_mtpc.checkpoint.convert.tensors import sort_tensors
 from vllm_mtpc.checkpoint.convert.yaml import Settings
 from vllm_mtpc.checkpoint.figures import measured_acceptance
-from vllm_mtpc.checkpoint.token_heads import TokenHeadsOptions, write_token_heads
+from vllm_mtpc.checkpoint.token_heads import write_token_heads
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import CheckpointError, MtpcError, ServeConfigError, printable
 from vllm_mtpc.files import MAX_HEADER, MAX_INDEX, MAX_JSON, MAX_YAML, open_tensors, read_json
@@ -277,13 +277,13 @@ def index(target: Path, values: Any) -> None:
 
 def token_heads(target: Path) -> str:
     out = target.parent / "out"
-    text = refusal(lambda: write_token_heads(TokenHeadsOptions(target=str(target), out=out)))
+    text = refusal(lambda: write_token_heads(str(target), out))
     assert not out.exists()
     return text
 
 
 def test_a_good_index_is_read(target: Path) -> None:
-    config = write_token_heads(TokenHeadsOptions(target=str(target), out=target.parent / "out"))
+    config = write_token_heads(str(target), target.parent / "out")
     assert (config.window, config.circuit) == (2, "ff")
 
 

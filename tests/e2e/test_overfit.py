@@ -19,7 +19,6 @@ from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.hf import Target, load_target
-from vllm_mtpc.train import prepare
 
 PROMPT, NEW, WINDOW = 4, 17, 4
 EVERY_DRAFT = {"method": "mtpc", "num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
@@ -76,7 +75,7 @@ def fit(target: Target, documents: Documents, out: Path, kind: dict) -> None:
     trainer = make_trainer(options, target, documents)
     trainer.run()
     assert losses(out)[-1] < 0.02, kind
-    config = prepare.head_config(options, target)
+    config = options.job(options, target).config
     head = build_head(config)
     head.load_state_dict(trainer.weights())
     save_head(out, config, head, {}, "memorised", torch.float32)

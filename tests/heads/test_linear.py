@@ -9,7 +9,8 @@ import torch
 
 from tests.support.enumeration import CIRCUITS, INNER_REGIONS, all_tokens, make, repeated
 from vllm_mtpc.circuits import CircuitParams
-from vllm_mtpc.heads.linear import INIT_STD, STAY_PROBABILITY, LinearHead
+from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY
+from vllm_mtpc.heads.linear import LinearHead
 
 torch.set_num_threads(1)
 V, D, B = 5, 16, 3

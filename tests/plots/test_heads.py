@@ -17,7 +17,8 @@ from vllm_mtpc import demo
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.plots import command as plot_command
 from vllm_mtpc.plots import heads as plots
-from vllm_mtpc.plots.heads import Point, looks_of, plot_acceptance, plot_frontier, plot_loss, running_mean
+from vllm_mtpc.plots.heads import Point, plot_acceptance, plot_frontier, plot_loss, running_mean
+from vllm_mtpc.plots.style import CIRCUIT_LOOKS, looks_of
 from vllm_mtpc.train.options import parse
 
 FIGURES = {
@@ -34,8 +35,8 @@ POINTS = [
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
     """Figures as they are when they are saved."""
-    figures, save = [], plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
+    figures, save = [], plots.save
+    monkeypatch.setattr(plots, "save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
     return figures
 
 
@@ -130,7 +131,7 @@ def test_labels_of_many_heads_cover_neither_each_other_nor_a_point(tmp_path: Pat
 )
 def test_the_axis_says_what_the_loss_counts(tmp_path: Path, drawn: list, values: dict, unit: str) -> None:
     options = parse({"target": "t", "data": ["d"], "out": tmp_path, **values})
-    plot_loss(metrics(3), tmp_path, options.loss_unit)
+    plot_loss(metrics(3), tmp_path, options.job.loss_unit(options))
     assert drawn[0].axes[0].get_ylabel() == f"loss ({unit})"
 
 
@@ -146,7 +147,7 @@ def test_files_are_the_same_every_time(tmp_path: Path) -> None:
 def test_looks_differ_also_in_greyscale() -> None:
     names = ["btree n=8", "btree n=16", "cp", "something", "ff", "hmm", "more", "most"]
     looks = looks_of(names)
-    assert looks["btree n=8"] == plots.CIRCUIT_LOOKS["btree"] and looks["ff"] == plots.CIRCUIT_LOOKS["ff"]
+    assert looks["btree n=8"] == CIRCUIT_LOOKS["btree"] and looks["ff"] == CIRCUIT_LOOKS["ff"]
     for part in ("colour", "marker", "dashes"):
         assert len({str(getattr(look, part)) for look in looks.values()}) == len(names)
     assert all(matplotlib.colors.is_color_like(look.colour) for look in looks.values())

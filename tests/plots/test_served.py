@@ -10,8 +10,8 @@ import pytest
 from vllm_mtpc import cli
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED
 from vllm_mtpc.plots import served as plots_served
-from vllm_mtpc.plots.heads import CIRCUIT_LOOKS
 from vllm_mtpc.plots.served import plot_latency, plot_served, plot_shares
+from vllm_mtpc.plots.style import CIRCUIT_LOOKS
 
 
 def row(decoding: str, temperature: float, clients: int, rate: float, **more: object) -> dict:
@@ -31,8 +31,8 @@ ROWS = [
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
     """Figures as they are when they are saved."""
-    figures, save = [], plots_served._save
-    monkeypatch.setattr(plots_served, "_save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
+    figures, save = [], plots_served.save
+    monkeypatch.setattr(plots_served, "save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
     return figures
 
 

@@ -10,8 +10,6 @@ from accelerate import Accelerator
 from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.hf import Target
-from vllm_mtpc.train import prepare
-from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, parse
 
@@ -73,10 +71,9 @@ def options_for(target: Target, out: Path, **changes) -> TrainOptions:
 
 def make_trainer(options: TrainOptions, target: Target, documents: Documents | None = None) -> Trainer:
     rows, _ = pack(documents or random_documents(), options.seq_len, options.window, options.seed)
-    config = prepare.head_config(options, target)
-    head, layers = prepare.initial_head(options, config, target), prepare.draft_layers(options, target)
-    windows = prepare.window_source(options, target, prepare.hidden_source(options, target, rows))
-    return Trainer(options, Accelerator(cpu=True), Drafter(head, target, options, layers), windows, options.max_steps)
+    job = options.job(options, target)
+    windows = job.windows(job.source(rows))
+    return Trainer(options, Accelerator(cpu=True), job.drafter(), windows, options.max_steps)
 
 
 def save_every(trainer: Trainer, steps: int) -> Trainer:

@@ -18,8 +18,9 @@ from tests.support.models import make_target
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf import Target, load_target
-from vllm_mtpc.train import cache, cache_command, cache_files, prepare
-from vllm_mtpc.train.cache import Computed, HiddenCache, data_fingerprint, open_cache, write_cache
+from vllm_mtpc.train import cache, cache_command, prepare
+from vllm_mtpc.train.cache import Computed, HiddenCache, open_cache, write_cache
+from vllm_mtpc.train.fingerprints import data_fingerprint, target_fingerprint
 from vllm_mtpc.train.options import parse
 
 SEQ, ROWS = 24, 11
@@ -111,7 +112,7 @@ def test_reading_a_few_rows_reads_only_their_pages(tmp_path):
 
     if not Path("/proc/self/statm").exists():
         pytest.skip("resident memory is read from /proc, which this system does not have")
-    index = cache_files.Index(
+    index = cache.Index(
         format_version=1,
         target="t",
         target_fingerprint="a",
@@ -173,7 +174,7 @@ def test_a_finished_cache_is_not_computed_again(folder, target, rows, monkeypatc
 )
 def test_full_disk(folder, target, rows, monkeypatch, error):
     with monkeypatch.context() as patch:
-        real = cache_files.save_file
+        real = cache.save_file
 
         def save(tensors: object, path: Path, metadata: object) -> None:
             if path.name.startswith("shard-00001"):
@@ -181,7 +182,7 @@ def test_full_disk(folder, target, rows, monkeypatch, error):
                 raise error
             real(tensors, path, metadata)
 
-        patch.setattr(cache_files, "save_file", save)
+        patch.setattr(cache, "save_file", save)
         with pytest.raises(
             UsageError, match=r"the disk is full\); finished shards are intact: make room and run again"
         ):
@@ -223,7 +224,7 @@ def test_another_run_is_refused(folder, target, rows, tmp_path):
 
 def test_fingerprints(target, rows, tmp_path):
     again = load_target(target.name, dtype=torch.bfloat16, attention="torch")
-    assert cache.target_fingerprint(again) == cache.target_fingerprint(target)
+    assert target_fingerprint(again) == target_fingerprint(target)
     assert data_fingerprint(Rows(rows.tokens.long(), rows.document.long(), rows.trained)) == data_fingerprint(rows)
     trained = rows.trained.clone()
     trained[3, 3] = ~trained[3, 3]

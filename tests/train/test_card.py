@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from tests.support.docs_rows import row
-from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.engine.provenance import public
-from vllm_mtpc.train.card import head_card, loss_sentence, record
+from vllm_mtpc.train.card import circuit_card, loss_sentence, provenance
 from vllm_mtpc.train.options import TrainOptions, parse
 
 T1 = {
@@ -45,16 +44,9 @@ RUN = {
 def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:
     """The record of a run whose out folder is tmp_path/head."""
     options = parse({"target": "org/model", "data": ["a.txt"], "out": str(tmp_path / "head"), "window": 4, **changes})
-    config = HeadConfig.create(
-        circuit=options.circuit,
-        window=options.window,
-        num_components=options.num_components,
-        target={"vocab_size": 7, "hidden_size": 8},
-        verifier=options.verifier or options.target,
-        head=options.head,
-        lora_layers=options.lora_layers,
-    )
-    return record(options, config, figures, run)
+    head = {"circuit": "btree", "window": 4, "num_components": options.num_components, "head": options.head}
+    head |= {"drafts": 3, "lora_layers": options.lora_layers}
+    return provenance(options, head, options.verifier or options.target, figures, run)
 
 
 def test_a_record_holds_what_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +56,7 @@ def test_a_record_holds_what_repeats_the_run(tmp_path: Path, monkeypatch: pytest
     assert values["seed"] == 7 and values["figures"] == {"t1": T1}
     assert values["data"] == {"names": ["a.txt"], "tokens": 54321, "documents": 9, "sha256": "ab" * 32}
     assert set(TrainOptions.model_fields) <= set(values["settings"])
-    assert values["settings"]["num_components"] == 32 and values["run"]["steps"] == 1300
+    assert values["head"]["num_components"] == 32 and values["run"]["steps"] == 1300
     assert {"commit", "hardware"} <= set(values)
 
 
@@ -85,13 +77,13 @@ def test_absolute_paths_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", [f"{tmp_path}/bin/vllm-mtpc", "train", *words])
     values = make(tmp_path, {"t1": T1}, RUN, target=target, data=["/etc/x.txt"], cache="/var/states", verifier=target)
     assert values["command"] == "vllm-mtpc train --target target --out=head x.txt"
-    for text in (json.dumps(values), head_card(values)):
+    for text in (json.dumps(values), circuit_card(values)):
         assert str(tmp_path) not in text and "/etc" not in text and "/var" not in text
     assert public(["a/b", "../c", 3, None, "--x=1"]) == ["a/b", "../c", 3, None, "--x=1"]
 
 
 def test_the_card_states_figures_definitions_and_training(tmp_path: Path) -> None:
-    card = head_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN, components=8, beta=0.25))
+    card = circuit_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN, components=8, beta=0.25))
     lines = card.splitlines()
     assert "|  | T=1 | T=0 |" in lines
     assert "| Tokens/step | **1.750** (s.e. 0.031) | **2.500** (s.e. 0.031) |" in lines
@@ -110,29 +102,29 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, monkeypatch: pyt
     def front(card: str) -> dict:
         return yaml.safe_load(card.split("---\n")[1])
 
-    assert front(head_card(make(tmp_path, {}, RUN)))["base_model"] == "org/model"
-    assert front(head_card(make(tmp_path, {}, RUN)))["tags"] == ["mtpc", "speculative-decoding"]
+    assert front(circuit_card(make(tmp_path, {}, RUN)))["base_model"] == "org/model"
+    assert front(circuit_card(make(tmp_path, {}, RUN)))["tags"] == ["mtpc", "speculative-decoding"]
     (tmp_path / "org" / "model").mkdir(parents=True)  # a folder is not on the hub, whatever its name looks like
     monkeypatch.chdir(tmp_path)
-    card = head_card(make(tmp_path, {}, RUN))
+    card = circuit_card(make(tmp_path, {}, RUN))
     assert front(card)["base_model"] == "OWNER/NAME" and "# the target on the hub" in card  # to be filled in
-    card = head_card(make(tmp_path, {}, RUN, verifier="someone/else"))  # how it is to be named
+    card = circuit_card(make(tmp_path, {}, RUN, verifier="someone/else"))  # how it is to be named
     assert front(card)["base_model"] == "someone/else"
     assert front(card)["pipeline_tag"] == "text-generation" and front(card)["license"] == "unknown"
 
 
 def test_the_card_says_how_to_serve(tmp_path: Path) -> None:
-    card = head_card(make(tmp_path, {}, RUN))
+    card = circuit_card(make(tmp_path, {}, RUN))
     assert "\nvllm serve head\n" in card
     typed = next(line for line in card.splitlines() if "--speculative-config" in line)
     words = shlex.split(typed)
     assert words[:3] == ["vllm", "serve", "org/model"] and json.loads(words[4]) == {"method": "mtpc", "model": "head"}
-    layers = head_card(make(tmp_path, {}, RUN, lora_layers=2))
+    layers = circuit_card(make(tmp_path, {}, RUN, lora_layers=2))
     assert "last 2 layers" in layers and "Model Runner V2 alone" in layers and "vllm serve head" in layers
 
 
 def test_a_head_that_was_not_measured_or_not_trained_says_so(tmp_path: Path) -> None:
-    unmeasured, untrained = (head_card(make(tmp_path, {}, run)) for run in (RUN, {"steps": 0}))
+    unmeasured, untrained = (circuit_card(make(tmp_path, {}, run)) for run in (RUN, {"steps": 0}))
     assert "**Not measured**" in unmeasured and "vllm-mtpc eval head --data DATA" in unmeasured
     assert "## Training" in unmeasured and "untrained" not in unmeasured
     assert "**This head is untrained**" in untrained and "## Training" not in untrained
@@ -140,12 +132,12 @@ def test_a_head_that_was_not_measured_or_not_trained_says_so(tmp_path: Path) -> 
 
 
 def test_plots_are_linked_when_they_exist(tmp_path: Path) -> None:
-    assert "](loss.png)" not in head_card(make(tmp_path, {}, RUN))
+    assert "](loss.png)" not in circuit_card(make(tmp_path, {}, RUN))
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "loss.png").touch()
-    card = head_card(make(tmp_path, {}, RUN))
+    card = circuit_card(make(tmp_path, {}, RUN))
     assert "](loss.png)" in card and "acceptance.png" not in card
-    assert "loss.png" not in head_card(make(tmp_path, {}, {"steps": 0}))  # left by an earlier run
+    assert "loss.png" not in circuit_card(make(tmp_path, {}, {"steps": 0}))  # left by an earlier run
 
 
 @pytest.mark.parametrize(

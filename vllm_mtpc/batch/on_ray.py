@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
 
+from vllm_mtpc.batch.options import BatchOptions
+from vllm_mtpc.batch.output import Part
 from vllm_mtpc.batch.worker import Worker
 from vllm_mtpc.errors import EngineFailed
 
-if TYPE_CHECKING:
-    from vllm_mtpc.batch.command import BatchOptions
-    from vllm_mtpc.batch.parts import Part
 
-
-def results(options: BatchOptions, open_parts: list[Part]) -> Iterator[dict[str, Any]]:
-    """Answered parts, in the order in which they are."""
+def results(options: BatchOptions, open_parts: list[Part], program: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Answered parts, in the order in which they are. program: as of Worker."""
     if not ray.is_initialized():
         ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
@@ -33,7 +31,7 @@ def results(options: BatchOptions, open_parts: list[Part]) -> Iterator[dict[str,
     rows = [{"name": part.name, "lines": json.dumps(part.lines)} for part in open_parts]
     asked = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         Worker,
-        fn_constructor_args=(options.setup,),
+        fn_constructor_args=(options, program),
         compute=ActorPoolStrategy(
             size=min(options.replicas, len(rows)),
             max_tasks_in_flight_per_actor=options.concurrent_parts,

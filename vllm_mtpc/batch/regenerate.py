@@ -15,51 +15,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
+from pydantic import ValidationError
 
+from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.errors import EngineFailed, UsageError, one_line
 from vllm_mtpc.flags import add_flags, typed
 
 if TYPE_CHECKING:
     import argparse
 
-    from vllm_mtpc.batch.regenerate_prompts import Request
-
-
-class RegenerateOptions(BaseModel):
-    """What is to be written. A field is a flag of `vllm-mtpc regenerate`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    target: str = Field(min_length=1, description="model that writes: folder or hub name")
-    data: list[str] = Field(min_length=1, description="where prompts come from, as for vllm-mtpc train")
-    out: Path = Field(description="file of responses (.jsonl), continued if it is there")
-    temperature: float = Field(1.0, ge=0, description="of sampling; 0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="1: off")
-    top_k: int = Field(0, ge=0, description="0: off")
-    max_tokens: int = Field(512, ge=1, description="tokens of a response at most")
-    samples: int = Field(1, ge=1, description="responses for each prompt")
-    prompt_tokens: int = Field(32, ge=1, description="tokens of a prompt cut from text")
-    crops: int = Field(0, ge=0, description="prompts cut from random places of each text; 0: one, its beginning")
-    limit: int | None = Field(None, ge=1, description="prompts at most, picked at random by the seed")
-    seed: int = Field(0, ge=0, description="decides which prompts are cut and what is sampled")
-    split: str = Field("train", description="split of a datasets name")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model")
-    max_model_len: int | None = Field(None, ge=2, description="prompt and response together (default: the model's)")
-    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
-    kv_cache_memory: int | None = Field(None, ge=1, description="bytes of the KV cache (default: vLLM's; CPU: 1 GiB)")
-    ignore_eos: bool = Field(False, description="write on after the end-of-text token")
-    engine: Json[dict[str, Any]] = Field({}, description='more of vllm.LLM, as {"enforce_eager": true}')
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RegenerateOptions:
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError(f"{self.samples} samples at temperature 0 are the same text; give samples 1")
-        return self
-
-    def meta(self) -> dict[str, Any]:
-        """What decides the text: a file is only continued with the same."""
-        return self.model_dump(exclude={"out", "tensor_parallel_size", "kv_cache_memory"})
+    from vllm_mtpc.batch.output import Responses
+    from vllm_mtpc.batch.prompts import Request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,12 +58,13 @@ def regenerate(options: RegenerateOptions) -> Path:
     """
     if find_spec("vllm") is None:
         raise UsageError("responses are written by vllm, which is not installed; type: pip install vllm")
-    from vllm_mtpc.batch.regenerate_output import open_output
-    from vllm_mtpc.batch.regenerate_prompts import collect, load_tokenizer
+    from vllm_mtpc.batch.output import Responses
+    from vllm_mtpc.batch.prompts import collect
+    from vllm_mtpc.hf.names import tokenizer_if_any
 
-    tokenizer = load_tokenizer(options.target)
+    tokenizer = tokenizer_if_any(options.target)
     requests = collect(options, tokenizer)
-    with open_output(options, requests) as output:
+    with Responses(options.out, options.meta(), {request.id for request in requests}) as output:
         left = [request for request in requests if request.id not in output.done]
         skipped = _write(options, left, len(requests), tokenizer, output) if left else 0
     if skipped == len(requests):
@@ -110,7 +77,7 @@ def regenerate(options: RegenerateOptions) -> Path:
     return options.out
 
 
-def _write(options: RegenerateOptions, left: list[Request], total: int, tokenizer: Any, output: Any) -> int:
+def _write(options: RegenerateOptions, left: list[Request], total: int, tokenizer: Any, output: Responses) -> int:
     """Writes the responses to `left` as they come; returns how many were skipped."""
     from vllm_mtpc.progress import Bar
 
@@ -128,14 +95,10 @@ def _write(options: RegenerateOptions, left: list[Request], total: int, tokenize
                 bar.unpause()
                 bar.set_postfix_str("writing")
                 continue
-            lines = []
-            for answer in answers:
-                if "response_ids" in answer:
-                    lines.append(by_id[answer["id"]].line(answer, tokenizer))
-                    written += len(answer["response_ids"])
-                else:
-                    skipped += 1
-            output.append(lines)
+            responses = [answer for answer in answers if "response_ids" in answer]
+            output.append([by_id[answer["id"]].line(answer, tokenizer) for answer in responses])
+            skipped += len(answers) - len(responses)
+            written += sum(len(answer["response_ids"]) for answer in responses)
             bar.set_postfix_str(f"{written / max(time.monotonic() - started, 1e-3):,.0f} tokens/s", refresh=False)
             bar.update(len(answers))
     return skipped
@@ -150,7 +113,7 @@ def _engine(
 
     log = options.out.with_name(options.out.name + ".log")
     prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)
-    engine, sampling = _arguments(options, has_tokenizer)
+    engine, sampling = options.arguments(has_tokenizer)
     left = len(requests)
     with started("vllm_mtpc.engine.writer:waves", engine, log, {"sampling": sampling}, prompts, ON_CPU) as child:
         try:
@@ -165,22 +128,6 @@ def _engine(
                 "continue"
             ) from None
     log.unlink(missing_ok=True)
-
-
-def _arguments(options: RegenerateOptions, has_tokenizer: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments of `vllm.LLM` and of `SamplingParams`."""
-    engine = {
-        "model": options.target,
-        "dtype": options.dtype,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "skip_tokenizer_init": not has_tokenizer,
-        "disable_log_stats": True,
-        "seed": options.seed,
-    }
-    given = {"max_model_len": options.max_model_len, "kv_cache_memory_bytes": options.kv_cache_memory}
-    engine |= {key: value for key, value in given.items() if value is not None} | options.engine
-    names = ("temperature", "top_p", "top_k", "max_tokens", "ignore_eos")
-    return engine, {name: getattr(options, name) for name in names} | {"detokenize": False}
 
 
 def _reason(log: Path) -> str:

@@ -11,37 +11,28 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from vllm_mtpc.batch.lines import Line
-from vllm_mtpc.batch.parts import record
+from vllm_mtpc.batch.options import BatchOptions
+from vllm_mtpc.batch.output import record
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.engine.server import PROGRAM, EngineServer
 from vllm_mtpc.errors import EngineFailed
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a worker needs to know; travels to other machines."""
-
-    command: list[str]
-    environment: dict[str, str]
-    in_flight: int
-    attempts: int
-    start_timeout_s: float
-    program: list[str] = field(default_factory=lambda: list(PROGRAM))
-
-
 class Worker:
-    """Thread-safe: several parts may be asked for at once. Ray Data calls it with rows, see `__call__`."""
+    """Thread-safe: several parts may be asked for at once. Ray Data calls it with rows, see `__call__`.
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    program: what is started in place of `vllm serve`, for tests; told here, as workers may be on other machines.
+    """
+
+    def __init__(self, options: BatchOptions, program: Sequence[str] = PROGRAM) -> None:
+        self._options, self._program = options, program
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._server: EngineServer | None = None
@@ -63,21 +54,19 @@ class Worker:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _call(self, coroutine: Any) -> Any:
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _begin(self) -> None:
-        self._slots = asyncio.Semaphore(self._setup.in_flight)
+        self._slots = asyncio.Semaphore(self._options.in_flight)
         self._reviving, self._taking_all = asyncio.Lock(), asyncio.Lock()
         await self._start()
 
     async def _start(self) -> None:
         """Sets `_server` once it can be asked."""
-        setup = self._setup
         # It has no port; a key of other servers in our environment would have it refuse what we ask
-        server = EngineServer(setup.command, {API_KEY: "", **setup.environment}, setup.program)
+        server = EngineServer(self._options.command, {API_KEY: "", **self._options.env}, self._program)
         try:
-            await server.start(setup.start_timeout_s)
+            await server.start(self._options.start_timeout_s)
         except EngineFailed:
             await server.stop()
             raise
@@ -94,13 +83,11 @@ class Worker:
 
     async def _answer(self, lines: list[Line]) -> dict[str, Any]:
         answers = await asyncio.gather(*(self._ask(line) for line in lines))
-        usage = [(answer["response"] or {}).get("body") or {} for answer in answers]
-        tokens = [((body.get("usage") or {}) if isinstance(body, dict) else {}) for body in usage]
         return {
             "text": "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers),
             "lines": len(answers),
             "errors": sum(answer["error"] is not None for answer in answers),
-            "tokens": sum(each.get("completion_tokens") or 0 for each in tokens),
+            "tokens": sum(map(_tokens, answers)),
             "engine": self._name,
             "acceptance": json.dumps(asdict(await self._acceptance())),
         }
@@ -109,8 +96,8 @@ class Worker:
         if line.fault:
             return record(line, None, None, line.fault)
         body = json.dumps(line.body).encode()
-        for attempt in range(self._setup.attempts):
-            is_last = 0 < attempt == self._setup.attempts - 1
+        for attempt in range(self._options.attempts):
+            is_last = 0 < attempt == self._options.attempts - 1
             async with self._alone() if is_last else self._slots:
                 server = self._server
                 try:
@@ -119,25 +106,32 @@ class Worker:
                         return record(line, answer.status, _json(text))
                 except EngineFailed:
                     await self._revive(server)
-        return record(line, None, None, f"the engine died while it answered, {self._setup.attempts} times in a row")
+        return record(line, None, None, f"the engine died while it answered, {self._options.attempts} times in a row")
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
         """All slots: nothing else is asked meanwhile."""
         async with self._taking_all:
-            for _ in range(self._setup.in_flight):
+            for _ in range(self._options.in_flight):
                 await self._slots.acquire()
         try:
             yield
         finally:
-            for _ in range(self._setup.in_flight):
+            for _ in range(self._options.in_flight):
                 self._slots.release()
 
     async def _acceptance(self) -> Acceptance:
         try:
             return Acceptance.from_prometheus(await self._server.text("/metrics"))
-        except EngineFailed:  # the figures of this engine are lost, the answers are not
+        except EngineFailed:  # the counters of this engine are lost, the answers are not
             return Acceptance()
+
+
+def _tokens(answer: dict[str, Any]) -> int:
+    """Tokens that were written for an answer, as the server counts them."""
+    body = (answer["response"] or {}).get("body")
+    usage = body.get("usage") if isinstance(body, dict) else None
+    return (usage or {}).get("completion_tokens") or 0
 
 
 def _json(text: str) -> Any:

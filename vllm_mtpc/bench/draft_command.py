@@ -141,12 +141,13 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
     """The heads one by one, so that only one is in memory."""
     import torch
 
-    from vllm_mtpc.checkpoint import find_head, load_head, resolve_head
+    from vllm_mtpc.checkpoint import load_head
     from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.eval.loading import resolve
     from vllm_mtpc.heads import build_head
 
     for name in args.head:
-        config, head = load_head(find_head(resolve_head(name)) or resolve_head(name), dtype, device)
+        config, head = load_head(resolve(name)[0], dtype, device)
         label = f"{config.circuit} n={config.window} r={config.num_components} {config.head}"
         yield _case(label, head, min(args.num_drafts or config.num_speculative_tokens, config.window - 1))
     for sizes in args.shape:

@@ -14,34 +14,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.passes import Measured, Prompt, Setting
+from vllm_mtpc.engine.passes import Answer, Measured, Prompt, Setting
 from vllm_mtpc.engine.process import engine_environment
 from vllm_mtpc.engine.server import PROGRAM, ServerProcess
 from vllm_mtpc.errors import EngineFailed
 
 HOST = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One streamed completion."""
-
-    text: str
-    tokens: list[int]
-    chunks: int
-    first_token_seconds: float
-    seconds: float
-
-    @property
-    def token_seconds(self) -> float:
-        """Time of each token after the first."""
-        return (self.seconds - self.first_token_seconds) / max(1, len(self.tokens) - 1)
 
 
 def free_port() -> int:
@@ -110,7 +92,8 @@ class Client:
                     texts.append(choice["text"])
                     tokens += choice["token_ids"] or []
         ended = time.perf_counter()
-        return Answer("".join(texts), tokens, len(texts), (first or ended) - started, ended - started)
+        first = first or ended
+        return Answer("".join(texts), tokens, first - started, (ended - first) / max(1, len(tokens) - 1))
 
 
 @contextlib.contextmanager
@@ -162,14 +145,4 @@ class Served:
                 started = time.perf_counter()
                 repetitions.append(list(clients.map(request, chosen)))
                 seconds.append(time.perf_counter() - started)
-        answers = list(chain.from_iterable(repetitions))
-        return Measured(
-            setting=setting,
-            seconds=seconds,
-            tokens=[sum(len(answer.tokens) for answer in repetition) for repetition in repetitions],
-            outputs=[answer.tokens for answer in repetitions[0]],
-            texts=[answer.text for answer in repetitions[0]],
-            acceptance=self.client.acceptance() - before,
-            first_token_seconds=round(median(answer.first_token_seconds for answer in answers), 5),
-            token_seconds=round(median(answer.token_seconds for answer in answers), 6),
-        )
+        return Measured.of(setting, seconds, repetitions, self.client.acceptance() - before)

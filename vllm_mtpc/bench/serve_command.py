@@ -16,9 +16,8 @@ from typing import Any
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, Missing, heads, peers, plain
 from vllm_mtpc.engine.passes import Prompt, Setting
 from vllm_mtpc.errors import EngineFailed, UsageError
-from vllm_mtpc.report import check_file, check_folder, print_table, write_json
+from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
 
-KIND = "bench serve"
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
 CLIENTS = [1, 2, 4, 8, 16, 32, 64]
 ROOM = 64  # tokens of context beyond the longest prompt and its answer: drafts near the end are cut there
@@ -208,7 +207,7 @@ def _facts(args: argparse.Namespace, prompts: int) -> dict[str, Any]:
     }
     settings = {key: value for key, value in settings.items() if not callable(value)}
     return {
-        "kind": KIND,
+        "kind": SERVED,
         **provenance.collect(),
         "definitions": [*report.definitions(args.runner == "http"), f"{args.order}: {rounds.HOW[args.order]}"],
         "settings": {**settings, "distinct_prompts": prompts},

@@ -16,11 +16,12 @@ from vllm_mtpc.checkpoint.tensors import check_names, checked, stored_shapes
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import open_tensors, read_json
-from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES
 
 FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
 # In the metadata of the head's weight file: a save that ended between the files of one head is found.
 ADAPTER_DIGEST = "adapter_sha256"
+WRITES_HIDDEN = ("o_proj", "down_proj")  # B [out, r] of these has the hidden size; A [r, in] of all others
 OTHER_UPDATES = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 _TENSOR = re.compile(
     r"base_model\.model\.(?:\w+\.)*layers\.(?P<layer>\d+)\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight"
@@ -57,7 +58,8 @@ def check_adapters(folder: Path, config: HeadConfig) -> AdapterInfo | None:
         ),
         f"the last {count} layers of the target" + (f", {list(range(last - count, last))}" if last else ""),
     )
-    parameters = sum(tensor.numel() for _, tensor in adapter_tensors(folder / ADAPTER_WEIGHTS_FILE, layers, rank))
+    tensors = adapter_tensors(folder / ADAPTER_WEIGHTS_FILE, layers, rank, config.hidden_size)
+    parameters = sum(tensor.numel() for _, tensor in tensors)
     check_digest(folder, WEIGHTS_FILE)
     return AdapterInfo(layers, rank, alpha, modules, parameters)
 
@@ -67,7 +69,7 @@ def load_adapters(
 ) -> tuple[AdapterInfo, dict[str, Tensor]]:
     """The adapters of a head with draft layers, by PEFT's names, each checked; raises CheckpointError."""
     info = check_adapters(folder, config)
-    tensors = adapter_tensors(folder / ADAPTER_WEIGHTS_FILE, info.layers, info.rank)
+    tensors = adapter_tensors(folder / ADAPTER_WEIGHTS_FILE, info.layers, info.rank, config.hidden_size)
     return info, {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
 
 
@@ -117,17 +119,19 @@ def _is_list_of(kind: type) -> Any:
     return lambda given: isinstance(given, list) and len(given) > 0 and all(type(part) is kind for part in given)
 
 
-def adapter_tensors(file: Path, layers: Collection[int], rank: int) -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(file: Path, layers: Collection[int], rank: int, hidden_size: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of every tensor of an adapter file, each checked."""
     with open_tensors(file) as handle:
         shapes = stored_shapes(handle)
-        check_adapter_shapes(file, shapes, layers, rank)
+        check_adapter_shapes(file, shapes, layers, rank, hidden_size)
         for name in shapes:
             yield name, checked(file, name, handle.get_tensor(name))
 
 
-def check_adapter_shapes(file: Path, shapes: Mapping[str, tuple[int, ...]], layers: Collection[int], rank: int) -> None:
-    """Raise CheckpointError unless every layer has A [rank, in] and B [out, rank] of the same modules."""
+def check_adapter_shapes(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], layers: Collection[int], rank: int, hidden_size: int
+) -> None:
+    """Raise CheckpointError unless every layer has A [rank, in] and B [out, rank] of the same modules of MODULES."""
     matches = {name: _TENSOR.fullmatch(name) for name in shapes}
     # What one tensor says of modules and of the place of layers, the file must hold whole.
     modules = {match["module"] for match in matches.values() if match}
@@ -140,12 +144,17 @@ def check_adapter_shapes(file: Path, shapes: Mapping[str, tuple[int, ...]], laye
     }
     check_names(file, set(shapes), expected)
     for name, shape in sorted(shapes.items()):
-        at = 0 if matches[name]["part"] == "A" else 1
-        if len(shape) != 2 or shape[at] != rank:
-            wanted = f"({rank}, in)" if at == 0 else f"(out, {rank})"
+        module = matches[name]["module"].rpartition(".")[2]
+        if module not in MODULES:
             raise CheckpointError(
-                f"{file}: tensor {name!r} has shape {shape}; {ADAPTER_CONFIG_FILE} (r) asks for {wanted}; save the "
-                "head again"
+                f"{file}: tensor {name!r} adapts {module}; allowed: {', '.join(MODULES)}; save the head again"
+            )
+        side, other = (0, 1) if (is_a := matches[name]["part"] == "A") else (1, 0)
+        wanted = {side: rank} | ({other: hidden_size} if (module in WRITES_HIDDEN) != is_a else {})
+        if len(shape) != 2 or any(shape[at] != size for at, size in wanted.items()):
+            raise CheckpointError(
+                f"{file}: tensor {name!r} has shape {shape}; r and the target's hidden_size ask for "
+                f"({wanted.get(0, 'out')}, {wanted.get(1, 'in')}); save the head again, or name its own target"
             )
 
 

@@ -89,21 +89,27 @@ def resolve_head(model: str, revision: str | None = None) -> Path:
         )
     if not _HUB_NAME.fullmatch(model):
         raise CheckpointError(f"no head at {model}: the folder does not exist; correct the path of the head")
-    return _download(model, revision)
+    return download(model, "head", revision)
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def download(repo: str, kind: str, revision: str | None = None) -> Path:
+    """The local copy of a head or target (`kind`) on the hub, its weights included; raises CheckpointError."""
     try:
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json", "*.safetensors", "README.md"]
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
-        reason = first_line(error)
         raise CheckpointError(
-            f"no head at {repo!r}: not a local folder, and not to be had from the hub ({reason}); "
-            "correct the name of the head or download it first"
+            f"no {kind} at {repo!r}: not a local folder, and not to be had from the hub ({first_line(error)}); "
+            f"correct the name of the {kind} or download it first"
         ) from None
+
+
+def check_out(folder: Path) -> None:
+    """Raise CheckpointError where a head would overwrite the config of another model."""
+    if folder.joinpath(CONFIG_FILE).is_file() and not is_head(folder):
+        raise CheckpointError(f"out={folder} holds another model's {CONFIG_FILE}; name another folder")
 
 
 def verifier_name(target: str, out: Path) -> str:

@@ -38,9 +38,6 @@ from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 from vllm_mtpc.heads.ptp.student import Student
 
-# Side of A [r, in] or B [out, r] that is the hidden size, by module.
-READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-WRITES_HIDDEN = ("o_proj", "down_proj")
 LATE = "late."  # in front of the names of the late network's tensors
 
 
@@ -69,7 +66,8 @@ def save_ptp(
     """
     folder = Path(folder)
     adapters, u_embed = to_save(folder, lora, dtype), to_save(folder, _u_tensors(embedding, late), dtype)
-    _check_lora(folder / ADAPTER_WEIGHTS_FILE, _shapes(adapters), config)
+    file, shapes = folder / ADAPTER_WEIGHTS_FILE, _shapes(adapters)
+    check_adapter_shapes(file, shapes, range(config.num_layers), config.lora_rank, config.hidden_size)
     _check_embedding(folder / U_EMBED_FILE, _shapes(u_embed), config)
     kept = Adapters(None, config.lora_rank, config.lora_alpha, module_names(adapters), adapters)
     adapter_files = kept.files(config.speculators_config.verifier.name_or_path)
@@ -162,9 +160,7 @@ def _read_adapter_config(file: Path, config: PtpConfig) -> list[str]:
 def _lora_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the adapters, each checked."""
     file = folder / ADAPTER_WEIGHTS_FILE
-    with open_tensors(file) as handle:
-        _check_lora(file, stored_shapes(handle), config)
-    yield from adapter_tensors(file, range(config.num_layers), config.lora_rank)
+    return adapter_tensors(file, range(config.num_layers), config.lora_rank, config.hidden_size)
 
 
 def _embedding_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, Tensor]]:
@@ -175,27 +171,6 @@ def _embedding_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, T
         _check_embedding(file, shapes, config)
         for name in sorted(shapes):
             yield name, checked(file, name, handle.get_tensor(name))
-
-
-def _check_lora(file: Path, shapes: Mapping[str, tuple[int, ...]], config: PtpConfig) -> None:
-    check_adapter_shapes(file, shapes, range(config.num_layers), config.lora_rank)
-    for name, shape in sorted(shapes.items()):
-        module, _, part = name.removesuffix(".weight").rpartition(".lora_")
-        module = module.rpartition(".")[2]
-        if module not in MODULES:
-            raise CheckpointError(
-                f"{file}: tensor {name!r} adapts {module}; allowed: {', '.join(MODULES)}; save the head again"
-            )
-        wanted = None
-        if part == "A" and module in READS_HIDDEN and shape[1] != config.hidden_size:
-            wanted = (config.lora_rank, config.hidden_size)
-        if part == "B" and module in WRITES_HIDDEN and shape[0] != config.hidden_size:
-            wanted = (config.hidden_size, config.lora_rank)
-        if wanted:
-            raise CheckpointError(
-                f"{file}: tensor {name!r} has shape {shape}; config.json (hidden_size) asks for {wanted}; correct it "
-                "or save the head again"
-            )
 
 
 def _check_embedding(file: Path, shapes: Mapping[str, tuple[int, ...]], config: PtpConfig) -> None:

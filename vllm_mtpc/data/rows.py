@@ -27,9 +27,7 @@ class PackingReport:
 
     documents: int  # that are in the rows
     dropped: int  # documents in which no window can start
-    pieces: int  # documents in the sense of the rows: one longer than a row is cut
     tokens: int  # in the rows
-    dropped_tokens: int  # of dropped documents, and of pieces in which no window can start
     rows: int
     padding: float  # share of the places in the rows
     warning: str | None  # set if no document is long enough for a whole window
@@ -64,9 +62,7 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     report = PackingReport(
         documents=whole,
         dropped=len(documents) - whole,
-        pieces=len(used.start),
         tokens=tokens,
-        dropped_tokens=len(documents.tokens) - tokens,
         rows=count,
         padding=1 - tokens / (count * seq_len),
         warning=_short(rows, window),

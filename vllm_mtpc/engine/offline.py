@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from vllm_mtpc.engine.child import Child, started
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.passes import Measured, Prompt, Setting
+from vllm_mtpc.engine.passes import Answer, Measured, Prompt, Setting
 from vllm_mtpc.engine.steps import StepClock, is_v2, runner_of, worker_of
 
 WARM_UP_TOKENS = 8
@@ -79,22 +78,11 @@ def _measure(llm: Any, clock: StepClock | None, prompts: Sequence[Prompt], setti
         first = asked + (1 + repeat) * setting.prompts
         repetitions.append(_answers(llm, chosen, setting, setting.max_tokens, first))
         seconds.append(time.perf_counter() - started)
-    times = [answer.metrics for repetition in repetitions for answer in repetition]
-    outputs = [[answer.outputs[0] for answer in repetition] for repetition in repetitions]
-    return Measured(
-        setting=setting,
-        seconds=seconds,
-        tokens=[sum(len(output.token_ids) for output in repetition) for repetition in outputs],
-        outputs=[list(output.token_ids) for output in outputs[0]],
-        texts=[output.text for output in outputs[0]],
-        acceptance=Acceptance.from_llm(llm.get_metrics()) - before,
-        first_token_seconds=round(median(one.first_token_latency for one in times), 5),
-        token_seconds=round(median(map(_token_seconds, times)), 6),
-        steps=clock.read() if clock else None,
-    )
+    acceptance = Acceptance.from_llm(llm.get_metrics()) - before
+    return Measured.of(setting, seconds, repetitions, acceptance, clock.read() if clock else None)
 
 
-def _answers(llm: Any, prompts: Sequence[Prompt], setting: Setting, max_tokens: int, first: int) -> list[Any]:
+def _answers(llm: Any, prompts: Sequence[Prompt], setting: Setting, max_tokens: int, first: int) -> list[Answer]:
     """Answers in the order of the prompts; as soon as one is whole the next prompt takes its place."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -113,10 +101,12 @@ def _answers(llm: Any, prompts: Sequence[Prompt], setting: Setting, max_tokens: 
             engine.add_request(str(first + index), given, how.clone())
         for output in engine.step():
             if output.finished:
-                answers[int(output.request_id) - first] = output
+                answers[int(output.request_id) - first] = _answer(output)
     return [answers[index] for index in range(len(prompts))]
 
 
-def _token_seconds(times: Any) -> float:
-    """Time of each token after the first, of vLLM's clock of a request."""
-    return (times.last_token_ts - times.first_token_ts) / max(1, times.num_generation_tokens - 1)
+def _answer(output: Any) -> Answer:
+    """By vLLM's own clock of a request."""
+    whole, times = output.outputs[0], output.metrics
+    later = (times.last_token_ts - times.first_token_ts) / max(1, times.num_generation_tokens - 1)
+    return Answer(whole.text, list(whole.token_ids), times.first_token_latency, later)

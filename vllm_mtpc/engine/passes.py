@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -41,6 +42,16 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """One request's."""
+
+    text: str
+    tokens: list[int]
+    first_token_seconds: float
+    token_seconds: float  # of each token after the first
+
+
+@dataclass(frozen=True)
 class Measured:
     """What a pass gave. ``outputs`` are the token ids of the first repetition, one list per prompt."""
 
@@ -68,6 +79,28 @@ class Measured:
     def identical(self, other: Measured) -> int:
         """How many prompts got the very same tokens as in ``other``."""
         return sum(mine == theirs for mine, theirs in zip(self.outputs, other.outputs, strict=True))
+
+    @classmethod
+    def of(
+        cls,
+        setting: Setting,
+        seconds: list[float],
+        repetitions: Sequence[Sequence[Answer]],
+        acceptance: Acceptance,
+        steps: Steps | None = None,
+    ) -> Measured:
+        answers = list(chain.from_iterable(repetitions))
+        return cls(
+            setting=setting,
+            seconds=seconds,
+            tokens=[sum(len(answer.tokens) for answer in repetition) for repetition in repetitions],
+            outputs=[answer.tokens for answer in repetitions[0]],
+            texts=[answer.text for answer in repetitions[0]],
+            acceptance=acceptance,
+            first_token_seconds=round(median(answer.first_token_seconds for answer in answers), 5),
+            token_seconds=round(median(answer.token_seconds for answer in answers), 6),
+            steps=steps,
+        )
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:

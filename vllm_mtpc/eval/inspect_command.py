@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,12 +55,7 @@ def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
     drafts, is_drawn = config.num_speculative_tokens, config.draft_sample_method == "probabilistic"
     ranges = default_schedule(measured_acceptance(folder).values(), drafts, is_cpu=False)
     found = draft_memory(
-        config,
-        by_batch(ranges, max_num_seqs, drafts),
-        drafts,
-        torch.bfloat16,
-        num_ranks,
-        is_drawn=is_drawn,
+        config, by_batch(ranges, max_num_seqs, drafts), drafts, torch.bfloat16, num_ranks, is_drawn=is_drawn
     )
     return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks} | {
         f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()
@@ -69,21 +63,22 @@ def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
 
 
 def _print_table(report: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    from vllm_mtpc.report import console
+
+    out = console()
 
     def plain(text: str) -> Text:
         """Files are not to be trusted with the terminal: no markup, no control characters, no end of lines."""
         shown = printable(text, MAX_CELL)
-        return Text(shown.encode(console.encoding, "backslashreplace").decode(console.encoding), overflow="fold")
+        return Text(shown.encode(out.encoding, "backslashreplace").decode(out.encoding), overflow="fold")
 
     table = Table(title=plain(report["path"]), title_justify="left", show_header=False)
     table.add_column(no_wrap=False, style="bold")
     table.add_column()
     for row in rows_of(report):
         table.add_row(*map(plain, row))
-    console.print(table)
-    console.print(plain(f"weights: ok ({len(report['weights']['tensors'])} tensors, shapes as configured, all finite)"))
+    out.print(table)
+    out.print(plain(f"weights: ok ({len(report['weights']['tensors'])} tensors, shapes as configured, all finite)"))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import UsageError
 
@@ -61,6 +61,16 @@ def reached(histogram: Tensor) -> list[float]:
     """P(drafts 1..k are all accepted), k = 1..K, from histogram[K + 1]: steps by accepted drafts."""
     at_least = histogram.double().flip(0).cumsum(0).flip(0)
     return (at_least[1:] / at_least[0]).tolist()
+
+
+def table(columns: Sequence[tuple[str, Callable[[Any], str]]], results: Sequence[Any]) -> list[tuple[str, list[str]]]:
+    """Names and cells of the rows of a table that has a column for each result."""
+    return [(name, [show(result) for result in results]) for name, show in columns]
+
+
+def shown_tokens(metrics: Any) -> str:
+    """Tokens/step with its standard error, of any metrics; of none a dash."""
+    return "-" if metrics is None else shown(metrics.tokens_per_step, metrics.standard_error)
 
 
 def shown(value: float | None, error: float | None = None) -> str:

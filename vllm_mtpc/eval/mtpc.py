@@ -17,7 +17,8 @@ from vllm_mtpc.eval import compare
 from vllm_mtpc.eval.acceptance import Contexts, collect, exact_counts, step_starts, summarise
 from vllm_mtpc.eval.compare import Asked, Cause, Comparison
 from vllm_mtpc.eval.decode import bits, continue_all
-from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares
+from vllm_mtpc.eval.evaluator import Evaluator
+from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares, shown_tokens, table
 from vllm_mtpc.eval.rejection import Rejection
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, bits_per_token, with_draft_layers
@@ -50,7 +51,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class MtpcEvaluator:
+class MtpcEvaluator(Evaluator):
     """A head in float32 on its target's device, ready to be called."""
 
     folder: Path
@@ -58,9 +59,6 @@ class MtpcEvaluator:
     head: Head
     target: Target
     draft_layers: DraftLayers | None = None
-
-    step_note = refusal = None
-    seeded, has_defaults = False, True
 
     @classmethod
     def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> MtpcEvaluator:
@@ -75,10 +73,6 @@ class MtpcEvaluator:
             raise UsageError("--candidates: circuits draw no u to choose from; leave it out, or name a PTP head")
         if getattr(args, "draft_pass", None):
             raise UsageError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
-
-    @staticmethod
-    def default_sampling(config: HeadConfig) -> tuple[float, int, float]:
-        return 1.0, 0, 1.0
 
     @staticmethod
     def serving(args: Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
@@ -114,13 +108,10 @@ class MtpcEvaluator:
         return f"{self.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={num_drafts} drafts"
 
     def rows(self, results: Sequence[Evaluation]) -> list[tuple[str, list[str]]]:
-        def tokens(metrics: Metrics | None) -> str:
-            return "-" if metrics is None else shown(metrics.tokens_per_step, metrics.standard_error)
-
         columns: list[tuple[str, Callable[[Evaluation], str]]] = [
-            ("tokens/step, expected ± s.e.", lambda r: tokens(r.expected)),
-            ("  given these very texts", lambda r: tokens(r.along_text)),
-            ("  simulated", lambda r: tokens(r.simulated)),
+            ("tokens/step, expected ± s.e.", lambda r: shown_tokens(r.expected)),
+            ("  given these very texts", lambda r: shown_tokens(r.along_text)),
+            ("  simulated", lambda r: shown_tokens(r.simulated)),
             ("  from any position", lambda r: shown(r.expected.anywhere)),
             ("acceptance per position", lambda r: shown_shares(r.expected.per_position)),
             ("unverified (mtp): tokens/step", lambda r: shown(r.ceiling)),
@@ -132,10 +123,7 @@ class MtpcEvaluator:
             ("bits per byte, circuit's joint", lambda r: shown(r.expected.per_byte(r.expected.joint_bits))),
             ("texts, contexts", lambda r: f"{r.expected.sequences}, {r.expected.contexts:,}"),
         ]
-        return [(name, [show(result) for result in results]) for name, show in columns]
-
-    def warnings(self, results: Sequence[Evaluation]) -> list[str]:
-        return []
+        return table(columns, results)
 
     def compare(self, asked: Asked, served: Served) -> Comparison:
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
@@ -149,19 +137,25 @@ class MtpcEvaluator:
         """The samples with what the head reads of them."""
         return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)
 
-    def find_cause(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
-        return (
-            compare.other_number_of_drafts(comparisons, num_drafts)
-            or compare.other_target(self.target, comparisons)
-            or compare.nearest(comparisons, self._rivals(num_drafts))
-            or compare.lost_positions(comparisons)
-            or self._at_chance(comparisons, num_drafts)
-            or Cause(
-                "head",
-                "the target's text, the precision, the number of drafts and the hidden state are as they should be, so "
-                f"the weights that were served are not those of {self.folder}: look for another head in the server's "
-                "speculative_config",
-            )
+    def wrong_drafting(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
+        return compare.nearest(comparisons, self._rivals(num_drafts))
+
+    def other_head(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
+        for comparison in comparisons:
+            floor = self._chance(comparison, num_drafts)
+            served, predicted = comparison.served.acceptance.per_position[0], comparison.predicted.per_position[0]
+            if served - floor < NEAR_CHANCE * (predicted - floor):
+                return Cause(
+                    "hidden state",
+                    f"drafts at position 1 are accepted in {served:.0%} of steps, as often as for unrelated contexts "
+                    f"({floor:.0%}): the head reads a wrong hidden state, or its weights are not those of "
+                    f"{self.folder}",
+                )
+        return Cause(
+            "head",
+            "the target's text, the precision, the number of drafts and the hidden state are as they should be, so the "
+            f"weights that were served are not those of {self.folder}: look for another head in the server's "
+            "speculative_config",
         )
 
     def knows_nothing(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
@@ -178,12 +172,6 @@ class MtpcEvaluator:
             f"the head is untrained or was trained for other weights than {self.target.name} "
             f"(its verifier: {verifier})",
         )
-
-    def notes(self, comparisons: Sequence[Comparison]) -> list[str]:
-        return []
-
-    def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
-        raise NotImplementedError("vLLM serves circuits wherever it runs")
 
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[Comparison], Metrics]]]:
         """Ways to draft wrongly, and what each should have counted."""
@@ -222,19 +210,6 @@ class MtpcEvaluator:
         states[known] = samples.read[known][order]
         mixed = replace(samples, draft=states)
         return self._predict(comparison, self.head, mixed, num_drafts).per_position[0]
-
-    def _at_chance(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
-        for comparison in comparisons:
-            floor = self._chance(comparison, num_drafts)
-            served, predicted = comparison.served.acceptance.per_position[0], comparison.predicted.per_position[0]
-            if served - floor < NEAR_CHANCE * (predicted - floor):
-                return Cause(
-                    "hidden state",
-                    f"drafts at position 1 are accepted in {served:.0%} of steps, as often as for unrelated contexts "
-                    f"({floor:.0%}): the head reads a wrong hidden state, or its weights are not those of "
-                    f"{self.folder}",
-                )
-        return None
 
 
 class _Reordered(torch.nn.Module):

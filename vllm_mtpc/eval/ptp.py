@@ -21,13 +21,13 @@ from vllm_mtpc.eval import compare, ptp_acceptance
 from vllm_mtpc.eval.candidates import CandidateMetrics, measure_candidates
 from vllm_mtpc.eval.compare import Asked, Cause, Comparison
 from vllm_mtpc.eval.coupling import Coupling, Picker
-from vllm_mtpc.eval.metrics import Metrics, ratio, reached, shown, shown_shares
+from vllm_mtpc.eval.evaluator import Evaluator
+from vllm_mtpc.eval.metrics import Metrics, ratio, reached, shown, shown_shares, shown_tokens, table
 from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, bits_per_token, generate
 from vllm_mtpc.heads.ptp.student import UNINFORMED
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.config.groups import VARIANTS, GroupTable, choose_groups, drafts_of_rows
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class PtpComparison(Comparison):
 
 
 @dataclass(frozen=True)
-class PtpEvaluator:
+class PtpEvaluator(Evaluator):
     """A PTP head on its target."""
 
     folder: Path
@@ -99,10 +99,6 @@ class PtpEvaluator:
         return cls(folder, read_config(folder), load_student(folder, target), target)
 
     @staticmethod
-    def check_options(args: Namespace) -> None:
-        pass
-
-    @staticmethod
     def default_sampling(config: PtpConfig) -> tuple[float, int, float]:
         """What the head was trained for: u means other tokens elsewhere."""
         return config.trained_temperature, config.trained_top_k, config.trained_top_p
@@ -113,12 +109,6 @@ class PtpEvaluator:
         if args.draft_pass == "merged":
             rows *= num_drafts + VARIANTS[config.variant]
         return {"draft_pass": args.draft_pass or "two-pass", "max_aux_rows": max_num_seqs * rows}
-
-    def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
-        return Sampling(temperature, top_p, top_k=top_k)
-
-    def check_decoding(self, what: str) -> None:
-        pass
 
     def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Coupling:
         return Coupling(self.student, sampling, seed, num_drafts)
@@ -152,20 +142,17 @@ class PtpEvaluator:
         return f"{self.folder}: {config.variant}{informed}, {sizes}"
 
     def rows(self, results: Sequence[PtpEvaluation]) -> list[tuple[str, list[str]]]:
-        def tokens(metrics: PtpMetrics | Metrics | Merged | CandidateMetrics | None) -> str:
-            return "-" if metrics is None else shown(metrics.tokens_per_step, metrics.standard_error)
-
         def two_passes(r: PtpEvaluation) -> str:
             return shown(r.figures.two_pass_tokens_per_step, r.figures.two_pass_standard_error)
 
         columns: list[tuple[str, Callable[[PtpEvaluation], str]]] = [
-            ("tokens/step, merged pass, ideal ± s.e.", lambda r: tokens(r.figures)),
+            ("tokens/step, merged pass, ideal ± s.e.", lambda r: shown_tokens(r.figures)),
             *(
-                (f"  with {merged.rows} auxiliary rows", lambda r, at=at: tokens(r.merged[at]))
+                (f"  with {merged.rows} auxiliary rows", lambda r, at=at: shown_tokens(r.merged[at]))
                 for at, merged in enumerate(results[0].merged)
             ),
             ("tokens/step, two passes", two_passes),
-            ("  simulated", lambda r: tokens(r.simulated)),
+            ("  simulated", lambda r: shown_tokens(r.simulated)),
             ("acceptance per position", lambda r: shown_shares(r.figures.per_position)),
             ("P(exactly g drafts accepted)", lambda r: shown_shares(r.figures.histogram)),
             ("right drafts, of all", lambda r: shown(r.figures.accuracy)),
@@ -175,12 +162,12 @@ class PtpEvaluator:
             *(
                 (
                     f"tokens/step, best of {metrics.candidates} candidates",
-                    lambda r, at=at: tokens(r.candidates[at] if r.candidates else None),
+                    lambda r, at=at: shown_tokens(r.candidates[at] if r.candidates else None),
                 )
                 for at, metrics in enumerate(max((r.candidates for r in results), key=len))
             ),
         ]
-        return [(name, [show(result) for result in results]) for name, show in columns]
+        return table(columns, results)
 
     def warnings(self, results: Sequence[PtpEvaluation]) -> list[str]:
         trained, found = self.default_sampling(self.config), []
@@ -232,19 +219,26 @@ class PtpEvaluator:
             wrong, count = wrong + int((picked != tokens).sum()), count + len(tokens)
         return wrong / max(1, count)
 
-    def find_cause(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause:
-        return (
-            compare.other_number_of_drafts(comparisons, num_drafts)
-            or compare.other_target(self.target, comparisons)
-            or _other_numbers(comparisons)
-            or self._wrong_rows(comparisons, num_drafts)
-            or compare.lost_positions(comparisons)
-            or Cause(
-                "head",
-                "the target's text, its u and the number of drafts are as they should be, so the weights that were "
-                f"served are not those of {self.folder}, or their precision costs drafts: look for another head in the "
-                "server's speculative_config, or serve in float32",
-            )
+    def wrong_drafting(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
+        for comparison in comparisons:
+            if comparison.not_picked > NOT_PICKED:
+                return Cause(
+                    "u",
+                    f"{comparison.not_picked:.0%} of the sampled tokens are not what their u picks: the server draws "
+                    "other numbers, or does not verify by u",
+                )
+        # Greedy rows all carry one number: these comparisons have to agree as they are.
+        sampled = _sampled(comparisons)
+        if not sampled or any(one.differs for one in comparisons if one.sampling.greedy):
+            return None
+        return compare.nearest(sampled, self._rivals(num_drafts))
+
+    def other_head(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause:
+        return Cause(
+            "head",
+            "the target's text, its u and the number of drafts are as they should be, so the weights that were served "
+            f"are not those of {self.folder}, or their precision costs drafts: look for another head in the server's "
+            "speculative_config, or serve in float32",
         )
 
     def knows_nothing(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
@@ -279,17 +273,8 @@ class PtpEvaluator:
             "Triton), so nothing was compared; the check above needs no vLLM; run doctor on a GPU"
         )
 
-    def _wrong_rows(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
-        """The wrong numbers on the rows with which the student does what was served; None where none are near.
-
-        Greedy rows all carry one number: these comparisons have to agree as they are.
-        """
-        sampled = _sampled(comparisons)
-        if not sampled or any(one.differs for one in comparisons if one.sampling.greedy):
-            return None
-        return compare.nearest(sampled, self._rivals(num_drafts))
-
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[PtpComparison], Metrics]]]:
+        """Wrong numbers on the rows, and what each should have counted."""
         for what, shift in SHIFTS.items():
 
             def predicted(one: PtpComparison, shift: int | None = shift) -> Metrics:
@@ -319,13 +304,10 @@ class _Coupled:
 
 
 def known_u(samples: Samples, seeds: Sequence[int], sampling: Sampling) -> Tensor:
-    """u [S, L] that picked tokens[:, k] in requests with these seeds; greedy: 0.5."""
-    if sampling.greedy:
-        return torch.full(samples.tokens.shape, UNINFORMED)
-    before = torch.arange(samples.tokens.shape[1]) - 1
-    rows = torch.tensor(list(seeds))[:, None].expand(samples.tokens.shape)
-    u = uniform(rows.flatten(), before.clamp(min=0).expand_as(rows).flatten())
-    return u.view(rows.shape)
+    """u [S, L] that picked tokens[:, k] in requests with these seeds, k >= 1; greedy: 0.5."""
+    count = samples.tokens.shape[1] - 1
+    rows = [Picker(sampling, seed, samples.tokens.device).u(1, count) for seed in seeds]
+    return torch.nn.functional.pad(torch.stack(rows), (1, 0), value=UNINFORMED)
 
 
 def predict(windows: Windows, two_pass: bool) -> Metrics:
@@ -345,17 +327,6 @@ def predict(windows: Windows, two_pass: bool) -> Metrics:
 
 def _sampled(comparisons: Sequence[PtpComparison]) -> list[PtpComparison]:
     return [one for one in comparisons if not one.sampling.greedy]
-
-
-def _other_numbers(comparisons: Sequence[PtpComparison]) -> Cause | None:
-    for comparison in comparisons:
-        if comparison.not_picked > NOT_PICKED:
-            return Cause(
-                "u",
-                f"{comparison.not_picked:.0%} of the sampled tokens are not what their u picks: the server draws other "
-                "numbers, or does not verify by u",
-            )
-    return None
 
 
 def _shuffled_line(label: str, metrics: PtpMetrics) -> str:

@@ -111,26 +111,10 @@ def generate(
     done. A generator with a fixed seed (on the target's device) gives the same text.
     """
     stops = stop_ids(target) if stops is None else stops
-    pieces = []
-    for start in range(0, len(prompts), batch):
-        pieces.append(
-            _continue(target, prompts[start : start + batch], new_tokens, sampling, generator, overhang, stops)
-        )
-        if progress:
-            progress(len(pieces[-1].tokens))
-    return join(pieces, target)
-
-
-def _continue(
-    target: Target,
-    prompts: Sequence[Tensor],
-    new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator | None,
-    overhang: int,
-    stops: set[int],
-) -> Samples:
-    """One batch. A row that has ended goes on until the longest one has: its overhang."""
+    if len(prompts) > batch:
+        how = {"overhang": overhang, "stops": stops, "batch": batch, "progress": progress}
+        parts = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+        return join([generate(target, part, new_tokens, sampling, generator, **how) for part in parts], target)
     session = Session(target)
     states = [session.start(prompts)]  # [B, P, D]
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -141,7 +125,7 @@ def _continue(
     for made in range(1, new_tokens + overhang + 1):
         step = sampling.pick(sampling.log_probs(session.logits(states[-1][:, -1])), generator)
         columns.append(step)
-        ended = (behind > 0) | (made > new_tokens)
+        ended = (behind > 0) | (made > new_tokens)  # such a row goes on until the longest one has its overhang
         behind = torch.where(ended, behind + 1, torch.isin(step, is_stop).long())
         if made == new_tokens + overhang or bool((behind > overhang).all()):
             break
@@ -154,7 +138,9 @@ def _continue(
     lengths = ends(tokens, prompt_lengths, prompt_lengths + new_tokens, stops)
     known = torch.arange(tokens.shape[1]) < (lengths + overhang)[:, None]
     hidden = pad_sequence([row[1] for row in rows], True)
-    return Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths)
+    if progress:
+        progress(len(prompts))
+    return join([Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths)], target)
 
 
 def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:

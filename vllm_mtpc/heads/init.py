@@ -43,7 +43,7 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
 
 @torch.no_grad()
 def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
-    """Start `head` at the law of a trained `source` head of the same kind, window and target.
+    """Start `head` at the distribution of a trained `source` head of the same kind, window and target.
 
     The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
     are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components

@@ -14,12 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY, DraftParams, Head
+from vllm_mtpc.heads.base import INIT_STD, DraftParams, Head
 from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard
-
-__all__ = ["INIT_STD", "STAY_PROBABILITY", "LinearHead"]
 
 
 class LinearHead(Head):

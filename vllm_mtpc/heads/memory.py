@@ -79,8 +79,8 @@ def rows_at_once(
         """
         shard = head.leaf_shard
         position = head.circuit.num_components * (shard.rows if shard else head.vocab_size)
-        laws = drafts * shard.rows * (1 + shard.size) if shard else 0
-        return (position * (1 + drafts) + laws) * logits_dtype.itemsize + position * torch.float32.itemsize
+        conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0
+        return (position * (1 + drafts) + conditionals) * logits_dtype.itemsize + position * torch.float32.itemsize
 
     rows = {drafts: min(batch, max(1, LOGITS_BYTES // size(drafts))) for drafts, batch in largest.items()}
     return dict(sorted(rows.items(), key=lambda item: item[1] * size(item[0]), reverse=True))

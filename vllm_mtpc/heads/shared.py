@@ -3,8 +3,8 @@
 state[k, z] = h + U[k, z] silu(P[k] h)      leaf[k, z, :] = log_softmax(lm_head(state[k, z]))
 
 P [n, m, D] goes down to m = expander_rank numbers per position, U [n, r, D, m] up again per component. U starts as
-small noise, so every leaf starts at the target's own next-token law and components are told apart. The lm_head is
-the target's: it is bound to the head, never trained with it, and not in the checkpoint.
+small noise, so every leaf starts at the target's own distribution of the next token, and components are told
+apart. The lm_head is the target's: it is bound to the head, never trained with it, and not in the checkpoint.
 
 Parameters, V=128k (128,256), D=4096, n=8, r=8, m=64: n*m*D + n*r*D*m = 18.9M. The linear head's n*r*V*D are 33.6
 billion: subword vocabularies need this head. The price is arithmetic, not memory traffic: the lm_head is read once per

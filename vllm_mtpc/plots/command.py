@@ -1,6 +1,6 @@
 """`vllm-mtpc plot`: heads side by side, what they accept and what a step of each takes on this machine.
 
-Acceptance comes from the figures that training or `vllm-mtpc eval` wrote into a head's provenance.json. Latency is
+Acceptance comes from the results that training or `vllm-mtpc eval` wrote into a head's provenance.json. Latency is
 measured here, at batch 1 on transformers: the target's forward over the rows of a step on a key-value cache, and the
 draft, i.e. the head at one hidden state and the tokens drawn from its circuit. An engine adds its own overhead to both;
 what it serves is measured with `vllm-mtpc bench serve`, whose results (`vllm-mtpc plot FILE.json`) are drawn, too.
@@ -13,15 +13,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, find_head, resolve_head, resolve_verifier
+from vllm_mtpc.engine.provenance import collect
 from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.files import read_json
 from vllm_mtpc.plots.heads import Point, plot_acceptance, plot_frontier
-from vllm_mtpc.report import check_folder
+from vllm_mtpc.plots.served import plot_served
+from vllm_mtpc.report import SERVED, check_folder, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -39,13 +40,12 @@ DEFINITIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A head with its figures."""
+class Measured(NamedTuple):
+    """A head with its results."""
 
     folder: Path
     config: HeadConfig
-    figures: dict[str, Any]  # "t1", "t0" -> fields of eval's Figures
+    results: dict[str, Any]  # "t1", "t0" -> as `vllm-mtpc eval` measures them
 
     @property
     def target(self) -> str:
@@ -84,12 +84,13 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     labels = labels_of(heads)
-    files = plot_acceptance({label: head.figures for label, head in zip(labels, heads, strict=True)}, args.out)
+    files = plot_acceptance({label: head.results for label, head in zip(labels, heads, strict=True)}, args.out)
     rows = measure(dict(zip(labels, heads, strict=True)), target, device, getattr(torch, args.dtype), args.repeats)
     files += plot_frontier([Point(**{key: row[key] for key in Point._fields}) for row in rows], args.out)
     how = {"device": device, "dtype": args.dtype, "threads": torch.get_num_threads(), "repeats": args.repeats}
     file = args.out / FRONTIER_FILE
-    file.write_text(json.dumps(result(how, rows), indent=2) + "\n", encoding="utf-8")
+    how |= {"batch": 1, "context": CONTEXT}
+    write_json(file, {**collect(), "definitions": list(DEFINITIONS), "how": how, "rows": rows})
     _print(rows, how)
     print("written: " + ", ".join(str(path) for path in [*files, file]))
     return 0
@@ -97,9 +98,6 @@ def run(args: argparse.Namespace) -> int:
 
 def draw_results(files: Sequence[Path], out: Path | None) -> int:
     """Plots of results of `vllm-mtpc bench serve`, named like the file. Raises UsageError for another file."""
-    from vllm_mtpc.bench.serve_command import KIND
-    from vllm_mtpc.plots.served import plot_served
-
     check_folder(out)
     for file in files:
         try:
@@ -108,7 +106,7 @@ def draw_results(files: Sequence[Path], out: Path | None) -> int:
             raise UsageError(
                 f"{file}: cannot be read ({error}); name a file written by vllm-mtpc bench serve"
             ) from None
-        if not isinstance(found, dict) or found.get("kind") != KIND:
+        if not isinstance(found, dict) or found.get("kind") != SERVED:
             raise UsageError(f"{file}: not a result of vllm-mtpc bench serve; write one with its --json FILE")
         written = plot_served(found["rows"], out or file.parent, file.stem)
         print("written: " + ", ".join(map(str, written)))
@@ -116,11 +114,11 @@ def draw_results(files: Sequence[Path], out: Path | None) -> int:
 
 
 def read(name: str) -> Measured:
-    """A head's config and the figures in its provenance.json. Raises an MtpcError where it has none."""
-    place = resolve_head(name)
-    folder = find_head(place) or place
+    """A head's config and the results in its provenance.json. Raises an MtpcError where it has none."""
     from vllm_mtpc.checkpoint.load import read_circuit_config
 
+    place = resolve_head(name)
+    folder = find_head(place) or place
     config = read_circuit_config(folder)
     try:
         figures = read_json(folder / PROVENANCE_FILE)["figures"]
@@ -148,14 +146,14 @@ def one_target(heads: Sequence[Measured]) -> str:
 
 def labels_of(heads: Sequence[Measured]) -> list[str]:
     """A name for each head, no two the same: circuit and r, with n, then the folder, where that is not enough."""
-    tries: list[Callable[[Measured], str]] = [
-        lambda head: f"{head.config.circuit} r={head.config.num_components}",
-        lambda head: f"{head.config.circuit} n={head.config.window} r={head.config.num_components}",
-        lambda head: f"{head.config.circuit} {head.folder.resolve().name}",
-        lambda head: f"{head.config.circuit} {head.folder}",
-    ]
-    for name in tries:
-        labels = [name(head) for head in heads]
+    tries = (
+        "{config.circuit} r={config.num_components}",
+        "{config.circuit} n={config.window} r={config.num_components}",
+        "{config.circuit} {name}",
+        "{config.circuit} {folder}",
+    )
+    for one in tries:
+        labels = [one.format(**head._asdict(), name=head.folder.resolve().name) for head in heads]
         if len(set(labels)) == len(labels):
             return labels
     raise UsageError("the same head is named twice; name each head once")
@@ -166,34 +164,27 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of the table: fields of `Point`, the parts of a step in milliseconds, and tokens/s.
 
-    Plain decoding comes first, at each temperature that some head has figures of.
+    Plain decoding comes first, at each temperature that some head has results of.
     """
-    from vllm_mtpc.checkpoint.load import load_head
+    from vllm_mtpc.eval.loading import attach
     from vllm_mtpc.hf import load_target
 
     target = load_target(target_name, dtype, device)
-    temperatures = [key for key in ("t1", "t0") if any(key in head.figures for head in heads.values())]
+    temperatures = [key for key in ("t1", "t0") if any(key in head.results for head in heads.values())]
     forwards = {1: forward_milliseconds(target, 1, repeats)}
     rows = [_row("plain", None, key, forwards[1], 0.0, 1.0, 0.0) for key in temperatures]
     for label, measured in heads.items():
         if measured.config.lora_layers:
             print(f"{label}: draft layers are not timed here; left out of the frontier", file=sys.stderr)
             continue
-        head = load_head(measured.folder, dtype, device)[1]
-        if (head.vocab_size, head.hidden_size) != (target.vocab_size, target.hidden_size):
-            raise UsageError(
-                f"{label} is for a target of vocabulary {head.vocab_size} and hidden size {head.hidden_size}, "
-                f"{target_name} has {target.vocab_size} and {target.hidden_size}; name its own target"
-            )
-        if head.needs_lm_head:
-            head.bind_lm_head(target.logits)
-        for key, figures in measured.figures.items():
-            positions = 1 + len(figures["per_position"])
+        head = attach(measured.folder, target).head.to(dtype)
+        for key, results in measured.results.items():
+            positions = 1 + len(results["per_position"])
             if positions not in forwards:
                 forwards[positions] = forward_milliseconds(target, positions, repeats)
             draft = draft_milliseconds(head, positions, key == "t0", target, repeats)
-            value, error = figures["tokens_per_step"], figures["standard_error"]
-            rows.append(_row(label, measured.config.circuit, key, forwards[positions], draft, value, error))
+            values = results["tokens_per_step"], results["standard_error"]
+            rows.append(_row(label, measured.config.circuit, key, forwards[positions], draft, *values))
     return rows
 
 
@@ -251,33 +242,18 @@ def _median_milliseconds(step: Callable[[], Any], target: Target, repeats: int) 
         return statistics.median(timed() for _ in range(repeats))
 
 
-def result(how: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Content of frontier.json."""
-    from vllm_mtpc.engine.provenance import collect
-
-    return {**collect(), "definitions": list(DEFINITIONS), "how": {**how, "batch": 1, "context": CONTEXT}, "rows": rows}
-
-
 def _print(rows: list[dict[str, Any]], how: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     title = f"batch 1, {how['device']}, {how['dtype']}, {how['threads']} CPU threads, medians of {how['repeats']}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("head")
-    for name in ("T", "tokens/step", "s.e.", "forward ms", "draft ms", "step ms", "tokens/s"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        parts = [row[key] for key in ("forward_milliseconds", "draft_milliseconds", "milliseconds")]
-        table.add_row(
+    header = ("head", "T", "tokens/step", "s.e.", "forward ms", "draft ms", "step ms", "tokens/s")
+    lines = [
+        [
             row["label"],
             row["temperature"].removeprefix("t"),
-            f"{row['tokens_per_step']:.3f}",
-            f"{row['standard_error']:.3f}",
-            *(f"{part:.2f}" for part in parts),
+            *(f"{row[key]:.3f}" for key in ("tokens_per_step", "standard_error")),
+            *(f"{row[key]:.2f}" for key in ("forward_milliseconds", "draft_milliseconds", "milliseconds")),
             f"{row['tokens_per_second']:.1f}",
-        )
-    console.print(table)
-    for line in DEFINITIONS:
-        console.print(line, markup=False)
+        ]
+        for row in rows
+    ]
+    print_table(title, header, lines)
+    print("\n" + "\n".join(DEFINITIONS))

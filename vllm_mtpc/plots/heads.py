@@ -1,39 +1,18 @@
-"""Plots of a training run and of heads: loss, acceptance per position, tokens per step against latency.
-
-Each is written as PNG and SVG, and the same numbers give the same files: no dates, fixed ids. matplotlib is imported
-when a plot is drawn. Colours are Okabe and Ito's, safe for colour-blind readers; markers and dashes differ as well, so
-that nothing is lost in greyscale.
-"""
+"""Plots of a training run and of heads: loss, acceptance per position, tokens per step against latency."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.plots.style import CIRCUIT_LOOKS, PLAIN, Look, looks_of, panels, save, temperature_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-STYLE = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 110,
-    "svg.hashsalt": "vllm_mtpc",  # otherwise ids of an SVG differ from run to run
-}
-NO_DATES = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 SMOOTHED_FROM = 40  # lines of metrics
 BESIDE = 12  # points from a marker that a label needs no line for
 LABEL_LINE = {"arrowstyle": "-", "color": "#8c8c8c", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
@@ -42,26 +21,15 @@ LABEL_PLACES = [  # points from a marker, near ones first
     for away in (7, 12, 20, 30, 42, 56, 72, 90)
     for angle in [math.radians(degrees) for degrees in (40, -40, 140, -140, 90, -90, 15, -15, 165, -165, 65, -65)]
 ]
-
-
-class Look(NamedTuple):
-    colour: str
-    marker: str
-    dashes: Any
-
-
-LOOKS = (
-    Look("#E69F00", "^", ":"),
-    Look("#009E73", "s", "-."),
-    Look("#CC79A7", "D", "--"),
-    Look("#0072B2", "o", "-"),
-    Look("#D55E00", "v", (0, (5, 1))),
-    Look("#56B4E9", "P", (0, (3, 1, 1, 1))),
-    Look("#000000", "X", (0, (1, 1))),
-    Look("#8C6D31", "*", (0, (7, 2))),
-)
-CIRCUIT_LOOKS = dict(zip(CIRCUITS, itertools.cycle(LOOKS), strict=False))
 LOSS_COLOUR = "#0072B2"
+
+
+def plot_run(
+    folder: Path, metrics: Sequence[Mapping[str, Any]], unit: str, name: str, results: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """What a training run draws into its folder: the loss (in `unit`), and the acceptance of the head `name`."""
+    plot_loss(metrics, folder, unit)
+    plot_acceptance({name: results}, folder)
 
 
 def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path, unit: str) -> list[Path]:
@@ -73,9 +41,9 @@ def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path, unit: str) -> 
     if not metrics:
         return []
     steps = [line["step"] for line in metrics]
-    panels = {"loss": f"loss ({unit})", "tokens_per_step": "tokens/step, T=1 (training data)"}
-    with _figure(1, 2, (7.2, 2.7)) as (figure, axes):
-        for axis, (key, label) in zip(axes, panels.items(), strict=True):
+    shown = {"loss": f"loss ({unit})", "tokens_per_step": "tokens/step, T=1 (training data)"}
+    with panels(1, 2, (7.2, 2.7)) as (figure, axes):
+        for axis, (key, label) in zip(axes, shown.items(), strict=True):
             values = [line[key] for line in metrics]
             colour = LOSS_COLOUR
             if len(values) < SMOOTHED_FROM:
@@ -89,20 +57,20 @@ def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path, unit: str) -> 
             axis.set_xlabel("optimiser steps")
             axis.set_ylabel(label)
             axis.xaxis.get_major_locator().set_params(integer=True)
-        return _save(figure, folder, "loss")
+        return save(figure, folder, "loss")
 
 
 def plot_acceptance(figures: Mapping[str, Mapping[str, Mapping[str, Any]]], folder: Path) -> list[Path]:
     """acceptance.png and .svg: P(drafts 1 to k are all accepted), and tokens/step with k drafts at most, over k.
 
-    figures: name of a head -> {"t1": ..., "t0": ...}, each the fields of `vllm_mtpc.eval.acceptance.Figures`. Columns
+    figures: name of a head -> {"t1": ..., "t0": ...}, each the fields of `vllm_mtpc.eval.metrics.Metrics`. Columns
     are temperatures, rows the two quantities; the legend gives the total with its standard error over sequences. A name
     that starts with a circuit's gets that circuit's colour. Returns the files written.
     """
     temperatures = [key for key in ("t1", "t0") if any(key in values for values in figures.values())]
     if not temperatures:
         return []
-    with _figure(2, len(temperatures), (3.6 * len(temperatures), 5.0), sharex=True, sharey="row") as (figure, axes):
+    with panels(2, len(temperatures), (3.6 * len(temperatures), 5.0), sharex=True, sharey="row") as (figure, axes):
         looks = looks_of(list(figures))
         for column, key in enumerate(temperatures):
             upper, lower = axes[column], axes[column + len(temperatures)]
@@ -117,7 +85,7 @@ def plot_acceptance(figures: Mapping[str, Mapping[str, Mapping[str, Any]]], fold
         axes[0].set_ylim(0, 1)
         axes[len(temperatures)].set_ylabel("tokens/step with k drafts")
         axes[len(temperatures)].set_ylim(bottom=1)
-        return _save(figure, folder, "acceptance")
+        return save(figure, folder, "acceptance")
 
 
 def _acceptance_lines(upper: Axes, lower: Axes, name: str, values: Mapping[str, Any], look: Look) -> None:
@@ -154,7 +122,7 @@ def plot_frontier(points: Sequence[Point], folder: Path) -> list[Path]:
     temperatures = [key for key in ("t1", "t0") if any(point.temperature == key for point in points)]
     if not temperatures:
         return []
-    with _figure(1, len(temperatures), (4.2 * len(temperatures), 3.6), sharey=True) as (figure, axes):
+    with panels(1, len(temperatures), (4.2 * len(temperatures), 3.6), sharey=True) as (figure, axes):
         right = 1.22 * max(point.milliseconds for point in points)
         left = max(0.0, min(point.milliseconds for point in points) - 0.18 * right)
         top = 1.15 * max(point.tokens_per_step for point in points)
@@ -170,7 +138,7 @@ def plot_frontier(points: Sequence[Point], folder: Path) -> list[Path]:
         for axis, key in zip(axes, temperatures, strict=True):
             _place_labels(axis, [point for point in points if point.temperature == key])
         axes[0].set_ylabel("tokens/step")
-        return _save(figure, folder, "frontier")
+        return save(figure, folder, "frontier")
 
 
 def _throughput_lines(axis: Axes, points: Sequence[Point]) -> None:
@@ -203,7 +171,7 @@ def _throughput_lines(axis: Axes, points: Sequence[Point]) -> None:
 
 def _frontier_points(axis: Axes, points: Sequence[Point]) -> None:
     for circuit in dict.fromkeys(point.circuit for point in points):
-        look = Look("#000000", "*", "-") if circuit is None else CIRCUIT_LOOKS[circuit]
+        look = PLAIN if circuit is None else CIRCUIT_LOOKS[circuit]
         own = sorted((point for point in points if point.circuit == circuit), key=lambda point: point.milliseconds)
         milliseconds, tokens = [point.milliseconds for point in own], [point.tokens_per_step for point in own]
         axis.errorbar(
@@ -257,17 +225,6 @@ def _overlap(one: Any, other: Any) -> float:
     return max(0.0, wide) * max(0.0, high)
 
 
-def looks_of(names: Sequence[str]) -> dict[str, Look]:
-    """A look for each name, no two the same among the first eight: that of the circuit it starts with, if unused."""
-    looks: dict[str, Look] = {}
-    for name in names:
-        own = CIRCUIT_LOOKS.get(name.split(" ")[0])
-        if own is not None and own not in looks.values():
-            looks[name] = own
-    others = itertools.cycle([look for look in LOOKS if look not in looks.values()])
-    return {name: looks.get(name) or next(others) for name in names}
-
-
 def running_mean(values: Sequence[float], width: int) -> list[float]:
     """Mean of the last `width` values (fewer at the start); values that are not finite are left out."""
     means = []
@@ -275,33 +232,3 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
         last = [value for value in values[max(0, end - width) : end] if math.isfinite(value)]
         means.append(sum(last) / len(last) if last else math.nan)
     return means
-
-
-def temperature_label(key: str) -> str:
-    """Title of a panel: "t1" -> "T=1 (sampling)"."""
-    return "T=0 (greedy)" if key == "t0" else f"T={key.removeprefix('t')} (sampling)"
-
-
-@contextmanager
-def _figure(rows: int, columns: int, size: tuple[float, float], **shared: Any) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure and its panels, row by row, drawn without a display; whatever style the caller has set stays."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        figure = Figure(figsize=size)
-        FigureCanvasAgg(figure)
-        yield figure, list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
-
-
-def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for kind, metadata in NO_DATES.items():
-        file = folder / f"{name}.{kind}"
-        figure.savefig(file, format=kind, metadata=metadata)
-        files.append(file)
-    return files

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.plots.heads import LABEL_PLACES, Look, _figure, _save, looks_of, temperature_label
+from vllm_mtpc.plots.heads import LABEL_PLACES
+from vllm_mtpc.plots.style import PLAIN, Look, looks_of, panels, save, temperature_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
 _UNSAFE = re.compile(r"\W+")
-PLAIN = Look("#000000", "*", "-")
 
 
 def plot_served(rows: Sequence[Row], folder: Path, name: str) -> list[Path]:
@@ -79,7 +79,7 @@ def _panels(
     if not temperatures:
         return []
     looks = looks_of([decoding for decoding in decodings if decoding != "plain"]) | {"plain": PLAIN}
-    with _figure(1, len(temperatures), (4.2 * len(temperatures), 3.6), sharey=True) as (figure, axes):
+    with panels(1, len(temperatures), (4.2 * len(temperatures), 3.6), sharey=True) as (figure, axes):
         for axis, temperature in zip(axes, temperatures, strict=True):
             for decoding in decodings:
                 mine = [row for row in rows if (row["temperature"], row["decoding"]) == (temperature, decoding)]
@@ -91,7 +91,7 @@ def _panels(
                 _logarithmic(axis)
         axes[0].set_ylabel(labels[1])
         axes[0].legend(fontsize=8, loc="best")
-        return _save(figure, folder, name)
+        return save(figure, folder, name)
 
 
 def _logarithmic(axis: Axes) -> None:

@@ -16,17 +16,9 @@ if TYPE_CHECKING:
     import argparse
 
 SHARED = (
-    "target",
-    "data",
-    "split",
-    "validation_data",
-    "validation_share",
-    "seq_len",
-    "seed",
-    "target_dtype",
-    "device",
+    "target", "data", "split", "validation_data", "validation_share", "seq_len", "seed", "target_dtype", "device",
     "attention",
-)
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.flags import check_positive
     from vllm_mtpc.hf import choose_device
     from vllm_mtpc.train import prepare
-    from vllm_mtpc.train.cache import write_cache
-    from vllm_mtpc.train.cache_files import DTYPES
+    from vllm_mtpc.train.cache import DTYPES, write_cache
 
     check_positive(args, "rows_per_shard", "batch_rows")
     shared = {name: value for name, value in typed(args, TrainOptions).items() if name in SHARED}
@@ -55,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if data.report.warning:
         print(f"warning: {data.report.warning}", file=sys.stderr)
     cache = write_cache(args.out, target, data.rows, args.rows_per_shard, DTYPES.get(args.dtype), args.batch_rows)
-    size = cache.num_rows * cache.index.row_bytes
-    print(
-        f"{args.out}: {cache.num_rows:,} rows, {data.report.tokens:,} tokens, {size / 1e9:.3f} GB, {cache.index.dtype}"
-    )
+    index, tokens = cache.index, data.report.tokens
+    size = index.num_rows * index.row_bytes
+    print(f"{args.out}: {index.num_rows:,} rows, {tokens:,} tokens, {size / 1e9:.3f} GB, {index.dtype}")
     return 0

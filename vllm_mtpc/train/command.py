@@ -92,15 +92,15 @@ def read_options(args: argparse.Namespace) -> TrainOptions:
 
 def with_responses(options: TrainOptions) -> TrainOptions:
     """Have vLLM write the responses (or the missing ones of them); the options then name their files as data."""
-    from vllm_mtpc.batch.regenerate import RegenerateOptions, regenerate
+    from vllm_mtpc.batch.options import RegenerateOptions
+    from vllm_mtpc.batch.regenerate import regenerate
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or options.ray_workers:
         raise UsageError(
             "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
             "the file it writes"
         )
-    # A PTP head learns one law: all of its text is drawn from it.
-    greedy = 0 if options.is_ptp else round(options.regenerate * options.regenerate_greedy_share)
+    greedy = round(options.regenerate * options.job.greedy_share(options))
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     files = []
     for name, law, count in (

@@ -14,7 +14,7 @@ from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
 ZERO = torch.zeros(1, dtype=torch.long)
-WATCHED = 128  # windows of a step that the running figure of tokens/step is measured on
+WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
 
 
 class Drafter(nn.Module):

@@ -74,7 +74,7 @@ class Trainer:
             self.step = state.load_state(self.folder, self.drafter, self.optimizer.optimizer, self.options)
             self.saved = self.step
         self._start_metrics()
-        shown = {"desc": self.options.kind, "unit": "step", "disable": not self.is_main}
+        shown = {"desc": self.options.job.kind(self.options), "unit": "step", "disable": not self.is_main}
         with self.stopping, Bar(total=self.steps, initial=self.step, **shown) as bar:
             self._steps(bar)
 

@@ -1,6 +1,7 @@
-"""Losses of a window, from the circuit's exact conditionals and the target's law.
+"""Losses of a window, from the circuit's exact conditionals and the target's distribution.
 
-With q_k = q(. | x_<k, h) the draft's conditionals, p_k the target's law at the same place and w_k = gamma^(k-1) / sum:
+With q_k = q(. | x_<k, h) the draft's conditionals, p_k the target's distribution at the same place and weights
+w_k = gamma^(k-1) / sum:
 
     CE_k  = -log q_k(x_k)                                               (MtPC paper, eq. 4 and section 4)
     KL_k  = KL(p_k || q_k) or KL(q_k || p_k), over the vocabulary or over {x_k, the rest} (appendix G)
@@ -22,7 +23,7 @@ Means are over windows with a token at k; positions without one are marginalised
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,15 +49,45 @@ def position_weights(options: TrainOptions) -> Tensor:
     return weights / weights.sum()
 
 
+class Overlaps(NamedTuple):
+    """What acceptance losses are made of, for drafts 2 .. n of B windows."""
+
+    overlap: Tensor  # [B, n - 1], sum_v min(p_k(v), q_k(v))
+    kept: Tensor  # [B, n - 1] bool, there is a token
+    ratio: Tensor  # [B, n - 1], log q_k(x_k) - log p_k(x_k)
+    weights: Tensor  # [n - 1], w_k by the windows of the step that have a token at k
+    mean: Tensor  # scalar, 1 by the windows that have a second token
+
+
+def length_loss(of: Overlaps) -> Tensor:
+    """Minus the expected number of accepted drafts, by n - 1."""
+    survived = of.ratio[:, :-1].clamp(max=0).masked_fill(~of.kept[:, :-1], 0).cumsum(1).exp()
+    alive = torch.nn.functional.pad(survived, (1, 0), value=1.0)  # [B, n - 1]
+    return -(alive * of.overlap).masked_fill(~of.kept, 0).sum() * of.mean / of.overlap.shape[1]
+
+
+def tv_loss(of: Overlaps) -> Tensor:
+    """Total variation between the target and the draft."""
+    return ((1 - of.overlap).masked_fill(~of.kept, 0) * of.weights).sum()
+
+
+def log_loss(of: Overlaps) -> Tensor:
+    """-log of the overlap."""
+    return (-of.overlap.clamp(min=TINY).log().masked_fill(~of.kept, 0) * of.weights).sum()
+
+
+LOSSES = {"length": length_loss, "tv": tv_loss, "log": log_loss}  # A, by `acceptance_form`
+
+
 def window_loss(
-    circuit: Circuit, params: CircuitParams, tokens: Tensor, law: Tensor | None, options: TrainOptions, counts: Tensor
+    circuit: Circuit, params: CircuitParams, tokens: Tensor, log_p: Tensor | None, options: TrainOptions, counts: Tensor
 ) -> Tensor:
     """This batch's share of L: terms summed over windows, divided by counts[n] (of the whole step). Scalar, nats.
 
-    tokens: [B, n] int64 with -1; law: the target's log p_k [B, n, V], None where the options need none.
+    tokens: [B, n] int64 with -1; log_p: the target's log p_k [B, n, V], None where the options need none.
     """
     kept = tokens >= 0
-    if law is None:
+    if log_p is None:
         log_q = None
         chosen = circuit.conditional_log_probs(params, tokens)  # [B, n]
     else:
@@ -66,26 +97,21 @@ def window_loss(
     weights = position_weights(options).to(chosen) * means
     terms = -(1 - options.beta) * chosen
     if options.beta > 0:
-        terms = terms + options.beta * _kl(log_q, law, tokens, options)
+        terms = terms + options.beta * _kl(log_q, log_p, tokens, options)
     loss = (1 - options.acceptance) * (terms.masked_fill(~kept, 0) * weights).sum()
     if options.acceptance == 0:
         return loss
-    overlap = torch.minimum(log_q, law).exp().sum(-1)[:, 1:]  # [B, n - 1]
-    if options.acceptance_form == "length":
-        survived = (chosen - _at(law, tokens))[:, 1:-1].clamp(max=0).masked_fill(~kept[:, 1:-1], 0).cumsum(1).exp()
-        alive = torch.nn.functional.pad(survived, (1, 0), value=1.0)  # [B, n - 1]
-        gained = (alive * overlap).masked_fill(~kept[:, 1:], 0).sum()
-        return loss - options.acceptance * gained * means[1] / (options.window - 1)
-    lost = 1 - overlap if options.acceptance_form == "tv" else -overlap.clamp(min=TINY).log()
+    overlap = torch.minimum(log_q, log_p).exp().sum(-1)
     rest = weights[1:] / position_weights(options)[1:].sum()
-    return loss + options.acceptance * (lost.masked_fill(~kept[:, 1:], 0) * rest).sum()
+    parts = Overlaps(overlap[:, 1:], kept[:, 1:], (chosen - _at(log_p, tokens))[:, 1:], rest, means[1])
+    return loss + options.acceptance * LOSSES[options.acceptance_form](parts)
 
 
-def _kl(log_q: Tensor, law: Tensor, tokens: Tensor, options: TrainOptions) -> Tensor:
+def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: TrainOptions) -> Tensor:
     """KL_k [B, n] in nats."""
     if options.kl_form == "binary":
-        log_q, law = _against_rest(_at(log_q, tokens)), _against_rest(_at(law, tokens))  # [B, n, 2]
-    first, second = (law, log_q) if options.kl == "forward" else (log_q, law)
+        log_q, log_p = _against_rest(_at(log_q, tokens)), _against_rest(_at(log_p, tokens))  # [B, n, 2]
+    first, second = (log_p, log_q) if options.kl == "forward" else (log_q, log_p)
     return (first.exp() * (first - second)).sum(-1)
 
 
@@ -113,17 +139,17 @@ def step_loss(
     drafted: Tensor,
     tokens: Tensor,
     counts: Tensor,
-    law: Callable[[slice], Tensor],
+    log_p: Callable[[slice], Tensor],
     options: TrainOptions,
 ) -> Tensor:
     """L of the windows of a step, chunk by chunk, each recomputed in the backward pass where there are several.
 
-    drafted: [B, D], what the head reads; tokens: [B, n]; counts: [n]; law(rows): the target's log p_k [., n, V] of
+    drafted: [B, D], what the head reads; tokens: [B, n]; counts: [n]; log_p(rows): the target's log p_k [., n, V] of
     some windows, asked for only where the options need it.
     """
 
     def chunk_loss(hidden: Tensor, piece: slice) -> Tensor:
-        target = law(piece) if options.needs_law else None
+        target = log_p(piece) if options.needs_law else None
         # The head's products alone are cast: its logits return as float32, and so the circuit is.
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
             params = head(hidden)

@@ -7,26 +7,17 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, create_model, model_validator
 
-from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.data.names import is_path
 from vllm_mtpc.errors import UsageError, one_line
-from vllm_mtpc.heads import head_options, option_fields
+from vllm_mtpc.families import FAMILIES
+from vllm_mtpc.heads import option_fields
 
-# Options of one kind of head alone, and the defaults a PTP head has of its own.
-CIRCUIT_OPTIONS = (
-    "circuit", "components", *head_options(), "init", "lora_layers", "beta", "kl", "kl_form", "acceptance",
-    "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
-)  # fmt: skip
-PTP_OPTIONS = (
-    "variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "late_only", "law_trust", "ptp_loss",
-    "proposals", "u_beta", "temperature", "top_k", "top_p",
-)  # fmt: skip
 REGENERATE_OPTIONS = (
     "regenerate_prompt_tokens", "regenerate_crops", "regenerate_tokens", "regenerate_greedy_share", "regenerate_memory",
 )  # fmt: skip
-PTP_DEFAULTS = {"windows_per_step": 512, "learning_rate": 1e-3}
 STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
-PTP_LOSSES = {"o-ptp": ("ce", "bce", "kl"), "c-ptp": ("kl", "reverse-kl", "inverse")}
+DEFAULT_METHOD = "mtpc"  # of heads by their own names; `head` names any other family itself
 
 
 class TrainOptions(create_model("HeadOptions", **option_fields())):
@@ -58,15 +49,19 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
 
     # a PTP head (--head ptp)
-    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="o-ptp: rows name tokens; c-ptp: they give laws")
+    variant: Literal["o-ptp", "c-ptp"] = Field(
+        "o-ptp", description="o-ptp: rows name tokens; c-ptp: they give distributions"
+    )
     informed: bool = Field(True, description="rows carry u; off: the independent baseline")
     u_embedding: str = Field("ieee", description="how u is embedded: ieee, scalar, threshold, arithmetic, ...")
     u_features: int | None = Field(None, ge=1, description="features of u, where the embedding leaves it open")
     u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
     late_width: int = Field(0, ge=0, description="width of the late network behind the final norm; 0: none")
-    late_only: bool = Field(False, description="train the late network alone, the rest as it is in init_from")
     law_trust: float | None = Field(
-        None, gt=0, lt=1, description="u picks drafts from rows' laws, trusted so far (default: as the variant does)"
+        None,
+        gt=0,
+        lt=1,
+        description="u picks drafts from rows' distributions, trusted so far (default: as the variant does)",
     )
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
         None, description="o-ptp: ce (default), bce or kl; c-ptp: kl (default), reverse-kl or inverse (no teacher)"
@@ -75,9 +70,9 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
         "teacher", description="whose continuations are learnt: the target's (the data are its text), any text, its own"
     )
     u_beta: float = Field(1.0, gt=0, description="place of u in its token's interval: Beta(b, b)")
-    temperature: float = Field(1.0, gt=0, description="of the law that u picks from")
-    top_k: int = Field(0, ge=0, description="top-k of that law; 0: off")
-    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that law; 1: off")
+    temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
+    top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")
 
     # the loss (docs/training.md)
     gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
@@ -136,7 +131,7 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     track: Literal["none", "tensorboard", "wandb"] = Field("none", description="also log there")
-    evaluation_sequences: int = Field(64, ge=0, description="held-out continuations the figures come from; 0: none")
+    evaluation_sequences: int = Field(64, ge=0, description="held-out continuations the results come from; 0: none")
     evaluation_prompt_tokens: int = Field(32, ge=1, description="tokens of a held-out prompt cut from text")
     evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
     num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
@@ -149,114 +144,62 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
     @model_validator(mode="before")
     @classmethod
     def _own_defaults(cls, values: Any) -> Any:
-        is_ptp = isinstance(values, dict) and values.get("head") == "ptp"
-        return PTP_DEFAULTS | values if is_ptp else values
+        return {**_job(values.get("head")).defaults, **values} if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainOptions:
-        self._check_kind()
-        self._check_used()
-        if self.is_ptp:
-            self._check_ptp()
-            return self
-        from vllm_mtpc.circuits import get_circuit
-        from vllm_mtpc.heads import check_head_name
-
-        get_circuit(self.circuit, self.window, self.num_components)
-        check_head_name(self.head, "ptp")
-        if self.beta == 0 and (self.kl, self.kl_form) != ("forward", "full"):
-            raise ValueError("kl and kl_form say which KL, but beta is 0: give it a share, e.g. beta: 0.5")
-        if self.lora_layers and self.cache:
-            raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
-        return self
-
-    def _check_kind(self) -> None:
-        """Raises ValueError for an option of the other kind of head."""
-        if name := self._given(*(CIRCUIT_OPTIONS if self.is_ptp else PTP_OPTIONS)):
-            kind, wanted = ("circuits", "another head") if self.is_ptp else ("PTP heads", "head ptp")
-            loss = "; a circuit's loss is what beta and acceptance say" if name == "ptp_loss" else ""
-            raise ValueError(f"{name} is an option of {kind}: remove {name}, or set {wanted}{loss}")
-
-    def _check_used(self) -> None:
-        """Raises ValueError for an option that another one leaves without effect."""
-        if not self.is_ptp and not self.lora_layers and (name := self._given("lora_rank", "lora_alpha")):
-            raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
-        if self.init_from and self._given("init"):
+        for job in self._other_jobs():
+            if name := self.given(*job.own):
+                hint = self.job.hints.get(name, "")
+                raise ValueError(f"{name} is an option of {job.noun}: remove {name}, or set {job.chosen_by}{hint}")
+        if self.init_from and self.given("init"):
             raise ValueError(f"init={self.init!r} beside init_from, whose weights the head starts with: remove one")
-        if self.validation_data and self._given("validation_share"):
+        if self.validation_data and self.given("validation_share"):
             raise ValueError("validation_share beside validation_data, which is all that is held out: remove one")
-        if not self.regenerate and (name := self._given(*REGENERATE_OPTIONS)):
+        if not self.regenerate and (name := self.given(*REGENERATE_OPTIONS)):
             raise ValueError(f"{name} without regenerate: remove {name}, or set regenerate to a number of responses")
         names = [*self.data, *self.validation_data]
-        if self._given("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
+        if self.given("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
             raise ValueError(
                 f"split={self.split!r} is of names of the datasets library, and data are files: remove split, or name "
                 "the files of that split"
             )
+        self.job.check(self)
+        return self
 
-    def _given(self, *names: str) -> str | None:
+    def given(self, *names: str) -> str | None:
         """The first of the options that was given another value than its default."""
         fields = type(self).model_fields
         changed = (n for n in names if n in self.model_fields_set and getattr(self, n) != fields[n].default)
         return next(changed, None)
 
-    def _check_ptp(self) -> None:
-        from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
-
-        options = default_options(self.u_embedding, self.u_hidden or 1)
-        given = {"u_features": self.u_features, "u_hidden": self.u_hidden}
-        options |= {key: value for key, value in given.items() if value is not None}
-        check_embedding(self.u_embedding, options.get("u_features"), options.get("u_hidden"))
-        if self.late_only and not (self.late_width and self.init_from):
-            raise ValueError(
-                "late_only trains the late network of a head that is trained already: set late_width, for example to "
-                "256, and init_from to that head, or remove late_only"
-            )
-        if self.loss_name not in PTP_LOSSES[self.variant]:
-            raise ValueError(
-                f"ptp_loss {self.ptp_loss!r} with variant {self.variant!r}: allowed are "
-                f"{', '.join(PTP_LOSSES[self.variant])}; set ptp_loss to one of them"
-            )
-        if (self.variant, self.loss_name) == ("o-ptp", "kl") and self.informed and self.law_trust is None:
-            raise ValueError(
-                "ptp_loss kl teaches rows laws, of which an o-ptp head drafts the likeliest token whatever u is: set "
-                "law_trust, for example to 0.87, or informed to false for the baseline"
-            )
+    @property
+    def job(self) -> Any:
+        """The class that trains a head of this family (`vllm_mtpc.train.job`)."""
+        return _job(self.head)
 
     @property
-    def is_ptp(self) -> bool:
-        """Whether the head is a PTP head, not a circuit."""
-        return self.head == "ptp"
+    def of_others(self) -> set[str]:
+        """Options of other families, which say nothing about this run."""
+        return {name for job in self._other_jobs() for name in job.own}
 
-    @property
-    def kind(self) -> str:
-        """What is trained, in a word."""
-        return self.variant if self.is_ptp else self.circuit
-
-    @property
-    def loss_name(self) -> str:
-        """The loss of a PTP head, with its default."""
-        return self.ptp_loss or PTP_LOSSES[self.variant][0]
-
-    @property
-    def loss_unit(self) -> str:
-        """What the loss counts, for the axis of a plot."""
-        form = {"tv": "total variation", "length": "-accepted / (n - 1)", "log": "nats"}[self.acceptance_form]
-        if self.is_ptp or not self.acceptance or form == "nats":
-            return "nats per token"
-        return form if self.acceptance == 1 else f"{100 * self.acceptance:g} % {form}, the rest nats"
+    def _other_jobs(self) -> list[Any]:
+        return [family.job for family in FAMILIES.values() if family.job is not self.job]
 
     @property
     def num_components(self) -> int:
         """r, with its default."""
-        from vllm_mtpc.circuits import circuit_class
-
         return self.components or min(32, circuit_class(self.circuit).max_components)
 
     @property
     def needs_law(self) -> bool:
-        """Whether the loss reads the target's law over the vocabulary, not just the text."""
+        """Whether a circuit's loss reads the target's distribution over the vocabulary, not just the text."""
         return self.beta > 0 or self.acceptance > 0
+
+
+def _job(head: Any) -> Any:
+    is_family = isinstance(head, str) and head in FAMILIES
+    return FAMILIES[head if is_family else DEFAULT_METHOD].job
 
 
 def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:

@@ -13,28 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.data.names import resolved
 from vllm_mtpc.data.sources import size_of
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, UsageError, install
-from vllm_mtpc.heads import build_head
 from vllm_mtpc.train import prepare
-from vllm_mtpc.train.card import head_card, program, record
-from vllm_mtpc.train.drafter import Drafter
-from vllm_mtpc.train.figures import figures_of, held_out_prompts, held_out_samples, served_lines
+from vllm_mtpc.train.card import program
+from vllm_mtpc.train.fingerprints import data_fingerprint
+from vllm_mtpc.train.job import held_out_prompts
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.memory import peak_memory_bytes
-from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
-from vllm_mtpc.train.ptp.run import PtpJob
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from vllm_mtpc.data.rows import Rows
-    from vllm_mtpc.hf import Target
-    from vllm_mtpc.train.cache import HiddenSource
-    from vllm_mtpc.train.windows import WindowSource
 
 
 AGAIN = "the same command with --resume"
@@ -52,7 +44,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     accelerator = make_accelerator(options)
     say = print if accelerator.is_main_process else _quiet
     target = prepare.read_target(options, accelerator.device)
-    job = PtpJob(options, target) if options.is_ptp else CircuitJob(options, target)
+    job = options.job(options, target)
     say(f"target {options.target}: vocabulary {target.vocab_size}, hidden size {target.hidden_size}, {target.dtype}")
     if options.dry_run:
         if accelerator.is_main_process:
@@ -93,7 +85,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
             "minutes": round((time.monotonic() - started) / 60, 1),
             "tokens": data.report.tokens,
             "documents": data.report.documents,
-            "data_sha256": prepare.fingerprint(data.rows),
+            "data_sha256": data_fingerprint(data.rows),
             # a finished run that is resumed logs nothing, and its metrics may be gone
             "tokens_per_second": metrics[-1]["tokens_per_second"] if metrics else trainer.tokens_per_second,
             "peak_memory_bytes": max(
@@ -122,9 +114,6 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         raise UsageError(f"track {options.track!r} is not installed; type: pip install {options.track}")
     plugin = None
     if options.parallel == "fsdp":
-        if options.lora_layers or options.is_ptp:
-            what = "head ptp: its adapters" if options.is_ptp else "lora_layers: draft layers"
-            raise UsageError(f"parallel=fsdp with {what} are trained with ddp; set parallel: ddp")
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     accelerator = Accelerator(
         cpu=options.device == "cpu",
@@ -137,62 +126,6 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         values = {key: str(value) for key, value in options.model_dump(mode="json").items()}
         accelerator.init_trackers("vllm_mtpc", config=values)
     return accelerator
-
-
-class CircuitJob:
-    """What a run asks of a kind of head, for circuits."""
-
-    def __init__(self, options: TrainOptions, target: Target) -> None:
-        self.options, self.target = options, target
-        self.config = prepare.head_config(options, target)
-        self.head = prepare.initial_head(options, self.config, target)
-        self.layers = prepare.draft_layers(options, target)
-
-    def drafter(self) -> Drafter:
-        """What a training step runs."""
-        return Drafter(self.head, self.target, self.options, self.layers)
-
-    def source(self, rows: Rows) -> HiddenSource:
-        """What windows are cut from."""
-        return prepare.hidden_source(self.options, self.target, rows)
-
-    def windows(self, source: HiddenSource, rank: int, world: int) -> WindowSource:
-        """The steps of the run."""
-        return prepare.window_source(self.options, self.target, source, rank, world)
-
-    def write(self, figures: dict[str, Any], run: dict[str, Any]) -> None:
-        """The head's folder, with its card and provenance."""
-        values = record(self.options, self.config, figures, run)
-        dtype = getattr(torch, self.options.dtype)
-        save_head(self.options.out, self.config, self.head, values, head_card(values), dtype, draft_layers=self.layers)
-
-    def finish(self, weights: dict[str, torch.Tensor], prompts: list[torch.Tensor], run: dict[str, Any]) -> None:
-        """Write the head, measure what was written, and write it again with its figures and plots."""
-        from vllm_mtpc.plots.heads import plot_acceptance, plot_loss
-
-        with torch.device("meta"):
-            self.head = build_head(self.config)
-        self.head.load_state_dict(weights, assign=True)
-        self.write({}, run)  # first of all: nothing that follows can lose it
-        samples = held_out_samples(self.options, self.target, prompts)
-        figures = {}
-        if samples:
-            _, saved = load_head(self.options.out)
-            figures = figures_of(saved, self.target, samples, self.layers)
-        plot_loss(read_metrics(self.options.out / METRICS_FILE), self.options.out, self.options.loss_unit)
-        if figures:
-            plot_acceptance({self.config.circuit: figures}, self.options.out)
-        self.write(figures, run)
-        print(f"head written: {self.options.out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
-        for name, values in figures.items():
-            temperature = name.removeprefix("t")
-            print(
-                f"expected tokens/step at T={temperature}: {values['tokens_per_step']:.3f} "
-                f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
-            )
-        for line in served_lines(self.config, self.target, figures):
-            print(line)
-        print(prepare.serve_line(self.options.out, needs_v2=bool(self.options.lora_layers)))
 
 
 def _quiet(*args: Any, **kwargs: Any) -> None:
@@ -245,8 +178,6 @@ def cause(error: Exception) -> Exception:
 
 
 def _ray_worker(values: dict[str, Any]) -> None:
-    from vllm_mtpc.train.options import parse
-
     train(parse(values["options"]), values["command"])
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -64,15 +63,6 @@ def eligible(rows: Rows) -> Tensor:
     return starts
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a step is: epoch, block of that epoch, step of that block."""
-
-    epoch: int
-    block: int
-    step: int
-
-
 class WindowSource:
     """The steps of a run; `world` processes share each, this one is `rank`."""
 
@@ -120,31 +110,25 @@ class WindowSource:
                 if first_step >= steps:
                     first_step -= steps
                     continue
-                yield from self._block_batches(block, Place(epoch, number, first_step), steps)
+                yield from self._block_batches(block, (epoch, number + 1), range(first_step, steps))
                 first_step = 0
             epoch += 1
 
-    def _block_batches(self, block: Tensor, place: Place, steps: int) -> Iterator[Windows]:
+    def _block_batches(self, block: Tensor, place: tuple[int, int], steps: range) -> Iterator[Windows]:
+        """place: the epoch, and the number of the block in it from 1 on."""
         row, start = self.starts[block].nonzero(as_tuple=True)  # [windows of the block] each
-        order = torch.randperm(len(row), generator=self._generator(place.epoch, place.block + 1))
-        mine = torch.arange(len(block))[self.rank :: self.world]
-        hidden, document = self._hidden(block[mine]), self.source.rows.document[block[mine]]
-        for step in range(place.step, steps):
+        order = torch.randperm(len(row), generator=self._generator(*place))
+        held = block[self.rank :: self.world]
+        hidden, document = self._hidden(held), self.source.rows.document[held]
+        for step in steps:
             chosen = order[step * self.windows_per_step : (step + 1) * self.windows_per_step]
             tokens = window_tokens(self.source.rows, block[row[chosen]], start[chosen], self.window)
             own = row[chosen] % self.world == self.rank
             draws = None
             if self.draw is not None:  # for the whole step, whatever the number of processes
-                draws = self.draw(self._seed(place.epoch, place.block + 1, step), len(chosen))[own]
-            yield Windows(
-                tokens[own],
-                row[chosen][own] // self.world,
-                start[chosen][own],
-                hidden,
-                document,
-                (tokens >= 0).sum(0),
-                draws,
-            )
+                draws = self.draw(self._seed(*place, step), len(chosen))[own]
+            mine = row[chosen][own] // self.world, start[chosen][own]
+            yield Windows(tokens[own], *mine, hidden, document, (tokens >= 0).sum(0), draws)
 
     def _hidden(self, rows: Tensor) -> Tensor:
         """States of rows; kept while the same rows are asked for, so data of one block is read once."""

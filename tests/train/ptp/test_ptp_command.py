@@ -15,9 +15,10 @@ from vllm_mtpc.checkpoint.ptp import load_ptp, load_student
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.hf import load_target
-from vllm_mtpc.train import command, prepare
+from vllm_mtpc.train import command, job
 from vllm_mtpc.train.options import parse
-from vllm_mtpc.train.ptp.run import figure_lines
+from vllm_mtpc.train.ptp.losses import loss_name
+from vllm_mtpc.train.ptp.run import u_lines
 
 torch.set_num_threads(1)
 
@@ -69,7 +70,7 @@ def test_what_to_type_is_what_serves_here(place: Path, monkeypatch: pytest.Monke
         (False, False, "vllm serve head"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        line = prepare.serve_line(Path("head"), needs_v2)
+        line = job.serve_line(Path("head"), needs_v2)
         assert line.startswith(f"serve it: {typed}") and ("Model Runner V2" in line) == (typed != "vllm serve head")
     assert script.is_file()
 
@@ -92,22 +93,20 @@ def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) 
     assert two.late is None
     more = {"init_from": place / "one", "late_width": 6, "evaluation_sequences": 0}
     main(["train", *ptp_flags(place, "new", **more, dry_run=True)])
-    main(["train", *ptp_flags(place, "late", **more, late_only=True)])
+    main(["train", *ptp_flags(place, "late", **more)])
     new, late = (load_ptp(place / name) for name in ("new", "late"))
     assert new.late.state.out_features == 6 and not new.late.outer.weight.any()  # of no effect yet
     assert late.late.outer.weight.any()
-    for head in (new, late):
-        assert all(torch.equal(one.lora[name], head.lora[name]) for name in one.lora)
+    assert all(torch.equal(one.lora[name], new.lora[name]) for name in one.lora)
     assert main(["train", *ptp_flags(place, "three", init_from=place / "late", dry_run=True)]) != 0
     assert "has late_width=6, this run 0; set late_width to 6" in capsys.readouterr().err
     for changes, message in (
         ({"lora_rank": 5}, "has lora_rank=3, this run 5"),
-        ({"late_only": True}, "set late_width, for example to 256"),
         ({"variant": "c-ptp"}, "has variant=o-ptp, this run c-ptp; set variant to o-ptp"),
     ):
         words = ptp_flags(place, "three", init_from=place / "one", dry_run=True)
         for name, value in changes.items():
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            words += [f"--{name.replace('_', '-')}", str(value)]
         capsys.readouterr()
         assert main(["train", *words]) != 0
         assert message in capsys.readouterr().err
@@ -145,9 +144,10 @@ def test_options_that_do_not_go_together(changes: dict, message: str) -> None:
 
 def test_defaults_are_the_kinds_own() -> None:
     ptp, circuit = parse(REQUIRED), parse(REQUIRED | {"head": "linear"})
-    assert (ptp.windows_per_step, ptp.learning_rate, ptp.loss_name, ptp.kind) == (512, 1e-3, "ce", "o-ptp")
-    assert (circuit.windows_per_step, circuit.learning_rate, circuit.kind) == (4096, 3e-4, "btree")
-    assert parse(REQUIRED | {"windows_per_step": 4096, "variant": "c-ptp"}).loss_name == "kl"
+    assert (ptp.windows_per_step, ptp.learning_rate, loss_name(ptp)) == (512, 1e-3, "ce")
+    assert (circuit.windows_per_step, circuit.learning_rate) == (4096, 3e-4)
+    assert (ptp.job.kind(ptp), circuit.job.kind(circuit)) == ("o-ptp", "btree")
+    assert loss_name(parse(REQUIRED | {"windows_per_step": 4096, "variant": "c-ptp"})) == "kl"
     again = parse(ptp.model_dump(mode="json"))  # as options reach a Ray worker: every one of them is given
     assert again == ptp and parse(circuit.model_dump(mode="json")) == circuit
 
@@ -167,6 +167,6 @@ def test_u_that_is_not_used_is_said() -> None:
     options, baseline = parse(REQUIRED), parse(REQUIRED | {"informed": False})
     figure = {"tokens_per_step": 2.0, "standard_error": 0.1, "sequences": 4, "accuracy": 0.5}
     used, unused = ({"t1": figure | {"shuffled_accuracy": value}} for value in (0.2, 0.49))
-    assert not any("warning" in line for line in figure_lines(options, used))
-    assert "so u is not used" in figure_lines(options, unused)[-1]
-    assert not any("warning" in line for line in figure_lines(baseline, unused))
+    assert not any("warning" in line for line in u_lines(options, used))
+    assert "so u is not used" in u_lines(options, unused)[-1]
+    assert not any("warning" in line for line in u_lines(baseline, unused))

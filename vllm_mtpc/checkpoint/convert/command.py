@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from vllm_mtpc.checkpoint.convert.options import SHARED, ConvertOptions
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, is_head
+from vllm_mtpc.checkpoint.locate import check_out
 from vllm_mtpc.errors import CheckpointError, one_line
 from vllm_mtpc.flags import add_flags, typed
 
@@ -32,18 +32,17 @@ def run(args: argparse.Namespace) -> int:
         options = ConvertOptions.model_validate(typed(args, ConvertOptions))
     except ValidationError as error:
         raise CheckpointError(one_line(error, ConvertOptions)) from None
-    print(f"head: {options.out} ({_summary(convert(options))})")
+    print(f"head: {options.out} ({convert(options)})")
     return 0
 
 
-def convert(options: ConvertOptions) -> HeadConfig | PtpConfig:
-    """Write the head folder `options.out`; returns its config. Raises CheckpointError or HeadConfigError."""
+def convert(options: ConvertOptions) -> str:
+    """Write the head folder `options.out`; returns what it is, in words. Raises CheckpointError or HeadConfigError."""
     from vllm_mtpc.checkpoint.convert.mtpc import convert_mtpc
     from vllm_mtpc.checkpoint.convert.ptp import convert_ptp
     from vllm_mtpc.checkpoint.convert.source import load, locate
 
-    if options.out.joinpath(CONFIG_FILE).is_file() and not is_head(options.out):
-        raise CheckpointError(f"out={options.out} holds another model's {CONFIG_FILE}; name another folder")
+    check_out(options.out)
     source = locate(options.ckpt)
     options = options.model_copy(update={"ckpt": source.file})
     file: Any = load(source.file)
@@ -54,16 +53,18 @@ def convert(options: ConvertOptions) -> HeadConfig | PtpConfig:
             "(PTP, Lightning) and 'model_state_dict' (MtPC); name a checkpoint of their authors' code"
         )
     if kinds == ["state_dict"]:
-        return convert_ptp(options, file)
+        return _ptp_summary(convert_ptp(options, file))
     if foreign := sorted(options.model_fields_set - set(SHARED)):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise CheckpointError(f"{source.file}: is an MtPC head; {flags}: of PTP checkpoints only; leave it out")
-    return convert_mtpc(options, file, source.label)
+    return _mtpc_summary(convert_mtpc(options, file, source.label))
 
 
-def _summary(config: HeadConfig | PtpConfig) -> str:
-    if config.speculators_model_type == "ptp":
-        measured = "" if config.accepted else ", acceptance not measured"
-        return f"{config.variant}, {config.u_embedding}, window {config.window}{measured}"
+def _ptp_summary(config: PtpConfig) -> str:
+    measured = "" if config.accepted else ", acceptance not measured"
+    return f"{config.variant}, {config.u_embedding}, window {config.window}{measured}"
+
+
+def _mtpc_summary(config: HeadConfig) -> str:
     lora = f", {config.lora_layers} draft layers" if config.lora_layers else ""
     return f"{config.circuit}, window {config.window}, {config.num_components} components{lora}"

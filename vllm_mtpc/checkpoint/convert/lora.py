@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.adapters import check_adapter_shapes, module_names
 from vllm_mtpc.checkpoint.convert.yaml import Settings
-from vllm_mtpc.checkpoint.ptp import READS_HIDDEN, WRITES_HIDDEN
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, MODULES, Adapters
 
@@ -48,29 +47,17 @@ def stored_adapters(
         layers.add(int(match["layer"]))
     ordered = sorted(layers)
     _check_layers(path, ordered, given.get("layers_to_transform"), target.get("num_hidden_layers"))
-    check_adapter_shapes(path, {name: tuple(value.shape) for name, value in tensors.items()}, ordered, rank)
-    _check_width(path, tensors, target["hidden_size"])
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    check_adapter_shapes(path, shapes, ordered, rank, target["hidden_size"])
     return Adapters(ordered, rank, alpha, module_names(tensors), tensors)
 
 
-def _check_layers(path: Path, layers: list[int], said: Any, total: int | None) -> None:
+def _check_layers(path: Path, layers: list[int], stated: Any, total: int | None) -> None:
     last = layers[-1] if total is None else total - 1
     expected = list(range(last - len(layers) + 1, last + 1))
-    if layers != expected or len(layers) not in ALLOWED_LAYERS or said not in (None, layers):
+    if layers != expected or len(layers) not in ALLOWED_LAYERS or stated not in (None, layers):
         allowed = f"the last {', '.join(map(str, ALLOWED_LAYERS))} layers of the target"
         raise CheckpointError(
-            f"{path}: adapters on layers {layers} of {total}, config.yaml says {said}; allowed: {allowed}, and the "
+            f"{path}: adapters on layers {layers} of {total}, config.yaml says {stated}; allowed: {allowed}, and the "
             "same in both; name the target it was trained on"
         )
-
-
-def _check_width(path: Path, tensors: Mapping[str, Tensor], width: int) -> None:
-    for name, value in tensors.items():
-        module, _, part = name.removesuffix(".weight").rpartition(".lora_")
-        module = module.rpartition(".")[2]
-        side = {"A": 1 if module in READS_HIDDEN else None, "B": 0 if module in WRITES_HIDDEN else None}[part]
-        if side is not None and value.shape[side] != width:
-            raise CheckpointError(
-                f"{path}: {name} has shape {tuple(value.shape)}; the target's hidden_size is {width}; name the target "
-                "it was trained on"
-            )

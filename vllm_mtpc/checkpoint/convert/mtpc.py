@@ -8,9 +8,9 @@ every weight of the target, and a `config.yaml` beside it. Their tensors, n toke
     circuit._circuit._nodes.0._scope_idx                [n, 1]            token position of each fold of the leaves
     circuit._circuit._address_book._in_fold_idx_L_0     [F, inputs]       what the folds of layer L read
 
-Here leaves go by position, sums from the leaves to the root, those of an HMM by position. The law is theirs: logits
-are the same linear maps of the same hidden state, normalised over the same dimension. What is not known here (tensors,
-keys, wirings) is refused by name.
+Here leaves go by position, sums from the leaves to the root, those of an HMM by position. The distribution is
+theirs: logits are the same linear maps of the same hidden state, normalised over the same dimension. What is not known
+here (tensors, keys, wirings) is refused by name.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def _read_settings(settings: Settings, file: Path) -> _Head:
 
 def _check_sizes(path: Path, given: _Head, leaf: tuple[int, ...], target: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless leaves of this shape are those of config.yaml and of the target."""
-    said = (given.window, given.components, given.vocab_size or leaf[2], leaf[3])
-    if leaf != said:
+    stated = (given.window, given.components, given.vocab_size or leaf[2], leaf[3])
+    if leaf != stated:
         raise CheckpointError(
-            f"{path}: leaves are {leaf} (n, r, V, D), but {SETTINGS_FILE} says {said}; keep a checkpoint and its own "
+            f"{path}: leaves are {leaf} (n, r, V, D), but {SETTINGS_FILE} says {stated}; keep a checkpoint and its own "
             f"{SETTINGS_FILE} together"
         )
     if leaf[2:] != (sizes := (target.get("vocab_size"), target.get("hidden_size"))):

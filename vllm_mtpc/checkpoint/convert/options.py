@@ -21,9 +21,9 @@ class ConvertOptions(BaseModel):
     )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
     out: Path = Field(description="folder of the head")
-    temperature: float = Field(1.0, gt=0, description="temperature of the text (PTP: of u's law) it was trained on")
-    top_k: int = Field(0, ge=0, description="top-k of that law; 0: off")
-    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that law; 1: off")
+    temperature: float = Field(1.0, gt=0, description="temperature of the text (PTP: of u's picks) it was trained on")
+    top_k: int = Field(0, ge=0, description="top-k of that text; 0: off")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that text; 1: off")
     layout: Literal["auto", "official", "fork"] = Field("auto", description="PTP: names in the file")
     variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="PTP: what the rows were trained to give")
     window: int | None = Field(

@@ -16,7 +16,7 @@ and those that the authors' code offers beside them, so that checkpoints of it c
     quarter-cos     cos(pi i u)
 
 u is used in float32 whatever the dtype of the weights: in half precision two values of u on either side of an edge of
-the target's law are one. Adding an embedding: its features and its line in _EMBEDDINGS.
+the target's distribution are one. Adding an embedding: its features and its line in _EMBEDDINGS.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An extension of the paper (arXiv 2512.21323), whose rows have the target's own layers and nothing else, all at once. A
 row in the middle of a window then knows the tokens in front of it only if earlier rows have worked them out some layers
-before the last; a target that makes up its law in its last layers leaves no room for that. So that step is made here.
+before the last; a target that decides in its last layers leaves no room for that. So that step is made here.
 With h_k the state of the row that gives draft k, t_k the token in front of that draft (the verifier's, then the drafts
 themselves; in training the text's) and E the target's own token embeddings,
 

@@ -1,14 +1,14 @@
-"""Drafts by u from a law that is only nearly the target's (an extension of arXiv 2512.21323).
+"""Drafts by u from a distribution that is only nearly the target's (an extension of arXiv 2512.21323).
 
 The verifier's token is Pick(u, Q). A row gives P, near Q but not equal to it, and Pick(u, P) is wrong wherever an edge
 between P's intervals lies on the other side of u: it takes P at its word. Trust r says how far to. Let the verifier's
-token be Pick(u', P), with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the cumulative law of P in
-vocabulary order,
+token be Pick(u', P), with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the distribution function
+of P in vocabulary order,
 
     P(v | u) = Phi((a_v - r b) / sqrt(1 - r^2)) - Phi((a_(v-1) - r b) / sqrt(1 - r^2)),   a = Phi^-1(F), b = Phi^-1(u)
 
-u' is uniform whatever r, so the mean of P(v | u) over u is P(v). r = 1 is Pick; r = 0 the law itself, whose likeliest
-token is the best guess without u. The draft is the likeliest token given u.
+u' is uniform whatever r, so the mean of P(v | u) over u is P(v). r = 1 is Pick; r = 0 P itself, whose likeliest token
+is the best guess without u. The draft is the likeliest token given u.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def conditional(logits: Tensor, u: Tensor, trust: float) -> Tensor:
 
 def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, share: float) -> Tensor:
     """log(share P(x) + (1 - share) P(x | u)) [...] of tokens x[...], with gradients; share above 0."""
-    law, at = logits.float().softmax(-1), tokens[..., None]
-    mass = law.gather(-1, at)[..., 0]
-    right = law.cumsum(-1).gather(-1, at)[..., 0]
+    probs, at = logits.float().softmax(-1), tokens[..., None]
+    mass = probs.gather(-1, at)[..., 0]
+    right = probs.cumsum(-1).gather(-1, at)[..., 0]
     edges = torch.stack([right - mass, right]).double()
     below = _below(edges.clamp(EDGE, 1 - EDGE), _middle(u.double()), trust)
     below = torch.where(edges < EDGE, 0.0, torch.where(edges > 1 - EDGE, 1.0, below))

@@ -1,9 +1,9 @@
 """What one training step of a PTP head runs: from windows to the loss, as one module.
 
 A window at t holds the text's tokens x_1 .. x_n behind it and u_1 .. u_n, each inside the interval of its token under
-the target's processed law. Rows of o-ptp name x_1 .. x_n from u_1 .. u_n; rows of c-ptp give the laws of x_2 .. x_n
-from u_1 .. u_(n-1). From the first token on that the law cannot pick (no mass), or that is not trained on, rows carry
-no loss. A row that names x_k counts gamma^(k-1) / sum, divided by the windows of the step that have an x_k.
+the target's processed distribution. Rows of o-ptp name x_1 .. x_n from u_1 .. u_n; rows of c-ptp give the
+distributions of x_2 .. x_n from u_1 .. u_(n-1). From the first token on that has no mass, or is not trained on, rows
+carry no loss. A row that names x_k counts gamma^(k-1) / sum, divided by the windows of the step that have an x_k.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.losses import row_losses
+from vllm_mtpc.train.ptp.losses import NEED_LAW, loss_name, row_losses
 from vllm_mtpc.train.ptp.source import Block, law_of
 from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
-WATCHED = 128  # windows of a step that the running figure of tokens/step is measured on
+WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
 
 
 class Text(NamedTuple):
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
     tokens: Tensor  # [B, n] int64, x_1 .. x_n
     u: Tensor  # [B, n] float32, inside their intervals
-    usable: Tensor  # [B, n] bool, a token of the data that the law can pick, and all before it are
+    usable: Tensor  # [B, n] bool, a token of the data that the distribution can pick, and all before it are
     states: Tensor | None  # [B, n, D], the target's, that predict x_1 .. x_n; None: those of the prefix
 
 
@@ -43,6 +43,7 @@ class PtpDrafter(nn.Module):
         super().__init__()
         self.head = student
         self.options = options
+        self.loss = loss_name(options)
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """The loss (nats, scalar) and, when watched, sums [2]: tokens of steps started at these windows, windows."""
@@ -73,7 +74,7 @@ class PtpDrafter(nn.Module):
         with torch.no_grad():
             text = self._text(batch, piece)
         log_q = None
-        if options.loss_name in ("kl", "reverse-kl"):
+        if self.loss in NEED_LAW:
             states = text.states
             if states is None:
                 states = window_states(block.prefix.hidden, row, start, batch.tokens.shape[1])
@@ -82,14 +83,14 @@ class PtpDrafter(nn.Module):
             states = student.aux(block.prefix, row, start, text.u[:, : text.u.shape[1] - first])
         logits = student.logits(student.states(states, text.tokens))
         tokens, u, trust = text.tokens[:, first:], text.u[:, first:], student.config.law_trust
-        values = row_losses(options.loss_name, logits, tokens, log_q, u, trust)
+        values = row_losses(self.loss, logits, tokens, log_q, u, trust)
         return (values.masked_fill(~text.usable[:, first:], 0) * weights).sum()
 
     def _text(self, batch: Windows, piece: Tensor) -> Text:
         draws = batch.draws[piece].to(self.head.target.device)
         if self.options.proposals == "student":
             return self._own_text(batch, piece, draws)
-        if self.options.loss_name == "inverse":
+        if self.loss == "inverse":
             return self._inverse_text(batch, piece, draws[:, 0])
         return self._given_text(batch, piece, draws[:, 0])
 

@@ -18,14 +18,14 @@ from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.train.options import TrainOptions
 
 BLOCK_BYTES = 1 << 30
-LAW_BYTES = 1 << 28  # of a law over the vocabulary that exists at once
+LAW_BYTES = 1 << 28  # of a distribution over the vocabulary that exists at once
 
 
 class Block(NamedTuple):
     """Packed rows as the target has read them."""
 
     prefix: Prefix
-    left: Tensor  # [R, S - 1] float64, where the interval of token t + 1 begins under the target's law at t
+    left: Tensor  # [R, S - 1] float64, where the interval of token t + 1 begins under the target's distribution at t
     right: Tensor  # [R, S - 1] float64, where it ends
 
 
@@ -55,7 +55,7 @@ class PrefixSource:
 
 
 def law_of(student: Student, hidden: Tensor, options: TrainOptions) -> Tensor:
-    """log Q [..., V] float32, the target's processed law at its states hidden[..., D]."""
+    """log Q [..., V] float32, the target's processed distribution at its states hidden[..., D]."""
     return processed(student.logits(hidden), options.temperature, options.top_k, options.top_p)
 
 
@@ -78,13 +78,7 @@ def drawing(window: int, beta: float) -> Callable[[int, int], Tensor]:
 
 
 def _joined(blocks: list[Block]) -> Block:
-    prefixes = [block.prefix for block in blocks]
-    layers = range(len(prefixes[0].keys))
-    prefix = Prefix(
-        torch.cat([prefix.hidden for prefix in prefixes]),
-        [torch.cat([prefix.keys[layer] for prefix in prefixes]) for layer in layers],
-        [torch.cat([prefix.values[layer] for prefix in prefixes]) for layer in layers],
-        torch.cat([prefix.positions for prefix in prefixes]),
-        torch.cat([prefix.documents for prefix in prefixes]),
-    )
+    hidden, keys, values, positions, documents = zip(*(block.prefix for block in blocks), strict=True)
+    by_layer = [[torch.cat(parts) for parts in zip(*some, strict=True)] for some in (keys, values)]
+    prefix = Prefix(torch.cat(hidden), *by_layer, torch.cat(positions), torch.cat(documents))
     return Block(prefix, torch.cat([block.left for block in blocks]), torch.cat([block.right for block in blocks]))

@@ -1,4 +1,4 @@
-"""The figures a run prints are those of the rule it names: T=1 is not judged by argmax, nor T=0 by overlap."""
+"""The results a run prints are those of the rule it names: T=1 is not judged by argmax, nor T=0 by overlap."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 from tests.support.tiny import acceptance
 from tests.support.training import options_for, random_documents
 from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.train import figures, prepare
+from vllm_mtpc.train.circuit import CircuitJob
+from vllm_mtpc.train.job import held_out_prompts
 
 
-def test_figures_follow_their_temperature(tiny_target, tmp_path):
+def test_results_follow_their_temperature(tiny_target, tmp_path):
     """Against the mean over all positions, written out: `anywhere` weights them alike."""
     options = options_for(
-        tiny_target, tmp_path, evaluation_sequences=6, evaluation_prompt_tokens=4, evaluation_tokens=20
+        tiny_target, tmp_path, evaluation_sequences=6, evaluation_prompt_tokens=4, evaluation_tokens=20, dtype="float32"
     )
-    head = prepare.initial_head(options, prepare.head_config(options, tiny_target), tiny_target)
-    texts = figures.held_out_prompts(options, tiny_target, random_documents())
-    samples = figures.held_out_samples(options, tiny_target, texts)
-    found = figures.figures_of(head, tiny_target, samples)
+    job = CircuitJob(options, tiny_target)
+    job.write({}, {"steps": 0})
+    samples = job.held_out(held_out_prompts(options, tiny_target, random_documents()))
+    found = job.measure(samples)
     values = {}
     for name, some in samples.items():
         total = []
@@ -29,7 +30,7 @@ def test_figures_follow_their_temperature(tiny_target, tmp_path):
             for t in range(int(first), int(last) + 1):
                 at = torch.arange(t, t + options.window)
                 sampling = Sampling(0.0 if name == "t0" else 1.0)
-                kept = acceptance(head, tiny_target, hidden[at][None], text[at + 1][None], sampling)
+                kept = acceptance(job.head, tiny_target, hidden[at][None], text[at + 1][None], sampling)
                 total.append(1 + kept.sum().item())
         values[name] = sum(total) / len(total)
     assert found["t0"]["anywhere"] == pytest.approx(values["t0"], abs=1e-5)
@@ -38,7 +39,6 @@ def test_figures_follow_their_temperature(tiny_target, tmp_path):
     assert abs(found["t1"]["anywhere"] - found["t0"]["anywhere"]) > 0.2  # so that mixing them up shows
 
 
-def test_no_sequences_no_figures(tiny_target, tmp_path):
+def test_no_sequences_no_prompts(tiny_target, tmp_path):
     options = options_for(tiny_target, tmp_path, evaluation_sequences=0)
-    assert figures.held_out_prompts(options, tiny_target, random_documents()) == []
-    assert figures.held_out_samples(options, tiny_target, []) == {}
+    assert held_out_prompts(options, tiny_target, random_documents()) == []

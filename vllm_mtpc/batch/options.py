@@ -1,0 +1,87 @@
+"""Options of `vllm-mtpc batch` and of `vllm-mtpc regenerate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, Json, field_validator, model_validator
+
+from vllm_mtpc.engine.options import EngineOptions, parse_mapping
+
+
+class BatchOptions(EngineOptions):
+    """Prompts from files to a folder of answers, by one engine or by many."""
+
+    input: str = Field(min_length=1, description="file, glob or folder of .jsonl, .gz too; s3://, gs:// as fsspec has")
+    output: str = Field(min_length=1, description="folder of the answers, or s3://; one that is there is gone on with")
+    body: dict[str, Any] = Field({}, description="keys of every request that lacks them, JSON: max_tokens, ...")
+    in_flight: int = Field(256, ge=1, description="most requests at an engine")
+    part_lines: int = Field(64, ge=1, description="answers that are written at once, and lost at most")
+    ray: bool = Field(False, description="run on Ray, also with one engine")
+    address: str | None = Field(None, description="of the Ray cluster; default: the one of this machine, or a new one")
+
+    @field_validator("body", mode="before")
+    @classmethod
+    def _body(cls, value: Any) -> Any:
+        return parse_mapping(value)
+
+    @property
+    def is_on_ray(self) -> bool:
+        return self.ray or self.replicas > 1 or self.address is not None
+
+    @property
+    def concurrent_parts(self) -> int:
+        """One more than fills an engine, so that it does not run dry at the end of a part."""
+        return -(-self.in_flight // self.part_lines) + 1
+
+
+class RegenerateOptions(BaseModel):
+    """Prompts cut from data, and responses by the target. A field is a flag of `vllm-mtpc regenerate`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str = Field(min_length=1, description="model that writes: folder or hub name")
+    data: list[str] = Field(min_length=1, description="where prompts come from, as for vllm-mtpc train")
+    out: Path = Field(description="file of responses (.jsonl), continued if it is there")
+    temperature: float = Field(1.0, ge=0, description="of sampling; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="1: off")
+    top_k: int = Field(0, ge=0, description="0: off")
+    max_tokens: int = Field(512, ge=1, description="tokens of a response at most")
+    samples: int = Field(1, ge=1, description="responses for each prompt")
+    prompt_tokens: int = Field(32, ge=1, description="tokens of a prompt cut from text")
+    crops: int = Field(0, ge=0, description="prompts cut from random places of each text; 0: one, its beginning")
+    limit: int | None = Field(None, ge=1, description="prompts at most, picked at random by the seed")
+    seed: int = Field(0, ge=0, description="decides which prompts are cut and what is sampled")
+    split: str = Field("train", description="split of a datasets name")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model")
+    max_model_len: int | None = Field(None, ge=2, description="prompt and response together (default: the model's)")
+    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
+    kv_cache_memory: int | None = Field(None, ge=1, description="bytes of the KV cache (default: vLLM's; CPU: 1 GiB)")
+    ignore_eos: bool = Field(False, description="write on after the end-of-text token")
+    engine: Json[dict[str, Any]] = Field({}, description='more of vllm.LLM, as {"enforce_eager": true}')
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RegenerateOptions:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(f"{self.samples} samples at temperature 0 are the same text; give samples 1")
+        return self
+
+    def meta(self) -> dict[str, Any]:
+        """What decides the text: a file is only continued with the same."""
+        return self.model_dump(exclude={"out", "tensor_parallel_size", "kv_cache_memory"})
+
+    def arguments(self, has_tokenizer: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Keyword arguments of `vllm.LLM` and of `SamplingParams`."""
+        engine = {
+            "model": self.target,
+            "dtype": self.dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "skip_tokenizer_init": not has_tokenizer,
+            "disable_log_stats": True,
+            "seed": self.seed,
+        }
+        given = {"max_model_len": self.max_model_len, "kv_cache_memory_bytes": self.kv_cache_memory}
+        engine |= {key: value for key, value in given.items() if value is not None} | self.engine
+        names = ("temperature", "top_p", "top_k", "max_tokens", "ignore_eos")
+        return engine, {name: getattr(self, name) for name in names} | {"detokenize": False}

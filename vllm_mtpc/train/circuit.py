@@ -1,0 +1,172 @@
+"""Training of circuit heads: what the run is given for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_mtpc.checkpoint import load_head, resolve_head, save_head
+from vllm_mtpc.circuits import get_circuit
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.eval.acceptance import measure
+from vllm_mtpc.eval.text import with_draft_layers
+from vllm_mtpc.families import FAMILIES
+from vllm_mtpc.heads import build_head, check_head_name, head_options
+from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
+from vllm_mtpc.train.cache import DTYPES, INDEX_FILE, Computed, HiddenSource, read_index, write_cache
+from vllm_mtpc.train.card import circuit_card
+from vllm_mtpc.train.drafter import Drafter
+from vllm_mtpc.train.job import Job
+from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.windows import default_block_rows
+
+if TYPE_CHECKING:
+    from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.eval.text import Samples
+    from vllm_mtpc.heads.base import Head
+    from vllm_mtpc.hf import Target
+
+
+class CircuitJob(Job):
+    """A circuit's head, with draft layers or without."""
+
+    own = (
+        "circuit", "components", *head_options(), "init", "lora_layers", "beta", "kl", "kl_form", "acceptance",
+        "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
+    )  # fmt: skip
+    noun, chosen_by = "circuits", "another head"
+    hints = {"ptp_loss": "; a circuit's loss is what beta and acceptance say"}  # noqa: RUF012
+
+    def __init__(self, options: TrainOptions, target: Target) -> None:
+        super().__init__(options, target)
+        self.config = HeadConfig.create(
+            circuit=options.circuit,
+            window=options.window,
+            num_components=options.num_components,
+            # of a composite model the sizes of its language model
+            target=target.model.config.to_dict() | {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size},
+            verifier=self.verifier,
+            head=options.head,
+            num_speculative_tokens=options.num_speculative_tokens,
+            lora_layers=options.lora_layers,
+            **{name: getattr(options, name) for name in head_options()},
+        )
+        self.head = initial_head(options, self.config, target)
+        self.layers = None
+        if options.lora_layers:
+            sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
+            self.layers = DraftLayers(target, layers=options.lora_layers, **sizes)
+        self.needs_v2 = bool(options.lora_layers)
+
+    @classmethod
+    def check(cls, options: TrainOptions) -> None:
+        if not options.lora_layers and (name := options.given("lora_rank", "lora_alpha")):
+            raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
+        get_circuit(options.circuit, options.window, options.num_components)
+        check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.job is not cls])
+        if options.beta == 0 and (options.kl, options.kl_form) != ("forward", "full"):
+            raise ValueError("kl and kl_form say which KL, but beta is 0: give it a share, e.g. beta: 0.5")
+        if options.lora_layers and options.cache:
+            raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
+        if options.lora_layers and options.parallel == "fsdp":
+            raise ValueError("parallel=fsdp with lora_layers: draft layers are trained with ddp; set parallel: ddp")
+
+    @staticmethod
+    def kind(options: TrainOptions) -> str:
+        return options.circuit
+
+    @staticmethod
+    def loss_unit(options: TrainOptions) -> str:
+        form = {"tv": "total variation", "length": "-accepted / (n - 1)", "log": "nats"}[options.acceptance_form]
+        if not options.acceptance or form == "nats":
+            return "nats per token"
+        return form if options.acceptance == 1 else f"{100 * options.acceptance:g} % {form}, the rest nats"
+
+    @staticmethod
+    def greedy_share(options: TrainOptions) -> float:
+        return options.regenerate_greedy_share
+
+    def drafter(self) -> Drafter:
+        return Drafter(self.head, self.target, self.options, self.layers)
+
+    def source(self, rows: Rows) -> HiddenSource:
+        """Hidden states of the rows: from the cache folder (written if need be), or computed when they are needed."""
+        cache = self.options.cache
+        if self.options.lora_layers:
+            return Computed(self.target, rows, layer=self.target.config.num_hidden_layers - self.options.lora_layers)
+        if cache is None:
+            return Computed(self.target, rows)
+        if not (cache / INDEX_FILE).is_file():
+            return write_cache(cache, self.target, rows)
+        made = read_index(cache)  # by `vllm-mtpc cache`, in the dtype and shards that were asked for there
+        return write_cache(cache, self.target, rows, made.rows_per_shard, DTYPES[made.dtype])
+
+    def block_rows(self, source: HiddenSource, world: int) -> int:
+        """1 GiB of them. Draft layers run over whole rows, so a block then holds about one step's windows."""
+        if not self.options.lora_layers:
+            return default_block_rows(self.options.seq_len, self.target.hidden_size, self.target.dtype)
+        per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
+        return max(world, self.options.windows_per_step // per_row)
+
+    def described(self) -> dict[str, Any]:
+        names = ("circuit", "window", "num_components", "head", "lora_layers")
+        return {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
+
+    def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().record(results, run)
+        values["settings"]["num_components"] = self.options.num_components
+        return values
+
+    def save(self, record: dict[str, Any]) -> None:
+        dtype = getattr(torch, self.options.dtype)
+        save_head(self.options.out, self.config, self.head, record, circuit_card(record), dtype, self.layers)
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.device("meta"):
+            self.head = build_head(self.config)
+        self.head.load_state_dict(weights, assign=True)
+
+    def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
+        _, head = load_head(self.options.out)
+        if head.needs_lm_head:
+            head.bind_lm_head(self.target.logits)
+        head, results = head.to(self.target.device), {}
+        for name, some in samples.items():
+            read = some if self.layers is None else with_draft_layers(some, self.layers)
+            greedy = self.samplings()[name].temperature == 0
+            results[name] = measure(head, self.target, read, greedy=greedy).as_dict()
+        return results
+
+    def lines(self, results: Mapping[str, Any]) -> list[str]:
+        """What default serving is expected to give on this machine, by requests at once: its schedule drafts less in
+        larger batches. On Model Runner V1 the number of drafts follows what is observed, and this is where it starts.
+        """
+        from vllm_mtpc.proposers.config.schedule import as_served, default_schedule, load_of
+
+        measured = {name: values["per_position"] for name, values in results.items()}
+        if not measured:
+            return []
+        is_cpu, load = self.target.device.type == "cpu", load_of(self.config, self.target.config)
+        ranges = default_schedule(measured.values(), self.config.num_speculative_tokens, is_cpu, load)
+        lines = []
+        for name in measured:
+            steps = [f"{as_served(measured, ranges, batch)[name]:.2f} at {batch}" for batch in (1, 4, 16, 64)]
+            which = f"tokens/step at T={name.removeprefix('t')}"
+            lines.append(f"as served by default, by requests at once, {which}: {', '.join(steps)}")
+        return lines
+
+
+def initial_head(options: TrainOptions, config: HeadConfig, target: Target) -> Head:
+    """A head as the run starts it: another head's weights, the target's lm_head, or small random ones; float32."""
+    head = build_head(config)
+    if options.init_from:
+        init_from_head(head, load_head(resolve_head(options.init_from))[1], options.seed)
+    elif options.init == "lm-head":
+        init_from_lm_head(head, target.lm_head.weight.float().cpu(), options.seed)
+    if head.needs_lm_head:
+        head.bind_lm_head(target.logits)
+    return head

@@ -1,0 +1,172 @@
+"""What a run does whatever family its head is of. A family's job is a subclass, named in `vllm_mtpc.families`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm_mtpc.checkpoint.locate import verifier_name
+from vllm_mtpc.eval.loading import prompts
+from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Samples, generate
+from vllm_mtpc.hf import check_length
+from vllm_mtpc.plots.heads import plot_run
+from vllm_mtpc.progress import Bar
+from vllm_mtpc.train.card import provenance
+from vllm_mtpc.train.loop import METRICS_FILE, read_metrics
+from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.windows import WindowSource
+
+if TYPE_CHECKING:
+    from vllm_mtpc.data.documents import Documents
+    from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.hf import Target
+    from vllm_mtpc.train.cache import HiddenSource
+
+SEEDS = {"t1": 101, "t0": 102}
+
+
+class Job(ABC):
+    """A run: made from its options and the target, its random numbers from the seed."""
+
+    own: ClassVar[tuple[str, ...]]  # options that no other family has
+    noun: ClassVar[str]  # what the family is called where another one refuses its options
+    chosen_by: ClassVar[str]  # what to set for this family
+    hints: ClassVar[Mapping[str, str]] = {}  # what else is said where an option of another family is refused
+    defaults: ClassVar[Mapping[str, Any]] = {}  # where they are not those of TrainOptions
+    draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, as of WindowSource
+    needs_v2 = False  # whether Model Runner V2 alone serves the head
+    config: Any  # of the head that is written
+
+    def __init__(self, options: TrainOptions, target: Target) -> None:
+        self.options, self.target = options, target
+        torch.manual_seed(options.seed)
+
+    @classmethod
+    @abstractmethod
+    def check(cls, options: TrainOptions) -> None:
+        """Raises ValueError for options that do not go together."""
+
+    @staticmethod
+    @abstractmethod
+    def kind(options: TrainOptions) -> str:
+        """What is trained, in a word."""
+
+    @staticmethod
+    def loss_unit(options: TrainOptions) -> str:
+        """What the loss counts, for the axis of a plot."""
+        return "nats per token"
+
+    @staticmethod
+    def greedy_share(options: TrainOptions) -> float:
+        """The share of the regenerated responses at temperature 0; none where a head learns one distribution."""
+        return 0.0
+
+    @abstractmethod
+    def drafter(self) -> nn.Module:
+        """What a training step runs: (windows, watch) -> (loss, sums that are watched)."""
+
+    @abstractmethod
+    def source(self, rows: Rows) -> HiddenSource:
+        """What windows are cut from."""
+
+    @abstractmethod
+    def block_rows(self, source: HiddenSource, world: int) -> int:
+        """Rows whose windows are shuffled together, where the options do not say."""
+
+    def windows(self, source: HiddenSource, rank: int = 0, world: int = 1) -> WindowSource:
+        """The steps of the run."""
+        options = self.options
+        block_rows = options.block_rows or self.block_rows(source, world)
+        sizes = options.window, options.windows_per_step, block_rows, options.seed
+        return WindowSource(source, *sizes, rank, world, self.draw)
+
+    @property
+    def verifier(self) -> str:
+        """How the head names its target."""
+        return self.options.verifier or verifier_name(self.options.target, self.options.out)
+
+    def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+        """Content of provenance.json, less the package versions."""
+        return provenance(self.options, self.described(), self.verifier, results, run)
+
+    @abstractmethod
+    def described(self) -> dict[str, Any]:
+        """What provenance.json says of the head."""
+
+    @abstractmethod
+    def save(self, record: dict[str, Any]) -> None:
+        """Writes the head's folder, `record` as its provenance, and the card made from it."""
+
+    @abstractmethod
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """The weights of a trained head, as `Trainer.weights` gives them."""
+
+    def samplings(self) -> dict[str, Sampling]:
+        """How texts are written that the head is measured on."""
+        return {"t1": Sampling(1.0), "t0": Sampling(0.0)}
+
+    @abstractmethod
+    def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
+        """Expected tokens/step of the head in the out folder by temperature, as provenance.json holds them."""
+
+    @abstractmethod
+    def lines(self, results: Mapping[str, Any]) -> list[str]:
+        """What else the run prints about the results."""
+
+    def write(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+        self.save(self.record(results, run))
+
+    def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
+        """Write the head, measure what was written, and write it again with its results and plots."""
+        out, kind = self.options.out, self.kind(self.options)
+        self.take(weights)
+        self.write({}, run)  # first of all: nothing that follows can lose it
+        results = self.measure(self.held_out(texts)) if texts else {}
+        plot_run(out, read_metrics(out / METRICS_FILE), self.loss_unit(self.options), kind, results)
+        self.write(results, run)
+        print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
+        for name, values in results.items():
+            print(
+                f"expected tokens/step at T={self.samplings()[name].temperature:g}: {values['tokens_per_step']:.3f} "
+                f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
+            )
+        for line in self.lines(results):
+            print(line)
+        print(serve_line(out, self.needs_v2))
+
+    def held_out(self, texts: list[Tensor]) -> dict[str, Samples]:
+        """Continuations of prompts by the target, by temperature."""
+        options, samples, ways = self.options, {}, self.samplings()
+        with Bar(total=len(texts) * len(ways), desc="held-out continuations", unit="text") as bar:
+            for name, sampling in ways.items():
+                generator = torch.Generator(self.target.device).manual_seed(SEEDS[name])
+                more = {"overhang": options.window, "progress": bar.update}
+                samples[name] = generate(self.target, texts, options.evaluation_tokens, sampling, generator, **more)
+        return samples
+
+
+def held_out_prompts(options: TrainOptions, target: Target, documents: Documents) -> list[Tensor]:
+    """Prompts (1-D) of held-out documents; none where the options ask for none. Raises UsageError.
+
+    Asked for before training, so that what cannot be measured is said before anything is trained.
+    """
+    if not options.evaluation_sequences:
+        return []
+    texts = prompts(documents, options.evaluation_sequences, options.evaluation_prompt_tokens, options.seed)
+    check_length(target, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
+    return texts
+
+
+def serve_line(out: object, needs_v2: bool) -> str:
+    """What to type for a head. Without a GPU vLLM's Model Runner V2 runs in Triton's interpreter, by a script."""
+    if not needs_v2 or torch.cuda.is_available():
+        return f"serve it: vllm serve {out}"
+    return (
+        f"serve it: scripts/v2_on_cpu.sh vllm serve {out} (in the checkout of vllm_mtpc: it needs vLLM's Model Runner "
+        f"V2, which has no other way without a GPU; with one: vllm serve {out})"
+    )
