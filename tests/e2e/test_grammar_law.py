@@ -87,10 +87,10 @@ def on_v1(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
             folder, DRAWS, injected="masked drafts scored unmasked", min_survival=0
         ),
     }
-    said = run(engines, "v1")
-    for name, replies in said.items():
+    outputs = run(engines, "v1")
+    for name, replies in outputs.items():
         assert not isinstance(replies, str), (name, replies)
-    return {name: replies[0] for name, replies in said.items()}
+    return {name: replies[0] for name, replies in outputs.items()}
 
 
 @pytest.mark.feature("sampling under a grammar", "law", "mtpc on V1")
@@ -116,10 +116,10 @@ def on_v2(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
         "residual": engine(folder, V2_DRAWS, mask_drafts=False),
         "injected": engine(folder, V2_DRAWS, injected=injected),
     }
-    said = run(engines, "v2", async_scheduling=True)
-    for name, replies in said.items():
+    outputs = run(engines, "v2", async_scheduling=True)
+    for name, replies in outputs.items():
         assert not isinstance(replies, str), (name, replies)
-    return {name: replies[0] for name, replies in said.items()}
+    return {name: replies[0] for name, replies in outputs.items()}
 
 
 @pytest.mark.feature("sampling under a grammar", "law", "mtpc on V2")

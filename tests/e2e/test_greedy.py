@@ -75,10 +75,10 @@ def answers(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
         head = str(demo.path(name if name in CIRCUITS else "btree"))
         options = {"3 drafts": {"num_speculative_tokens": 3}, "greedy drafts": {"draft_sample_method": "greedy"}}
         engines[name] = engine({"method": "mtpc", "model": head, **options.get(name, {})})
-    said = run(engines, runner, async_scheduling=runner == "v2")
-    for name, replies in said.items():
+    outputs = run(engines, runner, async_scheduling=runner == "v2")
+    for name, replies in outputs.items():
         assert not isinstance(replies, str), (name, replies)
-    return said
+    return outputs
 
 
 def drafted(answers: dict[str, list[Reply]]) -> dict[str, list[Reply]]:
