@@ -55,9 +55,9 @@ def test_a_served_target_drafts_unasked(tmp_path: Path) -> None:
     words += ["--kv-cache-memory-bytes", str(1 << 26)]
     log = tmp_path / "log"
     with serve.server(words, log, 600, {"MTPC_AUTO": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as client:
-        said = [client.complete({"model": client.model(), "prompt": prompt, **GREEDY}).tokens for prompt in PROMPTS]
+        outputs = [client.complete({"model": client.model(), "prompt": prompt, **GREEDY}).tokens for prompt in PROMPTS]
         accepted = client.acceptance().accepted_tokens
     plain = run({"plain": engine(demo.path("target"))}, "v1")["plain"]
     assert not isinstance(plain, str), plain
-    assert [[tokens] for tokens in said] == plain[0].tokens
+    assert [[tokens] for tokens in outputs] == plain[0].tokens
     assert accepted > 0 and "The target ships a head" in log.read_text()

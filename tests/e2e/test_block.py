@@ -35,10 +35,10 @@ def engine(injected: str, method: str, verify: str | None) -> Engine:
 @pytest.fixture(scope="module")
 def replies() -> dict[str, list[Reply]]:
     asked = {"block": ("block", "rejection"), "standard": ("standard", None), "coupled": ("block", None)}
-    said = run({name: engine("noted_seeds", *given) for name, given in asked.items()}, "v2", async_scheduling=True)
-    for reply in said.values():
+    outputs = run({name: engine("noted_seeds", *given) for name, given in asked.items()}, "v2", async_scheduling=True)
+    for reply in outputs.values():
         assert not isinstance(reply, str), reply
-    return said
+    return outputs
 
 
 def test_greedy_text_is_the_same(replies: dict[str, list[Reply]]) -> None:

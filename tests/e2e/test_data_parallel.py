@@ -45,10 +45,10 @@ def test_two_engines(case: str, tmp_path: Path) -> None:
         model = client.model()
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             bodies = [{"model": model, "prompt": prompt, **GREEDY} for prompt in PROMPTS]
-            said = [answer.tokens for answer in pool.map(client.complete, bodies)]
+            outputs = [answer.tokens for answer in pool.map(client.complete, bodies)]
         counted = accepted(client.get("/metrics", timeout_s=30)[1])
     engine = Engine(str(demo.path("target")), [Call(PROMPTS, [GREEDY] * len(PROMPTS))], {"max_model_len": 256})
     plain = run({"plain": engine}, runner)["plain"]
     assert not isinstance(plain, str), plain
-    assert [[tokens] for tokens in said] == plain[0].tokens
+    assert [[tokens] for tokens in outputs] == plain[0].tokens
     assert counted.keys() == set(ENGINES) and min(counted.values()) > 0

@@ -108,10 +108,10 @@ def engine(folder: Path, head: str | None = None, injected: str | None = None, c
 
 
 def replies(engines: dict[str, Engine]) -> dict[str, list[Reply]]:
-    said = run(engines, "v2", async_scheduling=True)
-    for name, reply in said.items():
+    outputs = run(engines, "v2", async_scheduling=True)
+    for name, reply in outputs.items():
         assert not isinstance(reply, str), (name, reply)
-    return said
+    return outputs
 
 
 class Reference:
@@ -154,12 +154,12 @@ class Reference:
         return naive.draft(self.head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))[0]
 
 
-def check(folder: Path, said: dict[str, list[Reply]], head: str) -> None:
+def check(folder: Path, outputs: dict[str, list[Reply]], head: str) -> None:
     reference = Reference(folder / "target", folder / head)
-    reference.check_text(CALLS, said[head])
-    assert reference.check(CALLS, said[head]) > 40
-    metrics = said[head][-1].metrics
-    accepted, drafted = counts(said[head])
+    reference.check_text(CALLS, outputs[head])
+    assert reference.check(CALLS, outputs[head]) > 40
+    metrics = outputs[head][-1].metrics
+    accepted, drafted = counts(outputs[head])
     assert 0.05 < accepted / drafted < 0.95  # acceptances and rejections alike
     assert metrics["vllm:prefix_cache_hits"] > 0 and metrics["vllm:num_preemptions"] > 0
 
@@ -170,12 +170,12 @@ def counts(replies: list[Reply]) -> tuple[int, int]:
     return metrics["vllm:spec_decode_num_accepted_tokens"], metrics["vllm:spec_decode_num_draft_tokens"]
 
 
-def check_fault(folder: Path, said: dict[str, list[Reply]], fault: str) -> None:
+def check_fault(folder: Path, outputs: dict[str, list[Reply]], fault: str) -> None:
     """Text is the target's whatever is drafted: only the comparison of drafts can tell."""
     reference = Reference(folder / "target", folder / "lora-2")
-    reference.check_text(ALONE, said[fault])
+    reference.check_text(ALONE, outputs[fault])
     with pytest.raises(AssertionError):
-        reference.check(ALONE, said[fault])
+        reference.check(ALONE, outputs[fault])
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(llama: Path) -> dict[str, list[Reply]]:
+def outputs(llama: Path) -> dict[str, list[Reply]]:
     return replies(
         {
             "lora-2": engine(llama, "lora-2", "layers"),
@@ -193,20 +193,20 @@ def said(llama: Path) -> dict[str, list[Reply]]:
     )
 
 
-def test_drafts_are_those_of_the_training_code(llama: Path, said) -> None:
-    check(llama, said, "lora-2")
+def test_drafts_are_those_of_the_training_code(llama: Path, outputs) -> None:
+    check(llama, outputs, "lora-2")
 
 
-def test_a_fault_is_found(llama: Path, said) -> None:
-    check_fault(llama, said, "stale trunk")
+def test_a_fault_is_found(llama: Path, outputs) -> None:
+    check_fault(llama, outputs, "stale trunk")
 
 
 @pytest.mark.slow
-def test_one_and_four_layers_and_more_faults(llama: Path, said) -> None:
+def test_one_and_four_layers_and_more_faults(llama: Path, outputs) -> None:
     for count in (1, 4):
         make_head(llama, count)
     heads, faults = ("lora-1", "lora-4"), FAULTS.keys() - {"stale trunk"}
-    more = said | replies(
+    more = outputs | replies(
         {
             "plain": engine(llama),
             **{name: engine(llama, name, "layers") for name in heads},
@@ -222,16 +222,16 @@ def test_one_and_four_layers_and_more_faults(llama: Path, said) -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallel(llama: Path, said) -> None:
+def test_tensor_parallel(llama: Path, outputs) -> None:
     """Workers are processes of their own, where nothing is noted: as many drafts are accepted as on one rank."""
     one = engine(llama, "lora-2")
     two = replace(one, arguments=one.arguments | {"tensor_parallel_size": 2})
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
     reply = run({"two": two}, "v2", async_scheduling=True, **environment)["two"]
     assert not isinstance(reply, str), reply
-    assert [each.tokens for each in reply] == [each.tokens for each in said["lora-2"]]
+    assert [each.tokens for each in reply] == [each.tokens for each in outputs["lora-2"]]
     # sums in another order may turn a near tie; without adapters hardly any draft is accepted
-    assert counts(reply)[0] == pytest.approx(counts(said["lora-2"])[0], rel=0.1)
+    assert counts(reply)[0] == pytest.approx(counts(outputs["lora-2"])[0], rel=0.1)
 
 
 @pytest.mark.slow

@@ -59,10 +59,10 @@ def by_kind(reply: Reply) -> dict[str, Said]:
 @pytest.fixture(scope="module", params=RUNNERS)
 def answers(request: pytest.FixtureRequest) -> dict[str, dict[str, Said]]:
     engines = {"plain": engine(None), "btree": engine({"method": "mtpc", "model": str(demo.path("btree"))})}
-    said = run(engines, request.param)
-    for name, replies in said.items():
+    outputs = run(engines, request.param)
+    for name, replies in outputs.items():
         assert not isinstance(replies, str), (name, replies)
-    return {name: by_kind(replies[0]) for name, replies in said.items()}
+    return {name: by_kind(replies[0]) for name, replies in outputs.items()}
 
 
 @pytest.mark.parametrize("kind", ASKED)
@@ -73,8 +73,8 @@ def test_greedy_text_is_plain_vllms(answers: dict[str, dict[str, Said]], kind: s
 
 @pytest.mark.feature("JSON schema", "exact")
 def test_schema_output_is_valid(answers: dict[str, dict[str, Said]]) -> None:
-    said = answers["btree"]["schema"]
-    for text, finish in zip(said.texts, said.finish, strict=True):
+    outputs = answers["btree"]["schema"]
+    for text, finish in zip(outputs.texts, outputs.finish, strict=True):
         assert finish == "stop"
         jsonschema.validate(json.loads(text), SHORT)
 
@@ -82,16 +82,16 @@ def test_schema_output_is_valid(answers: dict[str, dict[str, Said]]) -> None:
 @pytest.mark.feature("stop strings", "exact")
 @pytest.mark.feature("synchronous scheduling", "exact")
 def test_stop_string_does_not_leak(answers: dict[str, dict[str, Said]]) -> None:
-    said = answers["btree"]["stop string"]
-    assert "stop" in said.finish
-    assert not any(stop in text for text in said.texts for stop in ASKED["stop string"][1]["stop"])
+    outputs = answers["btree"]["stop string"]
+    assert "stop" in outputs.finish
+    assert not any(stop in text for text in outputs.texts for stop in ASKED["stop string"][1]["stop"])
 
 
 @pytest.mark.feature("stop_token_ids", "exact")
 def test_stop_token_does_not_leak(answers: dict[str, dict[str, Said]]) -> None:
-    said = answers["btree"]["stop token"]
-    assert "stop" in said.finish
-    for tokens, finish in zip(said.tokens, said.finish, strict=True):
+    outputs = answers["btree"]["stop token"]
+    assert "stop" in outputs.finish
+    for tokens, finish in zip(outputs.tokens, outputs.finish, strict=True):
         assert STOP not in tokens[:-1]
         assert (tokens[-1] == STOP) == (finish == "stop")
 
@@ -99,7 +99,7 @@ def test_stop_token_does_not_leak(answers: dict[str, dict[str, Said]]) -> None:
 @pytest.mark.feature("ignore_eos, end of text", "exact")
 def test_nothing_follows_the_end_of_text(answers: dict[str, dict[str, Said]]) -> None:
     assert answers["btree"]["end of text"].finish == ["stop", "stop"]
-    for said in (answers["plain"]["end of text"], answers["btree"]["end of text"]):
-        for tokens, finish in zip(said.tokens, said.finish, strict=True):
+    for outputs in (answers["plain"]["end of text"], answers["btree"]["end of text"]):
+        for tokens, finish in zip(outputs.tokens, outputs.finish, strict=True):
             assert EOS not in tokens[:-1]
             assert (tokens[-1] == EOS) == (finish == "stop")

@@ -76,7 +76,7 @@ def engine(injected: str | None = None, drafts: bool = True, **options: object) 
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
-def said(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
+def outputs(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
     off = engine("noted drafts", mask_drafts=False)
     engines = {"plain": engine(drafts=False), "masked": engine("noted drafts"), "off": off}
     if request.param == "v1":  # which drafts the argmax where it does not mask
@@ -90,17 +90,17 @@ def said(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
 
 @pytest.mark.feature("JSON schema", "exact")
 @pytest.mark.parametrize("name", ["masked", "off", "unmasked"])
-def test_greedy_text_is_plain_vllms(said: dict[str, dict[str, Reply]], name: str) -> None:
-    assert said[name]["greedy"].tokens == said["plain"]["greedy"].tokens
-    assert said[name]["greedy"].finish == said["plain"]["greedy"].finish
+def test_greedy_text_is_plain_vllms(outputs: dict[str, dict[str, Reply]], name: str) -> None:
+    assert outputs[name]["greedy"].tokens == outputs["plain"]["greedy"].tokens
+    assert outputs[name]["greedy"].finish == outputs["plain"]["greedy"].finish
 
 
 @pytest.mark.feature("drafts masked with the grammar", "exact")
-def test_every_draft_is_allowed_by_the_grammar(said: dict[str, dict[str, Reply]]) -> None:
-    drafts = [noted for reply in said["masked"].values() for noted in reply.recorded]
+def test_every_draft_is_allowed_by_the_grammar(outputs: dict[str, dict[str, Reply]]) -> None:
+    drafts = [noted for reply in outputs["masked"].values() for noted in reply.recorded]
     assert sum(len(drafted) for drafted, _ in drafts) > 500
     assert all(drafted == valid or valid[-1:] == [EOS] for drafted, valid in drafts)  # V2 drafts on behind the end
-    unmasked = [noted for reply in said["off"].values() for noted in reply.recorded]
+    unmasked = [noted for reply in outputs["off"].values() for noted in reply.recorded]
     assert any(drafted != valid and valid[-1:] != [EOS] for drafted, valid in unmasked), (
         "the test sees forbidden drafts where there are any"
     )
@@ -108,13 +108,15 @@ def test_every_draft_is_allowed_by_the_grammar(said: dict[str, dict[str, Reply]]
 
 @pytest.mark.feature("drafts masked with the grammar", "exact")
 @pytest.mark.parametrize("call", ["greedy", "drawn"])
-def test_more_tokens_per_step(said: dict[str, dict[str, Reply]], call: str) -> None:
+def test_more_tokens_per_step(outputs: dict[str, dict[str, Reply]], call: str) -> None:
     """tokens/step = emitted / (emitted - accepted drafts)."""
     found = {}
     for name in ("unmasked", "masked"):
-        accepted = {call: reply.metrics["vllm:spec_decode_num_accepted_tokens"] for call, reply in said[name].items()}
+        accepted = {
+            call: reply.metrics["vllm:spec_decode_num_accepted_tokens"] for call, reply in outputs[name].items()
+        }
         accepted["drawn"] -= accepted["greedy"]  # counters run on from call to call
-        emitted = sum(len(samples[0]) for samples in said[name][call].tokens)
+        emitted = sum(len(samples[0]) for samples in outputs[name][call].tokens)
         found[name] = emitted / (emitted - accepted[call])
     print(f"{call}: tokens/step {found}")
     assert found["masked"] > found["unmasked"] * MORE
@@ -131,8 +133,8 @@ def is_valid(text: str, finish: str | None, grammar: dict[str, object]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["masked", "off"])
-def test_answers_are_valid(said: dict[str, dict[str, Reply]], name: str) -> None:
-    for reply in said[name].values():
+def test_answers_are_valid(outputs: dict[str, dict[str, Reply]], name: str) -> None:
+    for reply in outputs[name].values():
         answers = zip(reply.texts[1:], reply.finish[1:], GRAMMARS * len(STARTS), strict=True)
         invalid = [(text, grammar) for (text,), (finish,), grammar in answers if not is_valid(text, finish, grammar)]
         assert not invalid

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.support import forks, grammar_draws
+from tests.support import forks, grammars
 from tests.support.engine import Engine, Reply, run
 from tests.support.laws import asking, draws_of, noise_floor, total_variation
 from tests.support.models import make_head, make_target
@@ -87,10 +87,10 @@ def on_v1(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
             folder, DRAWS, injected="masked drafts scored unmasked", min_survival=0
         ),
     }
-    said = run(engines, "v1")
-    for name, replies in said.items():
+    outputs = run(engines, "v1")
+    for name, replies in outputs.items():
         assert not isinstance(replies, str), (name, replies)
-    return {name: replies[0] for name, replies in said.items()}
+    return {name: replies[0] for name, replies in outputs.items()}
 
 
 @pytest.mark.feature("sampling under a grammar", "law", "mtpc on V1")
@@ -116,10 +116,10 @@ def on_v2(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
         "residual": engine(folder, V2_DRAWS, mask_drafts=False),
         "injected": engine(folder, V2_DRAWS, injected=injected),
     }
-    said = run(engines, "v2", async_scheduling=True)
-    for name, replies in said.items():
+    outputs = run(engines, "v2", async_scheduling=True)
+    for name, replies in outputs.items():
         assert not isinstance(replies, str), (name, replies)
-    return {name: replies[0] for name, replies in said.items()}
+    return {name: replies[0] for name, replies in outputs.items()}
 
 
 @pytest.mark.feature("sampling under a grammar", "law", "mtpc on V2")
@@ -136,8 +136,8 @@ def test_law_under_a_grammar_v2(tiny: tuple[Path, LlamaForCausalLM], on_v2: dict
 @pytest.mark.slow  # interpreted kernels
 def test_forbidden_drafts_leave_the_residual_law_v2() -> None:
     """vLLM's own kernels keep the law if the first forbidden draft is verified; as vLLM 0.32 marks it they do not."""
-    law = np.array(grammar_draws.P)
-    for name, tokens in forks.call("v2", "tests.support.grammar_draws:draws", KERNEL_DRAWS).items():
+    law = np.array(grammars.P)
+    for name, tokens in forks.call("v2", "tests.support.grammars:draws", KERNEL_DRAWS).items():
         draws = [[token] for token in tokens]
         distance, floor = total_variation(draws, law, len(law)), noise_floor(law, len(draws))
         print(f"{name}: {len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")

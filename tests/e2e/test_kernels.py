@@ -36,17 +36,17 @@ def replies(circuits: tuple[str, ...], paths: tuple[str, ...], runner: str = "v2
         for path in paths:
             config = {"method": "mtpc", "model": str(demo.path(circuit)), **options}
             engines[f"{circuit} by {path}"] = engine(config, f"drafts by {path}")
-    said = run(engines, runner, async_scheduling=True)
-    for name, reply in said.items():
+    outputs = run(engines, runner, async_scheduling=True)
+    for name, reply in outputs.items():
         assert not isinstance(reply, str), (name, reply)
-    return {name: reply[0] for name, reply in said.items()}
+    return {name: reply[0] for name, reply in outputs.items()}
 
 
-def check(said: dict[str, Reply], circuit: str, paths: tuple[str, ...]) -> None:
-    wanted = said[f"{circuit} by definition"]
+def check(outputs: dict[str, Reply], circuit: str, paths: tuple[str, ...]) -> None:
+    wanted = outputs[f"{circuit} by definition"]
     for path in paths:
-        got = said[f"{circuit} by {path}"]
-        assert got.tokens[0] == said["plain"].tokens[0], path
+        got = outputs[f"{circuit} by {path}"]
+        assert got.tokens[0] == outputs["plain"].tokens[0], path
         assert len(got.recorded) == len(wanted.recorded), path
         for (tokens, confidences), (same_tokens, same_confidences) in zip(got.recorded, wanted.recorded, strict=True):
             assert torch.equal(tokens, same_tokens), path
@@ -84,7 +84,7 @@ def test_as_many_drafts_as_the_batch_size_is_scheduled(monkeypatch: pytest.Monke
     ends = [{**GREEDY, "max_tokens": length} for length in (40, 24, 8)]  # a seed would ask for all drafts always
     monkeypatch.setitem(globals(), "CALL", Call(CALL.prompts, ends))
     paths = ("kernel", "definition")
-    said = replies(("btree",), paths, num_speculative_tokens_per_batch_size=[(1, 1, 7), (2, 2, 3), (3, 8, 0)])
-    check(said, "btree", paths)
-    shapes = {tuple(tokens.shape) for tokens, _ in said["btree by kernel"].recorded}
+    outputs = replies(("btree",), paths, num_speculative_tokens_per_batch_size=[(1, 1, 7), (2, 2, 3), (3, 8, 0)])
+    check(outputs, "btree", paths)
+    shapes = {tuple(tokens.shape) for tokens, _ in outputs["btree by kernel"].recorded}
     assert {(1, 7), (2, 3)} <= shapes and all(len(shape) == 2 and shape[0] < 3 for shape in shapes)

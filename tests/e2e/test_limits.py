@@ -20,18 +20,18 @@ def engine(calls: list[Call], options: dict[str, Any] | None, **arguments: Any) 
     return Engine(str(demo.path("target")), calls, {"speculative_config": speculative, **arguments})
 
 
-def replies(said: dict[str, list[Reply] | str], name: str) -> list[Reply]:
-    assert not isinstance(said[name], str), said[name]
-    return said[name]
+def replies(outputs: dict[str, list[Reply] | str], name: str) -> list[Reply]:
+    assert not isinstance(outputs[name], str), outputs[name]
+    return outputs[name]
 
 
 @pytest.mark.feature("max_model_len reached", "exact", "mtpc on V1")
 def test_drafts_up_to_the_last_token() -> None:
     """V1: the context ends within a draft's length, where vLLM would hand every request of the batch K zeros."""
     calls = [Call([prompt(100)], [GREEDY])]
-    said = run(
+    outputs = run(
         {name: engine(calls, options, max_model_len=106) for name, options in (("plain", None), ("head", {}))}, "v1"
     )
-    (plain,), (drafted,) = replies(said, "plain"), replies(said, "head")
+    (plain,), (drafted,) = replies(outputs, "plain"), replies(outputs, "head")
     assert drafted.tokens == plain.tokens and len(plain.tokens[0][0]) == 6
     assert drafted.metrics[ACCEPTED] >= 2

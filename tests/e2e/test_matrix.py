@@ -68,7 +68,7 @@ def engine(options: dict[str, Any] | None, asked: list[Call], **arguments: Any) 
 
 
 @pytest.fixture(scope="module")
-def said() -> Any:
+def outputs() -> Any:
     """Replies by runner and method, made when they are first asked for."""
     made: dict[str, dict[str, list[Reply]]] = {}
 
@@ -88,9 +88,9 @@ def said() -> Any:
 
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
 @pytest.mark.parametrize("row", ["temperature", *NAMED])
-def test_a_request_is_answered_as_without_drafts(said: Any, runner: str, method: str, row: str) -> None:
+def test_a_request_is_answered_as_without_drafts(outputs: Any, runner: str, method: str, row: str) -> None:
     index = list(ROWS).index(row)
-    plain, ours = said(runner)["plain"][0], said(runner)[method][0]
+    plain, ours = outputs(runner)["plain"][0], outputs(runner)[method][0]
     assert ours.tokens[index] == plain.tokens[index]
     assert ours.texts[index] == plain.texts[index]
     assert ours.finish[index] == plain.finish[index]
@@ -102,19 +102,19 @@ def test_a_request_is_answered_as_without_drafts(said: Any, runner: str, method:
 
 
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
-def test_rows_differ_and_drafts_are_accepted(said: Any, runner: str, method: str) -> None:
+def test_rows_differ_and_drafts_are_accepted(outputs: Any, runner: str, method: str) -> None:
     """A parameter that changes nothing would be tested by nothing."""
-    plain = said(runner)["plain"][0]
+    plain = outputs(runner)["plain"][0]
     texts = dict(zip(ROWS, (texts[0] for texts in plain.texts), strict=True))
     same = {"temperature", "top-k", "top-p", "n", "logprobs", "prompt logprobs"}
     assert {row for row, text in texts.items() if text == texts["temperature"]} == same
-    assert said(runner)[method][0].metrics[ACCEPTED] > 20
+    assert outputs(runner)[method][0].metrics[ACCEPTED] > 20
 
 
 @pytest.mark.feature("ignore_eos, end of text", "exact")
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
-def test_end_of_text_is_ignored_where_that_is_asked(said: Any, runner: str, method: str) -> None:
-    plain, ours = said(runner)["plain"][1], said(runner)[method][1]
+def test_end_of_text_is_ignored_where_that_is_asked(outputs: Any, runner: str, method: str) -> None:
+    plain, ours = outputs(runner)["plain"][1], outputs(runner)[method][1]
     assert ours.tokens == plain.tokens
     assert ours.tokens == [[[EOS] * 8], [[EOS]]]
 
@@ -122,6 +122,6 @@ def test_end_of_text_is_ignored_where_that_is_asked(said: Any, runner: str, meth
 @pytest.mark.feature("min_p, logit_bias", "refused", why="by vLLM, with any drafts")
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
 @pytest.mark.parametrize("index", [0, 1], ids=["min_p", "logit_bias"])
-def test_refused_with_drafts(said: Any, runner: str, method: str, index: int) -> None:
-    error = said(runner)[method][2 + index].error
+def test_refused_with_drafts(outputs: Any, runner: str, method: str, index: int) -> None:
+    error = outputs(runner)[method][2 + index].error
     assert error == "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding."

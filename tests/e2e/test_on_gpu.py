@@ -35,7 +35,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 @pytest.fixture(scope="module", params=HEADS)
-def said(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
+def outputs(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
     """Replies by engine and call."""
     speculative = {"method": HEADS[request.param], "model": str(demo.path(request.param))}
     always = {"max_model_len": 240, "enable_prefix_caching": False}
@@ -52,49 +52,51 @@ def said(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
     return found
 
 
-def accepted(said: dict[str, Reply], name: str) -> float:
+def accepted(outputs: dict[str, Reply], name: str) -> float:
     """Drafts accepted in one call."""
-    counts = [reply.metrics[ACCEPTED] for reply in said.values()]
-    place = list(said).index(name)
+    counts = [reply.metrics[ACCEPTED] for reply in outputs.values()]
+    place = list(outputs).index(name)
     return counts[place] - (counts[place - 1] if place else 0)
 
 
 @pytest.mark.parametrize("name", EAGER)
-def test_greedy_text_is_plain_vllms(said: dict[str, dict[str, Reply]], name: str) -> None:
-    assert said[name]["greedy"].tokens == said["plain"]["greedy"].tokens
-    assert accepted(said[name], "greedy") > len(BATCH)
+def test_greedy_text_is_plain_vllms(outputs: dict[str, dict[str, Reply]], name: str) -> None:
+    assert outputs[name]["greedy"].tokens == outputs["plain"]["greedy"].tokens
+    assert accepted(outputs[name], "greedy") > len(BATCH)
 
 
 @pytest.mark.skipif(not forks.ON_GPU, reason="a CPU has no CUDA graphs")
-def test_engines_have_graphs_and_asynchronous_scheduling(said: dict[str, dict[str, Reply]]) -> None:
-    modes = {name: replies["greedy"].modes for name, replies in said.items()}
+def test_engines_have_graphs_and_asynchronous_scheduling(outputs: dict[str, dict[str, Reply]]) -> None:
+    modes = {name: replies["greedy"].modes for name, replies in outputs.items()}
     print(modes)
     assert all(is_async for _, is_async in modes.values())
     assert [mode == "NONE" for mode, _ in modes.values()] == [name == "eager" for name in modes]
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_graphs_change_nothing(said: dict[str, dict[str, Reply]], call: str) -> None:
+def test_graphs_change_nothing(outputs: dict[str, dict[str, Reply]], call: str) -> None:
     """Float32: what inductor fuses is computed in another order, which moves no token of these."""
-    first, *others = (said[name] for name in EAGER)
+    first, *others = (outputs[name] for name in EAGER)
     for other in others:
         assert other[call].tokens == first[call].tokens
 
 
 @pytest.mark.parametrize("name", EAGER)
 def test_a_seeded_text_does_not_depend_on_its_batch(
-    said: dict[str, dict[str, Reply]], name: str, request: pytest.FixtureRequest
+    outputs: dict[str, dict[str, Reply]], name: str, request: pytest.FixtureRequest
 ) -> None:
     """Of a circuit's head it is plain vLLM's; PTP picks tokens by numbers of its own."""
-    assert said[name]["seeded beside others"].tokens[0] == said[name]["seeded"].tokens[0]
-    if HEADS[request.node.callspec.params["said"]] == "mtpc":
-        assert said[name]["seeded"].tokens == said["plain"]["seeded"].tokens
+    assert outputs[name]["seeded beside others"].tokens[0] == outputs[name]["seeded"].tokens[0]
+    if HEADS[request.node.callspec.params["outputs"]] == "mtpc":
+        assert outputs[name]["seeded"].tokens == outputs["plain"]["seeded"].tokens
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("name", EAGER)
-def test_sleep_changes_nothing(said: dict[str, dict[str, Reply]], name: str, level: int) -> None:
+def test_sleep_changes_nothing(outputs: dict[str, dict[str, Reply]], name: str, level: int) -> None:
     """Nor are drafts accepted less: what the head keeps beside its weights is there again."""
     asleep = f"after sleep level {level}"
-    assert said[name][asleep].tokens == said[name]["greedy"].tokens
-    assert accepted(said[name], asleep) >= 0.9 * accepted(said[name], "greedy")  # K may depend on what was accepted
+    assert outputs[name][asleep].tokens == outputs[name]["greedy"].tokens
+    assert accepted(outputs[name], asleep) >= 0.9 * accepted(
+        outputs[name], "greedy"
+    )  # K may depend on what was accepted

@@ -87,7 +87,7 @@ DRAFTED = {
 
 
 @pytest.fixture(scope="module")
-def said(folder) -> dict[str, dict[str, Reply]]:
+def outputs(folder) -> dict[str, dict[str, Reply]]:
     calls = list(CALLS.values())
     engines = {
         "plain": engine(folder, [CALLS["greedy"]]),
@@ -112,32 +112,32 @@ def said(folder) -> dict[str, dict[str, Reply]]:
 @pytest.mark.feature("prefix caching", "exact", why="with hits counted")
 @pytest.mark.parametrize("name", DRAFTED)
 @pytest.mark.parametrize("call", CALLS)
-def test_text_is_that_without_drafts(said, name: str, call: str) -> None:
-    assert said[name][call].tokens == said["undrafted"][call].tokens
+def test_text_is_that_without_drafts(outputs, name: str, call: str) -> None:
+    assert outputs[name][call].tokens == outputs["undrafted"][call].tokens
 
 
-def test_greedy_text_is_plain_vllms(said) -> None:
-    assert said["undrafted"]["greedy"].tokens == said["plain"]["greedy"].tokens
+def test_greedy_text_is_plain_vllms(outputs) -> None:
+    assert outputs["undrafted"]["greedy"].tokens == outputs["plain"]["greedy"].tokens
 
 
-def test_every_number_of_drafts_is_accepted(said) -> None:
+def test_every_number_of_drafts_is_accepted(outputs) -> None:
     """The oracle's coin makes each of 0 .. K frequent: P(none of about 25 steps accepts all of 4) < 1 %, seed fixed."""
-    reply = said["oracle"]["to the end"]
+    reply = outputs["oracle"]["to the end"]
     per_position = reply.metrics["per_position"]
     assert all(earlier > later > 0 for earlier, later in itertools.pairwise(per_position))
     assert per_position[0] < reply.metrics["vllm:spec_decode_num_drafts"]
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_replayed_pass_drafts_the_same(said, call: str) -> None:
+def test_a_replayed_pass_drafts_the_same(outputs, call: str) -> None:
     """Token for token, in batches of 1 to 4 that are padded to 2 and 4."""
-    steps = said["two passes replayed"][call].recorded
+    steps = outputs["two passes replayed"][call].recorded
     assert len(steps) > 5 and all(replays == 1 and is_same for replays, is_same in steps)
 
 
-def test_first_draft_of_two_passes_is_exact(said) -> None:
+def test_first_draft_of_two_passes_is_exact(outputs) -> None:
     """x_2 comes from the target's own law with the verifier's own u: always accepted, but where the text ends."""
-    metrics = said["two passes 3"]["sampled"].metrics
+    metrics = outputs["two passes 3"]["sampled"].metrics
     drafts, first = metrics["vllm:spec_decode_num_drafts"], metrics["per_position"][0]
     assert first >= drafts - 4 * 3  # at most one step per request and call ends within
 
@@ -145,9 +145,9 @@ def test_first_draft_of_two_passes_is_exact(said) -> None:
 @pytest.mark.column("ptp on V2")
 @pytest.mark.feature("preemption by recompute", "exact")
 @pytest.mark.feature("prefix caching", "exact")
-def test_requests_were_preempted_and_found_in_the_cache(said) -> None:
-    assert said["few blocks"]["to the end"].metrics["vllm:num_preemptions"] > 0
-    assert said["merged 3"]["prefix hits"].metrics["vllm:prefix_cache_hits"] > 0
+def test_requests_were_preempted_and_found_in_the_cache(outputs) -> None:
+    assert outputs["few blocks"]["to the end"].metrics["vllm:num_preemptions"] > 0
+    assert outputs["merged 3"]["prefix hits"].metrics["vllm:prefix_cache_hits"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -72,8 +72,8 @@ def engine(
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
-def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
-    """What plain vLLM said, the head, and the injected faults to the few; and the runner's name."""
+def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
+    """Outputs of plain vLLM, of the head, and of the injected faults to the few; and the runner's name."""
     runner = request.param
     if runner == "v1" and forks.ON_GPU:
         pytest.skip("V1 on a GPU draws noise of the vocabulary's size: a seed promises the law there")
@@ -95,34 +95,34 @@ def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
 @pytest.mark.feature("preemption by recompute", "exact")
 @pytest.mark.feature("prefix caching", "exact", why="with hits counted")
 @pytest.mark.parametrize("name", list(calls()))
-def test_a_seed_has_the_text_of_plain_vllm(said: dict[str, list[Reply]], name: str) -> None:
+def test_a_seed_has_the_text_of_plain_vllm(outputs: dict[str, list[Reply]], name: str) -> None:
     at = list(calls()).index(name)
-    wanted, found = said["plain"][at].tokens, said["head"][at].tokens
+    wanted, found = outputs["plain"][at].tokens, outputs["head"][at].tokens
     for index, given in enumerate(calls()[name].sampling):
         if "seed" in given:
             assert found[index] == wanted[index], (index, given)
 
 
-def test_other_noise_is_caught(said: dict[str, list[Reply]]) -> None:
-    wanted = said["plain"][list(calls()).index("few at once")].tokens
-    faults = [said[name] for names in FAULTS.values() for name in names if name in said]
+def test_other_noise_is_caught(outputs: dict[str, list[Reply]]) -> None:
+    wanted = outputs["plain"][list(calls()).index("few at once")].tokens
+    faults = [outputs[name] for names in FAULTS.values() for name in names if name in outputs]
     assert faults and all(replies[0].tokens != wanted for replies in faults)
 
 
-def test_drafts_take_the_targets_noise(said: dict[str, list[Reply]]) -> None:
+def test_drafts_take_the_targets_noise(outputs: dict[str, list[Reply]]) -> None:
     """With noise of their own the text is the same, and they are kept less often."""
     at = list(calls()).index("few at once")
-    apart = next(said[name][0] for name in APART.values() if name in said)
-    assert apart.tokens == said["plain"][at].tokens
-    before, after = (said["head"][place].metrics for place in (at - 1, at))
+    apart = next(outputs[name][0] for name in APART.values() if name in outputs)
+    assert apart.tokens == outputs["plain"][at].tokens
+    before, after = (outputs["head"][place].metrics for place in (at - 1, at))
     kept, kept_apart = after[ACCEPTED] - before[ACCEPTED], apart.metrics[ACCEPTED]
     print(f"of about as many drafts {kept} are kept, {kept_apart} with noise of their own")
     assert kept > 1.1 * kept_apart
 
 
-def test_what_may_not_matter_has_happened(said: dict[str, list[Reply]]) -> None:
-    first, last = said["head"][0], said["head"][-1]
-    assert {drafts for reply in said["head"] for _, drafts in reply.recorded} >= {7, 3, 1, 0}
+def test_what_may_not_matter_has_happened(outputs: dict[str, list[Reply]]) -> None:
+    first, last = outputs["head"][0], outputs["head"][-1]
+    assert {drafts for reply in outputs["head"] for _, drafts in reply.recorded} >= {7, 3, 1, 0}
     assert first.metrics["vllm:num_preemptions"] > 0
     assert last.metrics["vllm:prefix_cache_hits"] > 0
     accepted = first.metrics[ACCEPTED]

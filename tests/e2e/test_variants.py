@@ -79,7 +79,7 @@ def plain_call(**more: Any) -> Call:
 
 
 @pytest.fixture(scope="module")
-def said(folder: Path) -> Any:
+def outputs(folder: Path) -> Any:
     """Replies by runner, kind of target and head ("plain": none), made when a runner is first asked for."""
     made: dict[str, dict[str, list[Reply]]] = {}
 
@@ -116,8 +116,8 @@ def said(folder: Path) -> Any:
         pytest.param("v2", "int4", "o-ptp", marks=[ON["ptp on V2"], BITS["int4"]]),
     ],
 )
-def test_quantised_target(said: Any, runner: str, bits: str, head: str) -> None:
-    plain, ours = said(runner)[f"{bits} None"][0], said(runner)[f"{bits} {head}"][0]
+def test_quantised_target(outputs: Any, runner: str, bits: str, head: str) -> None:
+    plain, ours = outputs(runner)[f"{bits} None"][0], outputs(runner)[f"{bits} {head}"][0]
     assert ours.tokens == plain.tokens
     assert ours.metrics[ACCEPTED] > 0
 
@@ -127,8 +127,8 @@ def test_quantised_target(said: Any, runner: str, bits: str, head: str) -> None:
 @pytest.mark.parametrize(
     "runner", [pytest.param("v1", marks=ON["mtpc on V1"]), pytest.param("v2", marks=ON["mtpc on V2"])]
 )
-def test_lora_requests(said: Any, runner: str) -> None:
-    plain, ours = said(runner)["lora None"], said(runner)["lora btree"]
+def test_lora_requests(outputs: Any, runner: str) -> None:
+    plain, ours = outputs(runner)["lora None"], outputs(runner)["lora btree"]
     assert ours[0].tokens == plain[0].tokens != plain[1].tokens == ours[1].tokens
     assert ours[1].metrics[ACCEPTED] > 0
 

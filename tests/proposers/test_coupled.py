@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from tests.support.stand_ins import spec_config
+from tests.support.configs import spec_config
 from vllm_mtpc.proposers.v2 import coupled
 from vllm_mtpc.proposers.v2.coupled import CoupledRejectionSampler, CoupledSampler, u_of, with_coupled_sampler
 

@@ -21,8 +21,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.support import forks
+from tests.support.configs import spec_config
 from tests.support.speculators import Setting, batch, made_heads, speculator
-from tests.support.stand_ins import spec_config
 from vllm_mtpc.proposers.v2 import seeded
 from vllm_mtpc.proposers.v2.seeded import DRAFTING, CoupledStates, with_verification
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,3 +51,12 @@ def ptp_config(variant: str, draft_pass: str, ranges: Any) -> Any:
     }
     args = EngineArgs(str(demo.path("target")), speculative_config=given)  # the engine would ask for V2
     return args.create_speculative_config(args.create_model_config(), ParallelConfig())
+
+
+def spec_config(num_speculative_tokens: int) -> SimpleNamespace:
+    """A SpeculativeConfig that nobody checked: the installed vLLM's defaults, and so many drafts."""
+    from vllm.config import SpeculativeConfig
+
+    fields = SpeculativeConfig.__pydantic_fields__
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    return SimpleNamespace(**{**defaults, "num_speculative_tokens": num_speculative_tokens})

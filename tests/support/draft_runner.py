@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support import forks
+from tests.support.interpreted import moved
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.kernels.shard import Shard
 
@@ -89,7 +90,7 @@ def _draft(case: Case, device: str) -> Drafts:
     shape = (len(case.temperature), num_drafts + 1, vocab_size)
     cache = torch.full(shape, float("nan"), dtype=case.cache_dtype, device=device) if case.with_cache else None
     drafter(
-        *(_moved(part, device) for part in case.params),
+        *(moved(part, device) for part in case.params),
         slots=case.slots.to(device),
         temperature=case.temperature.to(device),
         seeds=case.seeds.to(device),
@@ -100,9 +101,3 @@ def _draft(case: Case, device: str) -> Drafts:
         draw=case.draw,
     )
     return Drafts(tokens.cpu(), confidences.cpu(), None if cache is None else cache.cpu(), drafter.one_launch)
-
-
-def _moved(tensor: Tensor, device: str) -> Tensor:
-    """On the device, with the strides kept."""
-    everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
-    return everything.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""Runs vLLM engines in a process of their own, on either model runner, and hands back what they said.
+"""Runs vLLM engines in a process of their own, on either model runner, and hands back their outputs.
 
 A test describes engines (their arguments, then calls one after the other); `run` builds them in turn in one forked
 process (tests/support/forks.py).

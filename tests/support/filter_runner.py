@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support import forks
+from tests.support.interpreted import moved
 from vllm_mtpc.circuits import CIRCUITS, base, circuit_class, conditionals
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -91,16 +92,10 @@ def _launch(cases: dict[str, Case], device: str) -> dict:
 
 
 def _outcome(filter_weights: Filter, case: Case, device: str) -> Outcome:
-    inputs = [_moved(part, device).requires_grad_(True) for part in case[1:4]]
+    inputs = [moved(part, device).requires_grad_(True) for part in case[1:4]]
     with torch.no_grad():
         plain = filter_weights(case.program, *inputs)
     weights = filter_weights(case.program, *inputs)
     assert torch.equal(plain, weights), "the tape changed the weights"
     grads = torch.autograd.grad(weights, inputs, case.upstream.to(device))
     return tuple(part.detach().cpu().clone() for part in (weights, *grads))
-
-
-def _moved(tensor: Tensor, device: str) -> Tensor:
-    """On the device, with the strides kept: rows with something behind them stay so."""
-    everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
-    return everything.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -44,7 +44,7 @@ def _launch(cases: dict[str, Case], functions: dict[str, str], device: str) -> d
         for name, (operation, arguments) in cases.items():
             by_device = import_module(f"vllm_mtpc.kernels.{operation}" + ("" if device == "cuda" else ".kernel"))
             function = getattr(by_device, functions.get(operation, operation))
-            results[name] = function(*(_moved(argument, device) for argument in arguments))
+            results[name] = function(*(moved(argument, device) for argument in arguments))
         return results
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
@@ -54,7 +54,7 @@ def _to_cpu(out: Any) -> Any:
     return out.cpu() if isinstance(out, Tensor) else tuple(part.cpu() for part in out)
 
 
-def _moved(tensor: Any, device: str) -> Any:
+def moved(tensor: Any, device: str) -> Any:
     """On the device, with the strides kept: rows with something behind them stay so. Numbers as they are."""
     if not isinstance(tensor, Tensor):
         return tensor

@@ -75,32 +75,22 @@ class BTree(Circuit):
 
     @cached_property
     def program(self) -> Program:
-        return [self._descend(self.tree), *(self._close(k) for k in range(self.window - 1)), []]
+        program: list[list[Instruction]] = [[]]
+        _walk(self.tree, program)
+        program[-1] = []  # behind the last token nothing is read
+        return program
 
-    def _path_to(self, k: int) -> list[tuple[Region, bool]]:
-        """Open regions above token k, root first, each with whether k lies in its right child."""
-        path, region = [], self.tree
-        while region.left is not None:
-            is_right = k >= region.right.lo
-            path.append((region, is_right))
-            region = region.right if is_right else region.left
-        return path
 
-    def _close(self, k: int) -> list[Instruction]:
-        """Regions that end at token k send their messages up; then down to token k + 1."""
-        path = self._path_to(k)
-        found = []
-        while path[-1][1]:
-            found.append(Instruction(Op.UPWARD, path.pop()[0].index))
-        return [*found, Instruction(Op.SIBLING), *self._descend(path[-1][0].right)]
-
-    @staticmethod
-    def _descend(region: Region) -> list[Instruction]:
-        """Down the left edge of `region` to its first token."""
-        found = []
-        while region.left is not None:
-            if region.index >= 0:
-                found.append(Instruction(Op.TRANSITION, region.index))
-            found.append(Instruction(Op.PUSH))
-            region = region.left
-        return found
+def _walk(region: Region, program: list[list[Instruction]]) -> None:
+    """Append the instructions of a region to the last list; the list after a token begins where it is read."""
+    if region.left is None:
+        program.append([])
+        return
+    if region.index >= 0:
+        program[-1].append(Instruction(Op.TRANSITION, region.index))
+    program[-1].append(Instruction(Op.PUSH))
+    _walk(region.left, program)
+    program[-1].append(Instruction(Op.SIBLING))
+    _walk(region.right, program)
+    if region.index >= 0:
+        program[-1].append(Instruction(Op.UPWARD, region.index))

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-from vllm_mtpc.circuits.base import evidence_of
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, evidence_of
 from vllm_mtpc.kernels.filter import filter_weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm_mtpc.circuits import Circuit, CircuitParams
 
 
 def conditionals(circuit: Circuit, params: CircuitParams, tokens: Tensor) -> Tensor:
