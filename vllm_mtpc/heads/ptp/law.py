@@ -1,8 +1,8 @@
-"""The target's processed law, and the intervals of u in [0, 1) that pick its tokens.
+"""The target's processed distribution, and the intervals of u in [0, 1) that pick its tokens.
 
 A token at index k is Pick(u_k, Q_k): the first token in vocabulary order whose cumulative probability exceeds u_k. Its
-interval is [left, right) = [F_(v-1), F_v), F the cumulative law (arXiv 2512.21323, section 2.1). Serving draws u from
-the multiples of 2^-24 below 1, so an interval that holds none of them belongs to a token that is never picked.
+interval is [left, right) = [F_(v-1), F_v), F the distribution function (arXiv 2512.21323, section 2.1). Serving draws u
+from the multiples of 2^-24 below 1, so an interval that holds none of them belongs to a token that is never picked.
 """
 
 from __future__ import annotations
