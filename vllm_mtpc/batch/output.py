@@ -16,12 +16,15 @@ import os
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.batch.lines import Input, Line
 from vllm_mtpc.checkpoint.save import package_versions
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.files import replace_file
+
+if TYPE_CHECKING:
+    from typing import Self
 
 JOB = "job.json"
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from vllm_mtpc.eval import compare
 from vllm_mtpc.eval.sampling import Sampling
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
 
     from vllm_mtpc.engine.served import Served

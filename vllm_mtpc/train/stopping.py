@@ -12,10 +12,13 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Self
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 2.0  # a signal to all processes reaches those of torchrun twice, the second time from its agent
