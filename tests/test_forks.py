@@ -101,7 +101,7 @@ def test_on_a_gpu_nothing_is_inherited_and_nothing_interpreted() -> None:
     environment = {**os.environ, "MTPC_TEST_GPU": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=forks.ROOT, env=environment, capture_output=True, text=True)
     assert "'runner': '1', 'imported': False" in done.stdout, done.stderr
-    code = "from tests.e2e import engine; print('enforce_eager' in engine.SMALL, engine.SMALL['max_num_seqs'])"
+    code = "from tests.support import engine; print('enforce_eager' in engine.SMALL, engine.SMALL['max_num_seqs'])"
     environment["MTPC_TEST_ENGINE"] = '{"max_num_seqs": 3}'
     done = subprocess.run([sys.executable, "-c", code], cwd=forks.ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["False", "3"], done.stderr

@@ -48,6 +48,8 @@ class Patch:
         if self.needs is None:
             return self.function(original)
         function = self.function
+        if "." not in self.attribute:  # a function of a module, which may be called at every step
+            return functools.update_wrapper(functools.partial(function, original), original)
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:

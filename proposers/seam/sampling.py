@@ -30,8 +30,9 @@ def expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> Tensor:
-    is_mended = x.device.type == "cpu" and is_broken(original)
-    return (expand if is_mended else original)(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+    if x.device.type == "cpu" and is_broken(original):
+        return expand(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+    return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
 
 
 def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:

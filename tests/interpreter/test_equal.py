@@ -82,7 +82,7 @@ def launched(mode: str, module: str, *arguments: str) -> dict[str, Any]:
         "PYTHONPATH": f"{ROOT / 'scripts/interpreter'}:{ROOT}",
         "MTPC_INTERPRETER": mode,
     }
-    command = [sys.executable, "-m", f"tests.interpreter.{module}", *arguments]
+    command = [sys.executable, "-m", f"tests.support.{module}", *arguments]
     child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])

@@ -229,9 +229,9 @@ def test_coupling_leaves_nothing_to_reject(place: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fly", "lenient"])
-def test_verification_that_does_not_keep_the_law_is_refused(place: Path, method: str) -> None:
+def test_verification_that_does_not_keep_the_distribution_is_refused(place: Path, method: str) -> None:
     message = refusal(place, rejection_sample_method=method)
-    assert repr(method) in message and "law" in message and "standard, block, synthetic" in message
+    assert repr(method) in message and "distribution" in message and "standard, block, synthetic" in message
 
 
 def test_adaptive_verification_is_refused_where_vllm_has_none(place: Path) -> None:
