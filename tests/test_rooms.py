@@ -14,7 +14,7 @@ ROOMS = (
     *("errors", "families", "files", "progress", "flags", "guard"),
     *("kernels", "circuits", "heads", "config", "checkpoint", "hf"),
     *("proposers.config", "proposers.heads", "proposers.v1", "proposers.v2", "proposers.seam", "models", "plugin"),
-    *("engine", "report", "demo", "data", "eval", "batch", "plots", "train", "bench", "ray_serve", "cli"),
+    *("engine", "report", "demo", "data", "eval", "batch", "plots", "train", "bench", "ray_serve", "cli", "benchmarks"),
 )
 KNOW_VLLM = ("proposers", "models", "engine")  # nobody else imports it, or names what is inside an engine
 INSIDE = {"engine_core", "model_runner"}
@@ -22,19 +22,21 @@ INSIDE = {"engine_core", "model_runner"}
 
 @cache
 def files() -> dict[str, tuple[Path, ast.Module]]:
-    """Every module of the wheel by its name."""
+    """Every module of the wheel by its name, and those of benchmarks/, which nothing of the wheel may need."""
     found = {}
-    for folder in ("vllm_mtpc", "proposers", "kernels"):
+    for folder in ("vllm_mtpc", "proposers", "kernels", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = list(path.relative_to(ROOT).with_suffix("").parts)
-            parts = parts if parts[0] == "vllm_mtpc" else ["vllm_mtpc", *parts]
+            parts = ["vllm_mtpc", *parts] if parts[0] in ("proposers", "kernels") else parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             found[name] = path, ast.parse(path.read_text(encoding="utf-8"))
     return found
 
 
 def room_of(module: str) -> str:
-    _, *parts = module.split(".")
+    package, *parts = module.split(".")
+    if package == "benchmarks":
+        return package
     deep = parts[:1] == ["proposers"]
     return ".".join(parts[: 1 + deep])
 

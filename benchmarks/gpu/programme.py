@@ -17,12 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.gpu.parts import Part, Programme
+from benchmarks.gpu.stages import STAGES
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.process import group, tail
 from vllm_mtpc.errors import UsageError
@@ -34,45 +34,6 @@ GRACE_S = 15.0  # for engines to end
 REASON_LINES, KEPT_LINES = 40, 4  # of a log that are kept in the result: of a part that failed, of one that is done
 SAME = ("hardware", "versions", "commit", "time", "command")  # written once for a stage
 DONE, FAILED = "done", "failed"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A command of a stage."""
-
-    name: str
-    seconds: float  # what it is expected to take on an H200; it begins only where so much is left
-    command: Sequence[str]
-    result: Path | None = None  # JSON that the command writes
-    needs: Sequence[Path] = ()  # what an earlier stage or part writes
-    environment: dict[str, str] = field(default_factory=dict)
-    makes: Path | None = (
-        None  # a model or data in the cache: of use at other commits too, made again where it is not there
-    )
-
-
-@dataclass(frozen=True)
-class Programme:
-    """Where it runs: in full on a GPU, or at toy size on a CPU. ``engine``: more arguments of every engine."""
-
-    is_toy: bool = False
-    engine: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def cache(self) -> Path:
-        return Path(os.environ.get("MTPC_GPU_CACHE") or ("build/gpu-toy" if self.is_toy else "build/gpu"))
-
-    @property
-    def results(self) -> Path:
-        return Path(os.environ.get("OUT") or (self.cache if self.is_toy else provenance.RESULTS))
-
-    def size(self, full: Any, toy: Any) -> Any:
-        return toy if self.is_toy else full
-
-    def parts(self, stage: str) -> list[Part]:
-        from benchmarks.gpu.stages import STAGES
-
-        return STAGES[stage](self)
 
 
 class Record:
@@ -156,7 +117,7 @@ def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: f
             "no commit: there is no .git here; type MTPC_COMMIT=... benchmarks/gpu/run.sh, with what git rev-parse "
             "HEAD says where there is one"
         )
-    every = {part.name: part for part in programme.parts(stage)}
+    every = {part.name: part for part in STAGES[stage](programme)}
     if unknown := [name for name in names if name not in every]:
         raise UsageError(f"stage {stage} has no part {unknown[0]}; its parts are {', '.join(every)}")
     record = Record(programme, stage)
@@ -184,13 +145,11 @@ def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: f
 
 
 def listing(programme: Programme) -> int:
-    from benchmarks.gpu.stages import STAGES
-
     commit = provenance.commit() or ""
     for stage in STAGES:
         record = Record(programme, stage)
         print(stage)
-        for part in programme.parts(stage):
+        for part in STAGES[stage](programme):
             known = record.parts.get(part.name)
             state = known["state"] if known else "not run yet"
             if known and known["commit"] != commit:
@@ -200,8 +159,6 @@ def listing(programme: Programme) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    from benchmarks.gpu.stages import STAGES
-
     parser = argparse.ArgumentParser(prog="benchmarks/gpu/run.sh", description=__doc__.splitlines()[0])
     parser.add_argument("stage", nargs="?", choices=STAGES, help="default: what there is, and what is finished")
     parser.add_argument("parts", nargs="*", metavar="PART", help="of the stage (default: all)")

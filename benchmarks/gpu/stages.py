@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.programme import Part, Programme
+from benchmarks.gpu.parts import Part, Programme
 from vllm_mtpc import demo
 
 MTPC = [sys.executable, "-m", "vllm_mtpc"]

@@ -80,7 +80,7 @@ def test_finished_parts_are_not_run_again_on_the_same_commit(folder: Path, monke
 def test_arguments_of_every_engine_reach_whoever_starts_one(folder: Path) -> None:
     """Where inductor fails on a GPU: `--engine '{"enforce_eager": true}'`."""
     on_gpu = Programme(is_toy=False, engine={"enforce_eager": True})
-    for part in (part for stage in stages.STAGES for part in on_gpu.parts(stage)):
+    for part in (part for stage in stages.STAGES for part in stages.STAGES[stage](on_gpu)):
         if {"regenerate", "serve"} & set(part.command):
             assert json.loads(part.command[part.command.index("--engine") + 1])["enforce_eager"] is True, part.name
 
@@ -134,7 +134,7 @@ def test_a_commit_can_be_named_where_there_is_no_git(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("stage", stages.STAGES)
 def test_parts_are_named_once_and_fit(stage: str) -> None:
     for is_toy in (False, True):
-        parts = Programme(is_toy).parts(stage)
+        parts = stages.STAGES[stage](Programme(is_toy))
         assert len({one.name for one in parts}) == len(parts) > 0
         assert all(0 < one.seconds <= programme.LIMIT_S for one in parts)
 
@@ -157,5 +157,5 @@ def test_every_stage_runs_at_toy_size(stage: str, toy: Path, monkeypatch: pytest
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     parts = json.loads((toy / f"gpu-{stage}.json").read_text())["parts"]
-    wanted = {one.name: one.result is not None for one in Programme(True).parts(stage)}
+    wanted = {one.name: one.result is not None for one in stages.STAGES[stage](Programme(True))}
     assert {name: "result" in values for name, values in parts.items()} == wanted

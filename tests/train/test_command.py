@@ -33,6 +33,7 @@ def test_a_run_writes_everything(place, capsys):
     assert (config.circuit, config.window, config.num_components) == ("btree", 4, 2)
     assert config.speculators_config.verifier.name_or_path == "../target"
     record = json.loads((out / "provenance.json").read_text())
+    assert record["settings"]["num_components"] == 2
     printed = capsys.readouterr().out
     for name in ("t1", "t0"):
         figure = record["figures"][name]["tokens_per_step"]
