@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chat", action="store_true", help="put the prompt in the target's chat template")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-text token")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--print", dest="quiet", action="store_false", default=False, help="print the text")
-    output.add_argument("--quiet", action="store_true", default=False, help="print the statistics alone")
+    parser.add_argument("--quiet", action="store_true", help="print the statistics alone")
     parser.add_argument("--json", action="store_true", help="print text and statistics as JSON")
 
 
