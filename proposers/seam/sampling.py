@@ -30,7 +30,7 @@ def expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> Tensor:
-    if x.device.type == "cpu" and is_broken(original):
+    if x.is_cpu and is_broken(original):
         return expand(x, cu_num_tokens, num_tokens, replace_from, replace_to)
     return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
 
