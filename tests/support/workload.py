@@ -30,7 +30,7 @@ RESTRICTED: list[dict[str, Any]] = [
 ]
 UNDRAFTED: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.1, "seed": 8},
-    {"temperature": 1.0, "logit_bias": {"65": 3.0, "66": -5.0}, "seed": 9},
+    {"temperature": 1.0, "logit_bias": {65: 3.0, 66: -5.0}, "seed": 9},
     {"temperature": 0.9, "top_p": 0.5, "seed": 11},
     {"temperature": 0.0, "logprobs": 5},
 ]
