@@ -27,6 +27,10 @@ from vllm_mtpc.proposers.config import layers, schedule
 HeadDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 
 
+# Of every family, in the `user_keys` of its class.
+COMMON_KEYS = ("method", "model", "revision", "num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+
+
 @config
 class MtpcSpeculativeConfig(SpeculativeConfig):
     """vLLM's SpeculativeConfig for a head. `head` is the validated config of the folder `model`.
@@ -38,11 +42,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     # What a user may write. Everything else in vLLM's SpeculativeConfig belongs to other methods, and an option that
     # would be ignored is refused instead.
     user_keys: ClassVar[tuple[str, ...]] = (
-        "method",
-        "model",
-        "revision",
-        "num_speculative_tokens",
-        "num_speculative_tokens_per_batch_size",
+        *COMMON_KEYS,
         "min_survival",
         "mask_drafts",
         "enable_adaptive_verification",

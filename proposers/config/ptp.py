@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.config.layers import context_parallel, how_to_v2, refuse
-from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig, weights_of
+from vllm_mtpc.proposers.config.mtpc import COMMON_KEYS, MtpcSpeculativeConfig, weights_of
 from vllm_mtpc.proposers.config.plan import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
 from vllm_mtpc.proposers.config.schedule import Schedule, few_lengths, merged
 
@@ -35,11 +35,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     """
 
     user_keys: ClassVar[tuple[str, ...]] = (
-        "method",
-        "model",
-        "revision",
-        "num_speculative_tokens",
-        "num_speculative_tokens_per_batch_size",
+        *COMMON_KEYS,
         "draft_pass",
         "max_aux_rows",
         "aux_rows_per_request",

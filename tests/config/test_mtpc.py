@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
 from pydantic import ValidationError
 
+from tests.support import config_edits
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError, HeadConfigError, MtpcError, ServeConfigError, one_line
 from vllm_mtpc.heads import head_options
@@ -21,26 +21,12 @@ def create(**changes) -> HeadConfig:
 
 
 def changed(path: str, value=...) -> dict:
-    """A valid config with the value at `path` ("a.b.0.c") set, or removed where no value is given."""
-    values = copy.deepcopy(create().model_dump())
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    place = values
-    for part in parents:
-        place = place[part]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    return values
+    """A valid config, edited."""
+    return config_edits.changed(create().model_dump(), path, value)
 
 
 def refusal(values) -> str:
-    with pytest.raises(HeadConfigError) as caught:
-        HeadConfig.parse(values, "HEAD/config.json")
-    text = str(caught.value)
-    assert len(text.splitlines()) == 1
-    assert text.startswith("HEAD/config.json: ")
-    return text
+    return config_edits.refusal(HeadConfig, values)
 
 
 def test_what_create_makes_is_read_back_equal(tmp_path):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
 
+from tests.support import config_edits
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
@@ -28,26 +28,12 @@ def create(**changes) -> PtpConfig:
 
 
 def changed(path: str, value=...) -> dict:
-    """A valid config with the value at `path` ("a.b.0.c") set, or removed where no value is given."""
-    values = copy.deepcopy(create().model_dump(exclude_none=True))
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    place = values
-    for part in parents:
-        place = place[part]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    return values
+    """A valid config, edited."""
+    return config_edits.changed(create().model_dump(exclude_none=True), path, value)
 
 
 def refusal(values) -> str:
-    with pytest.raises(HeadConfigError) as caught:
-        PtpConfig.parse(values, "HEAD/config.json")
-    text = str(caught.value)
-    assert len(text.splitlines()) == 1
-    assert text.startswith("HEAD/config.json: ")
-    return text
+    return config_edits.refusal(PtpConfig, values)
 
 
 @pytest.mark.parametrize("u_embedding", EMBEDDINGS)

@@ -76,7 +76,7 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     """Outputs of plain vLLM, of the head, and of the injected faults to the few; and the runner's name."""
     runner = request.param
     if runner == "v1" and forks.ON_GPU:
-        pytest.skip("V1 on a GPU draws noise of the vocabulary's size: a seed promises the law there")
+        pytest.skip("V1 on a GPU draws noise of the vocabulary's size: a seed promises the distribution alone there")
     # V1 on a CPU cannot read a seeded prompt in chunks, with or without drafts, and plans by time unless it is told
     more = {"enable_chunked_prefill": False, "max_num_batched_tokens": 240} if runner == "v1" else {}
     given = {"min_survival": 0} if runner == "v1" else {}

@@ -17,7 +17,7 @@ from vllm_mtpc.kernels.couple import accept
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 
-pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="vLLM with Model Runner V2 is needed")
+pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="vLLM is not installed: run scripts/setup.sh")
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler

@@ -126,7 +126,7 @@ def test_a_reasoning_parser_leaves_drafts_unmasked() -> None:
 
 def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
     pytest.importorskip(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler", reason="vLLM with Model Runner V2 is needed"
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler", reason="vLLM is not installed: run scripts/setup.sh"
     )
     from vllm_mtpc.proposers.v2.grammar import behind_the_first
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_mtpc.errors import ServeConfigError
 
-pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="vLLM with Model Runner V2 is needed")
+pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="vLLM is not installed: run scripts/setup.sh")
 from vllm import SamplingParams
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample.sampler import Sampler

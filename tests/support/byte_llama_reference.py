@@ -14,6 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.greedy import GreedyReference
+
 VOCAB, SUBWORDS, LONGEST = 265, 900, 16
 FREQUENT = (97, 98, 99)  # the model says little else, so that what it says has suffixes in the table
 SPECIAL = (256, 258, 259)  # as the file lists them: not counted from 1
@@ -98,7 +100,7 @@ def _save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-class Reference:
+class Reference(GreedyReference):
     """The model by its definition; `context` cuts what a suffix may look back on: a fault that must be noticed."""
 
     def __init__(self, folder: Path, context: int = LONGEST) -> None:
@@ -130,13 +132,3 @@ class Reference:
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:
         return self.llama.lm_head(self.hidden(tokens))
-
-    def is_greedy(self, prompt: list[int], answer: list[int]) -> bool:
-        """Whether every token of `answer` is the most probable one after what is before it."""
-        return self.logits(prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
-        return tokens[len(prompt) :]

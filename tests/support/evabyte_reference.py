@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support.greedy import GreedyReference
+
 SIZES: dict[str, Any] = {
     "architectures": ["EvaByteForCausalLM"],
     "model_type": "evabyte",
@@ -74,7 +76,7 @@ def make_evabyte(folder: Path, seed: int = 0, **changes: Any) -> dict[str, Tenso
     return weights
 
 
-class Reference:
+class Reference(GreedyReference):
     """The closed form; `hide_summaries` is the fault that a test must be able to see."""
 
     def __init__(self, weights: dict[str, Tensor], hide_summaries: bool = False, **changes: Any) -> None:
@@ -98,16 +100,6 @@ class Reference:
         """Logits [L, V] of one of the prediction heads; 0 is the next byte."""
         rows = self.config["vocab_size"]
         return self.hidden(tokens) @ self.weights["lm_head.weight"][rows * head : rows * (head + 1)].T
-
-    def is_greedy(self, prompt: list[int], answer: list[int]) -> bool:
-        """Whether every token of `answer` is the most probable one after what is before it."""
-        return self.logits(prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
-        return tokens[len(prompt) :]
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])

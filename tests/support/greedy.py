@@ -1,0 +1,25 @@
+"""Greedy text of a model that is written down once more for a test."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class GreedyReference(ABC):
+    """Such a model."""
+
+    @abstractmethod
+    def logits(self, tokens: list[int]) -> Tensor:
+        """[L, V] behind each of the tokens."""
+
+    def is_greedy(self, prompt: list[int], answer: list[int]) -> bool:
+        """Whether every token of `answer` is the most probable one after what is before it."""
+        return self.logits(prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
