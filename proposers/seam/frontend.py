@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from vllm_mtpc import METHODS
+from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.proposers.config import versions
 from vllm_mtpc.proposers.config.switches import AUTO, logger, warn
 from vllm_mtpc.proposers.seam import auto
@@ -53,18 +54,19 @@ def _create(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs
     """Our config from what the user gave; the merging of flags stays vLLM's."""
     from vllm.engine import arg_utils
 
-    from vllm_mtpc.proposers.config.create import create
+    from vllm_mtpc.proposers.config.refusals import of_adaptive_verification, refuse
 
     refuse_problems()
     if warning := versions.untested_warning():
         logger.warning(warning)
     theirs = arg_utils.SpeculativeConfig
-    arg_utils.SpeculativeConfig = create
+    arg_utils.SpeculativeConfig = lambda **given: FAMILIES[given["method"]].serving.create(**given)
     try:
         made = original(engine_args, *args, **kwargs)
     finally:
         arg_utils.SpeculativeConfig = theirs
-    made.check_adaptive(engine_args)
+    if made.enable_adaptive_verification:
+        refuse(of_adaptive_verification(engine_args))
     return made
 
 

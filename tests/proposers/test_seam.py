@@ -26,7 +26,7 @@ from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.byte_llama import stop_ids
-from vllm_mtpc.proposers.config import create, versions
+from vllm_mtpc.proposers.config import refusals, versions
 from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
 from vllm_mtpc.proposers.seam import derive, frontend, patch, sampling, scheduler, stats, worker
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
@@ -108,7 +108,7 @@ def test_methods_of_vllm_are_not_taken_for_ours() -> None:
 
 def test_a_misspelled_option_is_answered_with_what_was_meant() -> None:
     with pytest.raises(ServeConfigError, match="remove it; did you mean min_survival"):
-        create._check_request({"method": "mtpc", "min_survial": 0}, MtpcSpeculativeConfig.user_keys)
+        refusals.refuse(refusals.of_request({"method": "mtpc", "min_survial": 0}, MtpcSpeculativeConfig.user_keys))
 
 
 def test_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:

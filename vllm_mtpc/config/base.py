@@ -119,6 +119,9 @@ class AnyHeadConfig(_Strict):
             if not (isinstance(size, str) if key == "model_type" else type(size) is int and 1 <= size <= most):
                 allowed = "a name" if key == "model_type" else f"1 to {most}"
                 raise ValueError(f"{key} = {size!r}; allowed: {allowed}; write the target's own")
+        for key in cls.target_sizes:
+            if key not in cls.model_fields and key not in value:
+                raise ValueError(f"{key} is missing; write the target's own number")
         return value
 
     @model_validator(mode="after")
@@ -142,14 +145,21 @@ class AnyHeadConfig(_Strict):
         return self.speculators_config.proposal_methods[0].speculative_tokens
 
     @classmethod
-    def for_target(cls, target: Any, verifier: str, window: int, drafts: int | None, **own: Any) -> Self:
-        """The config of a new head for `target`, a transformers config (or its dict), with the family's `own` fields.
+    def create(
+        cls, *, window: int, target: Any, verifier: str, num_speculative_tokens: int | None = None, **given: Any
+    ) -> Self:
+        """The config of a new head for `target`, a transformers config (or its dict); `given` are the family's fields.
 
-        Raises HeadConfigError where a size or a name is not possible.
+        What is not given, or None, takes the family's defaults. Raises HeadConfigError where a size or a name is not
+        possible.
         """
-        values = cls.sizes_of(target)
+        sizes = target if isinstance(target, dict) else target.to_dict()
+        for size in cls.target_sizes:
+            if sizes.get(size) is None:
+                raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
+        given = {name: value for name, value in given.items() if value is not None}
         method = get_args(cls.model_fields["speculators_model_type"].annotation)[0]
-        drafts = max(1, window - 1) if drafts is None else drafts
+        drafts = max(1, window - 1) if num_speculative_tokens is None else num_speculative_tokens
         return cls.parse(
             {
                 "architectures": [cls.architecture],
@@ -159,30 +169,27 @@ class AnyHeadConfig(_Strict):
                     "algorithm": method,
                     "default_proposal_method": "greedy",
                     "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-                    "verifier": {"name_or_path": verifier, "architectures": values.get("architectures") or []},
+                    "verifier": {"name_or_path": verifier, "architectures": sizes.get("architectures") or []},
                 },
                 "transformer_layer_config": {
-                    key: values[key] for key in TARGET_KEYS if type(values.get(key)) in (int, str)
+                    key: sizes[key] for key in TARGET_KEYS if type(sizes.get(key)) in (int, str)
                 },
                 "format_version": FORMAT_VERSION,
                 "window": window,
-                "vocab_size": values["vocab_size"],
-                "hidden_size": values["hidden_size"],
+                "vocab_size": sizes["vocab_size"],
+                "hidden_size": sizes["hidden_size"],
                 "trained_temperature": 1.0,
                 "trained_top_k": 0,
                 "trained_top_p": 1.0,
-                **own,
+                **cls.defaults(window, sizes["hidden_size"], given),
+                **given,
             }
         )
 
     @classmethod
-    def sizes_of(cls, target: Any) -> dict[str, Any]:
-        """The values of a target's config; raises HeadConfigError where it lacks a size."""
-        values = target if isinstance(target, dict) else target.to_dict()
-        for size in cls.target_sizes:
-            if values.get(size) is None:
-                raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
-        return values
+    def defaults(cls, window: int, hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
+        """The family's own fields of a new head where `given` does not say them."""
+        raise NotImplementedError
 
     @classmethod
     def parse(cls, values: Any, source: str = "head config") -> Self:
