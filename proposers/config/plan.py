@@ -132,19 +132,28 @@ def merged_plan(
     rows_per_request: int | None = None,
     dynamic: bool = False,
 ) -> Plan:
-    """Groups of the merged pass, sizes chosen from the head's measured acceptance."""
-    tables = tables_by_batch(
-        accepted_of(head), num_drafts, head.variant, head.window, max_num_seqs, max_aux_rows, rows_per_request
-    )
-    buckets = [Bucket(batch, table.sizes) for batch, table in tables if table.expected_tokens > 1]
+    """Groups of the merged pass, sizes chosen from the head's measured acceptance, for batches of 1, 2, 4, 8, ...
+
+    A request has ``rows_per_request`` (None: as many as are of use), in large batches fewer: ``max_aux_rows`` are all.
+    """
+    if max_num_seqs < 1 or max_aux_rows < 0:
+        raise ServeConfigError(
+            f"max_num_seqs={max_num_seqs}, max_aux_rows={max_aux_rows}: allowed are 1 and above, 0 and above; "
+            "raise them"
+        )
+    most = max_aux_rows if rows_per_request is None else rows_per_request
+    rows = {batch: min(most, max_aux_rows // batch) for batch in _doubled(max_num_seqs)}
+    tables = {
+        budget: choose_groups(accepted_of(head), num_drafts, budget, head.variant, head.window)
+        for budget in set(rows.values())
+    }
+    drafted = {batch: tables[budget] for batch, budget in rows.items() if tables[budget].expected_tokens > 1}
+    buckets = [Bucket(batch, table.sizes) for batch, table in drafted.items()]
     return Plan(_merged(buckets), leading=0, dynamic=dynamic)
 
 
 def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int]) -> Plan:
-    """One plan of those for each number of drafts: drafts_by_batch[n - 1] of them in a batch of n, 0: no rows.
-
-    plan_of(K) is the plan for K drafts in every batch.
-    """
+    """One plan of those that plan_of(K) gives for K drafts: drafts_by_batch[n - 1] of them in a batch of n, 0: none."""
     plans = {drafts: plan_of(drafts) for drafts in set(drafts_by_batch) if drafts}
     width = 1 + max(plans, default=0)
     buckets: list[Bucket] = []
@@ -164,31 +173,6 @@ def most_drafts(bucket: Bucket | None, variant: str, leading: int) -> int:
 def drafts_of_rows(rows: Any, variant: str) -> Any:
     """Drafts of groups of so many rows in the merged pass (arrays or tensors of integers)."""
     return (rows - VARIANTS[variant]).clip(min=0)
-
-
-def tables_by_batch(
-    accepted: Sequence[float],
-    num_drafts: int,
-    variant: str,
-    window: int,
-    max_num_seqs: int,
-    max_rows: int,
-    budget: int | None = None,
-) -> list[tuple[int, GroupTable]]:
-    """(largest batch, table) for batches of up to 1, 2, 4, 8, ... and ``max_num_seqs`` requests.
-
-    A request has ``budget`` rows (None: as many as can be of use), in large batches fewer: ``max_rows`` are all there
-    are. A table without rows: batches of this size are not drafted for.
-    """
-    full = _Chain(accepted, num_drafts, 0, variant, window).full_budget
-    if max_num_seqs < 1 or max_rows < 0:
-        raise ServeConfigError(
-            f"max_num_seqs={max_num_seqs}, max_rows={max_rows}: allowed are 1 and above, 0 and above; raise them"
-        )
-    each = full if budget is None else min(full, budget)
-    rows = {batch: min(each, max_rows // batch) for batch in _doubled(max_num_seqs)}
-    tables = {share: choose_groups(accepted, num_drafts, share, variant, window) for share in set(rows.values())}
-    return [(batch, tables[share]) for batch, share in rows.items()]
 
 
 def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, variant: str, window: int) -> GroupTable:

@@ -24,9 +24,9 @@ REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keep
 ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "EvaByte", "TPULlama"))
 
 
-def refuse(*tables: Table) -> None:
+def refuse(table: Table) -> None:
     """Raises ServeConfigError with the first text that holds."""
-    for text, holds in (entry for table in tables for entry in table.items()):
+    for text, holds in table.items():
         if holds:
             raise ServeConfigError(text)
 
@@ -48,16 +48,19 @@ def of_request(given: Mapping[str, Any], allowed: tuple[str, ...]) -> Table:
 
 def of_head(folder: Path, head: AnyHeadConfig, given: Mapping[str, Any], target: ModelConfig) -> Table:
     """A head of the other family or made for another target, and more drafts than its window holds."""
-    own, drafts, most = head.speculators_model_type, given.get("num_speculative_tokens"), head.window - 1
-    says, copies = f"speculative_config: head {folder}", getattr(target.hf_config, "hc_mult", 1)
-    sizes = {"vocab_size": target.get_vocab_size(), "hidden_size": target.get_hidden_size()}
+    method, drafts, most = head.speculators_model_type, given.get("num_speculative_tokens"), head.window - 1
+    says, asked = f"speculative_config: head {folder}", given["method"]
+    copies = getattr(target.hf_config, "hc_mult", 1)
+    sizes = (
+        ("vocab_size", head.vocab_size, target.get_vocab_size()),
+        ("hidden_size", head.hidden_size, target.get_hidden_size()),
+    )
     return {
-        f'{says} is of method {own!r}, not {given["method"]!r}; type {{"method": "{own}"}}': own != given["method"],
+        f'{says} is of method {method!r}, not {asked!r}; type {{"method": "{method}"}}': method != asked,
         **{
-            f"{says} has {name}={getattr(head, name)}, but target {target.model} has {size}; use a head trained for "
-            f"this target (this one was trained for {head.speculators_config.verifier.name_or_path})": size
-            != getattr(head, name)
-            for name, size in sizes.items()
+            f"{says} has {name}={own}, but target {target.model} has {size}; use a head trained for this target (this "
+            f"one was trained for {head.speculators_config.verifier.name_or_path})": own != size
+            for name, own, size in sizes
         },
         f"speculative_config: target {target.model} hands out hidden states of {copies} x {head.hidden_size} numbers, "
         f"the copies of its residual stream; head {folder} reads hidden_size={head.hidden_size}: allowed are targets "

@@ -152,7 +152,7 @@ def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPat
 def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_mtpc.proposers.seam.derive import derived
+    from vllm_mtpc.proposers.seam.patch import derived
     from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 
     class Silent(Scheduler):

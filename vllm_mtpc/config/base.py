@@ -46,9 +46,7 @@ class _Strict(BaseModel):
 
 
 class ProposalMethod(_Strict):
-    proposal_type: Literal["greedy"] = Field(
-        description="A chain of drafts, speculators' only kind; how it is drawn: draft_sample_method."
-    )
+    proposal_type: Literal["greedy"] = Field(description="A chain of drafts, speculators' only kind.")
     speculative_tokens: int = Field(ge=1, description="Drafts per step, the verifier's own token not counted.")
 
 
@@ -56,7 +54,7 @@ class Verifier(_Strict):
     name_or_path: str = Field(
         min_length=1,
         max_length=MAX_TEXT,
-        description="The target: a name on the hub, or a path, which starts at the head's folder.",
+        description="The target: a name on the hub, or a path from the head's own.",
     )
     architectures: list[str] = Field(max_length=MAX_LIST, description="The target's model classes.")
 
@@ -71,9 +69,7 @@ class Verifier(_Strict):
 class SpeculatorsConfig(_Strict):
     algorithm: str = Field(description="Same as speculators_model_type.")
     default_proposal_method: Literal["greedy"] = Field(description="The only one there is.")
-    proposal_methods: list[ProposalMethod] = Field(
-        min_length=1, max_length=MAX_LIST, description="The first one is used."
-    )
+    proposal_methods: list[ProposalMethod] = Field(min_length=1, max_length=MAX_LIST, description="The first is used.")
     verifier: Verifier = Field(description="The model this head was trained for.")
 
 
@@ -83,9 +79,7 @@ class AnyHeadConfig(_Strict):
     architecture: ClassVar[str]  # a family's name for its heads
     target_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size")  # what a target's config must say
 
-    architectures: list[str] = Field(
-        max_length=MAX_LIST, description="Name of the head's class, for the speculators convention."
-    )
+    architectures: list[str] = Field(max_length=MAX_LIST, description="The head's class, as speculators names it.")
     speculators_model_type: str = Field(description="The vLLM method this head is served with.")
     speculators_version: str = Field(description="Version of speculators whose schema the file follows.")
     speculators_config: SpeculatorsConfig = Field(description="Verifier and number of drafts.")
@@ -94,9 +88,7 @@ class AnyHeadConfig(_Strict):
     window: int = Field(ge=2, description="n, tokens a draft spans, the verifier's token included.")
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
     hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
-    trained_temperature: float = Field(
-        gt=0, allow_inf_nan=False, description="Temperature of the text the head was trained on."
-    )
+    trained_temperature: float = Field(gt=0, allow_inf_nan=False, description="Temperature of the text it learnt from.")
     trained_top_k: int = Field(ge=0, description="Top-k of that text; 0: off.")
     trained_top_p: float = Field(gt=0, le=1, description="Top-p of that text; 1: off.")
 

@@ -35,18 +35,16 @@ class PtpConfig(AnyHeadConfig):
     )
     window: int = Field(ge=2, le=MAX_WINDOW, description="n, auxiliary rows; at most n - 1 drafts.")
     u_embedding: str = Field(description="How u becomes the embedding of a row (vllm_mtpc.heads.ptp.embedding).")
-    u_features: int | None = Field(default=None, description="Features or rows of the embedding, where it may vary.")
-    u_hidden: int | None = Field(
-        default=None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings in -mlp: width of the hidden layer."
-    )
+    u_features: int | None = Field(None, description="Features or rows of the embedding, where it may vary.")
+    u_hidden: int | None = Field(None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings in -mlp: their hidden layer.")
     late_width: int = Field(
-        default=0,
+        0,
         ge=0,
         le=MAX_HIDDEN_SIZE,
-        description="Width of the late network, with which rows pick behind the final norm; 0: none, as in the paper.",
+        description="Width of the late network, behind the final norm; 0: none, as in the paper.",
     )
     law_trust: float | None = Field(
-        default=None,
+        None,
         gt=0,
         lt=1,
         description="How far a row's distribution is trusted when u picks the draft from it "
@@ -55,7 +53,7 @@ class PtpConfig(AnyHeadConfig):
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
     accepted: list[float] | None = Field(
-        default=None,
+        None,
         strict=False,  # a tuple is as good
         description="P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1, measured; absent: not measured.",
     )
