@@ -10,7 +10,6 @@ Which of vLLM's runs depends on the device and the user (`CPUWorker`): the two a
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import logging
 import sys
@@ -173,16 +172,12 @@ class _AfterImport(MetaPathFinder):
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
-        self._searching = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname not in self.waiting or self._searching:
+        if fullname not in self.waiting:
             return None
-        self._searching = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching = False
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
