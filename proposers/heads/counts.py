@@ -1,7 +1,7 @@
 """Drafts that were cut, counted where they are made, and ranks that are held to the same drafts.
 
 A step's output takes the counts along to the scheduler (seam/scheduler.py), which adds the steps and puts them behind
-vLLM's own counts of speculative decoding, which are of steps that verified drafts; seam/stats.py logs and counts them.
+vLLM's own counts of speculative decoding, which are of steps that verified drafts; seam/configured.py logs both.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_mtpc import plugin
 from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
 from vllm_mtpc.proposers.heads import counts
+from vllm_mtpc.proposers.seam import configured as seam
 from vllm_mtpc.proposers.seam import patch
-from vllm_mtpc.proposers.seam import stats as seam
-from vllm_mtpc.proposers.seam.derive import derived
+from vllm_mtpc.proposers.seam.patch import derived
 from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 
 CPU = torch.device("cpu")

@@ -152,7 +152,7 @@ def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPat
 def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_mtpc.proposers.seam.derive import derived
+    from vllm_mtpc.proposers.seam.patch import derived
     from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 
     class Silent(Scheduler):
@@ -182,8 +182,8 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
 @pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")
 def test_masks_of_ptp_are_refused() -> None:
     from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.config.create import create
+    from vllm_mtpc.proposers.config.ptp import PtpSpeculativeConfig
 
     given = {"method": "ptp", "model": "x", "mask_drafts": True}
     with pytest.raises(ServeConfigError, match="'mask_drafts' is not an option of method 'ptp'"):
-        create(**given, target_model_config=None, target_parallel_config=None)
+        PtpSpeculativeConfig.create(**given, target_model_config=None, target_parallel_config=None)

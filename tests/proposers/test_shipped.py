@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.proposers.heads import counts, shipped
-from vllm_mtpc.proposers.seam.derive import derived
+from vllm_mtpc.proposers.seam.patch import derived
 from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1 import proposer
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1

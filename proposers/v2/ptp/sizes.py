@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_mtpc.proposers.config.groups import VARIANTS
-from vllm_mtpc.proposers.config.plan import Bucket, accepted_of
+from vllm_mtpc.proposers.config.plan import VARIANTS, Bucket, accepted_of
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig
