@@ -11,7 +11,7 @@ it no probability must be replaced from the residual distribution, max(p - q, 0)
 
 Every draft waits for the host; steps without structured requests do not. Where no matcher can follow (a reasoning
 parser decides when the grammar begins, the matcher refuses a token) or `mask_drafts` is off, drafts are not masked, and
-each runner keeps the distribution in its own way (`as_point` in v1/proposer.py, `v2/grammar.py`).
+each runner keeps the distribution in its own way (`as_point` in v1/proposer.py, `v2/verification.py`).
 """
 
 from __future__ import annotations

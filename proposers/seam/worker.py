@@ -55,8 +55,8 @@ def _custom_class(spec: Any) -> Iterator[None]:
     ours = spec.method, spec.model
     # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
     object.__setattr__(spec, "method", "custom_class")
-    proposer = "shipped.ShippedProposer" if spec.is_shipped else "proposer.MtpcProposer"
-    object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.{proposer}")
+    proposer = "ShippedProposer" if spec.is_shipped else "MtpcProposer"
+    object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.proposer.{proposer}")
     try:
         yield
     finally:

@@ -19,14 +19,9 @@ class HeadModelRunner(GPUModelRunner):
     def ready(self) -> None:
         """Called before the first request."""
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether a head that the target ships has failed, and nothing drafts."""
-        return getattr(getattr(self, "drafter", None), "is_idle", False)
-
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The step's output, with what was cut of its drafts; Ray's executor asks no worker."""
-        return with_counts(super().sample_tokens(grammar_output), getattr(self, "drafter", None), self.is_idle)
+        return with_counts(super().sample_tokens(grammar_output), self.drafter)
 
     def propose_draft_token_ids(
         self,
@@ -41,7 +36,7 @@ class HeadModelRunner(GPUModelRunner):
         **kwargs: Any,
     ) -> list[list[int]]:
         """Drafts from the hidden states, which `custom_class` proposers do not get."""
-        return self.drafter.propose_drafts(
+        return self.drafter.propose(
             self, sampled_token_ids, sampling_metadata, sample_hidden_states, spec_decode_metadata, scheduler_output
         )
 

@@ -2,7 +2,7 @@
 
 vLLM's sampler there draws one number per token from the request's generator, and hashes the token's Gumbel noise from
 it. So the numbers of the next tokens can be read ahead and put back: drafts are drawn with them, the target's token at
-a drafted row is drawn with the same (as in `v2/seeded.py`), and the generator is moved on by as many as were kept.
+a drafted row is drawn with the same (as in `v2/verification.py`), and the generator moves on by as many as were kept.
 
 On other devices V1 draws noise of the vocabulary's size per token, and what a step kept is known when it is over; there
 a seed promises the distribution alone.

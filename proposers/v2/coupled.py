@@ -6,7 +6,7 @@ accepted while they equal what is picked. So the tokens are those of decoding wi
 the batch holds, or steps divide; the drafter who computes the same u can be right always. At temperature 0 the token
 is the argmax, and u, which drafters read all the same, is 0.5.
 
-Fused samplers are never used: they draw numbers of their own. What else differs from vLLM's is in `seeded.Coupling`.
+Fused samplers are never used: they draw numbers of their own. `verification.Verifier` says what else differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.kernels.couple import warm_up
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
-from vllm_mtpc.proposers.v2.seeded import Coupling, with_samplers
+from vllm_mtpc.proposers.v2.verification import Verifier, with_samplers
 
 GREEDY_U = 0.5  # inside the argmax's interval wherever the argmax has more than half of the mass
 
@@ -65,7 +65,7 @@ class CoupledSampler(Sampler):
         return choose(processed_logits, self.sampling_states, expanded_idx_mapping, pos), processed_logits
 
 
-class CoupledRejectionSampler(Coupling):
+class CoupledRejectionSampler(Verifier):
     """Accepts drafts while they are the tokens that `sampler` picks."""
 
     def __init__(self, sampler: CoupledSampler, spec_config: SpeculativeConfig, device: torch.device) -> None:

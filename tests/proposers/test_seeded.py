@@ -23,8 +23,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from tests.support import forks
 from tests.support.configs import spec_config
 from tests.support.speculators import Setting, batch, made_heads, speculator
-from vllm_mtpc.proposers.v2 import seeded
-from vllm_mtpc.proposers.v2.seeded import DRAFTING, CoupledStates, with_verification
+from vllm_mtpc.proposers.v2 import verification
+from vllm_mtpc.proposers.v2.verification import DRAFTING, CoupledStates, with_verification
 
 V, SLOTS, CPU = 5, 4, torch.device("cpu")
 DRAWN = torch.tensor([1, 2, 3, 4, 0, 1])  # what the target says at each row of the batch below
@@ -83,7 +83,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Any:
         return DRAWN
 
     monkeypatch.setattr(RejectionSampler, "_verify", rejection)
-    monkeypatch.setattr(seeded, "gumbel_sample", gumbel_sample)
+    monkeypatch.setattr(verification, "gumbel_sample", gumbel_sample)
     monkeypatch.setattr(Sampler, "apply_sampling_params", lambda self, logits, *args: logits)
 
     def verify(sampler: Any, slots: list[int], drafts: list[int]) -> tuple[list[str], list[list[int]], list[int]]:
@@ -124,11 +124,13 @@ def test_a_draft_that_cannot_be_kept_ends_them(verified: Any) -> None:
 
 def test_fresh_noise_is_for_rejection_alone(verified: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.32's block verification: the seeds of a step are put into the states only while it rejects."""
-    monkeypatch.setattr(seeded, "keys_noise_by_draft", lambda: False)
+    monkeypatch.setattr(verification, "keys_noise_by_draft", lambda: False)
     sampler, states = made(None, rejection_sample_method="block")
     own, seen = states.seeds.gpu, []
-    drawn = seeded.gumbel_sample
-    monkeypatch.setattr(seeded, "gumbel_sample", lambda *args, **given: seen.append(args[3]) or drawn(*args, **given))
+    drawn = verification.gumbel_sample
+    monkeypatch.setattr(
+        verification, "gumbel_sample", lambda *args, **given: seen.append(args[3]) or drawn(*args, **given)
+    )
     asked, tokens, _ = verified(sampler, [0, 2], [0, 1, 4, 0, 4, 0])
     assert asked == ["rejection", "target"] and tokens[1] == [4, 0, 1] and seen[0] is own
 

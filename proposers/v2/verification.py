@@ -1,16 +1,31 @@
-"""Verification by coupling: a request with a seed has the text that plain vLLM writes, whatever is drafted.
+"""Verification on Model Runner V2: by coupling for requests with a seed, else by rejection with the target's
+distribution kept where vLLM's would lose it.
 
-Algorithm: without drafts vLLM draws the token behind position i as the argmax over v of log p(v) + g(seed, i, v), with
-p the processed distribution and g Gumbel noise hashed from its arguments. A coupled request's token at every verified
-row is drawn in that way, by vLLM's own function; drafts are kept while they equal it. Its drafts are the argmax of
-log q(v) + g(seed, i, v), the *same* noise, and so equal the target's token with probability at least
-(1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024, Gumbel coupling); rejection keeps 1 - TV(p, q).
+Coupling: a request with a seed has the text that plain vLLM writes, whatever is drafted. Without drafts vLLM draws the
+token behind position i as the argmax over v of log p(v) + g(seed, i, v), with p the processed distribution and g Gumbel
+noise hashed from its arguments. A coupled request's token at every verified row is drawn in that way, by vLLM's own
+function; drafts are kept while they equal it. Its drafts are the argmax of log q(v) + g(seed, i, v), the *same* noise,
+and so equal the target's token with probability at least (1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh
+2024, Gumbel coupling); rejection keeps 1 - TV(p, q). The text depends on no draft: not on where steps begin, the
+schedule, budgets, cuts, preemption or the batch. `verify` in speculative_config: None couples requests with a seed,
+"coupled" every one, "rejection" none. Which request is which lies on the device, with its seed; drafts of the others
+take noise of another stream (DRAFTING), which rejection needs.
 
-The text depends on no draft: not on where steps begin, the schedule, budgets, cuts, preemption or the batch.
-Requests that are not coupled are verified by rejection beside it. Which request is which lies on the device, with its
-seed; their drafts take noise of another stream (DRAFTING), which rejection needs.
+Rejection, of what a grammar forbids (`grammar.py` says when drafts are not masked): vLLM 0.32 marks the first forbidden
+draft and all behind it as -1, and takes the token in the first one's place from the target's distribution p. That is
+biased: the draft came from q, it is rejected because p is 0 there, so the token must come from max(p - q, 0). (PTP's
+drafts and argmax drafts have no q.) Here the first forbidden draft is verified like any other: its row is masked with
+the grammar, so it is never accepted. What is behind it stays -1 and is not reached.
 
-`verify` in speculative_config: None couples requests with a seed, "coupled" every one, "rejection" none.
+Rejection, of blocks and with adaptive budgets: vLLM 0.32 keys the noise of a token by the request's seed and the
+token's position; a draft that is thrown away is drawn again from the same noise. The standard rule may do so: it has
+not looked at anything behind the first rejection. Block verification has (how much of a block is kept depends on its
+last draft), and adaptive verification has (a budget follows from the last step's confidences); what is kept then no
+longer has the target's distribution. Here the seed of a step is seed XOR (position of the step's first row << 32), for
+drafting, acceptance and resampling. A request's steps start at different positions, so no noise is used twice. vLLM
+0.33 does the same where it verifies blocks: it XORs the draft's number << 32, and position and number give the step.
+There only our drafts, in which vLLM has no part, take a step's seeds: with both, position 4 as draft 1 and 5 as draft 0
+would meet (5 XOR 0 = 4 XOR 1).
 """
 
 from __future__ import annotations
@@ -32,13 +47,33 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.kernels.couple import accept, warm_up
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
-from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
-from vllm_mtpc.proposers.v2.stepped import SteppedRejectionSampler, needs_fresh_noise
 
 # Added to a draft's position: its noise is none that verification looks at. vLLM's own drafts add the same.
 DRAFTING = 1 << 30
 
 Verify = Literal["coupled", "rejection"] | None
+
+
+def needs_fresh_noise(spec_config: SpeculativeConfig) -> bool:
+    """Whether drafts take noise that no earlier step has looked at."""
+    return spec_config.rejection_sample_method == "block" or spec_config.enable_adaptive_verification
+
+
+def is_stepped(spec_config: SpeculativeConfig) -> bool:
+    """Whether verification does."""
+    return needs_fresh_noise(spec_config) and not keys_noise_by_draft()
+
+
+def step_seeds(seeds: Tensor, anchor: Tensor) -> Tensor:
+    """Seeds [R] int64 of the steps whose first rows are at positions anchor[R] (at least 1: a prompt comes before)."""
+    return seeds ^ (anchor.long() << 32)
+
+
+def behind_the_first(invalid: Tensor) -> Tensor:
+    """`invalid` [T] without the first row of each run: a request's rows begin with one that is valid."""
+    kept = invalid.clone()
+    kept[1:] &= invalid[:-1]
+    return kept
 
 
 class CoupledStates(SamplingStates):
@@ -66,8 +101,14 @@ class CoupledStates(SamplingStates):
         self.stream.copy_to_uva()
 
 
-class Coupling(RejectionSampler):
-    """A rejection sampler, mixed in before another one, which verifies coupled requests by comparison."""
+class Verifier(RejectionSampler):
+    """vLLM's verification; coupled requests are verified by comparison."""
+
+    def __init__(self, sampler: Sampler, spec_config: SpeculativeConfig, device: torch.device) -> None:
+        super().__init__(sampler, spec_config, device)
+        self.seeds: Tensor | None = None  # [slots] of the step; None: those of the requests
+        if is_stepped(spec_config):
+            self.seeds = torch.zeros(sampler.sampling_states.max_num_reqs, dtype=torch.int64, device=device)
 
     def is_coupled(self, slots: np.ndarray) -> np.ndarray:
         """Which of the requests in slots [R] are."""
@@ -86,6 +127,14 @@ class Coupling(RejectionSampler):
             is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
+
+    def __call__(
+        self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
+    ) -> Any:
+        """As its parent; a forbidden draft is replaced from the residual distribution."""
+        if draft_logits is not None and invalid_drafts is not None:
+            invalid_drafts = behind_the_first(invalid_drafts)
+        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _verify(
         self,
@@ -106,26 +155,26 @@ class Coupling(RejectionSampler):
         """Processed logits [T, V], tokens [R, K + 1] int64 (-1 behind the last), number of tokens [R] int32."""
         is_coupled, others = self.is_coupled(idx_mapping_np), None
         more = (expanded_local_pos, seq_lens_upper_bound_np)
-        if not is_coupled.all():
-            rows = (draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more)
-            found = super()._verify(logits, draft_logits, *rows, verify_draft_sampled, *args, **kwargs)
-            if not is_coupled.any():
-                return found
-            processed_logits, others = found[0], (self.sampler.sampling_states.stream.gpu[idx_mapping] == 0, *found[1:])
-        else:
+        if is_coupled.all():
             given = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, *more)
             processed_logits = self.sampler.apply_sampling_params(logits, *given)
+        else:
+            states = self.sampler.sampling_states
+            own = states.seeds.gpu
+            if self.seeds is not None:
+                self.seeds[idx_mapping] = step_seeds(own[idx_mapping], pos[cu_num_logits[:-1]])
+                states.seeds.gpu = self.seeds  # from where its parent reads them
+            rows = (draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more)
+            try:
+                found = super()._verify(logits, draft_logits, *rows, verify_draft_sampled, *args, **kwargs)
+            finally:
+                states.seeds.gpu = own
+            if not is_coupled.any():
+                return found
+            processed_logits, others = found[0], (states.stream.gpu[idx_mapping] == 0, *found[1:])
         tokens = self.tokens_of(processed_logits, expanded_idx_mapping, pos)
         width = self.num_speculative_steps + 1
         return processed_logits, *accept(tokens, verify_draft_sampled, cu_num_logits, width, others)
-
-
-class CoupledResidualSampler(Coupling, ResidualRejectionSampler):
-    pass
-
-
-class CoupledSteppedSampler(Coupling, SteppedRejectionSampler):
-    """Only what is verified by rejection needs noise of its own in every step."""
 
 
 def with_verification(
@@ -136,16 +185,14 @@ def with_verification(
     on_states is called with the states of requests. Where another sampler than vLLM's plain one is in use it keeps its
     own verification; raises ServeConfigError where that would not do what was asked for.
     """
-    is_stepped = needs_fresh_noise(spec_config) and not keys_noise_by_draft()
-    kind = CoupledSteppedSampler if is_stepped else CoupledResidualSampler
 
     def make(sampler: Sampler) -> tuple[Sampler, RejectionSampler]:
         warm_up(spec_config.num_speculative_tokens + 1, device)
         on_states(CoupledStates.of(sampler.sampling_states, spec_config.verify))
-        return sampler, kind(sampler, spec_config, device)
+        return sampler, Verifier(sampler, spec_config, device)
 
     def refuse(name: str) -> None:
-        if is_stepped or spec_config.verify == "coupled":
+        if is_stepped(spec_config) or spec_config.verify == "coupled":
             raise ServeConfigError(
                 f"verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification with {name}: only "
                 "vLLM's plain Sampler can be given such a verifier; drop these options"
