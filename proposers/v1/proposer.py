@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -37,13 +38,11 @@ from vllm_mtpc.proposers.v1.survival import GREEDY, SAMPLED, Confidence, Drafted
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
 
-def _kinds(sampling_metadata: Any, batch: int) -> list[int]:
-    """Of each request, GREEDY or SAMPLED; a tensor is read only where a batch holds both."""
-    if sampling_metadata.all_greedy:
-        return [GREEDY] * batch
-    if sampling_metadata.all_random:
-        return [SAMPLED] * batch
-    return [SAMPLED if one >= GREEDY_BELOW else GREEDY for one in sampling_metadata.temperature.tolist()]
+def _kinds(sampling_metadata: Any, batch: int) -> NDArray[np.int64]:
+    """Of each request [B], GREEDY or SAMPLED; a tensor is read only where a batch holds both."""
+    if sampling_metadata.all_greedy or sampling_metadata.all_random:
+        return np.full(batch, GREEDY if sampling_metadata.all_greedy else SAMPLED)
+    return np.where(sampling_metadata.temperature.numpy(force=True) < GREEDY_BELOW, GREEDY, SAMPLED)
 
 
 def as_point(probs: torch.Tensor, rows: list[int], tokens: torch.Tensor) -> None:
@@ -130,7 +129,7 @@ class MtpcProposer:
         started = time.perf_counter()
         runner._draft_probs = runner._draft_prob_req_ids = None
         kind = _kinds(sampling_metadata, len(emitted))
-        num_sampled, most = kind.count(SAMPLED), scheduler_output.num_spec_tokens_to_schedule  # by the user's schedule
+        num_sampled, most = int(kind.sum()), scheduler_output.num_spec_tokens_to_schedule  # by the user's schedule
         num_drafts, least = self.survival.plan(len(kind) - num_sampled, num_sampled, most)
         self.cut["schedule"] += (self.num_drafts - num_drafts) * len(kind)
         drafts, drafted = [[] for _ in emitted], None
@@ -139,15 +138,15 @@ class MtpcProposer:
             last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
             hidden = sample_hidden_states[last]
             drafts, ended = self._draft(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
-            confidence, kinds = self.confidence.of(len(kind), num_drafts), np.array(kind)
-            likely = self.survival.lengths(confidence, kinds, least)
+            confidence = self.confidence.of(len(kind), num_drafts)
+            likely = self.survival.lengths(confidence, kind, least)
             self.cut["survival"] += sum(num_drafts - length for length in likely)
             early = most_drafts(sampling_metadata.logitsprocs)
             drafts = [
                 one[: min(likely[row], ended.get(row, num_drafts), early.get(row, num_drafts))] if emitted[row] else []
                 for row, one in enumerate(drafts)
             ]
-            drafted = Drafted(kinds, confidence, list(map(len, drafts)))
+            drafted = Drafted(kind, confidence, list(map(len, drafts)))
         seconds = time.perf_counter() - started
         if num_drafts and self.is_debug:
             check_ranks(drafts)

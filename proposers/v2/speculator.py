@@ -47,9 +47,10 @@ from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.verification import (
     DRAFTING,
     CoupledStates,
+    Verifier,
     needs_fresh_noise,
     step_seeds,
-    with_verification,
+    with_verifier,
 )
 
 SMALL_LEAVES = 1 << 24  # bytes of float32 leaves that are masked at once whatever memory was measured
@@ -87,7 +88,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         program = () if self.drafter is None else (self.drafter.code, self.drafter.begins)
         head.kept = kept((*head.parameters(), *program))
         base = resolve_model_state_cls(self.vllm_config, target_model)
-        state = with_verification(base, self.speculative_config, self.device, partial(setattr, self, "states"))
+        state = with_verifier(Verifier, base, self.speculative_config, self.device, partial(setattr, self, "states"))
         target_model.get_model_state_cls = lambda: state
         return head
 

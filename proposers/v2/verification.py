@@ -1,5 +1,4 @@
-"""Verification on Model Runner V2: by coupling for requests with a seed, else by rejection with the target's
-distribution kept where vLLM's would lose it.
+"""Verification on Model Runner V2: by coupling for requests with a seed, by rejection for others.
 
 Coupling: a request with a seed has the text that plain vLLM writes, whatever is drafted. Without drafts vLLM draws the
 token behind position i as the argmax over v of log p(v) + g(seed, i, v), with p the processed distribution and g Gumbel
@@ -7,25 +6,24 @@ noise hashed from its arguments. A coupled request's token at every verified row
 function; drafts are kept while they equal it. Its drafts are the argmax of log q(v) + g(seed, i, v), the *same* noise,
 and so equal the target's token with probability at least (1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh
 2024, Gumbel coupling); rejection keeps 1 - TV(p, q). The text depends on no draft: not on where steps begin, the
-schedule, budgets, cuts, preemption or the batch. `verify` in speculative_config: None couples requests with a seed,
-"coupled" every one, "rejection" none. Which request is which lies on the device, with its seed; drafts of the others
-take noise of another stream (DRAFTING), which rejection needs.
+schedule, budgets, cuts, preemption or the batch. Which request is coupled lies on the device, with its seed; drafts of
+the others take noise of another stream (DRAFTING), which rejection needs.
 
-Rejection, of what a grammar forbids (`grammar.py` says when drafts are not masked): vLLM 0.32 marks the first forbidden
-draft and all behind it as -1, and takes the token in the first one's place from the target's distribution p. That is
-biased: the draft came from q, it is rejected because p is 0 there, so the token must come from max(p - q, 0). (PTP's
-drafts and argmax drafts have no q.) Here the first forbidden draft is verified like any other: its row is masked with
-the grammar, so it is never accepted. What is behind it stays -1 and is not reached.
+Forbidden drafts, where they are not masked with their grammar (`grammar.py`): vLLM 0.32 marks the first one and all
+behind it as -1, and takes the token in the first one's place from the target's distribution p. That is biased: the
+draft came from q, it is rejected because p is 0 there, so the token must come from max(p - q, 0). (PTP's drafts and
+argmax drafts have no q.) Here the first one is verified like any other draft: its row is masked with the grammar, so it
+is never accepted. What is behind it stays -1 and is not reached.
 
-Rejection, of blocks and with adaptive budgets: vLLM 0.32 keys the noise of a token by the request's seed and the
-token's position; a draft that is thrown away is drawn again from the same noise. The standard rule may do so: it has
-not looked at anything behind the first rejection. Block verification has (how much of a block is kept depends on its
-last draft), and adaptive verification has (a budget follows from the last step's confidences); what is kept then no
-longer has the target's distribution. Here the seed of a step is seed XOR (position of the step's first row << 32), for
-drafting, acceptance and resampling. A request's steps start at different positions, so no noise is used twice. vLLM
-0.33 does the same where it verifies blocks: it XORs the draft's number << 32, and position and number give the step.
-There only our drafts, in which vLLM has no part, take a step's seeds: with both, position 4 as draft 1 and 5 as draft 0
-would meet (5 XOR 0 = 4 XOR 1).
+Noise that no earlier step has looked at: vLLM 0.32 keys the noise of a token by the request's seed and the token's
+position; a draft that is thrown away is drawn again from the same noise. The standard rule may do so: it has not looked
+at anything behind the first rejection. Block verification has (how much of a block is kept depends on its last draft),
+and adaptive verification has (a budget follows from the last step's confidences); what is kept then no longer has the
+target's distribution. Here the seed of a step is seed XOR (position of the step's first row << 32), for drafting,
+acceptance and resampling. A request's steps start at different positions, so no noise is used twice. vLLM 0.33 does the
+same where it verifies blocks: it XORs the draft's number << 32, and position and number give the step. There only our
+drafts, in which vLLM has no part, take a step's seeds: with both, position 4 as draft 1 and 5 as draft 0 would meet
+(5 XOR 0 = 4 XOR 1).
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 # Added to a draft's position: its noise is none that verification looks at. vLLM's own drafts add the same.
 DRAFTING = 1 << 30
 
-Verify = Literal["coupled", "rejection"] | None
+Verify = Literal["coupled", "rejection"] | None  # which requests are coupled: every one, none; None: those with a seed
 
 
 def needs_fresh_noise(spec_config: SpeculativeConfig) -> bool:
@@ -109,6 +107,20 @@ class Verifier(RejectionSampler):
         self.seeds: Tensor | None = None  # [slots] of the step; None: those of the requests
         if is_stepped(spec_config):
             self.seeds = torch.zeros(sampler.sampling_states.max_num_reqs, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def prepared(sampler: Sampler, spec_config: SpeculativeConfig) -> Any:
+        """What the speculator reads of vLLM's plain sampler, which is changed in place: the states of requests."""
+        return CoupledStates.of(sampler.sampling_states, spec_config.verify)
+
+    @staticmethod
+    def refuse(name: str, spec_config: SpeculativeConfig) -> None:
+        """Raise ServeConfigError where another sampler, of this name, would not do what was asked for."""
+        if is_stepped(spec_config) or spec_config.verify == "coupled":
+            raise ServeConfigError(
+                f"verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification with {name}: only "
+                "vLLM's plain Sampler can be given such a verifier; drop these options"
+            )
 
     def is_coupled(self, slots: np.ndarray) -> np.ndarray:
         """Which of the requests in slots [R] are."""
@@ -177,44 +189,27 @@ class Verifier(RejectionSampler):
         return processed_logits, *accept(tokens, verify_draft_sampled, cu_num_logits, width, others)
 
 
-def with_verification(
-    base: type, spec_config: SpeculativeConfig, device: torch.device, on_states: Callable[[CoupledStates], None]
+def with_verifier(
+    kind: type[Verifier],
+    base: type,
+    spec_config: SpeculativeConfig,
+    device: torch.device,
+    on_ready: Callable[[Any], None],
 ) -> type:
-    """`base`, a ModelState class, whose rejection sampler couples requests with a seed.
+    """`base`, a ModelState class, whose `custom_sampler` gives vLLM's plain sampler a rejection sampler of ours.
 
-    on_states is called with the states of requests. Where another sampler than vLLM's plain one is in use it keeps its
-    own verification; raises ServeConfigError where that would not do what was asked for.
+    on_ready is called with what the speculator reads of it. Where another sampler is in use it keeps its own
+    verification; raises ServeConfigError where that would not do what was asked for.
     """
 
-    def make(sampler: Sampler) -> tuple[Sampler, RejectionSampler]:
-        warm_up(spec_config.num_speculative_tokens + 1, device)
-        on_states(CoupledStates.of(sampler.sampling_states, spec_config.verify))
-        return sampler, Verifier(sampler, spec_config, device)
-
-    def refuse(name: str) -> None:
-        if is_stepped(spec_config) or spec_config.verify == "coupled":
-            raise ServeConfigError(
-                f"verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification with {name}: only "
-                "vLLM's plain Sampler can be given such a verifier; drop these options"
-            )
-
-    return with_samplers(base, make, refuse)
-
-
-def with_samplers(
-    base: type, make: Callable[[Sampler], tuple[Sampler, RejectionSampler]], refuse: Callable[[str], None]
-) -> type:
-    """`base`, a ModelState class, whose `custom_sampler` hands the runner what `make` makes of vLLM's plain sampler.
-
-    Where another sampler is in use it stays, unless `refuse` raises at its name.
-    """
-
-    class ModelStateWithSamplers(base):
+    class ModelStateWithVerifier(base):
         def custom_sampler(self, sampler: Any) -> Any:
             own = super().custom_sampler(sampler)
             if own is None and type(sampler) is Sampler:
-                return make(sampler)
-            refuse(type(sampler if own is None else own[0]).__name__)
+                warm_up(spec_config.num_speculative_tokens + 1, device)
+                on_ready(kind.prepared(sampler, spec_config))
+                return sampler, kind(sampler, spec_config, device)
+            kind.refuse(type(sampler if own is None else own[0]).__name__, spec_config)
             return own
 
-    return ModelStateWithSamplers
+    return ModelStateWithVerifier

@@ -24,7 +24,7 @@ from tests.support import forks
 from tests.support.configs import spec_config
 from tests.support.speculators import Setting, batch, made_heads, speculator
 from vllm_mtpc.proposers.v2 import verification
-from vllm_mtpc.proposers.v2.verification import DRAFTING, CoupledStates, with_verification
+from vllm_mtpc.proposers.v2.verification import DRAFTING, CoupledStates, Verifier, with_verifier
 
 V, SLOTS, CPU = 5, 4, torch.device("cpu")
 DRAWN = torch.tensor([1, 2, 3, 4, 0, 1])  # what the target says at each row of the batch below
@@ -49,7 +49,7 @@ def made(verify: str | None, **options: Any) -> tuple[Any, CoupledStates]:
     sampler = Sampler.__new__(Sampler)
     sampler.sampling_states, sampler.use_fp64_gumbel = SamplingStates(SLOTS, V), False
     found: list[CoupledStates] = []
-    kept, rejection = with_verification(Base, spec, CPU, found.append)().custom_sampler(sampler)
+    kept, rejection = with_verifier(Verifier, Base, spec, CPU, found.append)().custom_sampler(sampler)
     assert kept is sampler
     for slot in range(SLOTS):
         found[0].add_request(slot, SamplingParams(temperature=0.7, seed=slot if slot in (1, 2) else None))
@@ -141,7 +141,7 @@ def test_another_sampler() -> None:
 
     def asked(**options: Any) -> Any:
         vars(spec).update({"verify": None, "rejection_sample_method": "standard", **options})
-        return with_verification(Base, spec, CPU, lambda states: None)().custom_sampler(SimpleNamespace())
+        return with_verifier(Verifier, Base, spec, CPU, lambda states: None)().custom_sampler(SimpleNamespace())
 
     assert asked() is None and asked(verify="rejection") is None
     with pytest.raises(ServeConfigError, match=r"verify 'coupled'.* with SimpleNamespace: only vLLM's plain Sampler"):
