@@ -110,8 +110,8 @@ class Acceptance:
 class Confidence:
     """The circuit's confidence in each draft of a batch, filled while it drafts."""
 
-    def __init__(self, max_num_reqs: int, num_drafts: int, device: torch.device | str = "cpu") -> None:
-        self.values = torch.ones(max_num_reqs, num_drafts, device=device)
+    def __init__(self, max_num_reqs: int, num_drafts: int) -> None:
+        self.values = torch.ones(max_num_reqs, num_drafts)
 
     def argmax(self, k: int, log_q: Tensor) -> None:
         """Draft k of every request is the argmax of log_q [B, V]."""
