@@ -1,12 +1,12 @@
 """MtPC drafts on vLLM's V1 runner.
 
-Algorithm (per request): take the target's hidden state at its last accepted token and the token x_1
-the target chose there, observe x_1 in the circuit, draw x_2 .. x_{1+K} from the exact conditionals,
-and keep those conditionals for vLLM's rejection sampler.
+Algorithm (per request): take the target's hidden state at its last accepted token and the token x_1 the target chose
+there, observe x_1 in the circuit, draw x_2 .. x_{1+K} from the exact conditionals, and keep those conditionals for
+vLLM's rejection sampler.
 
-Differences from Model Runner V2: tokens arrive and leave as lists on the host, there is no counter
-based noise (a seeded request draws with its own generator: `seeded.py`), and the draft
-probabilities are handed over normalised, after temperature.
+Differences from Model Runner V2: tokens arrive and leave as lists on the host, there is no counter based noise (a
+seeded request draws with its own generator: `runner.py`), and the draft probabilities are handed over normalised, after
+temperature.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from vllm_mtpc.proposers.heads import shipped
 from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar import Grammars
 from vllm_mtpc.proposers.heads.load import load_served_head
-from vllm_mtpc.proposers.v1 import seeded
 from vllm_mtpc.proposers.v1.survival import GREEDY, SAMPLED, Confidence, Drafted, Survival, card_rates
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
@@ -43,6 +42,24 @@ def _kinds(sampling_metadata: Any, batch: int) -> NDArray[np.int64]:
     if sampling_metadata.all_greedy or sampling_metadata.all_random:
         return np.full(batch, GREEDY if sampling_metadata.all_greedy else SAMPLED)
     return np.where(sampling_metadata.temperature.numpy(force=True) < GREEDY_BELOW, GREEDY, SAMPLED)
+
+
+def take(generator: torch.Generator, count: int) -> torch.Tensor:
+    """The numbers [count] int64 of the next tokens, one draw each, as `TopKTopPSampler.forward_cpu` draws them."""
+    return torch.randint(0, 2**31, (count,), generator=generator, dtype=torch.int64)
+
+
+def read_ahead(generator: torch.Generator, count: int) -> torch.Tensor:
+    """The same, and they will be drawn again."""
+    state = generator.get_state()
+    numbers = take(generator, count)
+    generator.set_state(state)
+    return numbers
+
+
+def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Tokens [T] int64 of processed logits [T, V] float32, as vLLM draws them with these numbers [T]."""
+    return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), numbers)
 
 
 def as_point(probs: torch.Tensor, rows: list[int], tokens: torch.Tensor) -> None:
@@ -170,7 +187,7 @@ class MtpcProposer:
             # an unfinished prompt must not advance its request's generator
             seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
             noise = self.noise[:batch, :num_drafts].exponential_()
-            pick = self._drawing(noise, sampling_metadata.temperature, seeds, masks.unmasked, seeded.couples(runner))
+            pick = self._drawing(noise, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
         params = self.model.draft_params(hidden, first, num_drafts)
         program, shard = self.model.circuit.program, self.model.leaf_shard
@@ -201,24 +218,24 @@ class MtpcProposer:
         some_are_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # looked up once, not per draft
         coupled = list(seeds) if couples else []
         if coupled:
-            numbers = torch.stack([seeded.read_ahead(seeds[row], noise.shape[1]) for row in coupled])  # [S, K]
+            numbers = torch.stack([read_ahead(seeds[row], noise.shape[1]) for row in coupled])  # [S, K]
         else:
             for row, generator in seeds.items():
                 noise[row].exponential_(generator=generator)
         noise.clamp_(min=torch.finfo(torch.float32).tiny)  # 0 / 0 would win the race below
 
-        def draw(log_q: torch.Tensor, k: int) -> torch.Tensor:
+        def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
             logits = log_q / scale if is_scaled else log_q
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(noise), k])  # [B, V]
             self.confidence.drawn(k, probs, is_greedy)
             race = (probs / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
             if coupled:
-                race[coupled] = seeded.draw(logits[coupled], numbers[:, k])
+                race[coupled] = draw(logits[coupled], numbers[:, k])
             drafts = torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race
             as_point(probs, unmasked, drafts)
             return drafts
 
-        return draw
+        return pick
 
 
 class ShippedProposer(MtpcProposer):

@@ -40,10 +40,10 @@ def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Und
 
 def other_numbers() -> Undo:
     """Model Runner V1: the number of a token is that of the one behind."""
-    from vllm_mtpc.proposers.v1 import seeded
+    from vllm_mtpc.proposers.v1 import runner
 
-    draw = seeded.draw
-    return engine.replaced(seeded, "draw", lambda logits, numbers: draw(logits, numbers.roll(-1) + 1))
+    draw = runner.draw
+    return engine.replaced(runner, "draw", lambda logits, numbers: draw(logits, numbers.roll(-1) + 1))
 
 
 def drafts_of_their_own() -> Undo:
@@ -62,10 +62,10 @@ def drafts_of_their_own() -> Undo:
 
 def numbers_of_their_own() -> Undo:
     """The same on V1."""
-    from vllm_mtpc.proposers.v1 import seeded
+    from vllm_mtpc.proposers.v1 import proposer
 
-    read_ahead = seeded.read_ahead
-    return engine.replaced(seeded, "read_ahead", lambda generator, count: read_ahead(generator, count) ^ 1)
+    read_ahead = proposer.read_ahead
+    return engine.replaced(proposer, "read_ahead", lambda generator, count: read_ahead(generator, count) ^ 1)
 
 
 def noted_seeds() -> Undo:
