@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_mtpc.config.ptp import PtpConfig
-from vllm_mtpc.heads.ptp.trust import conditional, draft_tokens, log_likelihood, reads_u
+from vllm_mtpc.heads.ptp.distribution import conditional, draft_tokens, log_likelihood, reads_u
 from vllm_mtpc.kernels.pick import pick
 
 STEPS = 1 << 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_mtpc.heads.ptp.law import STEPS, edges, processed, u_inside
+from vllm_mtpc.heads.ptp.distribution import STEPS, edges, processed, u_inside
 from vllm_mtpc.kernels.pick import pick
 
 LOGITS = torch.randn(40, 60, generator=torch.Generator().manual_seed(0)) * 3
