@@ -10,7 +10,7 @@ import torch
 
 from vllm_mtpc.errors import HeadConfigError, ServeConfigError
 from vllm_mtpc.proposers.config.groups import choose_groups, drafts_of_rows, tables_by_batch
-from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_sizes
+from vllm_mtpc.proposers.v2.ptp.groups import dynamic_sizes
 
 VARIANTS = ("o-ptp", "c-ptp")
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.proposers.config.plan import Bucket, Plan, merged_plan, two_pass_plan
-from vllm_mtpc.proposers.v2.ptp.rows import Scratch
-from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_layout, static_layout, survival_of
+from vllm_mtpc.proposers.v2.ptp.groups import Scratch, dynamic_layout, static_layout, survival_of
 
 CPU = torch.device("cpu")
 TARGET = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"]}

@@ -24,9 +24,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.config.plan import Bucket
-from vllm_mtpc.proposers.v2.ptp.rows import RowBatch
-from vllm_mtpc.proposers.v2.ptp.sizes import Layout, dynamic_layout, static_layout, survival_of
-from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
+from vllm_mtpc.proposers.v2.ptp.groups import Layout, dynamic_layout, static_layout, survival_of
+from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator, RowBatch
 
 
 class Drafted(NamedTuple):

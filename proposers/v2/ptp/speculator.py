@@ -12,7 +12,7 @@ accepted where the student is right.
 
 Differences from DraftModelSpeculator:
   * The draft model is the target: same weights, same attention layers, same KV cache, whose committed tokens it reads.
-  * What it writes goes to blocks set aside for it (`rows.py`), never to a request's, so no lookahead slots exist.
+  * What it writes goes to blocks set aside for it (`groups.py`), never to a request's, so no lookahead slots exist.
   * Slots and positions are apart: an auxiliary row sits where the token would sit that predicts the same token.
   * No `draft_logits`: verification compares tokens.
 """
@@ -20,7 +20,8 @@ Differences from DraftModelSpeculator:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,16 +42,60 @@ from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
 from vllm_mtpc.heads.ptp.embedding import lookup
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.heads.load import kept
-from vllm_mtpc.proposers.v2.coupled import with_coupled_sampler
+from vllm_mtpc.proposers.v2.coupled import u_of, with_coupled_sampler
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.lora import Gate
-from vllm_mtpc.proposers.v2.ptp.rows import RowBatch, Scratch
+from vllm_mtpc.proposers.v2.ptp.groups import Scratch
 from vllm_mtpc.proposers.v2.ptp.tree import Writes, check_attention, student_tree
 from vllm_mtpc.proposers.v2.shared_modules import changed, eager_priorities
 
 # Attention backends whose metadata is where its tensors are: others plan each pass on the host.
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
 UNINFORMED = 0.5  # on every row, for a head that was trained without u
+
+
+@dataclass
+class RowBatch:
+    """R requests; S are the slots of vLLM's states. What sampling tells (None: it is still to come) is for drafts."""
+
+    input_batch: InputBatch
+    temperature: Tensor  # [S]
+    seeds: Tensor  # [S]
+    num_sampled: Tensor | None = None  # [R], 0: the prompt is not read to its end
+    num_rejected: Tensor | None = None  # [R]
+    last_sampled: Tensor | None = None  # [S, 1]
+    next_prefill_tokens: Tensor | None = None  # [lookahead, S]
+
+    @cached_property
+    def num_reqs(self) -> int:
+        return self.input_batch.num_reqs
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R]"""
+        return self.input_batch.idx_mapping[: self.num_reqs]
+
+    @cached_property
+    def prefix(self) -> Tensor:
+        """Committed tokens [R] of each request, x_1 not among them."""
+        ends = self.input_batch.query_start_loc[1 : self.num_reqs + 1]
+        return self.input_batch.positions[(ends - self.num_rejected[: self.num_reqs] - 1).long()] + 1
+
+    @cached_property
+    def first(self) -> Tensor:
+        """x_1 [R]; of requests whose prompt is not read to its end, the next token of it."""
+        is_sampled = self.num_sampled[: self.num_reqs] > 0
+        return torch.where(is_sampled, self.last_sampled[self.slots, 0], self.next_prefill_tokens[0, self.slots].long())
+
+    @cached_property
+    def is_greedy(self) -> Tensor:
+        """[R]"""
+        return self.temperature[self.slots] == 0
+
+    def u(self, keys: Tensor) -> Tensor:
+        """u [R, A] of the tokens that follow positions keys[R, A]."""
+        requests = self.slots[:, None].expand_as(keys).flatten()
+        return u_of(self.seeds, self.temperature, requests, keys.flatten()).view_as(keys)
 
 
 class PtpSpeculator(DraftModelSpeculator):
@@ -162,8 +207,8 @@ class PtpSpeculator(DraftModelSpeculator):
         if dummy_run:
             self.drafted = None
         else:
-            states = num_sampled, num_rejected, last_sampled, next_prefill_tokens
-            self._draft(RowBatch(input_batch, temperature, seeds, *states), drafts)
+            states = temperature, seeds, num_sampled, num_rejected, last_sampled, next_prefill_tokens
+            self._draft(RowBatch(input_batch, *states), drafts)
         return drafts
 
     def _draft(self, batch: RowBatch, drafts: Tensor) -> None:

@@ -161,14 +161,14 @@ def replayed() -> Callable[[], None]:
 def squared_u() -> Callable[[], None]:
     """A fault: u is no longer uniform, for drafter and verifier alike, so that only the law can tell."""
     from vllm_mtpc.proposers.v2 import coupled
-    from vllm_mtpc.proposers.v2.ptp import rows
+    from vllm_mtpc.proposers.v2.ptp import speculator
 
     original = coupled.u_of
 
     def u_of(*args: Any) -> torch.Tensor:
         return original(*args) ** 2
 
-    undo = [engine.replaced(module, "u_of", u_of) for module in (coupled, rows)]
+    undo = [engine.replaced(module, "u_of", u_of) for module in (coupled, speculator)]
     return lambda: [back() for back in undo] and None
 
 

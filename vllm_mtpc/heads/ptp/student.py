@@ -143,11 +143,6 @@ class Student(AdaptedLayers):
         late = build_late(config.hidden_size, config.late_width)
         self.late = None if late is None else late.float().to(target.device)
 
-    @property
-    def shift(self) -> int:
-        """Position of row 0 of a window, less that of the token it starts at."""
-        return 0 if self.config.variant == "o-ptp" else 1
-
     @torch.no_grad()
     def prefix(self, tokens: Tensor, documents: Tensor | None = None) -> Prefix:
         """What the plain target computes of tokens[R, S]; documents[R, S] as in Target.hidden."""
@@ -166,7 +161,7 @@ class Student(AdaptedLayers):
         """States [B, n, D], after the final norm, of windows at (row[B], start[B]) whose rows carry u[B, n]."""
         u = u.to(self.target.device, torch.float32)
         embeds = self.embedding(u if self.config.informed else torch.full_like(u, UNINFORMED))
-        return self._windows(self._adapted[0], prefix, row, start, self.shift, embeds.to(self.target.dtype))
+        return self._windows(self._adapted[0], prefix, row, start, 1 - self.first_row, embeds.to(self.target.dtype))
 
     forward = aux
 

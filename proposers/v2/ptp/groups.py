@@ -1,4 +1,13 @@
-"""Where the auxiliary rows of a merged pass stand: which group each belongs to, and how far into it."""
+"""Groups of auxiliary rows: where their rows stand, how many each has, and which blocks of the KV cache are theirs.
+
+A group reads its request's own blocks, and writes to blocks that belong to nobody. The block in which its first row
+falls holds tokens of the request as well; it is copied, whole, before the group writes behind them, however a backend
+lays out its inside. So the KV cache of requests is that of committed tokens and of the drafts under verification, and
+positions beyond a request's blocks have a place that is not another's.
+
+    request      [ block 7 ][ block 2 ][ block 9: x x . . ]
+    its group    [ block 7 ][ block 2 ][ copy:    x x u u ][ own: u . . . ]
+"""
 
 from __future__ import annotations
 
@@ -13,6 +22,37 @@ from vllm_mtpc.proposers.config.plan import Bucket, accepted_of
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig
+
+
+class Scratch:
+    """Block tables and slots of groups; own [groups, P] are the blocks that belong to each.
+
+    `table_width`: blocks of a request's row in vLLM's block table.
+    """
+
+    def __init__(self, own: Tensor, block_size: int, table_width: int) -> None:
+        self.own, self.block_size, self.num_real = own, block_size, table_width
+        max_groups, blocks = own.shape
+        self.extra = torch.arange(blocks, device=own.device)
+        self.tables = torch.zeros(max_groups, table_width + blocks, dtype=torch.int32, device=own.device)
+
+    def attach(self, prefix: Tensor, request_tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Block tables [G, W] of groups that see prefix[G] tokens, and the blocks to copy: from [G], to [G].
+
+        request_tables [G, table_width]: the block tables of the groups' requests.
+        """
+        groups = prefix.shape[0]
+        tables = self.tables[:groups]
+        tables[:, : self.num_real].copy_(request_tables[:, : self.num_real])
+        first = prefix.long() // self.block_size  # [G] block the first row falls in
+        source = request_tables.gather(1, first.clamp(max=self.num_real - 1)[:, None])[:, 0].long()
+        tables.scatter_(1, first[:, None] + self.extra, self.own[:groups].to(torch.int32))
+        return tables, source, self.own[:groups, 0]
+
+    def slots(self, group: Tensor, prefix: Tensor, position: Tensor) -> Tensor:
+        """Slots [T] int64 of rows at position[T] (>= prefix[T]) in groups group[T] that see prefix[T] tokens."""
+        block = position // self.block_size - prefix // self.block_size
+        return self.own[group, block] * self.block_size + position % self.block_size
 
 
 class Layout(NamedTuple):
