@@ -163,18 +163,14 @@ class LiveBytes(TorchDispatchMode):
         given = {id(part.untyped_storage()) for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
         out = func(*args, **(kwargs or {}))
         for part in tree_leaves(out):
-            if isinstance(part, Tensor) and id(storage := part.untyped_storage()) not in given:
-                self._add(storage)
+            storage = part.untyped_storage() if isinstance(part, Tensor) else None
+            if storage is None or id(storage) in given or storage in self.storages:
+                continue
+            self.storages.add(storage)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, storage.nbytes())
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage in self.storages:
-            return
-        self.storages.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, size)
 
     def _drop(self, size: int) -> None:
         self.now -= size
