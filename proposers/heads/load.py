@@ -19,8 +19,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import pays
+from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.kernels.draft import is_small
 from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard

@@ -11,8 +11,7 @@ from accelerate import Accelerator
 
 from tests.support.training import losses, random_documents
 from vllm_mtpc.data.rows import pack
-from vllm_mtpc.heads.ptp.law import edges, u_inside
-from vllm_mtpc.heads.ptp.trust import conditional
+from vllm_mtpc.heads.ptp.distribution import conditional, edges, u_inside
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.train.loop import Trainer, read_metrics, split

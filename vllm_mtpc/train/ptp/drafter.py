@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vllm_mtpc.eval.ptp_acceptance import draft
-from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
+from vllm_mtpc.heads.ptp.distribution import STEPS, edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.train.options import TrainOptions

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vllm_mtpc.heads.ptp.trust import log_likelihood
+from vllm_mtpc.heads.ptp.distribution import log_likelihood
 from vllm_mtpc.train.options import TrainOptions
 
 LAW_SHARE = 0.1  # of the distribution itself beside what u says, so that no token is impossible
@@ -67,7 +67,7 @@ def row_losses(
     """[...] of one of LOSSES; tokens below 0 where none is known.
 
     With ``trust`` the cross entropy is that of what u[...], inside the tokens' intervals, says of them
-    (`vllm_mtpc.heads.ptp.trust`).
+    (`vllm_mtpc.heads.ptp.distribution`).
     """
     tokens = tokens.clamp(min=0)
     if name == "ce" and trust is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.data.rows import Rows
-from vllm_mtpc.heads.ptp.law import edges, processed
+from vllm_mtpc.heads.ptp.distribution import edges, processed
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.train.options import TrainOptions
 
