@@ -122,7 +122,7 @@ def draft_memory(
                 if held[-1] is not None:
                     head.leaf_shard.gather(held[-1].flatten(1))
         weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
-        buffers = sum(part.nbytes for part in (drafter.code, drafter.begins)) if drafter else 0
+        buffers = drafter.program.nbytes if drafter else 0
     requests = len(drafts_by_batch) - 1
     cached = config.vocab_size * dtype.itemsize if is_drawn else 0
     # per draft: token, confidence, conditional; per request: slot, temperature, seed, row, first token, position, state
