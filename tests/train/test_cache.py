@@ -18,10 +18,17 @@ from tests.support.models import make_target
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf import Target, load_target
-from vllm_mtpc.train import cache, cache_command, prepare
-from vllm_mtpc.train.cache import Computed, HiddenCache, open_cache, write_cache
-from vllm_mtpc.train.fingerprints import data_fingerprint, target_fingerprint
+from vllm_mtpc.train import cache, cache_command
+from vllm_mtpc.train.cache import (
+    Computed,
+    HiddenCache,
+    data_fingerprint,
+    open_cache,
+    target_fingerprint,
+    write_cache,
+)
 from vllm_mtpc.train.options import parse
+from vllm_mtpc.train.run import read_data
 
 SEQ, ROWS = 24, 11
 ALL = torch.arange(ROWS)
@@ -124,10 +131,12 @@ def test_reading_a_few_rows_reads_only_their_pages(tmp_path):
         layer=None,
         rows_per_shard=256,
     )
-    save_file({"hidden": torch.ones(256, 512, 512)}, tmp_path / "shard-00000.safetensors")
+    metadata = {"data": "b", "target": "a"}
+    save_file({"hidden": torch.ones(256, 512, 512)}, tmp_path / "shard-00000.safetensors", metadata)
     empty = Rows(*(torch.empty(0) for _ in range(3)))
     before = resident()
-    states = HiddenCache(tmp_path, index, empty, torch.device("cpu")).hidden(torch.tensor([250, 3]))
+    shard = cache._shard(tmp_path, index, 0)
+    states = HiddenCache(index, empty, [shard], torch.device("cpu")).hidden(torch.tensor([250, 3]))
     assert states.shape == (2, 512, 512) and bool((states == 1).all())
     assert resident() - before < 64 << 20
 
@@ -323,4 +332,4 @@ def test_the_command(tmp_path, target, capsys):
     # A training run with these options packs these rows.
     shared = {"target": target.name, "data": [str(data)], "validation_data": [str(data)], "seq_len": 16, "seed": 3}
     options = parse({**shared, "out": tmp_path / "head", "window": 4, "cache": out})
-    assert data_fingerprint(prepare.read_data(options, target).rows) == made.index.data_fingerprint
+    assert data_fingerprint(read_data(options, target).rows) == made.index.data_fingerprint

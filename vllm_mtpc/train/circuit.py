@@ -19,8 +19,8 @@ from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 from vllm_mtpc.train.cache import DTYPES, INDEX_FILE, Computed, HiddenSource, read_index, write_cache
 from vllm_mtpc.train.card import circuit_card
-from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.job import Job
+from vllm_mtpc.train.losses import Drafter
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import default_block_rows
 
@@ -116,12 +116,8 @@ class CircuitJob(Job):
         names = ("circuit", "window", "num_components", "head", "lora_layers")
         return {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
 
-    def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-        values = super().record(results, run)
-        values["settings"]["num_components"] = self.options.num_components
-        return values
-
     def save(self, record: dict[str, Any]) -> None:
+        record["settings"]["num_components"] = self.options.num_components
         dtype = getattr(torch, self.options.dtype)
         save_head(self.options.out, self.config, self.head, record, circuit_card(record), dtype, self.layers)
 

@@ -29,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     check_out(options)
-    from vllm_mtpc.train.prepare import check_before_work
-    from vllm_mtpc.train.run import on_ray, train
+    from vllm_mtpc.train.run import check_before_work, on_ray, train
 
     check_before_work(options)
     if options.regenerate and not options.dry_run:

@@ -22,8 +22,8 @@ from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import WindowSource
 
 if TYPE_CHECKING:
-    from vllm_mtpc.data.documents import Documents
     from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.data.sources import Documents
     from vllm_mtpc.hf import Target
     from vllm_mtpc.train.cache import HiddenSource
 
@@ -90,17 +90,13 @@ class Job(ABC):
         """How the head names its target."""
         return self.options.verifier or verifier_name(self.options.target, self.options.out)
 
-    def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of provenance.json, less the package versions."""
-        return provenance(self.options, self.described(), self.verifier, results, run)
-
     @abstractmethod
     def described(self) -> dict[str, Any]:
         """What provenance.json says of the head."""
 
     @abstractmethod
     def save(self, record: dict[str, Any]) -> None:
-        """Writes the head's folder, `record` as its provenance, and the card made from it."""
+        """Writes the head's folder, with what `provenance` returns and the card made from it."""
 
     @abstractmethod
     def take(self, weights: Mapping[str, Tensor]) -> None:
@@ -119,7 +115,8 @@ class Job(ABC):
         """What else the run prints about the results."""
 
     def write(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        self.save(self.record(results, run))
+        """The head's folder, with what is known of it so far."""
+        self.save(provenance(self.options, self.described(), self.verifier, results, run))
 
     def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, measure what was written, and write it again with its results and plots."""

@@ -38,6 +38,11 @@ class Windows(NamedTuple):
     counts: Tensor  # [n] int64, windows of the whole step, over all processes, with a token at k
     draws: Tensor | None = None  # [B, ...] float32, random numbers of each window, where the head asks for some
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Windows:
+        """The same step with what is of each window changed: moved, or only some of them taken."""
+        own = {name: getattr(self, name) for name in ("tokens", "row", "start", "draws")}
+        return self._replace(**{name: change(value) for name, value in own.items() if value is not None})
+
 
 def window_tokens(rows: Rows, row: Tensor, start: Tensor, window: int) -> Tensor:
     """x_1 .. x_n [B, n] int64 of windows at (row, start); -1 from the first position on that is not trained."""
