@@ -79,6 +79,14 @@ def split_validation(documents: Documents, share: float, seed: int) -> tuple[Doc
     return tuple(Documents.join([(tokens[part], trained[part])]) for part in (slice(cut), slice(cut, None)))
 
 
+def eligible(rows: Rows) -> Tensor:
+    """Where a window may start, [N, S] bool: the next token is in the same document and trained."""
+    starts = torch.zeros_like(rows.trained, dtype=torch.bool)
+    same = (rows.document[:, 1:] == rows.document[:, :-1]) & (rows.document[:, 1:] >= 0)
+    starts[:, :-1] = same & rows.trained[:, 1:]
+    return starts
+
+
 def _cut(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pieces of at most seq_len tokens that a window can start in, each [P] int64: the number of the document they are
     cut from, their first token in Documents.tokens, and how many they have."""
@@ -137,10 +145,7 @@ def _fill(documents: Documents, places: list[list[int]], count: int, seq_len: in
 
 def _short(rows: Rows, window: int) -> str | None:
     """A warning if no window of the rows is whole: the positions beyond the longest are then not trained."""
-    document, trained = rows.document.numpy(), rows.trained.numpy().copy()
-    trained[:, 0] = False  # the first token of a document is nobody's next
-    trained[:, 1:] &= document[:, 1:] == document[:, :-1]
-    flat = np.concatenate([[False], trained.ravel(), [False]])
+    flat = np.concatenate([[False], eligible(rows).numpy().ravel()])  # in the last place of a row none may start
     edges = np.flatnonzero(flat[1:] != flat[:-1])  # begin and end of each run of targets
     longest = int((edges[1::2] - edges[::2]).max())
     if longest >= window:

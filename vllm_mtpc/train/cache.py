@@ -4,7 +4,6 @@
 a folder:
 
     index.json                 what was computed: target, data, sizes
-    rows.safetensors           the rows themselves: tokens, document [N, S] int32, trained [N, S] bool
     shard-00000.safetensors    hidden [R, S, D] of rows 0..R-1, and so on; the last shard may be shorter
 
 Shards are written one after the other, each complete or absent, and an interrupted run continues with the first one
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 1 << 29  # of one shard where rows_per_shard is not given: the work an interruption may lose
 SLOW_BATCHES = 8  # from so many on, computing them is shown
 SAMPLED_WEIGHTS = 64  # of each parameter, in a target's fingerprint
-INDEX_FILE, ROWS_FILE = "index.json", "rows.safetensors"
+INDEX_FILE = "index.json"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -88,19 +87,22 @@ class Index(BaseModel):
     seq_len: PositiveInt
     hidden_size: PositiveInt
     dtype: Literal["float16", "bfloat16", "float32"]
-    layer: NonNegativeInt | None
+    layer: None  # states after the final norm
     rows_per_shard: PositiveInt
 
     @property
-    def num_shards(self) -> int:
-        return -(-self.num_rows // self.rows_per_shard)
+    def shards(self) -> list[range]:
+        """Rows of each shard."""
+        first = range(0, self.num_rows, self.rows_per_shard)
+        return [range(row, min(row + self.rows_per_shard, self.num_rows)) for row in first]
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"data": self.data_fingerprint, "target": self.target_fingerprint}
 
     @property
     def row_bytes(self) -> int:
         return self.seq_len * self.hidden_size * DTYPES[self.dtype].itemsize
-
-    def rows_of(self, shard: int) -> range:
-        return range(shard * self.rows_per_shard, min(self.num_rows, (shard + 1) * self.rows_per_shard))
 
 
 class Computed:
@@ -149,11 +151,11 @@ class Computed:
 
 
 class HiddenCache:
-    """States of a folder, made by `write_cache` or `open_cache`; reads only the rows that are asked for."""
+    """States of a folder, as `write_cache` returns them; reads only the rows that are asked for."""
 
     def __init__(self, index: Index, rows: Rows, shards: list[Tensor], device: torch.device) -> None:
         self.index, self.rows, self.device = index, rows, device
-        self.dtype, self.layer = DTYPES[index.dtype], index.layer
+        self.dtype = DTYPES[index.dtype]
         self.num_rows, self.seq_len, self.hidden_size = index.num_rows, index.seq_len, index.hidden_size
         self._shards = shards  # memory maps: pages are read when rows are taken from them
 
@@ -175,58 +177,41 @@ def write_cache(
     rows_per_shard: int | None = None,
     dtype: torch.dtype | None = None,
     batch_rows: int = 8,
-    layer: int | None = None,
 ) -> HiddenCache:
     """Computes the states of `rows` into `folder`, or what is left of them there; shows progress and the time left.
 
-    `rows_per_shard` None: about 0.5 GiB a shard. For `dtype`, `batch_rows` and `layer` see `Computed`. Call it on one
-    process. Raises UsageError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and
-    a file system without room; finished shards stay as they are.
+    `rows_per_shard`, `dtype` None: as in a folder that is there, else about 0.5 GiB a shard and the target's dtype.
+    Call it on one process. Targets are compared by config and a sample of their weights: attach adapters afterwards.
+    Raises UsageError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and a file
+    system without room; finished shards stay as they are.
     """
-    folder, source = Path(folder), Computed(target, rows, batch_rows, dtype, layer)
+    folder = Path(folder)
+    given = read_index(folder) if (folder / INDEX_FILE).is_file() else None
+    if given is not None:
+        rows_per_shard, dtype = rows_per_shard or given.rows_per_shard, dtype or DTYPES[given.dtype]
+    source = Computed(target, rows, batch_rows, dtype)
+    index = _index(source, rows_per_shard)
     try:
-        index = _prepare(folder, source, rows_per_shard)
-        missing = [shard for shard in range(index.num_shards) if _shard(folder, index, shard) is None]
-        left = sum(len(index.rows_of(shard)) for shard in missing)
+        if given is None:
+            _start(folder, index)
+        else:
+            _check_same(folder, given, index)
+        shards = [_shard(folder, index, shard) for shard in range(len(index.shards))]
+        missing = [shard for shard, states in enumerate(shards) if states is None]
+        left = sum(len(index.shards[shard]) for shard in missing)
         _check_room(folder, left * index.row_bytes)
         with Bar(total=index.num_rows, initial=index.num_rows - left, desc="hidden states", unit="row") as bar:
             for shard in missing:
-                states = _finite_states(source, torch.tensor(index.rows_of(shard)), bar)
-                save_tensors(folder / shard_name(shard), {"hidden": states}, _identity(index))
+                states = _finite_states(source, torch.tensor(index.shards[shard]), bar)
+                save_tensors(folder / shard_name(shard), {"hidden": states}, index.identity)
+                shards[shard] = _shard(folder, index, shard)
     except (OSError, SafetensorError) as error:  # safetensors reports those of the system under its own name
         full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         raise UsageError(
             f"{folder}: hidden states could not be written ({'the disk is full' if full else error}); finished shards "
             "are intact: make room and run again, it continues there"
         ) from None
-    return open_cache(folder, target)
-
-
-def open_cache(folder: Path | str, target: Target | None = None) -> HiddenCache:
-    """The complete cache in `folder`, its rows memory-mapped; with `target`, states are given on its device.
-
-    Raises UsageError for a folder without a cache, a missing or damaged shard, and states of another target than
-    `target` (compared by config and a sample of its weights: attach adapters after opening).
-    """
-    folder = Path(folder)
-    index = read_index(folder)
-    if target is not None and index.target_fingerprint != target_fingerprint(target):
-        raise UsageError(
-            f"{folder} holds states of target {index.target}, whose config or weights differ from {target.name}; "
-            "name the target it was made from, or another folder"
-        )
-    shards = []
-    for shard in range(index.num_shards):
-        shards.append(_shard(folder, index, shard))
-        if shards[-1] is None:
-            raise UsageError(
-                f"{folder / shard_name(shard)} is missing ({index.num_shards} shards are needed); "
-                "run the command that made the folder again: it computes what is missing"
-            )
-    shape = (index.num_rows, index.seq_len)
-    expected = {"tokens": (torch.int32, shape), "document": (torch.int32, shape), "trained": (torch.bool, shape)}
-    rows = Rows(**_read(folder / ROWS_FILE, expected, {"data": index.data_fingerprint}))
-    return HiddenCache(index, rows, shards, torch.device("cpu") if target is None else target.device)
+    return HiddenCache(index, rows, shards, target.device)
 
 
 def read_index(folder: Path) -> Index:
@@ -234,8 +219,6 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX_FILE
     try:
         return Index.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise UsageError(f"{folder} has no {INDEX_FILE}; name a folder that `vllm-mtpc cache` has written") from None
     except ValidationError as error:
         raise UsageError(f"{path}: {one_line(error, Index)}; delete the folder and make the cache again") from None
 
@@ -259,13 +242,13 @@ def _entering(target: Target, layer: int, tokens: Tensor, document: Tensor) -> T
     return taken[0]
 
 
-def _prepare(folder: Path, source: Computed, rows_per_shard: int | None) -> Index:
-    """The folder's index: the one that is there, after a check that it is of the same run, or a new one."""
+def _index(source: Computed, rows_per_shard: int | None) -> Index:
+    """The index of a folder that holds these states."""
     dtype = str(source.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise UsageError(f"hidden states as {source.dtype}; allowed: {', '.join(DTYPES)}; give one of them as dtype")
     row_bytes = source.seq_len * source.hidden_size * source.dtype.itemsize
-    wanted = Index(
+    return Index(
         format_version=1,
         target=source.target.name,
         target_fingerprint=target_fingerprint(source.target),
@@ -274,38 +257,34 @@ def _prepare(folder: Path, source: Computed, rows_per_shard: int | None) -> Inde
         seq_len=source.seq_len,
         hidden_size=source.hidden_size,
         dtype=dtype,
-        layer=source.layer,
+        layer=None,
         rows_per_shard=max(1, SHARD_BYTES // row_bytes if rows_per_shard is None else rows_per_shard),
     )
-    if not (folder / INDEX_FILE).is_file():
-        _start(folder, wanted, source.rows)
-        return wanted
-    given = read_index(folder)
-    ignored = {"target"} | ({"rows_per_shard"} if rows_per_shard is None else set())  # a name is no identity
+
+
+def _check_same(folder: Path, given: Index, wanted: Index) -> None:
+    """Raises UsageError where the folder's index is of another run; a target's name is no identity."""
+
+    def shown(value: object) -> str:
+        return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)  # sha256
+
     differing = [
-        f"{key.removesuffix('_fingerprint')} {_shown(value)} (asked for: {_shown(getattr(wanted, key))})"
-        for key, value in given.model_dump(exclude=ignored).items()
+        f"{key.removesuffix('_fingerprint')} {shown(value)} (asked for: {shown(getattr(wanted, key))})"
+        for key, value in given.model_dump(exclude={"target"}).items()
         if value != getattr(wanted, key)
     ]
     if differing:
         raise UsageError(
             f"{folder} holds other hidden states: {', '.join(differing)}; name another folder, or delete this one"
         )
-    return given
 
 
-def _shown(value: object) -> str:
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)  # sha256
-
-
-def _start(folder: Path, index: Index, rows: Rows) -> None:
+def _start(folder: Path, index: Index) -> None:
     if stray := sorted(path.name for path in folder.glob("shard-*.safetensors")):
         raise UsageError(f"{folder} has no {INDEX_FILE} but holds {stray[0]}; name another folder, or delete this one")
-    tensors = {"tokens": rows.tokens.int(), "document": rows.document.int(), "trained": rows.trained.bool()}
-    _check_room(folder, index.num_rows * index.row_bytes + sum(tensor.nbytes for tensor in tensors.values()))
+    _check_room(folder, index.num_rows * index.row_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / ROWS_FILE, tensors, {"data": index.data_fingerprint})
-    replace_file(folder / INDEX_FILE, (index.model_dump_json(indent=2) + "\n").encode())  # last: rows are complete
+    replace_file(folder / INDEX_FILE, (index.model_dump_json(indent=2) + "\n").encode())
 
 
 def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
@@ -341,35 +320,21 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _identity(index: Index) -> dict[str, str]:
-    return {"data": index.data_fingerprint, "target": index.target_fingerprint}
-
-
 def _shard(folder: Path, index: Index, shard: int) -> Tensor | None:
-    """The states of a shard, None where it is not there; raises UsageError where it cannot be used."""
-    path = folder / shard_name(shard)
+    """The states of a shard, memory-mapped; None where it is not there. Raises UsageError where it cannot be used."""
+    path, shape = folder / shard_name(shard), (len(index.shards[shard]), index.seq_len, index.hidden_size)
     if not path.is_file():
         return None
-    shape = (len(index.rows_of(shard)), index.seq_len, index.hidden_size)
-    return _read(path, {"hidden": (DTYPES[index.dtype], shape)}, _identity(index))["hidden"]
-
-
-def _read(
-    path: Path, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
-) -> dict[str, Tensor]:
-    """A safetensors file, memory-mapped; raises UsageError unless it has these dtypes and shapes, and this metadata."""
     try:
         with safe_open(path, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
             found = handle.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        reason = str(error)
-    else:
         given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        if given == expected and metadata.items() <= found.items():
-            return tensors
-        reason = f"it holds {given}, {expected} is expected"
-        if given == expected:
-            reason = f"it belongs to other rows or another target than {INDEX_FILE} names"
-    what = "the folder" if path.name == ROWS_FILE else "it"
-    raise UsageError(f"{path} is not usable ({reason}); delete {what} and run the command that made it again")
+        expected = {"hidden": (DTYPES[index.dtype], shape)}
+        if given != expected:
+            raise OSError(f"it holds {given}, {expected} is expected")
+        if not index.identity.items() <= found.items():
+            raise OSError(f"it belongs to other rows or another target than {INDEX_FILE} names")
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is not usable ({error}); delete it and run the command that made it again") from None
+    return tensors["hidden"]

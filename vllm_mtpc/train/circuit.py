@@ -17,12 +17,11 @@ from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
-from vllm_mtpc.train.cache import DTYPES, INDEX_FILE, Computed, HiddenSource, read_index, write_cache
+from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.card import circuit_card
 from vllm_mtpc.train.job import Job
 from vllm_mtpc.train.losses import Drafter
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.windows import default_block_rows
 
 if TYPE_CHECKING:
     from vllm_mtpc.data.rows import Rows
@@ -98,17 +97,12 @@ class CircuitJob(Job):
         cache = self.options.cache
         if self.options.lora_layers:
             return Computed(self.target, rows, layer=self.target.config.num_hidden_layers - self.options.lora_layers)
-        if cache is None:
-            return Computed(self.target, rows)
-        if not (cache / INDEX_FILE).is_file():
-            return write_cache(cache, self.target, rows)
-        made = read_index(cache)  # by `vllm-mtpc cache`, in the dtype and shards that were asked for there
-        return write_cache(cache, self.target, rows, made.rows_per_shard, DTYPES[made.dtype])
+        return Computed(self.target, rows) if cache is None else write_cache(cache, self.target, rows)
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """1 GiB of them. Draft layers run over whole rows, so a block then holds about one step's windows."""
+        """Draft layers run over whole rows, so a block then holds about one step's windows."""
         if not self.options.lora_layers:
-            return default_block_rows(self.options.seq_len, self.target.hidden_size, self.target.dtype)
+            return super().block_rows(source, world)
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
         return max(world, self.options.windows_per_step // per_row)
 

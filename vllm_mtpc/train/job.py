@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.hf import Target
     from vllm_mtpc.train.cache import HiddenSource
 
+BLOCK_BYTES = 1 << 30
 SEEDS = {"t1": 101, "t0": 102}
 
 
@@ -74,9 +75,13 @@ class Job(ABC):
     def source(self, rows: Rows) -> HiddenSource:
         """What windows are cut from."""
 
-    @abstractmethod
+    def numbers_held(self) -> int:
+        """Numbers of the target's dtype that are held of each token of a block."""
+        return self.target.hidden_size
+
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """Rows whose windows are shuffled together, where the options do not say."""
+        """Rows whose windows are shuffled together, where the options do not say: 1 GiB of them is held."""
+        return max(1, BLOCK_BYTES // (self.options.seq_len * self.numbers_held() * self.target.dtype.itemsize))
 
     def windows(self, source: HiddenSource, rank: int = 0, world: int = 1) -> WindowSource:
         """The steps of the run."""

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_mtpc.data.rows import Rows, eligible
 from vllm_mtpc.errors import MtpcError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.data.rows import Rows
     from vllm_mtpc.train.cache import HiddenSource
-
-BLOCK_BYTES = 1 << 30
 
 
 class Windows(NamedTuple):
@@ -58,14 +56,6 @@ def window_states(hidden: Tensor, row: Tensor, start: Tensor, window: int) -> Te
     """The target's states [B, n, D] that predict x_1 .. x_n; beyond the row, the last one (those are masked)."""
     at = (start[:, None] + torch.arange(window, device=start.device)).clamp(max=hidden.shape[1] - 1)
     return hidden[row[:, None], at]
-
-
-def eligible(rows: Rows) -> Tensor:
-    """Where a window may start, [N, S] bool: the next token is in the same document and trained."""
-    starts = torch.zeros_like(rows.trained, dtype=torch.bool)
-    same = (rows.document[:, 1:] == rows.document[:, :-1]) & (rows.document[:, 1:] >= 0)
-    starts[:, :-1] = same & rows.trained[:, 1:]
-    return starts
 
 
 class WindowSource:
@@ -148,8 +138,3 @@ class WindowSource:
     def _seed(self, *place: int) -> int:
         text = "/".join(map(str, (self.seed, *place)))  # sums of them would collide
         return random.Random(text).getrandbits(63)
-
-
-def default_block_rows(seq_len: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Rows whose hidden states take 1 GiB."""
-    return max(1, BLOCK_BYTES // (seq_len * hidden_size * dtype.itemsize))

@@ -33,7 +33,6 @@ from vllm_mtpc.train.losses import WATCHED, in_chunks
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
-BLOCK_BYTES = 1 << 30  # of the states, keys and values of the rows that are held
 CHUNK_BYTES = 1 << 30
 LAW_BYTES = 1 << 28  # of a distribution over the vocabulary that exists at once
 LAW_SHARE = 0.1  # of the distribution itself beside what u says, so that no token is impossible
@@ -127,13 +126,6 @@ class PrefixSource:
 def law_of(student: Student, hidden: Tensor, options: TrainOptions) -> Tensor:
     """log Q [..., V] float32, the target's processed distribution at its states hidden[..., D]."""
     return processed(student.logits(hidden), options.temperature, options.top_k, options.top_p)
-
-
-def default_block_rows(student: Student, seq_len: int) -> int:
-    """Rows whose states, keys and values take 1 GiB."""
-    row = student.prefix(torch.zeros(1, 2, dtype=torch.long))
-    numbers = sum(part[0, ..., :1, :].numel() for part in (row.hidden, *row.keys, *row.values))
-    return max(1, BLOCK_BYTES // (seq_len * numbers * student.target.dtype.itemsize))
 
 
 def drawing(window: int, beta: float) -> Callable[[int, int], Tensor]:

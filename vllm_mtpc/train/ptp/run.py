@@ -18,7 +18,7 @@ from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.train.card import Words, card
 from vllm_mtpc.train.job import Job
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.drafter import OF_VARIANT, PrefixSource, PtpDrafter, default_block_rows, drawing, loss_name
+from vllm_mtpc.train.ptp.drafter import OF_VARIANT, PrefixSource, PtpDrafter, drawing, loss_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 # Shuffled u has to cost an informed head at least this share of its right drafts, or u is hardly used.
 SHUFFLE_COST = 0.1
 LAW = ("temperature", "top_k", "top_p")  # of the distribution that u picks from
-OF_CONFIG = (
-    "variant", "window", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust", "lora_rank",
-    "num_speculative_tokens",
-)  # fmt: skip
+OF_HEAD = ("variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust")
 DEFINITIONS = """\
 - *Tokens/step* includes the target's own token of every step; plain decoding is 1.0, the most is the window. It is that
   of one target pass per step, with all drafts of a full chain each time.
@@ -59,10 +56,7 @@ PROPOSALS = {
 class PtpJob(Job):
     """A PTP head of either variant."""
 
-    own = (
-        "variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust", "ptp_loss",
-        "proposals", "u_beta", "temperature", "top_k", "top_p",
-    )  # fmt: skip
+    own = (*OF_HEAD, "ptp_loss", "proposals", "u_beta", *LAW)
     noun, chosen_by = "PTP heads", "head ptp"
     defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012
     needs_v2 = True
@@ -76,7 +70,7 @@ class PtpJob(Job):
             target={**target.config.to_dict(), "architectures": target.model.config.architectures, **sizes},
             verifier=self.verifier,
             lora_alpha=float(options.lora_alpha),
-            **{name: getattr(options, name) for name in OF_CONFIG},
+            **{name: getattr(options, name) for name in (*OF_HEAD, "window", "lora_rank", "num_speculative_tokens")},
             **{f"trained_{name}": getattr(options, name) for name in LAW},
         )
         self.student = Student(target, self.config)
@@ -114,8 +108,10 @@ class PtpJob(Job):
     def source(self, rows: Rows) -> PrefixSource:
         return PrefixSource(self.student, rows, self.options)
 
-    def block_rows(self, source: PrefixSource, world: int) -> int:
-        return default_block_rows(self.student, self.options.seq_len)
+    def numbers_held(self) -> int:
+        """Of states, keys and values."""
+        row = self.student.prefix(torch.zeros(1, 2, dtype=torch.long))
+        return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *row.keys, *row.values))
 
     def described(self) -> dict[str, Any]:
         config = self.config
