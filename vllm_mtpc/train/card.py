@@ -120,7 +120,15 @@ def card(record: Mapping[str, Any], words: Words) -> str:
     else:
         parts += ["## Results\n", _table(results, words), words.definitions]
     parts += [f"![{PLOTS[plot]}]({plot})\n" for plot in record["plots"]]
-    parts += ["## Serve it\n", _serving(head, name, words)]
+    options = shlex.quote(f'{{"method": "{words.method}", "model": "{name}"}}')
+    serve = f"vllm serve {head['base_model'] or 'TARGET'} --speculative-config {options}"
+    relative = ", relative to this folder" if head["target"].startswith(".") else ""
+    parts += [
+        f"## Serve it\n\n{words.serving}With `vllm_mtpc` installed beside vLLM:\n",
+        _code(f"vllm serve {shlex.quote(name)}", serve),
+        f"The first form finds the target by the name in `config.json`{relative}; it drafts {head['drafts']} tokens "
+        "per step.\n",
+    ]
     if run["steps"]:
         parts += ["## Training\n", _training(record, words)]
     else:
@@ -140,18 +148,6 @@ def _table(results: Mapping[str, Mapping[str, Any]], words: Words) -> str:
             rows.append([label, *("" if value is None else f"{value:.3f}" for value in values)])
     rows.append(["Sequences / contexts", *(f"{values['sequences']} / {values['contexts']}" for values in columns)])
     return markdown(["", *(words.columns[key] for key in results)], rows) + "\n"
-
-
-def _serving(head: Mapping[str, Any], name: str, words: Words) -> str:
-    options = f'{{"method": "{words.method}", "model": "{name}"}}'
-    serve = f"vllm serve {head['base_model'] or 'TARGET'} --speculative-config {shlex.quote(options)}"
-    relative = ", relative to this folder" if head["target"].startswith(".") else ""
-    return (
-        f"{words.serving}With `vllm_mtpc` installed beside vLLM:\n\n"
-        + _code(f"vllm serve {shlex.quote(name)}", serve)
-        + f"\nThe first form finds the target by the name in `config.json`{relative}; "
-        + f"it drafts {head['drafts']} tokens per step.\n"
-    )
 
 
 def _training(record: Mapping[str, Any], words: Words) -> str:
@@ -231,22 +227,17 @@ def circuit_card(record: Mapping[str, Any]) -> str:
 def loss_sentence(settings: Mapping[str, Any]) -> str:
     """The loss of a circuit in a sentence, from the options of a run."""
     beta, share = settings["beta"], settings["acceptance"]
-    terms = []
-    if share < 1 and beta < 1:
-        terms.append(f"{_percent((1 - share) * (1 - beta))}conditional negative log-likelihood of the text")
-    if share < 1 and beta > 0:
-        kl = "KL(target || draft)" if settings["kl"] == "forward" else "KL(draft || target)"
-        over = "the vocabulary" if settings["kl_form"] == "full" else "the text's token against the rest"
-        terms.append(f"{_percent((1 - share) * beta)}{kl} over {over}")
-    if share > 0:
-        terms.append(f"{_percent(share)}{ACCEPTANCE[settings['acceptance_form']]}")
+    kl = "KL(target || draft)" if settings["kl"] == "forward" else "KL(draft || target)"
+    over = "the vocabulary" if settings["kl_form"] == "full" else "the text's token against the rest"
+    shares = {
+        "conditional negative log-likelihood of the text": (1 - share) * (1 - beta),
+        f"{kl} over {over}": (1 - share) * beta,
+        ACCEPTANCE[settings["acceptance_form"]]: share,
+    }
+    terms = [("" if part == 1 else f"{100 * part:g} % ") + term for term, part in shares.items() if part > 0]
     is_length = share > 0 and settings["acceptance_form"] == "length"  # its positions weigh alike
     if share == 1 and is_length:
         return f"{terms[0]}."
     which = "position k of the other terms" if is_length else "position k"
     first = "" if settings["train_first"] else ", the first token left out"
     return f"{' + '.join(terms)}; {which} weighted by {settings['gamma']:g}^(k-1){first}."
-
-
-def _percent(share: float) -> str:
-    return "" if share == 1 else f"{100 * share:g} % "

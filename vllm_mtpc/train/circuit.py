@@ -26,7 +26,6 @@ from vllm_mtpc.train.options import TrainOptions
 if TYPE_CHECKING:
     from vllm_mtpc.data.rows import Rows
     from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.heads.base import Head
     from vllm_mtpc.hf import Target
 
 
@@ -54,8 +53,13 @@ class CircuitJob(Job):
             lora_layers=options.lora_layers,
             **{name: getattr(options, name) for name in head_options()},
         )
-        self.head = initial_head(options, self.config, target)
-        self.layers = None
+        self.head, self.layers = build_head(self.config), None
+        if options.init_from:
+            init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
+        elif options.init == "lm-head":
+            init_from_lm_head(self.head, target.lm_head.weight.float().cpu(), options.seed)
+        if self.head.needs_lm_head:
+            self.head.bind_lm_head(target.logits)
         if options.lora_layers:
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
             self.layers = DraftLayers(target, layers=options.lora_layers, **sizes)
@@ -142,21 +146,9 @@ class CircuitJob(Job):
             return []
         is_cpu, load = self.target.device.type == "cpu", load_of(self.config, self.target.config)
         ranges = default_schedule(measured.values(), self.config.num_speculative_tokens, is_cpu, load)
-        lines = []
-        for name in measured:
-            steps = [f"{as_served(measured, ranges, batch)[name]:.2f} at {batch}" for batch in (1, 4, 16, 64)]
-            which = f"tokens/step at T={name.removeprefix('t')}"
-            lines.append(f"as served by default, by requests at once, {which}: {', '.join(steps)}")
-        return lines
-
-
-def initial_head(options: TrainOptions, config: HeadConfig, target: Target) -> Head:
-    """A head as the run starts it: another head's weights, the target's lm_head, or small random ones; float32."""
-    head = build_head(config)
-    if options.init_from:
-        init_from_head(head, load_head(resolve_head(options.init_from))[1], options.seed)
-    elif options.init == "lm-head":
-        init_from_lm_head(head, target.lm_head.weight.float().cpu(), options.seed)
-    if head.needs_lm_head:
-        head.bind_lm_head(target.logits)
-    return head
+        served = {batch: as_served(measured, ranges, batch) for batch in (1, 4, 16, 64)}
+        return [
+            f"as served by default, by requests at once, tokens/step at T={name.removeprefix('t')}: "
+            + ", ".join(f"{steps[name]:.2f} at {batch}" for batch, steps in served.items())
+            for name in measured
+        ]

@@ -136,12 +136,7 @@ def chunk_size(options: TrainOptions, vocab_size: int) -> int:
 
 
 def step_loss(
-    head: Head,
-    drafted: Tensor,
-    tokens: Tensor,
-    counts: Tensor,
-    log_p: Callable[[slice], Tensor],
-    options: TrainOptions,
+    head: Head, drafted: Tensor, tokens: Tensor, counts: Tensor, log_p: Callable[[slice], Tensor], options: TrainOptions
 ) -> Tensor:
     """L of the windows of a step, chunk by chunk, each recomputed in the backward pass where there are several.
 
@@ -177,8 +172,6 @@ class Drafter(nn.Module):
         self.layers = layers
         self.options = options
         self._target = [target]  # in a list, so that it is no submodule
-        if head.needs_lm_head:
-            head.bind_lm_head(target.logits)
 
     @property
     def target(self) -> Target:
@@ -224,8 +217,7 @@ def _masked(batch: Windows, window: int) -> Windows:
 def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, law: Tensor) -> Tensor:
     """Sums [2] over windows [B]: tokens a step started there is expected to gain at T=1 on this text, and windows."""
     log_q = conditionals(head.circuit, head(hidden), tokens)
-    chosen = tokens.clamp(min=0).unsqueeze(-1)
-    ratio = (log_q.gather(-1, chosen) - law.gather(-1, chosen))[:, 1:, 0].clamp(max=0).exp()
+    ratio = (_at(log_q, tokens) - _at(law, tokens))[:, 1:].clamp(max=0).exp()
     alive = ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)
     windows = (tokens[:, 0] >= 0).sum()
     return torch.stack([alive.sum() + windows, windows.to(alive.dtype)])
