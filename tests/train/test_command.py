@@ -147,7 +147,7 @@ def execute(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(place, parallel):
     case = ["--dtype", "float32"]
     one = place / "one"
