@@ -307,7 +307,7 @@ def test_the_command(tmp_path, target, capsys, monkeypatch):
     assert cache_command.run(parser.parse_args([*flags.split(), "--device", "cpu", "--attention", "torch"])) == 0
     # A training run with these options packs these rows.
     shared = {"target": target.name, "data": [str(data)], "validation_data": [str(data)], "seq_len": 16, "seed": 3}
-    packed = read_data(parse({**shared, "out": tmp_path / "head", "window": 4, "cache": out}), target).rows
+    packed, _, _ = read_data(parse({**shared, "out": tmp_path / "head", "window": 4, "cache": out}), target)
     with monkeypatch.context() as patch:
         patch.setattr(Computed, "hidden", lambda *_: pytest.fail("computed again"))
         made = write_cache(out, target, packed)

@@ -272,7 +272,7 @@ def test_a_short_run_reads_what_its_steps_need(place, capsys, monkeypatch):
     named = {"target": str(place / "target"), "data": [str(place / "text.jsonl")]}
     target, read = load_target(named["target"]), {}
     for steps in (2, 10000):
-        read[steps] = run.read_data(parse(FEW | named | {"max_steps": steps}), target).report.documents
+        read[steps] = run.read_data(parse(FEW | named | {"max_steps": steps}), target)[1].documents
     assert 2 < read[2] < read[10000] / 2 and read[10000] > 20
     assert main(["train", *flags(place, "short", max_steps=2, windows_per_step=16, evaluation_sequences=0)]) == 0
     assert "MB are read, spread over all of it: what 2 steps need" in capsys.readouterr().out

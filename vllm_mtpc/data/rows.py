@@ -49,12 +49,20 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
             "give longer documents, or conversations with an assistant's turn"
         )
     row_of, at, count = _place(length, seq_len, np.random.default_rng(seed))
+    tokens, trained = np.zeros((count, seq_len), np.int32), np.zeros((count, seq_len), bool)
+    number = np.full((count, seq_len), -1, np.int32)
+    placed = [0] * count  # documents in each row so far
     order = np.lexsort((at, row_of))
-    places = np.stack([row_of, at, start, length], 1)[order].tolist()
-    rows = _fill(documents, places, count, seq_len)
-    whole, tokens = len(np.unique(document)), int(length.sum())
-    padding = 1 - tokens / (count * seq_len)
-    return rows, PackingReport(whole, len(documents) - whole, tokens, count, padding, _short(rows, window))
+    for row, first, begin, size in np.stack([row_of, at, start, length], 1)[order].tolist():
+        source, target = slice(begin, begin + size), slice(first, first + size)
+        tokens[row, target] = documents.tokens[source]
+        trained[row, target] = documents.trained[source]
+        number[row, target] = placed[row]
+        placed[row] += 1
+    rows = Rows(torch.from_numpy(tokens), torch.from_numpy(number), torch.from_numpy(trained))
+    whole, packed = len(np.unique(document)), int(length.sum())
+    padding = 1 - packed / (count * seq_len)
+    return rows, PackingReport(whole, len(documents) - whole, packed, count, padding, _short(rows, window))
 
 
 def split_validation(documents: Documents, share: float, seed: int) -> tuple[Documents, Documents]:
@@ -126,21 +134,6 @@ def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) ->
             by_space[space - length].append(row)
             open_spaces |= 1 << (space - length)
     return generator.permutation(count)[row_of], at, count
-
-
-def _fill(documents: Documents, places: list[list[int]], count: int, seq_len: int) -> Rows:
-    """places: of each piece its row, first place in it, first token and length; sorted."""
-    tokens = np.zeros((count, seq_len), np.int32)
-    document = np.full((count, seq_len), -1, np.int32)
-    trained = np.zeros((count, seq_len), bool)
-    placed = [0] * count  # documents in each row so far
-    for row, first, start, length in places:
-        source, target = slice(start, start + length), slice(first, first + length)
-        tokens[row, target] = documents.tokens[source]
-        trained[row, target] = documents.trained[source]
-        document[row, target] = placed[row]
-        placed[row] += 1
-    return Rows(torch.from_numpy(tokens), torch.from_numpy(document), torch.from_numpy(trained))
 
 
 def _short(rows: Rows, window: int) -> str | None:

@@ -53,9 +53,7 @@ class Documents:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, trained) of a document, both views."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+        """(tokens, trained) of a document from 0 on, both views."""
         part = slice(self.offsets[index], self.offsets[index + 1])
         return self.tokens[part], self.trained[part]
 
@@ -143,18 +141,12 @@ class Share:
         self.part = 1.0 if most is None else min(1.0, most / max(1, size))
         self._passed = self._taken = 0.0
 
-    def takes(self, size: int, length: int | None = None) -> bool:
-        """Whether `length` bytes (None: all) of the next record, which has `size`, are taken; of the first one yes."""
+    def takes(self, size: int, length: int) -> bool:
+        """Whether `length` bytes of the next record, which has `size`, are taken; of the first one yes."""
         taken = self._taken <= self.part * self._passed
         self._passed += size
-        self._taken += taken * (size if length is None else length)
+        self._taken += taken * length
         return taken
-
-    def piece(self, size: int) -> slice | None:
-        """What is taken of a text: all of a short one, or a piece from the middle; None: nothing."""
-        length = min(size, max(PIECE_BYTES, math.ceil(self.part * size)))
-        start = (size - length) // 2
-        return slice(start, start + length) if self.takes(size, length) else None
 
 
 def read_records(data: Iterable[str], split: str, most_bytes: int | None = None) -> Iterator[Source]:
@@ -177,10 +169,10 @@ def _file(path: Path, share: Share) -> Iterator[Source]:
         yield Source(str(path), {"bin": path, "part": share.part})
     elif path.suffix == ".jsonl":
         yield from _jsonl(path, share)
-    elif piece := share.piece(size):
-        with path.open("rb") as file:
-            file.seek(piece.start)
-            raw = file.read(piece.stop - piece.start)
+    elif share.takes(size, length := min(size, max(PIECE_BYTES, math.ceil(share.part * size)))):
+        with path.open("rb") as file:  # all of a short text, or a piece from the middle
+            file.seek((size - length) // 2)
+            raw = file.read(length)
         text = _decode(raw, str(path)) if len(raw) == size else raw.decode("utf-8", "ignore")  # cut within a letter
         if "\0" in text:
             raise UsageError(f"{path}: not a text file (it holds zero bytes); token files must be named .bin")
@@ -190,7 +182,7 @@ def _file(path: Path, share: Share) -> Iterator[Source]:
 def _jsonl(path: Path, share: Share) -> Iterator[Source]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip() or not share.takes(len(line)):
+            if not line.strip() or not share.takes(len(line), len(line)):
                 continue
             origin = f"{path}:{number}"
             try:

@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
     check_before_work(options)
     options = settled(options)
     target = read_target(options, device)
-    data = read_data(options, target, print)
-    cache = write_cache(args.out, target, data.rows, args.rows_per_shard, DTYPES.get(args.dtype), args.batch_rows)
-    index, tokens = cache.index, data.report.tokens
+    rows, report, _ = read_data(options, target, print)
+    index = write_cache(args.out, target, rows, args.rows_per_shard, DTYPES.get(args.dtype), args.batch_rows).index
     size = index.num_rows * index.row_bytes
-    print(f"{args.out}: {index.num_rows:,} rows, {tokens:,} tokens, {size / 1e9:.3f} GB, {index.dtype}")
+    print(f"{args.out}: {index.num_rows:,} rows, {report.tokens:,} tokens, {size / 1e9:.3f} GB, {index.dtype}")
     return 0

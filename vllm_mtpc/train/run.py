@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, Signals
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,14 +39,6 @@ WINDOW_BYTES = 16  # of data for each window of a run: a window starts at a toke
 LEAST_BYTES = 16 << 20  # read in any case, so that what is held out is varied
 
 
-class Data(NamedTuple):
-    """The documents of a run: packed to train on, and held out."""
-
-    rows: Rows
-    report: PackingReport
-    held_out: Documents
-
-
 def _quiet(*args: Any, **kwargs: Any) -> None:
     """What processes other than the first one print."""
 
@@ -71,10 +63,10 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
             say(f"untrained head written: {options.out}")
         return options.out
     started = time.monotonic()
-    data = read_data(options, target, say)
-    prompts = held_out_prompts(options, target, data.held_out)
+    rows, report, held_out = read_data(options, target, say)
+    prompts = held_out_prompts(options, target, held_out)
     with accelerator.main_process_first():  # one process writes the cache, the others find it
-        source = job.source(data.rows)
+        source = job.source(rows)
     windows = job.windows(source, accelerator.process_index, accelerator.num_processes)
     steps = options.max_steps or max(1, int(windows.steps_per_epoch() * options.epochs))
     trainer = Trainer(options, accelerator, job.drafter(), windows, steps)
@@ -94,9 +86,9 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
         run = {
             "minutes": round((time.monotonic() - started) / 60, 1),
             "steps": trainer.step,
-            "tokens": data.report.tokens,
-            "documents": data.report.documents,
-            "data_sha256": data_fingerprint(data.rows),
+            "tokens": report.tokens,
+            "documents": report.documents,
+            "data_sha256": data_fingerprint(rows),
             "tokens_per_second": lines[-1]["tokens_per_second"],
             "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
             "processes": accelerator.num_processes,
@@ -143,8 +135,10 @@ def read_target(options: TrainOptions, device: torch.device) -> Target:
     return target
 
 
-def read_data(options: TrainOptions, target: Target, say: Callable[..., None] = _quiet) -> Data:
-    """Documents of the data, packed, and lines on what they are. Raises UsageError where there is nothing to train on.
+def read_data(
+    options: TrainOptions, target: Target, say: Callable[..., None] = _quiet
+) -> tuple[Rows, PackingReport, Documents]:
+    """The documents to train on, packed, what became of them, and those held out. Raises UsageError without any.
 
     Of more data than the steps need, so much is read; but a folder of states is of all data, whatever the run that made
     it needed.
@@ -170,7 +164,7 @@ def read_data(options: TrainOptions, target: Target, say: Callable[..., None] = 
         f"{report.padding:.1%} padding, {report.dropped:,} documents too short")  # fmt: skip
     if report.warning:
         say(f"warning: {report.warning}", file=sys.stderr)
-    return Data(rows, report, held_out)
+    return rows, report, held_out
 
 
 def check_before_work(options: TrainOptions) -> None:

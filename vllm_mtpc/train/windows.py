@@ -79,8 +79,7 @@ class WindowSource:
         self.per_row = self.starts.sum(1)  # [N]
         if not int(self.per_row.sum()):
             raise MtpcError("no window can start anywhere in the data: give documents of two tokens or more")
-        usable = int((self.per_row > 0).sum())
-        self.block_rows = min(block_rows, usable)
+        self.block_rows = block_rows
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the block at hand, and their hidden states
 
     def blocks(self, epoch: int) -> list[Tensor]:
@@ -93,8 +92,8 @@ class WindowSource:
         """Full steps in a block; a block too small for one still makes one."""
         return max(1, int(self.per_row[block].sum()) // self.windows_per_step)
 
-    def steps_per_epoch(self, epoch: int = 0) -> int:
-        return sum(self.steps_of(block) for block in self.blocks(epoch))
+    def steps_per_epoch(self) -> int:
+        return sum(self.steps_of(block) for block in self.blocks(0))
 
     def batches(self, first_step: int = 0) -> Iterator[Windows]:
         """Steps without end, from step `first_step` on; earlier ones cost no hidden state."""
