@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 from vllm_mtpc.data.chat import chat_prompt
@@ -29,11 +30,10 @@ def held_out(count: int, length: int = 200) -> list[str]:
         usable = [cut.decode("ascii") for cut in cuts if len(cut) == length and cut.isascii()]
         middle = len(usable) // 2
         snippets.append(usable[middle:] + usable[:middle])
-    longest = max((len(found) for found in snippets), default=0)
-    spread = [found[turn] for turn in range(longest) for found in snippets if turn < len(found)]
-    if len(spread) < count:
-        raise ValueError(f"{count} prompts asked for, the held-out text has {len(spread)} openings of {length} bytes")
-    return spread[:count]
+    mixed = [found for turn in zip_longest(*snippets) for found in turn if found is not None]
+    if len(mixed) < count:
+        raise ValueError(f"{count} prompts asked for, the held-out text has {len(mixed)} openings of {length} bytes")
+    return mixed[:count]
 
 
 FORMS = '{"turns": [...]} (Spec-Bench), {"messages": [...]}, {"prompt": ...}, {"prompt_ids": [...]} or {"text": ...}'
@@ -51,9 +51,8 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
 
     tokenizer = target_tokenizer(target)
     if data:
-        found = [
-            prompt for source in read_records(data, "train") for prompt in _prompts(*source, tokenizer, count, length)
-        ]
+        by_record = (_prompts(*source, tokenizer, count, length) for source in read_records(data, "train"))
+        found = list(chain.from_iterable(by_record))
     else:
         found = [tokenizer(text)["input_ids"] for text in held_out(min(count, DEMO_PROMPTS))]
     usable = [prompt for prompt in found if 0 < len(prompt) <= longest]

@@ -45,6 +45,7 @@ class Job(ABC):
 
     def __init__(self, options: TrainOptions, target: Target) -> None:
         self.options, self.target = options, target
+        self.verifier = options.verifier or verifier_name(options.target, options.out)  # how the head names its target
         torch.manual_seed(options.seed)
 
     @classmethod
@@ -89,11 +90,6 @@ class Job(ABC):
         block_rows = options.block_rows or self.block_rows(source, world)
         sizes = options.window, options.windows_per_step, block_rows, options.seed
         return WindowSource(source, *sizes, rank, world, self.draw)
-
-    @property
-    def verifier(self) -> str:
-        """How the head names its target."""
-        return self.options.verifier or verifier_name(self.options.target, self.options.out)
 
     @abstractmethod
     def described(self) -> dict[str, Any]:

@@ -146,9 +146,9 @@ class Trainer:
         before its step alone."""
         held = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         held += [value for moments in self.optimizer.state.values() for value in moments.values()]
-        shards = [value.to_local() if isinstance(value, DTensor) else value for value in held]
         unfit = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
-        for shard in shards:
+        for value in held:
+            shard = value.to_local() if isinstance(value, DTensor) else value
             unfit += (~shard.detach().isfinite().all()).to(unfit.device)
         if self.accelerator.reduce(unfit, "sum").item():
             raise self._diverged("weights or their moments are NaN or infinite")

@@ -208,7 +208,10 @@ def on_ray(options: TrainOptions) -> Path:
     from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
-    values = absolute(options).model_dump(mode="json") | {"ray_workers": 0}
+    # Paths in full: a worker starts in a folder of its own.
+    folders = {"out": options.out.resolve(), "cache": options.cache and options.cache.resolve()}
+    whole = options.model_copy(update={**paths(options.model_dump()), **folders, "ray_workers": 0})
+    values = whole.model_dump(mode="json")
     command = shlex.join(map(public, typed()))
     has_gpu = torch.cuda.is_available() and options.device != "cpu"
     trainer = TorchTrainer(
@@ -244,9 +247,3 @@ def cause(error: Exception) -> Exception:
 
 def _ray_worker(values: dict[str, Any]) -> None:
     train(parse(values["options"]), values["command"])
-
-
-def absolute(options: TrainOptions) -> TrainOptions:
-    """The options with paths that do not depend on the folder a worker starts in."""
-    folders = {"out": options.out.resolve(), "cache": options.cache and options.cache.resolve()}
-    return options.model_copy(update=paths(options.model_dump()) | folders)
