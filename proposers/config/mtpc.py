@@ -16,7 +16,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.heads import needs_lm_head

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_mtpc.checkpoint.adapters import load_adapters
+from vllm_mtpc.checkpoint.load import load_adapters
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left

@@ -20,8 +20,7 @@ from statistics import fmean
 
 from tqdm import tqdm
 
-from vllm_mtpc.bench.decodings import Decoding, Missing
-from vllm_mtpc.bench.engines import Engine
+from vllm_mtpc.bench.decodings import Decoding, Engine, Missing
 from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 

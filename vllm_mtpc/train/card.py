@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.checkpoint.card import front_matter
+from vllm_mtpc.checkpoint.save import front_matter
 from vllm_mtpc.engine.provenance import commit, hardware, public
 
 if TYPE_CHECKING:
