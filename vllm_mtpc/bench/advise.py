@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vllm_mtpc.bench.decodings import arguments, kind_of
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.cells import Cell, measure
 from vllm_mtpc.errors import UsageError
@@ -180,7 +181,6 @@ def run(args: argparse.Namespace) -> int:
 
 def candidate(name: str, temperature: float) -> Candidate:
     """A head by folder or hub name. Raises UsageError where its acceptance is not known."""
-    from vllm_mtpc.checkpoint.inspect import measured_acceptance
     from vllm_mtpc.eval.loading import resolve
 
     folder, config = resolve(name)
@@ -210,18 +210,15 @@ def choices(head: Candidate, curves: Curves, batches: Sequence[int]) -> list[Cho
 
 def speculative_config(head: Candidate, found: Sequence[Choice]) -> dict[str, Any]:
     """What to serve it with: the K of each concurrency holds for the batch sizes down to the one before."""
-    most = max(choice.drafts for choice in found)
-    given: dict[str, Any] = {"method": head.method, "model": head.name}
-    if most == 0:
-        return given | {"num_speculative_tokens_per_batch_size": [[1, found[-1].batch, 0]]}
     ranges, start = [], 1
-    for choice in found:
-        if ranges and ranges[-1][2] == choice.drafts:
-            ranges[-1][1] = choice.batch
-        else:
-            ranges.append([start, choice.batch, choice.drafts])
-        start = choice.batch + 1
-    return given | {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
+    for drafts, same in groupby(found, key=lambda choice: choice.drafts):
+        last = max(choice.batch for choice in same)
+        ranges.append([start, last, drafts])
+        start = last + 1
+    most = max(choice.drafts for choice in found)
+    drafting = {"num_speculative_tokens": most} if most else {}
+    by_size = {"num_speculative_tokens_per_batch_size": ranges}
+    return {"method": head.method, "model": head.name, **drafting, **by_size}
 
 
 def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequence[int]) -> dict[str, Any]:

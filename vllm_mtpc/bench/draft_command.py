@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.bench import timing
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.heads import build_head
 from vllm_mtpc.report import check_file
 
 if TYPE_CHECKING:
     import torch
 
     from vllm_mtpc.heads.base import Head
+    from vllm_mtpc.kernels.filter.program import Program
 
 KIND = "bench draft"
 BATCHES = [1, 2, 4, 8, 16, 32, 64]
@@ -148,16 +151,21 @@ def default_head(vocab_size: int) -> str:
 def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """The heads one by one, so that only one is in memory."""
     import torch
+    import torch.nn.functional as F
 
     from vllm_mtpc.checkpoint import load_head
-    from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.eval.loading import resolve
-    from vllm_mtpc.heads import build_head
+
+    def case(name: str, head: Head, num_drafts: int) -> Case:
+        if head.needs_lm_head:
+            lm_head = torch.randn(head.vocab_size, head.hidden_size, dtype=dtype, device=device)
+            head.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
+        return Case(name, head, min(args.num_drafts or num_drafts, head.circuit.window - 1))
 
     for name in args.head:
         config, head = load_head(resolve(name)[0], dtype, device)
         label = f"{config.circuit} n={config.window} r={config.num_components} {config.head}"
-        yield _case(label, head, min(args.num_drafts or config.num_speculative_tokens, config.window - 1))
+        yield case(label, head, config.num_speculative_tokens)
     for sizes in args.shape:
         for circuit in args.circuits:
             target = {"vocab_size": sizes.V, "hidden_size": sizes.D}
@@ -167,19 +175,7 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
             torch.manual_seed(0)
             with torch.device(device):
                 head = build_head(config).to(dtype).eval()
-            label = f"{circuit} n={sizes.n} r={r} D={sizes.D} V={sizes.V} (random)"
-            yield _case(label, head, min(args.num_drafts or sizes.n - 1, sizes.n - 1))
-
-
-def _case(label: str, head: Head, num_drafts: int) -> Case:
-    import torch
-    import torch.nn.functional as F
-
-    weight = next(head.parameters())
-    if head.needs_lm_head:
-        lm_head = torch.randn(head.vocab_size, head.hidden_size, dtype=weight.dtype, device=weight.device)
-        head.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
-    return Case(label, head, num_drafts)
+            yield case(f"{circuit} n={sizes.n} r={r} D={sizes.D} V={sizes.V} (random)", head, sizes.n - 1)
 
 
 def row(
@@ -201,7 +197,7 @@ def row(
         "drafts": case.num_drafts,
         "batch": batch,
         "temperature": temperature,
-        **{name: time and time.to_json() for name, time in times.items()},
+        **times,
         "launches": timing.launches(both) if device.type == "cuda" else None,
         "weight_bytes": moved,
         "floor_ms": round(1000 * moved / bandwidth, 5),
@@ -211,7 +207,7 @@ def row(
 
 
 def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any], ...]:
-    """Calls to be timed: parameters; tokens from given parameters; both."""
+    """Calls to be timed: parameters; tokens from given parameters, by the kernel on a GPU; both."""
     import torch
 
     head, num_drafts = case.head, case.num_drafts
@@ -219,33 +215,33 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(batch, head.hidden_size, generator=generator).to(weight.device, weight.dtype)
     first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
-    draw = drawer(head, batch, num_drafts, temperature, weight.device)
+    if weight.device.type == "cuda":
+        leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
+        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device)
+    else:
+        draw = _definition(head.circuit.program, (batch, num_drafts, head.vocab_size), temperature)
     params = partial(head.draft_params, hidden, first, num_drafts)
     return params, partial(draw, params()), lambda: draw(params())
 
 
-def drawer(head: Head, batch: int, num_drafts: int, temperature: float, device: torch.device) -> Callable[[Any], Any]:
-    """What makes tokens of a head's parameters, with buffers of its own: the kernel on a GPU."""
+def _definition(program: Program, shape: tuple[int, int, int], temperature: float) -> Callable[[Any], torch.Tensor]:
+    """Tokens of a head's parameters as on the V1 runner, with buffers of the shape [B, K, V]."""
     import torch
 
     from vllm_mtpc.kernels.draft import naive
 
-    if device.type == "cuda":
-        leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
-        return timing.draft_kernel(head.circuit.program, leaf, temperature, device)
-    shape = (batch, num_drafts, head.vocab_size)
     probs, noise = torch.zeros(shape), torch.ones(shape)
 
     def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
         if temperature == 0:
             return log_q.argmax(dim=-1)
         torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
-        return (probs[:, k] / noise[:, k]).argmax(dim=-1)  # exponential race, as on the V1 runner
+        return (probs[:, k] / noise[:, k]).argmax(dim=-1)  # exponential race
 
     def draw(given: Any) -> torch.Tensor:
         if temperature:
             noise.exponential_()
-        return naive.draft(head.circuit.program, *given, pick)
+        return naive.draft(program, *given, pick)
 
     return draw
 

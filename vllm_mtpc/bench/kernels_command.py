@@ -238,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
     bandwidth = timing.bytes_per_second(device)
     verdicts: dict[str, Verdict] = {}
     rows: list[dict[str, Any]] = []
-    with tqdm(args.only or list(OPERATIONS), unit="operation", disable=None) as bar:
+    with torch.inference_mode(), tqdm(args.only or list(OPERATIONS), unit="operation", disable=None) as bar:
         for name in bar:
             bar.set_description(f"{name}: tests")
             verdicts[name] = judge(name, OPERATIONS[name])
@@ -288,17 +288,16 @@ def passed(summary: str) -> int:
 
 def row(name: str, case: Case, device: Any, repeats: int, bandwidth: float) -> dict[str, Any]:
     """Times of one case; the kernel's only on a GPU."""
-    import torch
-
-    calls = {"naive": case.naive, "eager": case.eager, "kernel": case.kernel if device.type == "cuda" else None}
-    with torch.inference_mode():
-        times = {key: None if call is None else timing.measure(call, device, repeats) for key, call in calls.items()}
-    own = times["kernel"]
+    calls = {"naive_ms": case.naive, "eager_ms": case.eager, "kernel_ms": case.kernel}
+    if device.type != "cuda":
+        calls["kernel_ms"] = None
+    times = {key: call and timing.measure(call, device, repeats) for key, call in calls.items()}
+    floor_ms = 1000 * case.moved / bandwidth
     return {
         "operation": name,
         "sizes": case.sizes,
-        **{f"{key}_ms": None if time is None else time.to_json() for key, time in times.items()},
+        **times,
         "bytes": case.moved,
-        "floor_ms": round(1000 * case.moved / bandwidth, 5),
-        "of_bandwidth": None if own is None else round(1000 * case.moved / bandwidth / own.median, 4),
+        "floor_ms": round(floor_ms, 5),
+        "of_bandwidth": times["kernel_ms"] and round(floor_ms / times["kernel_ms"].median, 4),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 from statistics import median
@@ -67,8 +67,8 @@ def _row(found: list[Pass], plain_bytes: int | None) -> Row:
         **_steps(found, accepted),
         "acceptance_per_position": [round(rate, 4) for rate in accepted.per_position],
         "identical": _identical(found),
-        "ttft_ms": _milliseconds(measured, lambda one: one.first_token_seconds),
-        "tpot_ms": _milliseconds(measured, lambda one: one.token_seconds),
+        "ttft_ms": _milliseconds([one.first_token_seconds for one in measured]),
+        "tpot_ms": _milliseconds([one.token_seconds for one in measured]),
         "gpu_mib_added": round((plain_bytes - own_bytes) / 2**20, 1) if is_known else None,
         "speedups": [round(value, 4) for value in speedups],
         "seconds": [round(sum(one.seconds), 4) for one in measured],
@@ -83,17 +83,13 @@ def _steps(found: list[Pass], accepted: Acceptance) -> Row:
         unknown = dict.fromkeys(("drafted_share", "rows_per_step", *STEP_PARTS))
         return {"tokens_per_step": round(accepted.tokens_per_step, 4), **unknown}
     requests = sum(one.request_steps for one in steps)
-    step_ms, target_ms, draft_ms = (
-        median(getattr(one, name) for one in steps) for name in ("step_ms", "target_ms", "draft_ms")
-    )
+    times = {name: median(getattr(one, name) for one in steps) for name in ("step_ms", "target_ms", "draft_ms")}
     return {
         "tokens_per_step": round(1 + accepted.accepted_tokens / requests, 4),
         "drafted_share": round(min(1.0, accepted.drafts / requests), 4),
         "rows_per_step": round(sum(one.rows for one in steps) / requests, 3),
-        "step_ms": round(step_ms, 4),
-        "target_ms": round(target_ms, 4),
-        "draft_ms": round(draft_ms, 4),
-        "draft_share": round(draft_ms / step_ms, 4),
+        **{name: round(value, 4) for name, value in times.items()},
+        "draft_share": round(times["draft_ms"] / times["step_ms"], 4),
     }
 
 
@@ -105,9 +101,9 @@ def _identical(found: list[Pass]) -> list[int] | None:
     return [sum(mine.identical(plain) for mine, plain in pairs), sum(len(plain.outputs) for _, plain in pairs)]
 
 
-def _milliseconds(measured: Sequence[Any], seconds: Callable[[Any], float | None]) -> float | None:
-    found = [value for value in map(seconds, measured) if value is not None]
-    return round(1000 * median(found), 3) if found else None
+def _milliseconds(seconds: Sequence[float | None]) -> float | None:
+    known = [value for value in seconds if value is not None]
+    return round(1000 * median(known), 3) if known else None
 
 
 def differing(found: Sequence[Row]) -> list[Row]:

@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,12 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.data import prompts
 
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory() as temporary:
-        comparison = measure(args, members, settings, texts, args.logs or Path(temporary), on_gpu)
+    with contextlib.ExitStack() as stack:
+        # a SIGTERM raises SystemExit here, so that engines are ended on the way out
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        comparison = measure(args, members, settings, texts, logs, on_gpu)
     unsaid = ("json", "logs", "untyped", "run", "bench")
     given = {key: provenance.public(value) for key, value in vars(args).items() if key not in unsaid}
     result = {
@@ -199,16 +202,6 @@ def print_result(result: dict[str, Any]) -> None:
     print(f"identical greedy outputs: {sum(a for a, _ in checked)} of {sum(b for _, b in checked)}")
     for row in report.differing(found):
         print(f"{report.place(row)}: greedy output differs from plain vLLM's")
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """A SIGTERM raises SystemExit here, so that engines are ended on the way out."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.report import print_table, write_json
@@ -23,23 +24,17 @@ COPIED = {"cpu": 256 << 20, "cuda": 2 << 30}  # bytes; beyond every cache
 
 
 class Time(NamedTuple):
-    """Milliseconds of a call."""
+    """Milliseconds of a call, in a result a list."""
 
     median: float
     lower: float  # quartiles
     upper: float
 
-    def to_json(self) -> list[float]:
-        return [round(value, 5) for value in self]
-
 
 def measure(call: Callable[[], Any], device: Any, repeats: int) -> Time:
     """Times `call`, which works on torch device `device`; on a GPU by events, its caches overwritten in between."""
     values = _on_gpu(call, repeats) if device.type == "cuda" else _on_cpu(call, repeats)
-    if repeats == 1:
-        return Time(values[0], values[0], values[0])
-    lower, _, upper = quantiles(values, n=4, method="inclusive")
-    return Time(median(values), lower, upper)
+    return Time(*(round(float(value), 5) for value in np.quantile(values, (0.5, 0.25, 0.75))))
 
 
 def _on_cpu(call: Callable[[], Any], repeats: int) -> list[float]:

@@ -36,7 +36,7 @@ def inspect_head(path: str | Path) -> Report:
     from vllm_mtpc.checkpoint.load import read_config  # torch: not before the path is known to be good
 
     config = read_config(folder)
-    kind, files = FAMILIES[config.speculators_model_type].facts(folder, config)
+    own, files = FAMILIES[config.speculators_model_type].facts(folder, config)
     verifier = config.speculators_config.verifier
     target = verifier_path(folder, verifier.name_or_path)
     tensors = {name: tensor for file in files for name, tensor in _tensors(folder / file).items()}
@@ -45,7 +45,10 @@ def inspect_head(path: str | Path) -> Report:
         "path": str(folder),
         "tokens_per_step": {key: 1 + math.fsum(values) for key, values in accepted.items()},
         "accepted_up_to": accepted,
-        **kind,
+        "method": config.speculators_model_type,
+        "window": config.window,
+        "drafts_per_step": config.num_speculative_tokens,
+        **own,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
@@ -62,11 +65,7 @@ def inspect_head(path: str | Path) -> Report:
             "found": None if target is None else os.path.isdir(target),  # None: a name on the hub
             "architectures": verifier.architectures,
         },
-        "trained_sampling": {
-            "temperature": config.trained_temperature,
-            "top_k": config.trained_top_k,
-            "top_p": config.trained_top_p,
-        },
+        "trained_sampling": {name: getattr(config, f"trained_{name}") for name in ("temperature", "top_k", "top_p")},
         "format_version": config.format_version,
         "provenance": _provenance(folder / PROVENANCE_FILE),
     }
@@ -78,11 +77,8 @@ def mtpc_facts(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
 
     adapters = check_head(folder, config)
     return {
-        "method": "mtpc",
         "circuit": config.circuit,
-        "window": config.window,
         "num_components": config.num_components,
-        "drafts_per_step": config.num_speculative_tokens,
         "proposal": config.draft_sample_method,
         "head": config.head,
         "expander": {option.name: getattr(config, option.name) for option in HEADS[config.head].options},
@@ -95,21 +91,11 @@ def ptp_facts(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
     from vllm_mtpc.checkpoint.ptp import check_ptp
     from vllm_mtpc.heads.adapters import ADAPTER_WEIGHTS_FILE
 
-    adapters = check_ptp(folder, config)
-    options = {"u_features": config.u_features, "u_hidden": config.u_hidden}
-    return {
-        "method": "ptp",
-        "variant": config.variant,
-        "informed": config.informed,
-        "window": config.window,
-        "drafts_per_step": config.num_speculative_tokens,
-        "u_embedding": config.u_embedding,
-        "u_options": {key: value for key, value in options.items() if value is not None},
-        "late_width": config.late_width,
-        "law_trust": config.law_trust,
-        "adapters": adapters._asdict(),
-        "accepted": config.accepted,
-    }, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
+    own = ("variant", "informed", "u_embedding", "late_width", "law_trust", "accepted")
+    options = config.model_dump(include={"u_features", "u_hidden"}, exclude_none=True)
+    adapters = check_ptp(folder, config)._asdict()
+    found = {name: getattr(config, name) for name in own} | {"u_options": options, "adapters": adapters}
+    return found, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
 
 
 def _tensors(file: Path) -> dict[str, Report]:

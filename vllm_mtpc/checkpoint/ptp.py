@@ -124,14 +124,11 @@ def _read(
                 "config.json or copy the head again"
             )
     check_digest(folder, U_EMBED_FILE)
+    u_embed = read_tensors(file, lambda shapes: _check_embedding(file, shapes, config))
+    adapters = folder / ADAPTER_WEIGHTS_FILE, range(config.num_layers), config.lora_rank, config.hidden_size
     u_embed, lora = (
         {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
-        for tensors in (
-            read_tensors(file, lambda shapes: _check_embedding(file, shapes, config)),
-            read_adapters(
-                folder / ADAPTER_WEIGHTS_FILE, range(config.num_layers), config.lora_rank, config.hidden_size
-            ),
-        )
+        for tensors in (u_embed, read_adapters(*adapters))
     )
     return modules, u_embed, lora
 
@@ -139,22 +136,17 @@ def _read(
 def _adapted_modules(file: Path, config: PtpConfig) -> list[str]:
     """As PEFT's config and the names of the adapters say; raises CheckpointError where config.json says otherwise."""
     _, rank, alpha, modules = read_adapter_config(file, lambda layers: layers is None, "null, adapters on every layer")
-    for key, given in (("lora_rank", rank), ("lora_alpha", alpha)):
-        if given != (wanted := getattr(config, key)):
-            theirs = "r" if key == "lora_rank" else key
-            raise CheckpointError(
-                f"{file}: {theirs} = {given}, but config.json says {key}={wanted}; save the head again"
-            )
-    if unknown := sorted(set(modules) - set(MODULES)):
+    if (rank, alpha) != (config.lora_rank, config.lora_alpha):
         raise CheckpointError(
-            f"{file}: target_modules has {', '.join(unknown)}; allowed: {', '.join(MODULES)}; save the head again"
+            f"{file}: r = {rank}, lora_alpha = {alpha}, but config.json says lora_rank={config.lora_rank}, "
+            f"lora_alpha={config.lora_alpha:g}; save the head again"
         )
     with open_tensors(file.with_name(ADAPTER_WEIGHTS_FILE)) as handle:
         found = module_names(handle.keys())
     if found and found != modules:
         raise CheckpointError(
             f"{file}: target_modules is {', '.join(modules)}, but {ADAPTER_WEIGHTS_FILE} has adapters of "
-            f"{', '.join(found)}; save the head again"
+            f"{', '.join(found)}; allowed: {', '.join(MODULES)}; save the head again"
         )
     return modules
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, check_out, download, verifier_name
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import MAX_INDEX, MAX_NAME, open_tensors, read_json
+from vllm_mtpc.heads import build_head
 
 if TYPE_CHECKING:
     import argparse
 
     from torch import Tensor
-
-    from vllm_mtpc.config.mtpc import HeadConfig
 
 LM_HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
@@ -42,11 +42,7 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
 
     Raises CheckpointError where the target has one head or none.
     """
-    import torch
-
     from vllm_mtpc.checkpoint.save import converted_card, save_head
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.heads import build_head
 
     check_out(out)
     # all weights of the target, which serving it needs anyway
@@ -66,8 +62,7 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
     provenance = {"command": f"vllm-mtpc token-heads {name} --out {out}"}
     about = f"The prediction heads that `{verifier}` was trained with, unchanged."
     card = converted_card(config, f"{config.circuit} head of {heads} prediction heads", about)
-    dtype = weight.dtype if weight.dtype in (torch.float16, torch.bfloat16) else torch.float32
-    save_head(out, config, head, provenance, card, dtype)
+    save_head(out, config, head, provenance, card, weight.dtype)
     return config
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, ConvertOptions, target_config
+from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, ConvertOptions, adapters_of, target_config
 from vllm_mtpc.checkpoint.convert.tensors import Tensors, sort_tensors, sum_tensors
 from vllm_mtpc.checkpoint.convert.yaml import Settings
 from vllm_mtpc.checkpoint.load import FLOATS, check_adapter_shapes, module_names
@@ -34,7 +34,7 @@ from vllm_mtpc.checkpoint.save import converted_card, save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, MODULES, Adapters
+from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, Adapters
 
 # Their kinds of circuits that are built here; others (random-btree) have no position order.
 KINDS = ("fully-factorized", "cp", "hmm", "btree")
@@ -55,10 +55,7 @@ _HEAD_KEYS = (  # of mt_head.hyperparameters; those not read say how training st
 )
 _ADAPTERS = "adaptor.hyperparameters"
 _ADAPTER_KEYS = ("layers_to_transform", "lora_alpha", "lora_dropout", "r", "target_modules")
-_ADAPTER = re.compile(
-    r"_lm\.(?P<inner>base_model\.model\.(?:\w+\.)*layers\.(?P<layer>\d+)\.[\w.]*?(?P<module>\w+)\.lora_[AB])"
-    r"(?:\.default)?\.weight"
-)
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class _Head(NamedTuple):
@@ -187,17 +184,10 @@ def _adapters(path: Path, lora: Mapping[str, Tensor], settings: Settings, target
             f"{path}: has {len(lora)} adapter tensors, but config.yaml says {_ADAPTERS}: r = {rank}, lora_alpha = "
             f"{alpha}; keep the checkpoint and its own config.yaml together"
         )
-    tensors, found = {}, set()
-    for name, value in lora.items():
-        match = _ADAPTER.fullmatch(name)
-        if match is None or match["module"] not in MODULES:
-            raise CheckpointError(
-                f"{path}: lm.{name} is no adapter of draft layers; allowed: lora_A and lora_B of {', '.join(MODULES)}"
-            )
-        tensors[f"{match['inner']}.weight"] = value
-        found.add(int(match["layer"]))
-    layers, total, stated = sorted(found), target.get("num_hidden_layers"), given.get("layers_to_transform")
-    end = layers[-1] + 1 if total is None else total
+    tensors = adapters_of(path, lora)
+    layers = sorted({int(match[1]) for match in map(_LAYER.search, tensors) if match})
+    total, stated = target.get("num_hidden_layers"), given.get("layers_to_transform")
+    end = max(layers, default=-1) + 1 if total is None else total
     if (
         layers != list(range(end - len(layers), end))
         or len(layers) not in ALLOWED_LAYERS

@@ -10,7 +10,6 @@ Weights of the target in such a file are left out: a head uses its target's own.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.convert.source import ConvertOptions, load, target_config
+from vllm_mtpc.checkpoint.convert.source import ConvertOptions, adapters_of, load, target_config
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.checkpoint.ptp import save_ptp
 from vllm_mtpc.checkpoint.save import converted_card
@@ -29,9 +28,6 @@ from vllm_mtpc.files import check_lengths
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 
 DEFAULT_WINDOW = 16  # auxiliary rows the authors train with
-_ADAPTER = re.compile(r"(base_model\.model\..*\.lora_[AB])(?:\.default)?\.weight")
-
-
 # prefixes of the model that drafts and of its u-embedding
 LAYOUTS = {"official": ("model.", "model.u_embed."), "fork": ("student.", "student.u_adapter.")}
 
@@ -123,15 +119,8 @@ def _layout(path: Path, state: Mapping[str, Tensor], asked: str) -> str:
 
 def _adapters(path: Path, state: Mapping[str, Tensor], student: str) -> dict[str, Tensor]:
     """The student's adapters by PEFT's names on disk."""
-    lora: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if not key.startswith(student) or ".lora_" not in key:
-            continue
-        place = key.find("base_model.model.")
-        match = _ADAPTER.fullmatch(key[place:]) if place >= 0 else None
-        if match is None:
-            raise CheckpointError(f"{path}: {key} is no adapter PTP heads have; allowed: A and B of linear layers")
-        lora[f"{match[1]}.weight"] = value
+    lora = {name: value for name, value in state.items() if name.startswith(student) and ".lora_" in name}
+    lora = adapters_of(path, lora)
     if not any(".lora_A." in name for name in lora):
         raise CheckpointError(
             f"{path}: has no adapters (lora_A, lora_B): it trained the model's own weights, and a PTP head shares its "

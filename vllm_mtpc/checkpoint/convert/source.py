@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_mtpc.checkpoint.locate import HUB_NAME, PICKLE_SUFFIXES
 from vllm_mtpc.errors import CheckpointError, first_line
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SETTINGS_FILE = "config.yaml"  # beside an MtPC checkpoint
 SHARED = ("ckpt", "target", "out", "temperature", "top_k", "top_p")  # what an MtPC head does not say itself
+_ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
 
 
@@ -82,6 +86,16 @@ def load(path: Path) -> Any:
             f"{path}: cannot be read as tensors alone ({first_line(error)}); other pickled objects are never loaded: "
             "where you trust the file, load it, save its state dict again with torch.save and convert that"
         ) from None
+
+
+def adapters_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters by PEFT's names on disk; raises CheckpointError for what is none."""
+    found = {}
+    for name, value in tensors.items():
+        if (match := _ADAPTER.search(name)) is None:
+            raise CheckpointError(f"{path}: {name} is no adapter heads have; allowed: lora_A, lora_B of linear layers")
+        found[f"{match[0]}.weight"] = value
+    return found
 
 
 def target_config(name: str) -> dict[str, Any]:
