@@ -25,7 +25,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
-from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.heads import shipped

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_mtpc.checkpoint.adapters import load_adapters
+from vllm_mtpc.checkpoint.load import load_adapters
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left

@@ -16,7 +16,7 @@ from vllm.config.parallel import ParallelConfig
 from tests.support.configs import engine_config, ptp_config, refusal
 from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.proposers.config import schedule
 from vllm_mtpc.proposers.config.plan import most_drafts
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer

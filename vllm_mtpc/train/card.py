@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.checkpoint.card import front_matter
+from vllm_mtpc.checkpoint.save import front_matter
 from vllm_mtpc.engine.provenance import commit, hardware, public
 from vllm_mtpc.report import markdown
 
