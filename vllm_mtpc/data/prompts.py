@@ -46,7 +46,7 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
     more than ``count``, those taken are spread evenly. Raises UsageError where nothing is left,
     UsageError where there is no tokenizer.
     """
-    from vllm_mtpc.hf.names import target_tokenizer
+    from vllm_mtpc.hf.model import target_tokenizer
 
     tokenizer = target_tokenizer(target)
     if data:

@@ -16,7 +16,7 @@ from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
 from vllm_mtpc.data.sources import load_documents, size_of
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf import load_target
-from vllm_mtpc.hf.names import target_config
+from vllm_mtpc.hf.model import target_config
 from vllm_mtpc.train.options import TrainOptions
 
 if TYPE_CHECKING:
