@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import synthetic
-from vllm_mtpc.bench.engines import arguments
+from vllm_mtpc.bench.decodings import arguments
 from vllm_mtpc.engine import cells, provenance
 from vllm_mtpc.guard import guard
 from vllm_mtpc.report import write_json

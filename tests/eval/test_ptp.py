@@ -11,7 +11,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import ptp_acceptance as ptp
 from vllm_mtpc.eval.ptp_acceptance import request_u
 from vllm_mtpc.eval.text import Samples, Sampling, generate
-from vllm_mtpc.heads.ptp.trust import conditional
+from vllm_mtpc.heads.ptp.distribution import conditional
 from vllm_mtpc.kernels.pick import pick
 
 SAMPLED = Sampling(0.8, 0.9, top_k=20)

@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if args.simulate:
         evaluator.check_decoding("--simulate")
     target = evaluator.target
-    how = {"split": args.split, "seed": args.seed, "vocab_size": target.vocab_size}
-    texts = prompts(load_documents(args.data, target.tokenizer, **how), args.sequences, args.prompt_tokens, args.seed)
+    documents = load_documents(args.data, target.tokenizer, split=args.split, vocab_size=target.vocab_size)
+    texts = prompts(documents, args.sequences, args.prompt_tokens, args.seed)
     drafts = check_drafts(config.window, args.num_drafts, config.num_speculative_tokens)
     check_length(target.name, target.config, texts, args.new_tokens + drafts, "--new-tokens")
     results = [evaluator.measure(texts, temperature, drafts, args) for temperature in args.temperature]

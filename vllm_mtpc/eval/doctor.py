@@ -172,7 +172,7 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
 
     config, tokenizer = target_config(target).get_text_config(), target_tokenizer(target)
     if args.data:
-        documents = load_documents(args.data, tokenizer, seed=args.seed, most_bytes=PROMPT_BYTES * args.prompts)
+        documents = load_documents(args.data, tokenizer, most_bytes=PROMPT_BYTES * args.prompts)
         found = [prompt.tolist() for prompt in prompts(documents, args.prompts, args.prompt_tokens, args.seed)]
     else:
         found = [tokenizer(text).input_ids[: args.prompt_tokens] for text in held_out(args.prompts)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint import find_head, read_config, resolve_head, resolve_verifier
 from vllm_mtpc.config.base import AnyHeadConfig
-from vllm_mtpc.data.documents import Documents
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.evaluator import Evaluator
 from vllm_mtpc.eval.text import Sampling

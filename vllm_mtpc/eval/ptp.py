@@ -28,7 +28,7 @@ from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, generate
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.proposers.config.groups import VARIANTS, GroupTable, choose_groups, drafts_of_rows
+from vllm_mtpc.proposers.config.plan import VARIANTS, GroupTable, choose_groups, drafts_of_rows
 
 ROWS_PER_DRAFT = (2, 4)  # budgets shown: so many auxiliary rows per draft of a step
 NOT_PICKED = 0.01  # of the tokens may be others than u picks, by rounding

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads.adapters import DraftLayers
-from vllm_mtpc.heads.ptp.law import processed
+from vllm_mtpc.heads.ptp.distribution import processed
 from vllm_mtpc.hf import Session, Target
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold
