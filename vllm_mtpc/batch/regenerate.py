@@ -60,7 +60,7 @@ def regenerate(options: RegenerateOptions) -> Path:
         raise UsageError("responses are written by vllm, which is not installed; type: pip install vllm")
     from vllm_mtpc.batch.output import Responses
     from vllm_mtpc.batch.prompts import collect
-    from vllm_mtpc.hf.names import tokenizer_if_any
+    from vllm_mtpc.hf.model import tokenizer_if_any
 
     tokenizer = tokenizer_if_any(options.target)
     requests = collect(options, tokenizer)

@@ -47,7 +47,7 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
     more than ``count``, those taken are spread evenly. Raises UsageError without a tokenizer and where none is left.
     """
     from vllm_mtpc.data.sources import read_records
-    from vllm_mtpc.hf.names import target_tokenizer
+    from vllm_mtpc.hf.model import target_tokenizer
 
     tokenizer = target_tokenizer(target)
     if data:
