@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from vllm_mtpc.batch.lines import Line, read
-from vllm_mtpc.batch.output import Parts, cut, record
+from vllm_mtpc.batch.lines import Line, Parts, cut, read, record
 from vllm_mtpc.errors import UsageError
 
 
@@ -100,12 +99,13 @@ def test_answered_lines_are_not_cut_again(tmp_path, request, input_, where):
     output = Parts(where.format(tmp_path=tmp_path, name=request.node.name.replace("/", "_")))
     assert output.begin({"model": "m"}, input_) == set()
     parts = cut(input_.lines, set(), 4)
-    assert [len(part.lines) for part in parts] == [4, 4, 2]
-    output.write(parts[1].name, answers(parts[1].lines))
-    output.write(parts[1].name, answers(parts[1].lines))  # twice is once
+    assert [len(part) for part in parts.values()] == [4, 4, 2]
+    name = list(parts)[1]
+    output.write(name, answers(parts[name]))
+    output.write(name, answers(parts[name]))  # twice is once
     answered = output.begin({"model": "m"}, input_)
     assert answered == {"4", "5", "6", "7"}
-    left = [line.id for part in cut(input_.lines, answered, 4) for line in part.lines]
+    left = [line.id for part in cut(input_.lines, answered, 4).values() for line in part]
     assert left == ["0", "1", "2", "3", "8", "9"]
 
 

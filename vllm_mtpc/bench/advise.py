@@ -154,7 +154,7 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
     from vllm_mtpc.bench import curves
     from vllm_mtpc.bench.engines import arguments
     from vllm_mtpc.engine import provenance
-    from vllm_mtpc.engine.cells import measure
+    from vllm_mtpc.engine.steps import measure
     from vllm_mtpc.eval.loading import resolve, target_of
 
     target = target_of(*resolve(heads[0].name), args.target)

@@ -8,7 +8,7 @@ The file that `vllm-mtpc advise --measure` writes and `--curves` reads is JSON:
 
 Pairs are read too: [rows, ms] for steps known by their rows alone, [batch, ms] for drafts of any length.
 
-engine/cells.py measures them.
+engine/steps.py measures them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mtpc.engine.cells import Cell
+from vllm_mtpc.engine.steps import Cell
 from vllm_mtpc.errors import UsageError
 
 

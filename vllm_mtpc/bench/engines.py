@@ -9,12 +9,11 @@ from typing import Any
 
 from vllm_mtpc.bench import serve
 from vllm_mtpc.bench.decodings import Decoding
-from vllm_mtpc.engine import offline
 from vllm_mtpc.engine.options import flags
-from vllm_mtpc.engine.passes import Prompt
+from vllm_mtpc.engine.passes import Prompt, Resident, launched
 
 CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
-Engine = offline.Resident | serve.Served
+Engine = Resident | serve.Served
 
 
 def arguments(
@@ -43,7 +42,7 @@ def start(
     place = "".join(letter if letter.isalnum() else "-" for letter in f"{decoding.name}-{decoding.group}")
     log = logs / f"{place}.log"
     if not over_http:
-        with offline.launched({**engine, **speculative}, prompts, log, decoding.environment) as waiting:
+        with launched({**engine, **speculative}, prompts, log, decoding.environment) as waiting:
             _ = waiting.about  # waits until it is ready
             yield waiting
         return

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_mtpc.errors import UsageError, one_line
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own variable
+
+
+def parse_mapping(value: Any) -> Any:
+    """A mapping that may be JSON, for validators."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'not JSON ({error}); type it as \'{{"key": "value"}}\'') from None
+
+
+FROM_JSON = BeforeValidator(parse_mapping)
 
 
 class EngineOptions(BaseModel):
@@ -19,19 +32,18 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="the target: folder that every node sees, or hub name")
-    speculative_config: dict[str, Any] | None = Field(None, description="as of `vllm serve`, JSON")
+    speculative_config: Annotated[dict[str, Any] | None, FROM_JSON] = Field(
+        None, description="as of `vllm serve`, JSON"
+    )
     replicas: int = Field(1, ge=1, description="engines")
     cpus: float = Field(1, ge=0, description="CPUs that Ray sets aside for an engine")
     gpus: float | None = Field(None, ge=0, description="GPUs of an engine; by default what its parallel sizes need")
-    env: dict[str, str] = Field({}, description="environment of an engine, on top of its node's, JSON")
+    env: Annotated[dict[str, str], FROM_JSON] = Field(
+        {}, description="environment of an engine, on top of its node's, JSON"
+    )
     start_timeout_s: float = Field(1800, gt=0, description="longest start of an engine")
     attempts: int = Field(3, ge=1, description="engines that a request is given to, one after the other died with it")
     engine: dict[str, Any] = Field({}, description="flags of `vllm serve`")
-
-    @field_validator("speculative_config", "env", mode="before")
-    @classmethod
-    def _mapping(cls, value: Any) -> Any:
-        return parse_mapping(value)
 
     @property
     def command(self) -> list[str]:
@@ -72,16 +84,6 @@ def validated(model: type[Options], given: dict[str, Any], example: str) -> Opti
         raise UsageError(f"api_key: every user of a machine sees its command lines; type: {API_KEY}=... {example}")
     check_flags(options.command)
     return options
-
-
-def parse_mapping(value: Any) -> Any:
-    """A mapping that may be JSON, for validators."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f'not JSON ({error}); type it as \'{{"key": "value"}}\'') from None
 
 
 def flags(values: dict[str, Any]) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from vllm_mtpc.engine.options import API_KEY, EngineOptions, parse_mapping, validated
+from vllm_mtpc.engine.options import API_KEY, FROM_JSON, EngineOptions, parse_mapping, validated
 from vllm_mtpc.errors import UsageError
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
@@ -20,17 +20,12 @@ class ServeOptions(EngineOptions):
     min_replicas: int = Field(1, ge=0, description="fewest engines when nothing is asked (autoscaling)")
     max_replicas: int | None = Field(None, ge=1, description="most engines; naming it turns autoscaling on")
     target_ongoing_requests: int = Field(16, ge=1, description="requests at an engine that autoscaling aims at")
-    autoscaling: dict[str, Any] = Field(
+    autoscaling: Annotated[dict[str, Any], FROM_JSON] = Field(
         {}, description="other keys of Serve's autoscaling_config, JSON: upscale_delay_s"
     )
     max_ongoing_requests: int = Field(256, ge=1, description="most requests at an engine; others wait in Serve")
     request_timeout_s: float = Field(600, gt=0, description="longest wait for an answer, or the next part of a stream")
     health_period_s: float = Field(5, gt=0, description="time between two looks at an engine")
-
-    @field_validator("autoscaling", mode="before")
-    @classmethod
-    def _autoscaling(cls, value: Any) -> Any:
-        return parse_mapping(value)
 
     @model_validator(mode="after")
     def _limits(self) -> ServeOptions:
