@@ -47,9 +47,8 @@ def serve(
 ) -> list[Served]:
     """Serves every prompt at every temperature. ``engine``: keyword arguments of ``vllm.LLM``.
 
-    ``alone``: so many prompts are asked once more, one after the other: further answers, with ``at_once`` 1.
-
-    ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds).
+    ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds); ``alone``: so many
+    prompts are asked once more, one after the other: further answers, with ``at_once`` 1.
 
     Raises EngineFailed, with the end of the log, where the engine does not answer.
     """
@@ -63,21 +62,16 @@ def answers(
     llm: Any, items: Iterator[Any], temperatures: list[float], sampling: dict[str, Any], alone: int
 ) -> Iterator[Served]:
     """The job of `serve`: (prompt, seed) pairs are answered at each temperature, and the first `alone` once more."""
-    from vllm import SamplingParams
-
     dtype, asked = str(llm.llm_engine.model_config.dtype).removeprefix("torch."), list(items)
     for temperature in temperatures:
         for at_once, some in ((None, asked), (1, asked[:alone])):
-            if some:
-                prompts = [{"prompt_token_ids": prompt} for prompt, _ in some]
-                how = [SamplingParams(**sampling, temperature=temperature, seed=seed) for _, seed in some]
-                before, begun, size = Acceptance.read(), time.monotonic(), at_once or len(some)
-                found = []
-                for start in range(0, len(some), size):
-                    part = slice(start, start + size)
-                    found += llm.generate(prompts[part], how[part], use_tqdm=False)
-                seconds, outputs = time.monotonic() - begun, [list(one.outputs[0].token_ids) for one in found]
-                yield Served(temperature, outputs, Acceptance.read() - before, dtype, seconds, at_once)
+            if not some:
+                continue
+            before, begun, size, outputs = Acceptance.read(), time.monotonic(), at_once or len(some), []
+            for start in range(0, len(some), size):
+                outputs += _generate(llm, some[start : start + size], {**sampling, "temperature": temperature})
+            seconds, counted = time.monotonic() - begun, Acceptance.read() - before
+            yield Served(temperature, [list(one.token_ids) for one in outputs], counted, dtype, seconds, at_once)
 
 
 def waves(llm: Any, items: Iterator[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
@@ -85,20 +79,26 @@ def waves(llm: Any, items: Iterator[dict[str, Any]], sampling: dict[str, Any]) -
 
     Answers are in any order; one without `response_ids` was skipped: its prompt leaves no room for a token.
     """
-    from vllm import SamplingParams
-
     yield []
     room, size = llm.llm_engine.model_config.max_model_len - 1, WAVE
     while requests := list(islice(items, size)):
         begun = time.monotonic()
         fitting = [one for one in requests if len(one["prompt_ids"]) <= room]
-        prompts = [{"prompt_token_ids": one["prompt_ids"]} for one in fitting]
-        how = [SamplingParams(seed=int(one["id"][:8], 16), **sampling) for one in fitting]
-        outputs = llm.generate(prompts, how, use_tqdm=False) if fitting else []
         found = [{"id": one["id"]} for one in requests if len(one["prompt_ids"]) > room]
-        for one, (answer, *_) in zip(fitting, (output.outputs for output in outputs), strict=True):
-            ids = {"id": one["id"], "response_ids": list(answer.token_ids)}
-            found.append({**ids, "finish_reason": answer.finish_reason})
+        outputs = _generate(llm, [(one["prompt_ids"], int(one["id"][:8], 16)) for one in fitting], sampling)
+        for one, output in zip(fitting, outputs, strict=True):
+            ids = {"id": one["id"], "response_ids": list(output.token_ids)}
+            found.append({**ids, "finish_reason": output.finish_reason})
         yield found
         seconds = max(time.monotonic() - begun, 1e-3)
         size = min(LARGEST, 4 * size, max(SMALLEST, int(size * WAVE_SECONDS / seconds)))
+
+
+def _generate(llm: Any, asked: Sequence[Any], sampling: dict[str, Any]) -> list[Any]:
+    """vLLM's outputs to (prompt, seed) pairs."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+    how = [SamplingParams(**sampling, seed=seed) for _, seed in asked]
+    outputs = llm.generate(prompts, how, use_tqdm=False) if asked else []
+    return [output.outputs[0] for output in outputs]
