@@ -43,7 +43,7 @@ COMMANDS = {
     "doctor": Command("compare what vLLM serves with what was expected", "vllm_mtpc.eval.doctor"),
     "generate": Command("continue a prompt: plain, unverified, or as it is served", "vllm_mtpc.eval.generate"),
     "batch": Command("answer files of prompts, on one engine or on Ray, resumed", "vllm_mtpc.batch.command"),
-    "bench": Command("measure: plain vLLM, peers and heads; drafts; kernels", "vllm_mtpc.bench.command"),
+    "bench": Command("measure: plain vLLM, peers and heads; drafts; kernels", "vllm_mtpc.bench"),
     "advise": Command("choose head, drafts and schedule from measured costs", "vllm_mtpc.bench.advise"),
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.eval.inspect_command"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import synthetic
-from vllm_mtpc.bench.engines import arguments
+from vllm_mtpc.bench.decodings import arguments
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.steps import measure

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_mtpc.errors import UsageError, one_line
 
@@ -23,27 +23,22 @@ def parse_mapping(value: Any) -> Any:
         raise ValueError(f'not JSON ({error}); type it as \'{{"key": "value"}}\'') from None
 
 
-FROM_JSON = BeforeValidator(parse_mapping)
-
-
 class EngineOptions(BaseModel):
     """One `vllm serve`, and what Ray sets aside for it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="the target: folder that every node sees, or hub name")
-    speculative_config: Annotated[dict[str, Any] | None, FROM_JSON] = Field(
-        None, description="as of `vllm serve`, JSON"
-    )
+    speculative_config: dict[str, Any] | None = Field(None, description="as of `vllm serve`, JSON")
     replicas: int = Field(1, ge=1, description="engines")
     cpus: float = Field(1, ge=0, description="CPUs that Ray sets aside for an engine")
     gpus: float | None = Field(None, ge=0, description="GPUs of an engine; by default what its parallel sizes need")
-    env: Annotated[dict[str, str], FROM_JSON] = Field(
-        {}, description="environment of an engine, on top of its node's, JSON"
-    )
+    env: dict[str, str] = Field({}, description="environment of an engine, on top of its node's, JSON")
     start_timeout_s: float = Field(1800, gt=0, description="longest start of an engine")
     attempts: int = Field(3, ge=1, description="engines that a request is given to, one after the other died with it")
     engine: dict[str, Any] = Field({}, description="flags of `vllm serve`")
+
+    _from_json = field_validator("speculative_config", "env", mode="before")(parse_mapping)
 
     @property
     def command(self) -> list[str]:

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_mtpc.checkpoint.figures import measured_acceptance
-from vllm_mtpc.checkpoint.inspect import Report, inspect_head, rows_of
+from vllm_mtpc.checkpoint.inspect import Report, inspect_head, measured_acceptance, rows_of
 from vllm_mtpc.errors import printable
 from vllm_mtpc.flags import check_positive
 

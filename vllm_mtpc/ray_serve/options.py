@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from vllm_mtpc.engine.options import API_KEY, FROM_JSON, EngineOptions, parse_mapping, validated
+from vllm_mtpc.engine.options import API_KEY, EngineOptions, parse_mapping, validated
 from vllm_mtpc.errors import UsageError
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
@@ -20,12 +20,14 @@ class ServeOptions(EngineOptions):
     min_replicas: int = Field(1, ge=0, description="fewest engines when nothing is asked (autoscaling)")
     max_replicas: int | None = Field(None, ge=1, description="most engines; naming it turns autoscaling on")
     target_ongoing_requests: int = Field(16, ge=1, description="requests at an engine that autoscaling aims at")
-    autoscaling: Annotated[dict[str, Any], FROM_JSON] = Field(
+    autoscaling: dict[str, Any] = Field(
         {}, description="other keys of Serve's autoscaling_config, JSON: upscale_delay_s"
     )
     max_ongoing_requests: int = Field(256, ge=1, description="most requests at an engine; others wait in Serve")
     request_timeout_s: float = Field(600, gt=0, description="longest wait for an answer, or the next part of a stream")
     health_period_s: float = Field(5, gt=0, description="time between two looks at an engine")
+
+    _autoscaling = field_validator("autoscaling", mode="before")(parse_mapping)
 
     @model_validator(mode="after")
     def _limits(self) -> ServeOptions:
@@ -44,18 +46,6 @@ class ServeOptions(EngineOptions):
         own = {API_KEY: os.environ[API_KEY]} if os.environ.get(API_KEY) else {}
         return {**own, **self.env}
 
-    def scale(self) -> dict[str, Any]:
-        """How many replicas, as Serve's deployments take it."""
-        if self.max_replicas is None:
-            return {"num_replicas": self.replicas}
-        named = {
-            "initial_replicas": max(self.replicas, self.min_replicas),
-            "min_replicas": self.min_replicas,
-            "max_replicas": self.max_replicas,
-            "target_ongoing_requests": self.target_ongoing_requests,
-        }
-        return {"autoscaling_config": {**self.autoscaling, **named}}
-
 
 def parse(arguments: dict[str, Any]) -> ServeOptions:
     """Options of what was typed; dashes and underscores are one. Raises UsageError."""
@@ -63,18 +53,13 @@ def parse(arguments: dict[str, Any]) -> ServeOptions:
     for key, instead in OURS.items():
         if key in given:
             raise UsageError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
-    engine = _engine(given.pop("engine", {}))
-    engine |= {key: given[key] for key in given if key not in ServeOptions.model_fields}
-    own = {key: value for key, value in given.items() if key not in engine}
-    return validated(ServeOptions, {**own, "engine": engine}, EXAMPLE)
-
-
-def _engine(value: Any) -> dict[str, Any]:
-    """Flags of `vllm serve` that were given as one mapping, which may be JSON. Raises UsageError."""
+    typed = given.pop("engine", {})  # flags of `vllm serve` as one mapping, which may be JSON
     try:
-        mapping = parse_mapping(value)
+        engine = parse_mapping(typed)
     except ValueError as error:
-        raise UsageError(f"engine={value!r}: {error}") from None
-    if not isinstance(mapping, dict):
-        raise UsageError(f"engine={value!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
-    return dict(mapping)
+        raise UsageError(f"engine={typed!r}: {error}") from None
+    if not isinstance(engine, dict):
+        raise UsageError(f"engine={typed!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
+    flags = {key: value for key, value in given.items() if key not in ServeOptions.model_fields}
+    own = {key: value for key, value in given.items() if key not in flags and key not in engine}
+    return validated(ServeOptions, {**own, "engine": {**engine, **flags}}, EXAMPLE)
