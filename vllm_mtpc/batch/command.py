@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in typed(args, BatchOptions).items() if name != "engine"}
     options = validated(BatchOptions, {**given, "engine": dict(map(_pair, args.engine))}, EXAMPLE)
     read = lines.read(options.input, options.body)
-    output = lines.Parts(options.output)
+    output = lines.Output(options.output)
     answered = output.begin({"model": options.model, "body": options.body}, read)
     open_parts = lines.cut(read.lines, answered, options.part_lines)
     done = len(read.lines) - sum(map(len, open_parts.values()))

@@ -126,8 +126,8 @@ def _texts(path: str) -> Iterator[str]:
         raise UsageError(f"{path}: cannot be read: {error}") from None
 
 
-class Parts:
-    """The folder."""
+class Output:
+    """The folder of parts."""
 
     def __init__(self, path: str) -> None:
         import fsspec

@@ -24,7 +24,7 @@ from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.engine.child import started
 from vllm_mtpc.engine.served import ON_CPU, waves
 from vllm_mtpc.errors import EngineFailed, UsageError, one_line
-from vllm_mtpc.files import replace_file
+from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
 
@@ -134,7 +134,7 @@ def _engine(
 class Responses:
     """The file, open at its end and without a torn last line. `done`: the ids it holds.
 
-    meta: how responses are made; ids: those of the run. Raises UsageError where the file is of another run.
+    meta: how responses are made; ids: those of the run. Raises an MtpcError where the file is of another run.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any], ids: set[str]) -> None:
@@ -186,15 +186,9 @@ class Responses:
 
 def _check_meta(path: Path, side: Path, meta: dict[str, Any]) -> None:
     """Refuses a file made with other settings."""
-    try:
-        given = json.loads(side.read_bytes())
-    except FileNotFoundError:
-        raise UsageError(f"{path} is there without {side.name}; name another file, or remove it") from None
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise UsageError(f"{side} is not a JSON object; name another file for the responses, or remove both")
-    if found := differing(given, meta):
+    if not side.exists():
+        raise UsageError(f"{path} is there without {side.name}; name another file, or remove it")
+    if found := differing(read_json(side), meta):
         settings = ", ".join(f"{key} {theirs!r} (asked for: {ours!r})" for key, theirs, ours in found)
         raise UsageError(
             f"{path} was made with other settings: {settings}; give the same ones to continue it, or name another file"
