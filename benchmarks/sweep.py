@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains what is missing and prints the table."""
     plan = read_plan(args.file)
     check_file(args.json)
-    from vllm_mtpc.train.prepare import settled
-    from vllm_mtpc.train.run import train
+    from vllm_mtpc.train.run import settled, train
 
     wanted = [settled(options) for options in plans(plan, changes(args.set), args.runs)]  # all, before one is trained
     rows = []

@@ -155,7 +155,7 @@ def measure(shape: Shape, device_name: str = "auto") -> dict[str, Any]:
     """Build the head and take steps; returns a row: the shape, seconds, memory in bytes, losses (nats)."""
     import torch
 
-    from vllm_mtpc.train.memory import peak_memory_bytes
+    from vllm_mtpc.train.loop import peak_memory_bytes
 
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name
     device = torch.device(name)

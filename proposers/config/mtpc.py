@@ -1,32 +1,33 @@
-"""`speculative_config` of method mtpc: its options, what they mean, and every engine it is not served on.
+"""`speculative_config` of method mtpc: its options, what they mean, and how it is made from what a user writes.
 
-`ptp.py` derives from it; `create.py` makes either from what a user writes.
+`ptp.py` derives from it; what neither is served with is in `refusals.py`.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, SkipValidation
+from pydantic import Field, SkipValidation, ValidationError
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
+from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.heads import needs_lm_head
+from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.heads.memory import by_batch, draft_memory
-from vllm_mtpc.proposers.config import layers, schedule
+from vllm_mtpc.proposers.config import refusals, schedule
+from vllm_mtpc.proposers.config.refusals import refuse
+
+if TYPE_CHECKING:
+    from typing import Self
 
 # Weights of the head. auto: the target's, on a CPU bfloat16 where it multiplies that; fp8: its unembeddings in float8
 HeadDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
-
-
 # Of every family, in the `user_keys` of its class.
 COMMON_KEYS = ("method", "model", "revision", "num_speculative_tokens", "num_speculative_tokens_per_batch_size")
 
@@ -43,15 +44,13 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     # would be ignored is refused instead.
     user_keys: ClassVar[tuple[str, ...]] = (
         *COMMON_KEYS,
-        "min_survival",
-        "mask_drafts",
-        "enable_adaptive_verification",
-        "draft_sample_method",
-        "head_dtype",
-        "verify",
-        "rejection_sample_method",
-        "synthetic_acceptance_rates",
-        "synthetic_acceptance_length",
+        *("min_survival", "mask_drafts", "enable_adaptive_verification", "draft_sample_method", "head_dtype", "verify"),
+        *("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+    )
+    # What the log says of it: options, and fields of the head's config.
+    shown: ClassVar[tuple[str, ...]] = (
+        *("method", "model", "circuit", "window", "num_components", "num_speculative_tokens", "draft_sample_method"),
+        *("head_dtype", "num_speculative_tokens_per_batch_size"),
     )
     has_distribution: ClassVar[bool] = True  # drafts come from one that the verifier scores
 
@@ -76,18 +75,49 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
 
     def __repr__(self) -> str:
-        head = self.head
-        return (
-            f"MtpcSpeculativeConfig(method={self.method!r}, model={self.model!r}, circuit={head.circuit!r}, "
-            f"window={head.window}, num_components={head.num_components}, "
-            f"num_speculative_tokens={self.num_speculative_tokens}, draft_sample_method={self.draft_sample_method!r}, "
-            f"head_dtype={self.head_dtype!r}, "
-            f"num_speculative_tokens_per_batch_size={self.num_speculative_tokens_per_batch_size})"
-        )
+        known = vars(self.head) | vars(self)
+        return f"{type(self).__name__}({', '.join(f'{name}={known[name]!r}' for name in self.shown)})"
 
     def compute_hash(self) -> str:
         """Key of compiled targets: with draft layers their graph hands out the states that enter one of its layers."""
-        return f"{SpeculativeConfig.compute_hash(self)}-{self.draft_layers}"
+        return f"{SpeculativeConfig.compute_hash(self)}-{getattr(self.head, 'lora_layers', 0)}"
+
+    @classmethod
+    def create(cls, *, target_model_config: ModelConfig, target_parallel_config: ParallelConfig, **given: Any) -> Self:
+        """The validated config for a user's `speculative_config`; an option that is None is not given.
+
+        Raises ServeConfigError, CheckpointError or HeadConfigError, each one line.
+        """
+        target, parallel = target_model_config, target_parallel_config
+        given = {key: value for key, value in given.items() if value is not None}
+        refuse(refusals.of_request(given, cls.user_keys))
+        folder = _head_folder(given, target)
+        head = read_config(folder)
+        refuse(refusals.of_head(folder, head, given, target))
+        check_tensors(folder, head)
+        given.setdefault("draft_sample_method", getattr(head, "draft_sample_method", "greedy"))
+        drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
+        wants_default = schedule.KEY not in given
+        if not wants_default:
+            given[schedule.KEY] = schedule.chosen(given[schedule.KEY], drafts)
+        given |= {"model": str(folder), "model_folder": str(folder), "head": head}
+        try:
+            made = cls(**given, target_model_config=target, target_parallel_config=parallel)
+        except ValidationError as error:
+            raise ServeConfigError(f"speculative_config: {one_line(error, list(cls.user_keys))}") from None
+        made.check_target()
+        # no default where data-parallel ranks step together, or prescribed acceptance says nothing about drafts
+        is_synthetic = made.rejection_sample_method == "synthetic"
+        together = parallel.data_parallel_size > 1 and target.is_moe
+        if wants_default and not together and not is_synthetic:
+            made.num_speculative_tokens_per_batch_size = made.default_schedule()
+            made.has_default_schedule = True
+        if parallel.data_parallel_size > 1 and not together:  # vLLM drops it, though each engine runs by itself
+            made.own_schedule = made.num_speculative_tokens_per_batch_size
+            made.num_speculative_tokens_per_batch_size = None
+        if is_synthetic:  # whatever the drafts are
+            made.min_survival, made.verify = made.min_survival or 0.0, "rejection"
+        return made
 
     def take_own_schedule(self) -> None:
         """Once vLLM has made the configuration: each of the dense data-parallel engines has the schedule to itself."""
@@ -104,14 +134,9 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         """Multiplications of the head's leaves for one draft, by those of the target for one row."""
         return schedule.load_of(self.head, self.target_model_config.hf_text_config)
 
-    @property
-    def draft_layers(self) -> int:
-        """How many LoRA draft layers the head reads."""
-        return self.head.lora_layers
-
     def speculator(self) -> str:
         """The class that drafts on Model Runner V2, by its name in `vllm_mtpc.proposers.v2`."""
-        return "layered.LayeredSpeculator" if self.draft_layers else "speculator.MtpcSpeculator"
+        return "layered.LayeredSpeculator" if self.head.lora_layers else "speculator.MtpcSpeculator"
 
     def drafts_in_words(self, is_v2: bool) -> str:
         """How many drafts there will be, in a line."""
@@ -122,89 +147,24 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     def device_bytes(self, vllm_config: Any) -> int:
         """What the head and its drafts take on each device, as far as that is known before a worker starts."""
         num_drafts, max_num_seqs = self.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
-        found = draft_memory(
-            self.head,
-            by_batch(self.num_speculative_tokens_per_batch_size, max_num_seqs, num_drafts),
-            num_drafts,
-            vllm_config.model_config.dtype,
-            vllm_config.parallel_config.tensor_parallel_size,
-            vllm_config.device_config.device_type,
-            self.draft_sample_method == "probabilistic",
-        )
-        return sum(found)
+        drafts = by_batch(self.num_speculative_tokens_per_batch_size, max_num_seqs, num_drafts)
+        ranks, device = vllm_config.parallel_config.tensor_parallel_size, vllm_config.device_config.device_type
+        is_drawn, dtype = self.draft_sample_method == "probabilistic", vllm_config.model_config.dtype
+        return sum(draft_memory(self.head, drafts, num_drafts, dtype, ranks, device, is_drawn))
 
     def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
         """KV blocks that are kept from requests; raises ServeConfigError where too few are left for one request."""
         return 0
 
-    @classmethod
-    def check_target(cls, folder: Path, head: Any, target: ModelConfig, parallel: ParallelConfig) -> None:
-        """Refuse a target or layout that the head is not served on."""
-        if head.lora_layers:
-            layers.check_target(folder, head, target)
-
-    def check_adaptive(self, engine_args: Any) -> None:
-        """Refuse vLLM's adaptive verification where it does not run, before vLLM does in other words."""
-        if not self.enable_adaptive_verification:
-            return
-        mode = getattr(engine_args.compilation_config, "cudagraph_mode", None)
-        lacking = {
-            "a CPU": current_platform.is_cpu(),
-            "VLLM_USE_V2_MODEL_RUNNER=0": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0",
-            "enforce_eager": engine_args.enforce_eager,
-            "CUDA graphs without full ones": mode is not None and not mode.has_full_cudagraphs(),
-            "enable_lora": engine_args.enable_lora,
-            "pipeline_parallel_size above 1": engine_args.pipeline_parallel_size > 1,
-        }
-        for what, is_given in lacking.items():
-            if is_given:
-                raise ServeConfigError(
-                    f"enable_adaptive_verification with {what}: vLLM needs Model Runner V2 on a GPU with full CUDA "
-                    "graphs, no LoRA and one pipeline stage; drop either; on Model Runner V1 min_survival cuts drafts"
-                )
+    def check_target(self) -> None:
+        """Refuse a target or layout that heads of this family are not served on."""
+        refuse(refusals.of_mtpc_target(self))
 
     def check_engine(self, vllm_config: Any) -> None:
         """Refuse what a head cannot be served with on this runner; keep V1's scheduling synchronous."""
-        is_v2, scheduler = vllm_config.use_v2_model_runner, vllm_config.scheduler_config
-        stages = vllm_config.parallel_config.pipeline_parallel_size
-        if stages > 1 and not (is_v2 and scheduler.async_scheduling):
-            runner = "Model Runner V2 with synchronous scheduling" if is_v2 else "Model Runner V1"
-            remedy = "drop --no-async-scheduling" if is_v2 else layers.how_to_v2()
-            raise ServeConfigError(
-                f"pipeline_parallel_size={stages} with drafts on {runner}: vLLM crashes there; allowed: Model Runner "
-                f"V2 with asynchronous scheduling; {remedy}, or use tensor parallelism"
-            )
-        head = self.head
-        if head.lora_layers:
-            layers.check_engine(vllm_config)
-        if vllm_config.lora_config is not None and needs_lm_head(head.head):
-            raise ServeConfigError(
-                f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes "
-                "one row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop enable_lora or the "
-                "head"
-            )
-        if is_v2 and self.min_survival:
-            raise ServeConfigError(
-                f"min_survival={self.min_survival} on Model Runner V2: the host does not see drafts there; allowed: 0; "
-                "drop it, or type enable_adaptive_verification: true"
-            )
-        if not is_v2 and self.verify == "coupled":
-            raise ServeConfigError(
-                "verify='coupled' on Model Runner V1, where requests without a seed have no noise that can be drawn "
-                f"again; allowed: 'rejection'; drop it, or {layers.how_to_v2()}"
-            )
-        if not is_v2 and self.rejection_sample_method == "block":
-            raise ServeConfigError(
-                "rejection_sample_method 'block' on Model Runner V1, which verifies token by token: allowed are "
-                "'standard' and 'synthetic'; drop it"
-            )
-        if not is_v2 and self.rejection_sample_method == "synthetic" and vllm_config.device_config.device_type == "cpu":
-            raise ServeConfigError(
-                "rejection_sample_method 'synthetic' on Model Runner V1 on a CPU: vLLM's kernels there do not have it; "
-                "allowed: 'standard'; drop it, or use a GPU"
-            )
-        if not is_v2:
-            scheduler.async_scheduling = False  # V1 drafts from token lists on the host
+        refuse(refusals.of_mtpc_engine(self, vllm_config))
+        if not vllm_config.use_v2_model_runner:
+            vllm_config.scheduler_config.async_scheduling = False  # V1 drafts from token lists on the host
             if self.has_default_schedule and self.min_survival is None:  # the worker plans by what it observes
                 self.num_speculative_tokens_per_batch_size = None
 
@@ -212,3 +172,25 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 def weights_of(folder: Path) -> int:
     """Bytes of the safetensors in a folder."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
+    """The head that is named, else the one that the target ships."""
+    if "model" in given:
+        folder = resolve_head(str(given["model"]), given.get("revision"))
+        return find_head(folder) or folder  # a folder without a head is refused by name when it is read
+    place: str | None = target.model
+    if not Path(target.model).is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            place = snapshot_download(target.model, revision=target.revision, allow_patterns=["mtpc/*"])
+        except Exception:  # offline, private or absent: all mean that no head can be had from there
+            place = None
+    shipped = find_head(place) if place else None
+    if shipped is None:
+        raise ServeConfigError(
+            f"speculative_config: no 'model' given and {target.model} ships no head in mtpc/; "
+            'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
+        )
+    return shipped

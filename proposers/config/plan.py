@@ -1,30 +1,46 @@
-"""How many auxiliary rows a pass carries at each batch size, and the KV blocks set aside for them.
+"""Auxiliary rows of PTP heads: how many a pass carries at each batch size, which group gets them, and their KV blocks.
 
 A *group* is a run of auxiliary rows that reads a request's first c tokens and itself. Two passes have one group per
-request, led by the token that was just chosen; the merged pass has one per number of drafts that may turn out to be
-accepted. `max_aux_rows` limits the rows of a whole batch: larger batches draft less, and beyond the last size not at
-all. Everything here follows from the configuration alone: the scheduler's process and every worker agree on it.
+request, led by the token that was just chosen. The merged pass verifies v drafts and drafts the next step's at once:
+before it is known how many drafts are accepted, a group of n_d rows stands ready for each number d. `max_aux_rows`
+limits the rows of a whole batch: larger batches draft less, and beyond the last size not at all. Everything here
+follows from the configuration alone: the scheduler's process and every worker agree on it.
+
+The steps of a request with the merged pass are a Markov chain whose state is v, the drafts of the step:
+
+    P(d accepted | v) = S_d - S_(d+1) for d < v, S_v for d = v;   next v = drafts(n_d)
+    drafts(n) = n - 1 (o-ptp: row 0 only tells the others which token comes first) or n (c-ptp), at most K
+
+with S_g = P(at least g leading drafts are right), measured. A table maximises the tokens per step of the chain's
+stationary distribution over all n with sum n_d <= B. By the performance difference lemma a change of n_d is worth, to
+first order, pi_d w(drafts(n_d)): pi the stationary distribution of d, w(v) the value of starting a step with v drafts.
+So a table is found by policy iteration: values of the present one, best allocation for them (a knapsack, solved
+exactly), again; then by exchanges of rows between two groups, each judged by its exact tokens per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_mtpc.proposers.config.groups import doubled, drafts_of_rows, tables_by_batch
+from vllm_mtpc.errors import HeadConfigError, ServeConfigError
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig
 
+MAX_ROUNDS = 100
+MAX_STARTS = 8  # of either kind
+MAX_EXCHANGES = 256  # judged exactly in one round, the most promising ones
+# Chance that a request ends: the chain has one stationary distribution, that of requests that start anew.
+RESTART = 1e-9
+VARIANTS = {"o-ptp": 1, "c-ptp": 0}  # rows of a group that draft nothing
 ASSUMED = 0.7  # chance of a further draft to be right, for a head that was never measured
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """The groups of every request in a batch of at most `max_batch`: rows of each, by drafts accepted before it."""
 
     max_batch: int
@@ -41,8 +57,7 @@ class Bucket:
         return sum(self.sizes)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Buckets by batch size; `leading`: rows of real tokens at the head of each group (two passes: 1, merged: 0)."""
 
     buckets: tuple[Bucket, ...]
@@ -84,6 +99,13 @@ class Plan:
         return self.max_groups * self.blocks_per_group(block_size)
 
 
+class GroupTable(NamedTuple):
+    """``sizes[d]``: rows of the group for d accepted drafts, d = 0..K; ``expected_tokens``: per step, stationary."""
+
+    sizes: tuple[int, ...]
+    expected_tokens: float
+
+
 def accepted_of(head: PtpConfig) -> list[float]:
     """P(exactly g drafts accepted), g = 0 .. n - 1: as measured, else independent drafts that are right at ASSUMED."""
     if head.accepted is not None:
@@ -97,13 +119,9 @@ def two_pass_plan(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_r
 
     K drafts need K auxiliary rows (o-ptp: one of them only says which token the first draft is) or K - 1 (c-ptp).
     """
-    full = num_drafts if head.variant == "o-ptp" else max(1, num_drafts - 1)
-    buckets: list[Bucket] = []
-    for batch in doubled(max_num_seqs):
-        rows = min(full, max_aux_rows // batch - 1)
-        if rows >= 1:
-            buckets.append(Bucket(batch, (rows,)))
-    return Plan(_merged(buckets), leading=1)
+    full = max(1, num_drafts - 1 + VARIANTS[head.variant])
+    rows = {batch: min(full, max_aux_rows // batch - 1) for batch in _doubled(max_num_seqs)}
+    return Plan(_merged([Bucket(batch, (count,)) for batch, count in rows.items() if count >= 1]), leading=1)
 
 
 def merged_plan(
@@ -114,19 +132,28 @@ def merged_plan(
     rows_per_request: int | None = None,
     dynamic: bool = False,
 ) -> Plan:
-    """Groups of the merged pass, sizes chosen from the head's measured acceptance (groups.py)."""
-    tables = tables_by_batch(
-        accepted_of(head), num_drafts, head.variant, head.window, max_num_seqs, max_aux_rows, rows_per_request
-    )
-    buckets = [Bucket(batch, table.sizes) for batch, table in tables if table.expected_tokens > 1]
+    """Groups of the merged pass, sizes chosen from the head's measured acceptance, for batches of 1, 2, 4, 8, ...
+
+    A request has ``rows_per_request`` (None: as many as are of use), in large batches fewer: ``max_aux_rows`` are all.
+    """
+    if max_num_seqs < 1 or max_aux_rows < 0:
+        raise ServeConfigError(
+            f"max_num_seqs={max_num_seqs}, max_aux_rows={max_aux_rows}: allowed are 1 and above, 0 and above; "
+            "raise them"
+        )
+    most = max_aux_rows if rows_per_request is None else rows_per_request
+    rows = {batch: min(most, max_aux_rows // batch) for batch in _doubled(max_num_seqs)}
+    tables = {
+        budget: choose_groups(accepted_of(head), num_drafts, budget, head.variant, head.window)
+        for budget in set(rows.values())
+    }
+    drafted = {batch: tables[budget] for batch, budget in rows.items() if tables[budget].expected_tokens > 1}
+    buckets = [Bucket(batch, table.sizes) for batch, table in drafted.items()]
     return Plan(_merged(buckets), leading=0, dynamic=dynamic)
 
 
 def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int]) -> Plan:
-    """One plan of those for each number of drafts: drafts_by_batch[n - 1] of them in a batch of n, 0: no rows.
-
-    plan_of(K) is the plan for K drafts in every batch.
-    """
+    """One plan of those that plan_of(K) gives for K drafts: drafts_by_batch[n - 1] of them in a batch of n, 0: none."""
     plans = {drafts: plan_of(drafts) for drafts in set(drafts_by_batch) if drafts}
     width = 1 + max(plans, default=0)
     buckets: list[Bucket] = []
@@ -135,18 +162,146 @@ def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int
         sizes = bucket.sizes if bucket else ()
         # a step may still verify the drafts of a smaller batch: groups of more than its own K exist, without rows
         buckets.append(Bucket(batch, sizes + (0,) * (width - len(sizes))))
-    some = next(iter(plans.values()), Plan((), leading=0))
-    return Plan(_merged(buckets), some.leading, some.dynamic)
+    return next(iter(plans.values()), Plan((), leading=0))._replace(buckets=_merged(buckets))
 
 
 def most_drafts(bucket: Bucket | None, variant: str, leading: int) -> int:
     """The most drafts that a group of a bucket can give."""
-    if bucket is None:
-        return 0
-    rows = max(bucket.sizes)
-    return rows + (variant != "o-ptp") if leading else int(drafts_of_rows(np.array(rows), variant))
+    return max(0, max(bucket.sizes) + leading - VARIANTS[variant]) if bucket else 0
+
+
+def drafts_of_rows(rows: Any, variant: str) -> Any:
+    """Drafts of groups of so many rows in the merged pass (arrays or tensors of integers)."""
+    return (rows - VARIANTS[variant]).clip(min=0)
+
+
+def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, variant: str, window: int) -> GroupTable:
+    """Rows of each group of one request, at most ``budget`` in all.
+
+    ``accepted``: P(exactly g drafts are right), g = 0, 1, ... (drafts beyond its end never are); ``num_drafts``: K.
+    Raises HeadConfigError or ServeConfigError where a value is not possible.
+    """
+    chain = _Chain(accepted, num_drafts, budget, variant, window)
+    if budget >= chain.full_budget:
+        return chain.table(np.full(num_drafts + 1, chain.most))
+    found = {tuple(chain.improved(start, chain.reallocated)) for start in chain.starts()}
+    tables = [chain.table(chain.improved(np.array(sizes), chain.exchanged)) for sizes in sorted(found)]
+    return max(tables, key=lambda table: table.expected_tokens)
+
+
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4, 8, ... and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def _merged(buckets: list[Bucket]) -> tuple[Bucket, ...]:
     """Neighbours with the same groups as one."""
     return tuple(list(same)[-1] for _, same in groupby(buckets, key=lambda bucket: bucket.sizes))
+
+
+class _Chain:
+    """The steps of one request, and the search for a table of sizes [K + 1] of at most `budget` rows."""
+
+    def __init__(self, accepted: Sequence[float], num_drafts: int, budget: int, variant: str, window: int) -> None:
+        if variant not in VARIANTS:
+            raise HeadConfigError(f"variant {variant!r}: allowed are {', '.join(VARIANTS)}; set variant to one")
+        if not 1 <= num_drafts <= window - 1:
+            raise ServeConfigError(
+                f"num_drafts={num_drafts} with window={window}: allowed are 1 to {window - 1}; set num_drafts to that"
+            )
+        if budget < 0:
+            raise ServeConfigError(f"budget={budget} auxiliary rows per request: allowed are 0 and above; raise it")
+        chances = np.asarray(accepted, float)
+        if chances.ndim != 1 or not (np.isfinite(chances) & (chances >= 0)).all() or not chances.sum() > 0:
+            raise HeadConfigError(
+                "accepted: not a distribution over the numbers of accepted drafts; measure the head again"
+            )
+        self.drafts, self.budget, self.variant = num_drafts, budget, variant
+        self.most = num_drafts + VARIANTS[variant]  # rows of a group that are of use
+        self.full_budget = (num_drafts + 1) * self.most
+        survival = np.zeros(max(num_drafts + 1, len(chances)))
+        survival[: len(chances)] = chances[::-1].cumsum()[::-1] / chances.sum()
+        survival = np.minimum.accumulate(survival[: num_drafts + 1])  # S_0 = 1, ..., S_K
+        self.tokens = survival.cumsum()  # [K + 1] of a step with v drafts
+        v, d = np.ogrid[: num_drafts + 1, : num_drafts + 1]
+        below = np.append(survival[1:], 0)
+        chance_of_d = np.where(d < v, survival - below, np.where(d == v, survival, 0.0))
+        self.transition = (1 - RESTART) * chance_of_d  # [v, d]
+        self.transition[:, 0] += RESTART
+
+    def stationary(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens per step [...] and distribution of d [..., K + 1] of tables sizes[..., K + 1]."""
+        drafts = drafts_of_rows(sizes, self.variant)
+        step = self.transition[drafts]  # [..., d, next d]
+        system = np.eye(step.shape[-1]) - step + 1
+        visits = np.linalg.solve(system.swapaxes(-1, -2), np.ones((*step.shape[:-1], 1)))[..., 0]
+        return (visits * self.tokens[drafts]).sum(-1), visits
+
+    def values(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Stationary distribution [K + 1] of d, and by v [K + 1] the tokens of a step with v drafts and, relative to
+        the mean, of all behind it."""
+        tokens, visits = self.stationary(sizes)
+        drafts = drafts_of_rows(sizes, self.variant)
+        step = self.transition[drafts]
+        ahead = np.linalg.solve(np.eye(len(step)) - step + visits, self.tokens[drafts] - tokens)  # [d]
+        return visits, self.tokens + self.transition @ ahead
+
+    def table(self, sizes: np.ndarray) -> GroupTable:
+        sizes = np.where(sizes > VARIANTS[self.variant], sizes, 0)
+        return GroupTable(tuple(sizes.tolist()), float(self.stationary(sizes)[0]))
+
+    def starts(self) -> Iterator[np.ndarray]:
+        """Tables to improve on: what chains of steps of several lengths need most often, and tables drawn at random."""
+        for length in np.unique(np.geomspace(1, self.drafts, MAX_STARTS).round().astype(int)):
+            yield self.allocate(self.transition[length], self.tokens, length + VARIANTS[self.variant])
+        random = np.random.default_rng(0)
+        for _ in range(MAX_STARTS):
+            yield self.allocate(random.dirichlet(np.full(self.drafts + 1, 0.5)), self.tokens, self.most)
+
+    def improved(self, sizes: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Applies ``step`` as long as tokens per step rise."""
+        tokens = self.stationary(sizes)[0]
+        for _ in range(MAX_ROUNDS):
+            better = step(sizes)
+            gained = self.stationary(better)[0]
+            if gained <= tokens + 1e-12:
+                break
+            sizes, tokens = better, gained
+        return sizes
+
+    def reallocated(self, sizes: np.ndarray) -> np.ndarray:
+        return self.allocate(*self.values(sizes), self.most)
+
+    def allocate(self, visits: np.ndarray, worth: np.ndarray, most: int) -> np.ndarray:
+        """The table with the largest sum of visits[d] worth[drafts(n_d)], n_d <= ``most``: a knapsack."""
+        gain = worth[drafts_of_rows(np.arange(most + 1), self.variant)]  # by rows
+        padded = np.full(most + self.budget + 1, -np.inf)
+        padded[most:] = 0.0  # best sum of the groups so far, by rows they may have; nothing below 0 rows
+        window = np.arange(self.budget + 1)[:, None] + np.arange(most, -1, -1)  # [B + 1, rows of this group]
+        choices = []
+        for share in visits:
+            sums = padded[window] + share * gain
+            choices.append(sums.argmax(1))
+            padded[most:] = sums.max(1)
+        sizes, left = [], self.budget
+        for choice in reversed(choices):
+            sizes.append(int(choice[left]))
+            left -= sizes[-1]
+        return np.array(sizes[::-1])
+
+    def exchanged(self, sizes: np.ndarray) -> np.ndarray:
+        """The best table in which one group has fewer rows and another one those that became free."""
+        visits, worth = self.values(sizes)
+        worth = visits[:, None] * worth[drafts_of_rows(np.arange(self.most + 1), self.variant)]  # [d, rows]
+        giver, taker, left = np.meshgrid(*map(np.arange, (len(sizes), len(sizes), self.most)), indexing="ij")
+        possible = (giver != taker) & (left < sizes[giver]) & (sizes[taker] < self.most)
+        giver, taker, left = giver[possible], taker[possible], left[possible]
+        if not len(giver):
+            return sizes
+        given = np.minimum(sizes[taker] + sizes[giver] - left + self.budget - sizes.sum(), self.most)
+        promise = worth[giver, left] + worth[taker, given] - worth[giver, sizes[giver]] - worth[taker, sizes[taker]]
+        best = promise.argsort()[::-1][:MAX_EXCHANGES]
+        tables = np.repeat(sizes[None], len(best), 0)
+        tables[range(len(best)), giver[best]] = left[best]
+        tables[range(len(best)), taker[best]] = given[best]
+        return tables[self.stationary(tables)[0].argmax()]

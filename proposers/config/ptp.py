@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SkipValidation
-from vllm.config.model import ModelConfig
-from vllm.config.parallel import ParallelConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.config.layers import context_parallel, how_to_v2, refuse
+from vllm_mtpc.proposers.config import refusals
 from vllm_mtpc.proposers.config.mtpc import COMMON_KEYS, MtpcSpeculativeConfig, weights_of
 from vllm_mtpc.proposers.config.plan import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
 from vllm_mtpc.proposers.config.schedule import Schedule, few_lengths, merged
@@ -36,14 +34,13 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
 
     user_keys: ClassVar[tuple[str, ...]] = (
         *COMMON_KEYS,
-        "draft_pass",
-        "max_aux_rows",
-        "aux_rows_per_request",
-        "group_sizes",
-        "u_table",
+        *("draft_pass", "max_aux_rows", "aux_rows_per_request", "group_sizes", "u_table"),
+    )
+    shown: ClassVar[tuple[str, ...]] = (
+        *("model", "variant", "window", "lora_rank", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"),
+        *("draft_pass", "max_aux_rows", "group_sizes"),
     )
     has_distribution: ClassVar[bool] = False
-    draft_layers: ClassVar[int] = 0
 
     method: Literal["ptp"] | None = None
     draft_sample_method: Literal["greedy"] = "greedy"
@@ -54,15 +51,6 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     aux_rows_per_request: int | None = Field(default=None, ge=1)
     group_sizes: Literal["static", "dynamic"] = "static"
     u_table: bool = False
-
-    def __repr__(self) -> str:
-        head = self.head
-        return (
-            f"PtpSpeculativeConfig(model={self.model!r}, variant={head.variant!r}, window={head.window}, "
-            f"lora_rank={head.lora_rank}, num_speculative_tokens={self.num_speculative_tokens}, "
-            f"num_speculative_tokens_per_batch_size={self.num_speculative_tokens_per_batch_size}, "
-            f"draft_pass={self.draft_pass!r}, max_aux_rows={self.max_aux_rows}, group_sizes={self.group_sizes!r})"
-        )
 
     def plan(self, max_num_seqs: int) -> Plan:
         """Groups of auxiliary rows by batch size."""
@@ -75,16 +63,10 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         return scheduled_plan(lambda count: self._plan_of(count, max_num_seqs), by_batch)
 
     def _plan_of(self, drafts: int, max_num_seqs: int) -> Plan:
+        rows, is_dynamic = self.max_aux_rows, self.group_sizes == "dynamic"
         if self.draft_pass == "two-pass":
-            return two_pass_plan(self.head, drafts, max_num_seqs, self.max_aux_rows)
-        return merged_plan(
-            self.head,
-            drafts,
-            max_num_seqs,
-            self.max_aux_rows,
-            self.aux_rows_per_request,
-            self.group_sizes == "dynamic",
-        )
+            return two_pass_plan(self.head, drafts, max_num_seqs, rows)
+        return merged_plan(self.head, drafts, max_num_seqs, rows, self.aux_rows_per_request, is_dynamic)
 
     def default_schedule(self) -> Schedule:
         """As many drafts as the rows of each batch size can give: others would be verified for nothing.
@@ -118,44 +100,12 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
             )
         return blocks
 
-    @classmethod
-    def check_target(cls, folder: Path, head: PtpConfig, target: ModelConfig, parallel: ParallelConfig) -> None:
-        if parallel.pipeline_parallel_size > 1:
-            raise ServeConfigError(
-                f"speculative_config: method 'ptp' with pipeline_parallel_size={parallel.pipeline_parallel_size}: "
-                "drafts come from the whole target, which no stage holds; allowed: 1; use tensor_parallel_size"
-            )
-        text = target.hf_text_config
-        sliding = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
-        if target.is_hybrid or target.is_attention_free or target.use_mla or sliding or target.get_sliding_window():
-            raise ServeConfigError(
-                f"speculative_config: method 'ptp' on {target.model}, whose layers do not all have full attention with "
-                "a key and a value per head: allowed are such targets alone; use an MtPC head"
-            )
-        if target.uses_mrope:
-            raise ServeConfigError(
-                f"speculative_config: method 'ptp' on {target.model}, which has several positions per token: allowed "
-                "are targets with one; use an MtPC head"
-            )
+    def check_target(self) -> None:
+        refusals.refuse(refusals.of_ptp_target(self))
 
     def check_engine(self, vllm_config: Any) -> None:
         """Refuse what PTP cannot be served with, once the engine's configuration is known; choose its block size."""
-        if not vllm_config.use_v2_model_runner:
-            raise ServeConfigError(
-                "method 'ptp' on Model Runner V1: it drafts from token lists on the host, PTP from the target's own "
-                f"rows; allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head"
-            )
-        parallel, model = vllm_config.parallel_config, vllm_config.model_config
-        refused = {
-            "enable_lora": vllm_config.lora_config is not None,
-            "kv_transfer_config": vllm_config.kv_transfer_config is not None,
-            **context_parallel(parallel),
-            "watermark_config": getattr(vllm_config, "watermark_config", None) is not None,
-            # engines step together there, and the student's pass is no part of that
-            "data_parallel_size on a mixture of experts": parallel.data_parallel_size > 1 and model.is_moe,
-            "max_model_len 'auto'": model.original_max_model_len == -1,  # fitted to blocks of which some are set aside
-        }
-        refuse(refused, "method 'ptp' with")
+        refusals.refuse(refusals.of_ptp_engine(vllm_config))
         if self.draft_pass == "merged":
             from vllm.config.compilation import CUDAGraphMode
 

@@ -7,6 +7,7 @@ vLLM's scheduler looks K up by the number of requests of a step; 0: no drafts, a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import ServeConfigError
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from vllm_mtpc.config.mtpc import HeadConfig
 
 KEY = "num_speculative_tokens_per_batch_size"
-OFF = ("off", False)
 Schedule = list[tuple[int, int, int]]  # (smallest batch, largest batch, drafts), both ends included
 
 ASSUMED = 0.5  # chance of a further draft to be accepted, for a head that was never measured
@@ -32,27 +32,25 @@ GPU_LENGTHS = 3  # distinct K: vLLM captures a graph of the target for each K an
 
 def chosen(given: Any, num_drafts: int) -> Schedule | None:
     """The user's schedule, checked; None for "off" and false. Raises ServeConfigError, one line."""
-    if any(given is off for off in OFF[1:]) or given == OFF[0]:
+    if given is False or given == "off":
         return None
     from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
-    def refuse(what: str) -> ServeConfigError:
-        return ServeConfigError(
-            f"speculative_config: {KEY}={given!r}: {what}; allowed are [[smallest batch, largest batch, drafts], ...] "
-            f'from batch 1 on with 0 to {num_drafts} drafts, or "off"; type e.g. [[1, 8, {num_drafts}], [9, 9, 0]]'
-        )
-
-    if not isinstance(given, (list, tuple)):
-        raise refuse(f"is a {type(given).__name__}")
-    for entry in given:
-        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or any(type(number) is not int for number in entry):
-            raise refuse(f"{entry!r} is not three whole numbers")
-        if entry[2] > num_drafts:
-            raise refuse(f"{entry[2]} drafts are more than num_speculative_tokens")
     try:
+        if not isinstance(given, (list, tuple)):
+            raise ValueError(f"is a {type(given).__name__}")
+        for entry in given:
+            if not isinstance(entry, (list, tuple)) or [type(number) for number in entry] != [int] * 3:
+                raise ValueError(f"{entry!r} is not three whole numbers")
+            if entry[2] > num_drafts:
+                raise ValueError(f"{entry[2]} drafts are more than num_speculative_tokens")
         return validate_and_normalize_dynamic_sd_schedule([tuple(entry) for entry in given])
     except ValueError as error:
-        raise refuse(str(error).rstrip(".")) from None
+        raise ServeConfigError(
+            f"speculative_config: {KEY}={given!r}: {str(error).rstrip('.')}; allowed are [[smallest batch, largest "
+            f'batch, drafts], ...] from batch 1 on with 0 to {num_drafts} drafts, or "off"; type e.g. '
+            f"[[1, 8, {num_drafts}], [9, 9, 0]]"
+        ) from None
 
 
 def default_schedule(
@@ -66,9 +64,8 @@ def default_schedule(
     cautious guess that keeps the rows of a step so few that they are computed while weights are read.
     """
     accepted = [_survival(one, num_drafts) for one in measured] or [_survival((), num_drafts)]
-    if is_cpu:
-        return merged([_cpu_drafts(accepted, batch, load) for batch in range(1, LARGEST + 1)])
-    return merged([_gpu_drafts(num_drafts, batch) for batch in range(1, LARGEST + 1)])
+    batches = range(1, LARGEST + 1)
+    return merged([_cpu_drafts(accepted, n, load) if is_cpu else _gpu_drafts(num_drafts, n) for n in batches])
 
 
 def load_of(head: HeadConfig, target: Any) -> float:
@@ -100,13 +97,8 @@ def as_served(measured: Mapping[str, Sequence[float]], ranges: Schedule, batch: 
 
 def merged(per_batch: Sequence[int]) -> Schedule:
     """Ranges of equal K; per_batch[i] is that of batch size i + 1."""
-    ranges: Schedule = []
-    for batch, drafts in enumerate(per_batch, start=1):
-        if ranges and ranges[-1][2] == drafts:
-            ranges[-1] = (ranges[-1][0], batch, drafts)
-        else:
-            ranges.append((batch, batch, drafts))
-    return ranges
+    ends = [batch for batch, (one, next_) in enumerate(pairwise([*per_batch, None]), start=1) if one != next_]
+    return [(before + 1, end, per_batch[end - 1]) for before, end in pairwise([0, *ends])]
 
 
 def cpu_cost(batch: int, drafts: int, load: float = 0.0) -> float:
@@ -126,12 +118,9 @@ def cpu_gain(accepted: Sequence[float], batch: int, drafts: int, load: float = 0
 
 
 def _cpu_drafts(accepted: Sequence[Sequence[float]], batch: int, load: float) -> int:
-    best, chosen_drafts = 0.0, 0
-    for drafts in range(1, len(accepted[0]) + 1):
-        gains = [cpu_gain(one, batch, drafts, load) for one in accepted]
-        if min(gains) >= MARGIN and sum(gains) > best:
-            best, chosen_drafts = sum(gains), drafts
-    return chosen_drafts
+    gains = {k: [cpu_gain(one, batch, k, load) for one in accepted] for k in range(1, len(accepted[0]) + 1)}
+    paying = {drafts: sum(each) for drafts, each in gains.items() if min(each) >= MARGIN}
+    return max(paying, key=paying.__getitem__, default=0)
 
 
 def _gpu_drafts(num_drafts: int, batch: int) -> int:

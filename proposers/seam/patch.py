@@ -1,13 +1,15 @@
-"""Declared replacements of single attributes: applied once, checked against what they rely on.
+"""Two ways to change vLLM, both checked against what they rely on: patches of single attributes, derived classes.
 
-A module that is not imported yet is patched right after its import, so that declaring a patch costs
-nothing and imports nothing.
+A patch is declared, and applied once. A module that is not imported yet is patched right after its import, so that
+declaring one costs nothing and imports nothing.
+
+A class of ours (`HeadWorker`) derives from the class all of vLLM's share (`Worker`), and a configuration names it.
+Which of vLLM's runs depends on the device and the user (`CPUWorker`): the two are put together when it is known.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import logging
 import sys
@@ -15,14 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_mtpc.proposers.config import versions
 
+Head = TypeVar("Head")
 logger = logging.getLogger("vllm.mtpc")
 
 applied: dict[str, Patch] = {}  # "module:attribute" -> the patch in force
-problems: list[str] = []  # why a patch could not be applied; see refuse_problems
+problems: list[str] = []  # why a patch could not be applied; see refuse_moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,38 +88,37 @@ def apply(*patches: Patch) -> None:
 
 
 def _patch_module(patch: Patch) -> None:
-    owner: Any = sys.modules[patch.module]
+    why_not = _replaced(patch)
+    if why_not:
+        problems.append(f"{patch.key} ({why_not})")
+    logger.debug("vllm_mtpc %s %s: %s", "did not replace" if why_not else "replaced", patch.key, why_not or patch.why)
+
+
+def _replaced(patch: Patch) -> str:
+    """Put a patch in force; returns why that is not possible, if it is not."""
     *path, name = patch.attribute.split(".")
     try:
-        for part in path:
-            owner = getattr(owner, part)
+        owner = functools.reduce(getattr, path, sys.modules[patch.module])
         original = inspect.getattr_static(owner, name)
     except AttributeError:
-        _give_up(patch, "this vLLM has no such attribute")
-        return
+        return "this vLLM has no such attribute"
     function = original.__func__ if isinstance(original, staticmethod) else original
     if patch.needs and (missing := set(patch.needs) - set(inspect.signature(function).parameters)):
-        _give_up(patch, f"it no longer takes {', '.join(sorted(missing))}")
-        return
+        return f"it no longer takes {', '.join(sorted(missing))}"
     try:
         replacement = patch.replace(function)
     except Exception as error:  # it would be one of importing vLLM, also for who serves no head
-        _give_up(patch, f"{type(error).__name__}: {error}")
-        return
+        return f"{type(error).__name__}: {error}"
     setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
-    logger.debug("vllm_mtpc replaced %s: %s", patch.key, patch.why)
+    return ""
 
 
-def refuse_problems() -> None:
-    """Raises ServeConfigError where a patch could not be applied; every process that serves a head asks.
+def refuse_moved(moved: list[str] | None = None) -> None:
+    """Raises ServeConfigError that names what vLLM has moved, if anything; None: patches that could not be applied.
 
-    Modules are imported in different processes, so each finds problems of its own.
+    Modules are imported in different processes, so each that serves a head asks, and finds problems of its own.
     """
-    refuse(problems)
-
-
-def refuse(moved: list[str]) -> None:
-    """Raises ServeConfigError that names what vLLM has moved, if anything."""
+    moved = problems if moved is None else moved
     if not moved:
         return
     from vllm_mtpc.errors import ServeConfigError
@@ -127,9 +129,42 @@ def refuse(moved: list[str]) -> None:
     )
 
 
-def _give_up(patch: Patch, why: str) -> None:
-    problems.append(f"{patch.key} ({why})")
-    logger.debug("vllm_mtpc did not replace %s: %s", patch.key, why)
+@functools.cache
+def derived(ours: type[Head], theirs: type) -> type[Head]:
+    """`theirs` with the methods of `ours` in front, which call vLLM's with super().
+
+    Raises ServeConfigError where a method of `theirs` no longer takes what the one of `ours` passes on.
+    """
+    moved = []
+    for name, method in vars(ours).items():
+        if not inspect.isfunction(method) or not any(hasattr(base, name) for base in ours.__bases__):
+            continue
+        where = f"{theirs.__module__}:{theirs.__qualname__}.{name}"
+        takes = next((found for one in theirs.__mro__ if (found := _names(vars(one).get(name)))), set())
+        if not takes:
+            moved.append(f"{where} (this vLLM has no such attribute)")
+        elif missing := _names(method) - takes:
+            moved.append(f"{where} (it no longer takes {', '.join(sorted(missing))})")
+    refuse_moved(moved)
+    return type(f"Head{theirs.__name__}", (ours, theirs), {"__module__": ours.__module__})
+
+
+def named(ours: type[Head], name: str) -> type[Head]:
+    """What a module's `__getattr__` answers vLLM, which looks up there the "module:Class" that `ours` derives from."""
+    if ":" not in name:
+        raise AttributeError(name)
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return derived(ours, resolve_obj_by_qualname(name.replace(":", ".")))
+
+
+def _names(function: object) -> set[str]:
+    """Parameters of a method by name, `self` among them; nothing for one that only passes on what it is given."""
+    if not inspect.isfunction(function):
+        return set()
+    parameters = inspect.signature(function).parameters.items()
+    named = {name for name, one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    return named if named != {"self"} or len(parameters) == 1 else set()
 
 
 class _AfterImport(MetaPathFinder):
@@ -137,16 +172,12 @@ class _AfterImport(MetaPathFinder):
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
-        self._searching = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname not in self.waiting or self._searching:
+        if fullname not in self.waiting:
             return None
-        self._searching = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching = False
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
@@ -166,16 +197,11 @@ _after_import = _AfterImport()
 
 
 def when_imported(module: str, callback: Callable[[], None]) -> None:
-    if _is_executed(module):
+    """Call back once a module is imported to its end: one that is being imported may lack what is patched."""
+    found = sys.modules.get(module)
+    if found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False):
         callback()
         return
     if _after_import not in sys.meta_path:
         sys.meta_path.insert(0, _after_import)
     _after_import.waiting.setdefault(module, []).append(callback)
-
-
-def _is_executed(name: str) -> bool:
-    """Whether a module is imported to its end (one that is being imported may lack what is patched)."""
-    module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    return module is not None and not getattr(spec, "_initializing", False)

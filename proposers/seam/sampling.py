@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.proposers.seam.patch import patch
 
@@ -22,17 +22,10 @@ if TYPE_CHECKING:
     needs=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
     why="vLLM's CPU kernel fills a copy of a float output, so V1 samples with uninitialised temperatures",
 )
-def expand_batch_to_tokens(
-    original: Callable[..., Tensor],
-    x: Tensor,
-    cu_num_tokens: Tensor,
-    num_tokens: int,
-    replace_from: int = 0,
-    replace_to: int = 0,
-) -> Tensor:
+def expand_batch_to_tokens(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if x.is_cpu and is_broken(original):
-        return expand(x, cu_num_tokens, num_tokens, replace_from, replace_to)
-    return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+        return expand(x, *args, **kwargs)
+    return original(x, *args, **kwargs)
 
 
 def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:

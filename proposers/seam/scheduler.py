@@ -1,7 +1,6 @@
 """The scheduler of an engine that serves a head: vLLM's, asynchronous or not, plus what it does not know of a head.
 
-Engines reach it through their configuration's `scheduler_config` (derive.py: HeadSchedulerConfig); others never import
-this file.
+Engines reach it through their configuration's `scheduler_config`; others never import this file.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc.proposers.heads.counts import CUT, IDLE, put_into
-from vllm_mtpc.proposers.seam.patch import refuse_problems
+from vllm_mtpc.proposers.seam.patch import refuse_moved
 
 
 class HeadScheduler(Scheduler):
@@ -25,10 +24,13 @@ class HeadScheduler(Scheduler):
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        refuse_problems()
+        refuse_moved()
         spec = vllm_config.speculative_config
-        if reserved := spec.reserved_blocks(vllm_config, kv_cache_config):
-            kv_cache_config = _without(reserved, vllm_config, kv_cache_config)
+        if reserved := spec.reserved_blocks(vllm_config, kv_cache_config):  # the last blocks, which auxiliary rows own
+            kv_cache_config = replace(kv_cache_config, num_blocks=kv_cache_config.num_blocks - reserved)
+            vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+            if kv_cache_config.kv_cache_groups:
+                update_kv_cache_capacity(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         # V1's drafts are never cut in a way that matters (v1/proposer.py: as_point), PTP's have no distribution
         self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
@@ -60,12 +62,3 @@ class HeadScheduler(Scheduler):
                 stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
             put_into(stats.spec_decoding_stats, {"steps": steps, **cut})
         return outputs
-
-
-def _without(reserved: int, vllm_config: Any, kv_cache_config: Any) -> Any:
-    """The KV cache as the scheduler may use it: all blocks but the last ones, which auxiliary rows own."""
-    kept = replace(kv_cache_config, num_blocks=kv_cache_config.num_blocks - reserved)
-    vllm_config.cache_config.num_gpu_blocks = kept.num_blocks
-    if kept.kv_cache_groups:
-        update_kv_cache_capacity(vllm_config, kept)
-    return kept

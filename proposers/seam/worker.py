@@ -11,12 +11,11 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_mtpc.proposers.seam.derive import derived, named
-from vllm_mtpc.proposers.seam.patch import refuse_problems
+from vllm_mtpc.proposers.seam.patch import derived, named, refuse_moved
 
 
 def __getattr__(name: str) -> Any:
-    """The worker that is derived from another one: vLLM looks its name up here (derive.py)."""
+    """The worker that is derived from another one: vLLM looks its name up here."""
     return named(HeadWorker, name)
 
 
@@ -24,7 +23,7 @@ class HeadWorker(Worker):
     """What is added to any worker of vLLM's, on either model runner."""
 
     def init_device(self) -> None:
-        refuse_problems()
+        refuse_moved()
         if self.use_v2_model_runner:
             from vllm_mtpc.proposers.v2.runner import HeadModelRunner, our_speculator
 
@@ -52,13 +51,13 @@ class HeadWorker(Worker):
 @contextmanager
 def _custom_class(spec: Any) -> Iterator[None]:
     """V1 builds our proposer through its offered `custom_class`, which it only looks at while it starts."""
-    ours = spec.method, spec.model
-    # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
-    object.__setattr__(spec, "method", "custom_class")
-    proposer = "shipped.ShippedProposer" if spec.is_shipped else "proposer.MtpcProposer"
-    object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.{proposer}")
+    proposer = "ShippedProposer" if spec.is_shipped else "MtpcProposer"
+    ours = {"method": spec.method, "model": spec.model}
     try:
+        # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
+        object.__setattr__(spec, "method", "custom_class")
+        object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.proposer.{proposer}")
         yield
     finally:
-        object.__setattr__(spec, "method", ours[0])
-        object.__setattr__(spec, "model", ours[1])
+        for name, value in ours.items():
+            object.__setattr__(spec, name, value)

@@ -6,12 +6,12 @@ accepted while they equal what is picked. So the tokens are those of decoding wi
 the batch holds, or steps divide; the drafter who computes the same u can be right always. At temperature 0 the token
 is the argmax, and u, which drafters read all the same, is 0.5.
 
-Fused samplers are never used: they draw numbers of their own. What else differs from vLLM's is in `seeded.Coupling`.
+Fused samplers are never used: they draw numbers of their own. `verification.Verifier` says what else differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.kernels.couple import warm_up
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
-from vllm_mtpc.proposers.v2.seeded import Coupling, with_samplers
+from vllm_mtpc.proposers.v2.verification import Verifier, with_verifier
 
 GREEDY_U = 0.5  # inside the argmax's interval wherever the argmax has more than half of the mass
 
@@ -65,13 +64,26 @@ class CoupledSampler(Sampler):
         return choose(processed_logits, self.sampling_states, expanded_idx_mapping, pos), processed_logits
 
 
-class CoupledRejectionSampler(Coupling):
+class CoupledRejectionSampler(Verifier):
     """Accepts drafts while they are the tokens that `sampler` picks."""
 
     def __init__(self, sampler: CoupledSampler, spec_config: SpeculativeConfig, device: torch.device) -> None:
         if not isinstance(sampler, CoupledSampler):
-            _refuse(type(sampler).__name__)
+            self.refuse(type(sampler).__name__, spec_config)
         super().__init__(sampler, spec_config, device)
+
+    @staticmethod
+    def prepared(sampler: Sampler, spec_config: SpeculativeConfig) -> CoupledSampler:
+        sampler.__class__ = CoupledSampler
+        return sampler
+
+    @staticmethod
+    def refuse(name: str, spec_config: SpeculativeConfig) -> None:
+        remedy = "remove --watermark-config" if "Watermark" in name else "use a target without a sampler of its own"
+        raise ServeConfigError(
+            f"method ptp with {name}: only vLLM's plain Sampler can be coupled to the drafts; {remedy}, or another "
+            "method"
+        )
 
     def is_coupled(self, slots: np.ndarray) -> np.ndarray:
         return np.ones(len(slots), dtype=bool)
@@ -80,25 +92,4 @@ class CoupledRejectionSampler(Coupling):
         return choose(processed_logits, self.sampler.sampling_states, slots, pos)
 
 
-def with_coupled_sampler(
-    base: type, spec_config: SpeculativeConfig, device: torch.device, on_sampler: Callable[[CoupledSampler], None]
-) -> type:
-    """`base`, a ModelState class, which couples the runner's sampler and calls on_sampler with it.
-
-    Raises ServeConfigError where another sampler is in use.
-    """
-
-    def make(sampler: Sampler) -> tuple[CoupledSampler, CoupledRejectionSampler]:
-        sampler.__class__ = CoupledSampler
-        warm_up(spec_config.num_speculative_tokens + 1, device)
-        on_sampler(sampler)
-        return sampler, CoupledRejectionSampler(sampler, spec_config, device)
-
-    return with_samplers(base, make, _refuse)
-
-
-def _refuse(name: str) -> None:
-    remedy = "remove --watermark-config" if "Watermark" in name else "use a target without a sampler of its own"
-    raise ServeConfigError(
-        f"method ptp with {name}: only vLLM's plain Sampler can be coupled to the drafts; {remedy}, or another method"
-    )
+with_coupled_sampler = partial(with_verifier, CoupledRejectionSampler)

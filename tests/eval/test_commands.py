@@ -14,8 +14,8 @@ import torch
 
 from tests.support.tiny import llama_target
 from vllm_mtpc import demo
-from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.prompts import held_out
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import MtpcError, UsageError
 from vllm_mtpc.eval import command, generate, loading, text
 

@@ -12,7 +12,7 @@ from vllm_mtpc.eval import ptp_acceptance as ptp
 from vllm_mtpc.eval.coupling import Picker
 from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, generate
-from vllm_mtpc.heads.ptp.trust import conditional
+from vllm_mtpc.heads.ptp.distribution import conditional
 from vllm_mtpc.kernels.pick import pick
 
 SAMPLED = Sampling(0.8, 0.9, top_k=20)

@@ -17,7 +17,7 @@ from vllm_mtpc.checkpoint.locate import find_head, shipped_heads
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.config.switches import AUTO
-from vllm_mtpc.proposers.seam import auto
+from vllm_mtpc.proposers.seam import frontend
 
 Lines = list[str]
 
@@ -201,13 +201,13 @@ def test_a_repository_in_the_hubs_cache(
     def model(name: str, runner: str = "generate") -> Any:
         return type("Target", (), {"model": name, "revision": None, "runner_type": runner})()
 
-    assert auto.head_for(arguments, model("a/b")) == target / "mtpc"
-    assert auto.head_for(arguments, model("a/c")) is None
-    assert auto.head_for(arguments, model("a/b", "pooling")) is None
+    assert frontend.head_for(arguments, model("a/b")) == target / "mtpc"
+    assert frontend.head_for(arguments, model("a/c")) is None
+    assert frontend.head_for(arguments, model("a/b", "pooling")) is None
 
 
 def test_a_name_that_is_no_repository() -> None:
-    assert auto._folder("s3://bucket/model.gguf", None) is None
+    assert frontend._folder("s3://bucket/model.gguf", None) is None
 
 
 def test_a_trained_head_is_shipped_by_where_it_is_written(target: Path, tmp_path: Path) -> None:

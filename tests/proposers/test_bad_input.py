@@ -69,7 +69,7 @@ def test_draft_layers_of_other_models(layered: Path) -> None:
 def test_draft_layers_with_a_connector_that_works_layer_by_layer(layered: Path, layerwise: bool) -> None:
     from vllm.config import KVTransferConfig
 
-    from vllm_mtpc.proposers.config.layers import check_engine
+    from vllm_mtpc.proposers.config.refusals import of_draft_layers, refuse
 
     connector = KVTransferConfig(
         kv_connector="LMCacheConnectorV1",
@@ -85,10 +85,10 @@ def test_draft_layers_with_a_connector_that_works_layer_by_layer(layered: Path, 
         kv_transfer_config=connector,
     )
     if not layerwise:
-        check_engine(config)
+        refuse(of_draft_layers(config))
         return
     with pytest.raises(MtpcError, match=r"lora_layers=1 and a KV connector that works layer by layer: .*drop"):
-        check_engine(config)
+        refuse(of_draft_layers(config))
 
 
 def test_a_target_that_hands_out_wider_states(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_draft_layers_of_a_target_with_other_layers(layered: Path) -> None:
     [("pipeline_parallel_size", 2), ("decode_context_parallel_size", 2), ("enable_dbo", True), ("enable_lora", True)],
 )
 def test_what_draft_layers_are_not_served_with(layered: Path, option: str, value: Any) -> None:
-    from vllm_mtpc.proposers.config.layers import check_engine
+    from vllm_mtpc.proposers.config.refusals import of_draft_layers, refuse
 
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_dbo": False}
     engine = SimpleNamespace(
@@ -125,10 +125,10 @@ def test_what_draft_layers_are_not_served_with(layered: Path, option: str, value
         lora_config=None,
         kv_transfer_config=None,
     )
-    check_engine(engine)
+    refuse(of_draft_layers(engine))
     setattr(*((engine, "lora_config", value) if option == "enable_lora" else (engine.parallel_config, option, value)))
     with pytest.raises(MtpcError, match=f"lora_layers=1 and {option}"):
-        check_engine(engine)
+        refuse(of_draft_layers(engine))
 
 
 @pytest.mark.parametrize("head", ["shared", "mlp", "transformer"])

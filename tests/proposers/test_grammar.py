@@ -128,7 +128,7 @@ def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
     pytest.importorskip(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler", reason="vLLM is not installed: run scripts/setup.sh"
     )
-    from vllm_mtpc.proposers.v2.grammar import behind_the_first
+    from vllm_mtpc.proposers.v2.verification import behind_the_first
 
     #                      a request's rows: its token, then its drafts
     invalid = torch.tensor([False, False, True, True, False, True, False, False, True, True, True])
@@ -139,9 +139,9 @@ def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
 def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
+    from vllm_mtpc.proposers.v2.verification import Verifier
 
-    verifier = object.__new__(ResidualRejectionSampler)
+    verifier = object.__new__(Verifier)
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
     invalid, probabilities = torch.tensor([False, True, True]), torch.zeros(1, 2, 3)
     assert verifier(None, None, probabilities, invalid).tolist() == [False, False, True]
@@ -152,7 +152,7 @@ def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPat
 def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_mtpc.proposers.seam.derive import derived
+    from vllm_mtpc.proposers.seam.patch import derived
     from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 
     class Silent(Scheduler):
@@ -182,8 +182,8 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
 @pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")
 def test_masks_of_ptp_are_refused() -> None:
     from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.config.create import create
+    from vllm_mtpc.proposers.config.ptp import PtpSpeculativeConfig
 
     given = {"method": "ptp", "model": "x", "mask_drafts": True}
     with pytest.raises(ServeConfigError, match="'mask_drafts' is not an option of method 'ptp'"):
-        create(**given, target_model_config=None, target_parallel_config=None)
+        PtpSpeculativeConfig.create(**given, target_model_config=None, target_parallel_config=None)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.configs import engine_config
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.proposers.config import layers
-from vllm_mtpc.proposers.config.layers import how_to_v2
+from vllm_mtpc.proposers.config import refusals
+from vllm_mtpc.proposers.config.refusals import how_to_v2
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_what_to_type_for_v2_is_what_helps_here(monkeypatch: pytest.MonkeyPatch)
         (False, "0", "drop VLLM_USE_V2_MODEL_RUNNER=0"),
         (False, None, "vLLM's log says"),
     ):
-        monkeypatch.setattr(layers, "current_platform", SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu))
+        monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu))
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         if variable:
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)

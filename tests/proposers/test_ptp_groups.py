@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_mtpc.errors import HeadConfigError, ServeConfigError
-from vllm_mtpc.proposers.config.groups import choose_groups, drafts_of_rows, tables_by_batch
-from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_sizes
+from vllm_mtpc.proposers.config.plan import choose_groups, drafts_of_rows, merged_plan
+from vllm_mtpc.proposers.v2.ptp.groups import dynamic_sizes
 
 VARIANTS = ("o-ptp", "c-ptp")
 
@@ -18,6 +20,10 @@ VARIANTS = ("o-ptp", "c-ptp")
 def independent(p: float, drafts: int) -> list[float]:
     """Every draft is right with probability p, whatever the others are."""
     return [p**g * (1 - p) for g in range(drafts)] + [p**drafts]
+
+
+def head_of(accepted: list[float]) -> Any:
+    return SimpleNamespace(accepted=accepted, variant="o-ptp", window=len(accepted))
 
 
 def expected(accepted: np.ndarray, sizes: tuple[int, ...], variant: str) -> float:
@@ -94,14 +100,15 @@ def test_a_head_that_is_always_right():
 
 def test_tables_by_batch_share_the_rows():
     law = independent(0.8, 7)
-    tables = tables_by_batch(law, 7, "o-ptp", 8, max_num_seqs=20, max_rows=128)
-    assert [batch for batch, _ in tables] == [1, 2, 4, 8, 16, 20]
-    for batch, table in tables:
-        assert batch * sum(table.sizes) <= 128
-    values = [table.expected_tokens for _, table in tables]
-    assert values == sorted(values, reverse=True) and tables[0][1].sizes == (8,) * 8
-    assert all(sum(table.sizes) <= 10 for _, table in tables_by_batch(law, 7, "o-ptp", 8, 8, 128, budget=10))
-    assert not any(tables_by_batch(law, 7, "o-ptp", 8, 256, 256)[-1][1].sizes)  # too large a batch to draft for
+    head = head_of(law)
+    plan = merged_plan(head, 7, max_num_seqs=20, max_aux_rows=128)
+    assert [bucket.max_batch for bucket in plan.buckets] == [2, 4, 8, 16, 20]  # 1 and 2 have all rows of use
+    for batch, sizes in plan.buckets:
+        assert batch * sum(sizes) <= 128
+    values = [expected(np.array(law), sizes, "o-ptp") for _, sizes in plan.buckets]
+    assert values == sorted(values, reverse=True) and plan.buckets[0].sizes == (8,) * 8
+    assert all(bucket.rows <= 10 for bucket in merged_plan(head, 7, 8, 128, rows_per_request=10).buckets)
+    assert merged_plan(head, 7, 256, 256).bucket(256) is None  # too large a batch to draft for
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -152,4 +159,4 @@ def test_impossible_values_are_one_line(given, error, message):
 
 def test_impossible_batches_are_one_line():
     with pytest.raises(ServeConfigError, match="max_num_seqs=0"):
-        tables_by_batch([0.5, 0.5], 1, "o-ptp", 2, 0, 8)
+        merged_plan(head_of([0.5, 0.5]), 1, 0, 8)

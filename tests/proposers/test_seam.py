@@ -26,19 +26,19 @@ from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.byte_llama import stop_ids
-from vllm_mtpc.proposers.config import create, versions
+from vllm_mtpc.proposers.config import refusals, versions
 from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
-from vllm_mtpc.proposers.seam import derive, frontend, patch, sampling, scheduler, stats, worker
+from vllm_mtpc.proposers.seam import configured, frontend, patch, sampling, scheduler, worker
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
 
-PATCHES = patch.declared(frontend, sampling, stats)
+PATCHES = patch.declared(frontend, sampling, configured)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
-    patch.apply(*patch.declared(stats))
+    patch.apply(*patch.declared(configured))
 
 
 @pytest.mark.parametrize("declared", PATCHES, ids=lambda declared: declared.key)
@@ -108,7 +108,7 @@ def test_methods_of_vllm_are_not_taken_for_ours() -> None:
 
 def test_a_misspelled_option_is_answered_with_what_was_meant() -> None:
     with pytest.raises(ServeConfigError, match="remove it; did you mean min_survival"):
-        create._check_request({"method": "mtpc", "min_survial": 0}, MtpcSpeculativeConfig.user_keys)
+        refusals.refuse(refusals.of_request({"method": "mtpc", "min_survial": 0}, MtpcSpeculativeConfig.user_keys))
 
 
 def test_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +147,11 @@ def test_a_method_that_vllm_moved_is_named() -> None:
     class Moved(Theirs):
         def first(self, y: int) -> None: ...
 
-    assert issubclass(derive.derived(Ours, Theirs), Ours)
+    assert issubclass(patch.derived(Ours, Theirs), Ours)
     with pytest.raises(
         ServeConfigError, match=r"has moved what vllm_mtpc hooks: .*Moved\.first \(it no longer takes x"
     ):
-        derive.derived(Ours, Moved)
+        patch.derived(Ours, Moved)
 
 
 BASES = {
@@ -178,7 +178,7 @@ BASES = {
 def test_our_classes_fit_every_class_of_this_vllm(of: str) -> None:
     ours, *bases = BASES[of]
     for name in bases:
-        made = derive.named(ours, name.replace(".", ":"))
+        made = patch.named(ours, name.replace(".", ":"))
         assert issubclass(made, ours) and issubclass(made, resolve_obj_by_qualname(name))
 
 
@@ -206,7 +206,7 @@ def test_users_without_a_head_get_vllms_classes() -> None:
 
 # What plugin.register() imports: the rest of the package is for those who serve a head.
 REGISTERED = ("", ".plugin", ".proposers", ".proposers.seam", ".proposers.config", ".models")
-REGISTERED += tuple(f".proposers.seam.{name}" for name in ("auto", "frontend", "patch", "sampling"))
+REGISTERED += tuple(f".proposers.seam.{name}" for name in ("frontend", "patch", "sampling"))
 REGISTERED += tuple(f".proposers.config.{name}" for name in ("switches", "versions"))
 REGISTERED += tuple(f".models.{name}" for name in ("registration", "byte_llama", "byte_llama.stop_ids"))
 
@@ -216,7 +216,7 @@ def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_mtpc"]:
         if name.removeprefix("vllm_mtpc") not in REGISTERED:
             monkeypatch.setitem(sys.modules, name, None)  # importing it raises
-    for broken in ("stats", "worker", "scheduler", "derive"):
+    for broken in ("configured", "worker", "scheduler"):
         monkeypatch.setitem(sys.modules, f"vllm_mtpc.proposers.seam.{broken}", None)
     with pytest.raises(ImportError):
         engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
@@ -255,7 +255,7 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     page = (root / "docs" / "internals.md").read_text(encoding="utf-8")
     table = page.partition("\n| vLLM attribute |")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
-    files = (frontend, sampling, stats, stop_ids)
+    files = (frontend, sampling, configured, stop_ids)
     every = {one.key for one in patch.declared(*files, minor=tuple(map(int, versions.TESTED[-1].split("."))))}
     every |= {"vllm.v1.worker.gpu.model_runner:init_speculator"}
     assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 12

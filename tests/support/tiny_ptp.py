@@ -47,7 +47,7 @@ class Oracle(Student):
                 text.append(int(pick(law, number[None])))
                 state = self.target.hidden(torch.tensor([text]))[0, -1]
                 states.append(
-                    torch.nn.functional.one_hot(torch.tensor(text[-1]), 64).float() if self.shift == 0 else state
+                    torch.nn.functional.one_hot(torch.tensor(text[-1]), 64).float() if self.first_row else state
                 )
             found.append(torch.stack(states))
         return torch.stack(found)

@@ -46,9 +46,7 @@ class _Strict(BaseModel):
 
 
 class ProposalMethod(_Strict):
-    proposal_type: Literal["greedy"] = Field(
-        description="A chain of drafts, speculators' only kind; how it is drawn: draft_sample_method."
-    )
+    proposal_type: Literal["greedy"] = Field(description="A chain of drafts, speculators' only kind.")
     speculative_tokens: int = Field(ge=1, description="Drafts per step, the verifier's own token not counted.")
 
 
@@ -56,7 +54,7 @@ class Verifier(_Strict):
     name_or_path: str = Field(
         min_length=1,
         max_length=MAX_TEXT,
-        description="The target: a name on the hub, or a path, which starts at the head's folder.",
+        description="The target: a name on the hub, or a path from the head's own.",
     )
     architectures: list[str] = Field(max_length=MAX_LIST, description="The target's model classes.")
 
@@ -71,9 +69,7 @@ class Verifier(_Strict):
 class SpeculatorsConfig(_Strict):
     algorithm: str = Field(description="Same as speculators_model_type.")
     default_proposal_method: Literal["greedy"] = Field(description="The only one there is.")
-    proposal_methods: list[ProposalMethod] = Field(
-        min_length=1, max_length=MAX_LIST, description="The first one is used."
-    )
+    proposal_methods: list[ProposalMethod] = Field(min_length=1, max_length=MAX_LIST, description="The first is used.")
     verifier: Verifier = Field(description="The model this head was trained for.")
 
 
@@ -83,9 +79,7 @@ class AnyHeadConfig(_Strict):
     architecture: ClassVar[str]  # a family's name for its heads
     target_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size")  # what a target's config must say
 
-    architectures: list[str] = Field(
-        max_length=MAX_LIST, description="Name of the head's class, for the speculators convention."
-    )
+    architectures: list[str] = Field(max_length=MAX_LIST, description="The head's class, as speculators names it.")
     speculators_model_type: str = Field(description="The vLLM method this head is served with.")
     speculators_version: str = Field(description="Version of speculators whose schema the file follows.")
     speculators_config: SpeculatorsConfig = Field(description="Verifier and number of drafts.")
@@ -94,9 +88,7 @@ class AnyHeadConfig(_Strict):
     window: int = Field(ge=2, description="n, tokens a draft spans, the verifier's token included.")
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
     hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
-    trained_temperature: float = Field(
-        gt=0, allow_inf_nan=False, description="Temperature of the text the head was trained on."
-    )
+    trained_temperature: float = Field(gt=0, allow_inf_nan=False, description="Temperature of the text it learnt from.")
     trained_top_k: int = Field(ge=0, description="Top-k of that text; 0: off.")
     trained_top_p: float = Field(gt=0, le=1, description="Top-p of that text; 1: off.")
 
@@ -119,6 +111,9 @@ class AnyHeadConfig(_Strict):
             if not (isinstance(size, str) if key == "model_type" else type(size) is int and 1 <= size <= most):
                 allowed = "a name" if key == "model_type" else f"1 to {most}"
                 raise ValueError(f"{key} = {size!r}; allowed: {allowed}; write the target's own")
+        for key in cls.target_sizes:
+            if key not in cls.model_fields and key not in value:
+                raise ValueError(f"{key} is missing; write the target's own number")
         return value
 
     @model_validator(mode="after")
@@ -142,14 +137,21 @@ class AnyHeadConfig(_Strict):
         return self.speculators_config.proposal_methods[0].speculative_tokens
 
     @classmethod
-    def for_target(cls, target: Any, verifier: str, window: int, drafts: int | None, **own: Any) -> Self:
-        """The config of a new head for `target`, a transformers config (or its dict), with the family's `own` fields.
+    def create(
+        cls, *, window: int, target: Any, verifier: str, num_speculative_tokens: int | None = None, **given: Any
+    ) -> Self:
+        """The config of a new head for `target`, a transformers config (or its dict); `given` are the family's fields.
 
-        Raises HeadConfigError where a size or a name is not possible.
+        What is not given, or None, takes the family's defaults. Raises HeadConfigError where a size or a name is not
+        possible.
         """
-        values = cls.sizes_of(target)
+        sizes = target if isinstance(target, dict) else target.to_dict()
+        for size in cls.target_sizes:
+            if sizes.get(size) is None:
+                raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
+        given = {name: value for name, value in given.items() if value is not None}
         method = get_args(cls.model_fields["speculators_model_type"].annotation)[0]
-        drafts = max(1, window - 1) if drafts is None else drafts
+        drafts = max(1, window - 1) if num_speculative_tokens is None else num_speculative_tokens
         return cls.parse(
             {
                 "architectures": [cls.architecture],
@@ -159,30 +161,27 @@ class AnyHeadConfig(_Strict):
                     "algorithm": method,
                     "default_proposal_method": "greedy",
                     "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-                    "verifier": {"name_or_path": verifier, "architectures": values.get("architectures") or []},
+                    "verifier": {"name_or_path": verifier, "architectures": sizes.get("architectures") or []},
                 },
                 "transformer_layer_config": {
-                    key: values[key] for key in TARGET_KEYS if type(values.get(key)) in (int, str)
+                    key: sizes[key] for key in TARGET_KEYS if type(sizes.get(key)) in (int, str)
                 },
                 "format_version": FORMAT_VERSION,
                 "window": window,
-                "vocab_size": values["vocab_size"],
-                "hidden_size": values["hidden_size"],
+                "vocab_size": sizes["vocab_size"],
+                "hidden_size": sizes["hidden_size"],
                 "trained_temperature": 1.0,
                 "trained_top_k": 0,
                 "trained_top_p": 1.0,
-                **own,
+                **cls.defaults(window, sizes["hidden_size"], given),
+                **given,
             }
         )
 
     @classmethod
-    def sizes_of(cls, target: Any) -> dict[str, Any]:
-        """The values of a target's config; raises HeadConfigError where it lacks a size."""
-        values = target if isinstance(target, dict) else target.to_dict()
-        for size in cls.target_sizes:
-            if values.get(size) is None:
-                raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
-        return values
+    def defaults(cls, window: int, hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
+        """The family's own fields of a new head where `given` does not say them."""
+        raise NotImplementedError
 
     @classmethod
     def parse(cls, values: Any, source: str = "head config") -> Self:

@@ -24,7 +24,6 @@ class HeadConfig(Options):
     speculators_model_type: Literal["mtpc"] = Field(description="The vLLM method this head is served with.")
     draft_sample_method: Literal["probabilistic", "greedy"] = Field(description="How drafts are picked by default.")
     circuit: str = Field(description=f"Structure over the window: one of {', '.join(CIRCUITS)}.")
-    window: int = Field(ge=2, description="n, tokens the circuit spans, the verifier's token included.")
     num_components: int = Field(ge=1, description="r, latent states.")
     head: str = Field(description=f"How hidden states become circuit parameters: one of {', '.join(HEADS)}.")
     hidden_state_layer: Literal[-1] = Field(description="Which hidden state is read; -1: the last, after final norm.")
@@ -40,33 +39,14 @@ class HeadConfig(Options):
         return self
 
     @classmethod
-    def create(
-        cls,
-        *,
-        circuit: str,
-        window: int,
-        num_components: int,
-        target: Any,
-        verifier: str,
-        head: str = "linear",
-        num_speculative_tokens: int | None = None,
-        **given: Any,
-    ) -> Self:
-        """The config of a new head for `target`, a transformers config (or its dict); `given` are more of its fields.
-
-        Options of the head that are not given, or None, take its defaults. Raises HeadConfigError where a size or a
-        name is not possible.
-        """
-        get_circuit(circuit, window, num_components)
-        own = {
+    def defaults(cls, window: int, hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
+        get_circuit(given["circuit"], window, given["num_components"])
+        head = given.get("head", "linear")
+        return {
             "draft_sample_method": "probabilistic",
-            "circuit": circuit,
-            "num_components": num_components,
             "head": head,
             "hidden_state_layer": -1,
             "lora_layers": 0,
             "x1_from": "verifier",
-            **default_options(head, cls.sizes_of(target)["hidden_size"]),
-            **{name: value for name, value in given.items() if value is not None},
+            **default_options(head, hidden_size),
         }
-        return cls.for_target(target, verifier, window, num_speculative_tokens, **own)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from vllm_mtpc.config.base import MAX_HIDDEN_SIZE, AnyHeadConfig
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 MAX_WINDOW = 256
-# What the sum of `accepted` may miss of 1: it is written in decimals.
-SUM_TOLERANCE = 1e-4
+SUM_TOLERANCE = 1e-4  # what the sum of `accepted` may miss of 1: it is written in decimals
 
 
 class PtpConfig(AnyHeadConfig):
@@ -37,57 +35,45 @@ class PtpConfig(AnyHeadConfig):
     )
     window: int = Field(ge=2, le=MAX_WINDOW, description="n, auxiliary rows; at most n - 1 drafts.")
     u_embedding: str = Field(description="How u becomes the embedding of a row (vllm_mtpc.heads.ptp.embedding).")
-    u_features: int | None = Field(default=None, description="Features or rows of the embedding, where it may vary.")
-    u_hidden: int | None = Field(
-        default=None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings in -mlp: width of the hidden layer."
-    )
+    u_features: int | None = Field(None, description="Features or rows of the embedding, where it may vary.")
+    u_hidden: int | None = Field(None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings in -mlp: their hidden layer.")
     late_width: int = Field(
-        default=0,
+        0,
         ge=0,
         le=MAX_HIDDEN_SIZE,
-        description="Width of the late network, with which rows pick behind the final norm; 0: none, as in the paper.",
+        description="Width of the late network, behind the final norm; 0: none, as in the paper.",
     )
     law_trust: float | None = Field(
-        default=None,
+        None,
         gt=0,
         lt=1,
         description="How far a row's distribution is trusted when u picks the draft from it "
-        "(vllm_mtpc.heads.ptp.trust); absent: as in the paper, o-ptp takes the argmax, c-ptp what u picks.",
+        "(vllm_mtpc.heads.ptp.distribution); absent: as in the paper, o-ptp takes the argmax, c-ptp what u picks.",
     )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
     accepted: list[float] | None = Field(
-        default=None,
+        None,
+        strict=False,  # a tuple is as good
         description="P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1, measured; absent: not measured.",
     )
-
-    @field_validator("accepted")
-    @classmethod
-    def _is_distribution(cls, value: list[float] | None) -> list[float] | None:
-        if value is None:
-            return None
-        if not all(math.isfinite(part) and part >= 0 for part in value):
-            raise ValueError("probabilities are numbers from 0; measure the head again, or remove the key")
-        if abs(math.fsum(value) - 1) > SUM_TOLERANCE:
-            raise ValueError(f"its sum is {math.fsum(value):.6g}, not 1; measure the head again, or remove the key")
-        return value
-
-    @field_validator("transformer_layer_config")
-    @classmethod
-    def _has_layers(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if "num_hidden_layers" not in value:
-            raise ValueError("num_hidden_layers is missing; write the target's own number")
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         from vllm_mtpc.heads.ptp.embedding import check_embedding
 
         check_embedding(self.u_embedding, self.u_features, self.u_hidden)
-        if self.accepted is not None and len(self.accepted) != self.window:
+        shares, remedy = self.accepted, "measure the head again, or remove accepted"
+        if shares is None:
+            return self
+        if not all(math.isfinite(share) and share >= 0 for share in shares):
+            raise ValueError(f"accepted: probabilities are numbers from 0; {remedy}")
+        if abs(math.fsum(shares) - 1) > SUM_TOLERANCE:
+            raise ValueError(f"accepted: its sum is {math.fsum(shares):.6g}, not 1; {remedy}")
+        if len(shares) != self.window:
             raise ValueError(
-                f"accepted has {len(self.accepted)} entries with window={self.window}: one for each of 0 to "
-                f"{self.window - 1} accepted drafts; measure the head again, or remove accepted"
+                f"accepted has {len(shares)} entries with window={self.window}: one for each of 0 to "
+                f"{self.window - 1} accepted drafts; {remedy}"
             )
         return self
 
@@ -102,34 +88,9 @@ class PtpConfig(AnyHeadConfig):
         return self.transformer_layer_config["num_hidden_layers"]
 
     @classmethod
-    def create(
-        cls,
-        *,
-        variant: str,
-        window: int,
-        target: Any,
-        verifier: str,
-        u_embedding: str = "ieee",
-        num_speculative_tokens: int | None = None,
-        accepted: Sequence[float] | None = None,
-        **given: Any,
-    ) -> Self:
-        """The config of a new head for `target`, a transformers config (or its dict); `given` are more of its fields.
-
-        Options of the embedding that are not given, or None, take its defaults. Raises HeadConfigError where a size or
-        a name is not possible.
-        """
+    def defaults(cls, window: int, hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
         from vllm_mtpc.heads.ptp.embedding import default_options
 
-        own = {
-            "variant": variant,
-            "informed": True,
-            "u_embedding": u_embedding,
-            "late_width": 0,
-            "lora_rank": 16,
-            "lora_alpha": 16.0,
-            "accepted": None if accepted is None else [float(part) for part in accepted],
-            **default_options(u_embedding, cls.sizes_of(target)["hidden_size"]),
-            **{name: value for name, value in given.items() if value is not None},
-        }
-        return cls.for_target(target, verifier, window, num_speculative_tokens, **own)
+        name = given.get("u_embedding", "ieee")
+        own = {"informed": True, "u_embedding": name, "late_width": 0, "lora_rank": 16, "lora_alpha": 16.0}
+        return own | default_options(name, hidden_size)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.metrics import check_drafts, ratio, reached
 from vllm_mtpc.eval.ptp_acceptance import chunks, draft, draft_rows
-from vllm_mtpc.heads.ptp.law import STEPS, edges
+from vllm_mtpc.heads.ptp.distribution import STEPS, edges
 from vllm_mtpc.kernels.pick import pick
 
 if TYPE_CHECKING:

@@ -77,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.simulate:
         evaluator.check_decoding("--simulate")
     target = evaluator.target
-    documents = load_documents(
-        args.data, target.tokenizer, split=args.split, seed=args.seed, vocab_size=target.vocab_size
-    )
+    documents = load_documents(args.data, target.tokenizer, split=args.split, vocab_size=target.vocab_size)
     texts = prompts(documents, args.sequences, args.prompt_tokens, args.seed)
     drafts = drafts_of(config, args.num_drafts)
     check_length(target, texts, args.new_tokens + drafts, "--new-tokens")

@@ -162,7 +162,7 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     if args.data:
         from vllm_mtpc.data.sources import load_documents
 
-        documents = load_documents(args.data, tokenizer, seed=args.seed, most_bytes=PROMPT_BYTES * args.prompts)
+        documents = load_documents(args.data, tokenizer, most_bytes=PROMPT_BYTES * args.prompts)
         found = [prompt.tolist() for prompt in prompts(documents, args.prompts, args.prompt_tokens, args.seed)]
     else:
         from vllm_mtpc.data.prompts import held_out

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm_mtpc.config.base import AnyHeadConfig
-    from vllm_mtpc.data.documents import Documents
+    from vllm_mtpc.data.sources import Documents
     from vllm_mtpc.eval.evaluator import Evaluator
 
 

@@ -28,7 +28,7 @@ from vllm_mtpc.eval.sampling import Sampling
 from vllm_mtpc.eval.text import Samples, bits_per_token, generate
 from vllm_mtpc.heads.ptp.student import UNINFORMED
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.proposers.config.groups import VARIANTS, GroupTable, choose_groups, drafts_of_rows
+from vllm_mtpc.proposers.config.plan import VARIANTS, GroupTable, choose_groups, drafts_of_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

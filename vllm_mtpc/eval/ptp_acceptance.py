@@ -7,8 +7,8 @@ drafts it accepts is known without a further pass of the target. Greedy: the tex
 
 A window at position t (visible: tokens up to t) drafts x_2..x_(1+K), tokens t + 2..t + 1 + K; x_1 is the target's own.
 o-ptp: the argmax of rows 1..K. c-ptp: Pick(u, P), P what rows 0..K - 1 give (greedy, and heads that were trained
-without u: its argmax). Heads with `law_trust` pick as `vllm_mtpc.heads.ptp.trust` says. The step accepts the leading
-drafts that are the text.
+without u: its argmax). Heads with `law_trust` pick as `vllm_mtpc.heads.ptp.distribution` says. The step accepts the
+leading drafts that are the text.
 
 Steps follow each other through each continuation, and tokens/step is the number of tokens by the number of steps:
 
@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm_mtpc.eval.metrics import check_drafts, ratio, reached
-from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
-from vllm_mtpc.heads.ptp.trust import draft_tokens
+from vllm_mtpc.heads.ptp.distribution import STEPS, draft_tokens, edges, u_inside
 
 if TYPE_CHECKING:
     from torch import Tensor

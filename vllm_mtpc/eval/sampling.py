@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.heads.ptp.law import processed
+from vllm_mtpc.heads.ptp.distribution import processed
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold
 

@@ -22,11 +22,12 @@ from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import WindowSource
 
 if TYPE_CHECKING:
-    from vllm_mtpc.data.documents import Documents
     from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.data.sources import Documents
     from vllm_mtpc.hf import Target
     from vllm_mtpc.train.cache import HiddenSource
 
+BLOCK_BYTES = 1 << 30
 SEEDS = {"t1": 101, "t0": 102}
 
 
@@ -44,6 +45,7 @@ class Job(ABC):
 
     def __init__(self, options: TrainOptions, target: Target) -> None:
         self.options, self.target = options, target
+        self.verifier = options.verifier or verifier_name(options.target, options.out)  # how the head names its target
         torch.manual_seed(options.seed)
 
     @classmethod
@@ -74,9 +76,13 @@ class Job(ABC):
     def source(self, rows: Rows) -> HiddenSource:
         """What windows are cut from."""
 
-    @abstractmethod
+    def numbers_held(self) -> int:
+        """Numbers of the target's dtype that are held of each token of a block."""
+        return self.target.hidden_size
+
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """Rows whose windows are shuffled together, where the options do not say."""
+        """Rows whose windows are shuffled together, where the options do not say: 1 GiB of them is held."""
+        return max(1, BLOCK_BYTES // (self.options.seq_len * self.numbers_held() * self.target.dtype.itemsize))
 
     def windows(self, source: HiddenSource, rank: int = 0, world: int = 1) -> WindowSource:
         """The steps of the run."""
@@ -85,22 +91,13 @@ class Job(ABC):
         sizes = options.window, options.windows_per_step, block_rows, options.seed
         return WindowSource(source, *sizes, rank, world, self.draw)
 
-    @property
-    def verifier(self) -> str:
-        """How the head names its target."""
-        return self.options.verifier or verifier_name(self.options.target, self.options.out)
-
-    def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of provenance.json, less the package versions."""
-        return provenance(self.options, self.described(), self.verifier, results, run)
-
     @abstractmethod
     def described(self) -> dict[str, Any]:
         """What provenance.json says of the head."""
 
     @abstractmethod
     def save(self, record: dict[str, Any]) -> None:
-        """Writes the head's folder, `record` as its provenance, and the card made from it."""
+        """Writes the head's folder, with what `provenance` returns and the card made from it."""
 
     @abstractmethod
     def take(self, weights: Mapping[str, Tensor]) -> None:
@@ -119,7 +116,8 @@ class Job(ABC):
         """What else the run prints about the results."""
 
     def write(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        self.save(self.record(results, run))
+        """The head's folder, with what is known of it so far."""
+        self.save(provenance(self.options, self.described(), self.verifier, results, run))
 
     def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, measure what was written, and write it again with its results and plots."""

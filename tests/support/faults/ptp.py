@@ -61,7 +61,7 @@ def record_groups() -> Callable[[], None]:
         if drafted is not None and not kwargs.get("dummy_run"):
             layout, num_sampled = drafted.layout, args[4]
             accepted = (num_sampled[: input_batch.num_reqs].long() - 1).clamp(min=0)
-            start, size = layout.start_of(accepted), layout.size_of(accepted)
+            start, size = layout.behind(accepted)
             for row in range(input_batch.num_reqs):
                 if int(num_sampled[row]) == 0 or int(size[row]) == 0:
                     continue
@@ -161,14 +161,14 @@ def replayed() -> Callable[[], None]:
 def squared_u() -> Callable[[], None]:
     """A fault: u is no longer uniform, for drafter and verifier alike, so that only the law can tell."""
     from vllm_mtpc.proposers.v2 import coupled
-    from vllm_mtpc.proposers.v2.ptp import batch
+    from vllm_mtpc.proposers.v2.ptp import speculator
 
     original = coupled.u_of
 
     def u_of(*args: Any) -> torch.Tensor:
         return original(*args) ** 2
 
-    undo = [engine.replaced(module, "u_of", u_of) for module in (coupled, batch)]
+    undo = [engine.replaced(module, "u_of", u_of) for module in (coupled, speculator)]
     return lambda: [back() for back in undo] and None
 
 

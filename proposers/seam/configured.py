@@ -1,20 +1,42 @@
-"""Steps and cut drafts in vLLM's log and `/metrics`: tokens/step is over all steps, those without drafts too.
+"""What a configuration with a head changes in its own process: the classes it names, the counts that are logged.
 
-Put in force where a head is configured. A plugin of vLLM's group `stat_logger_plugins` would need no patch, but is made
-for every engine of the environment, turns --disable-log-stats off, and is not asked by `LLM`.
+Steps and cut drafts are in vLLM's log and `/metrics`: tokens/step is over all steps, those without drafts too. A plugin
+of vLLM's group `stat_logger_plugins` would need no patch, but is made for every engine of the environment, turns
+--disable-log-stats off, and is not asked by `LLM`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from vllm.config.scheduler import SchedulerConfig
+
 from vllm_mtpc import METHODS
 from vllm_mtpc.proposers.heads.counts import CUTS, counts_of
-from vllm_mtpc.proposers.seam.patch import patch
+from vllm_mtpc.proposers.seam.patch import apply, declared, derived, patch
 
 LOGGERS = "vllm.v1.metrics.loggers"
+
+
+def name_our_classes(vllm_config: Any) -> None:
+    """Have the engine of this configuration made of our worker and scheduler, and its front end count what they say."""
+    apply(*declared(sys.modules[__name__]))
+    parallel = vllm_config.parallel_config  # worker.py has a worker for each of vLLM's, by its name with ":" for "."
+    parallel.worker_cls = f"vllm_mtpc.proposers.seam.worker.{parallel.worker_cls.replace('.', ':')}"
+    vllm_config.scheduler_config.__class__ = HeadSchedulerConfig
+
+
+class HeadSchedulerConfig(SchedulerConfig):
+    """vLLM's, whose scheduler is derived from the one it would choose: its field `scheduler_cls` warns, and names one
+    class for both synchronous and asynchronous scheduling."""
+
+    def get_scheduler_cls(self) -> type:
+        from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+
+        return derived(HeadScheduler, super().get_scheduler_cls())
 
 
 @patch(LOGGERS, "SpecDecodingLogging", why="log tokens/step over all steps and what was cut beside vLLM's line")
