@@ -72,8 +72,12 @@ class Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(argv).parse_args(argv)
-    return guard(PROG, lambda: args.run(args))
+
+    def run() -> int:
+        args = _parser(argv).parse_args(argv)
+        return args.run(args)
+
+    return guard(PROG, run)
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:

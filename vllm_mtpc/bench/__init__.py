@@ -1,12 +1,12 @@
-"""`vllm-mtpc bench kernels|draft|serve`: a module for each; what serving costs is measured by `advise` too."""
+"""`vllm-mtpc bench kernels|draft|serve`: a module for each, imported when its name was typed."""
 
 from __future__ import annotations
 
+import argparse
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import argparse
+from vllm_mtpc.guard import Parser
 
 WHAT = {
     "serve": "plain vLLM, peers and heads side by side",
@@ -15,13 +15,20 @@ WHAT = {
 }
 
 
+class _Command(Parser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        if self.get_default("bench") is None:
+            module = import_module(f"{__name__}.{self.prog.split()[-1]}_command")
+            module.add_arguments(self)
+            self.set_defaults(bench=module.run)
+            self.description = module.__doc__
+        return super().parse_known_args(args, namespace)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    commands = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Command)
     for name, help_ in WHAT.items():
-        module = import_module(f"{__name__}.{name}_command")
-        subparser = commands.add_parser(name, help=help_, description=module.__doc__)
-        module.add_arguments(subparser)
-        subparser.set_defaults(bench=module.run)
+        commands.add_parser(name, help=help_)
 
 
 def run(args: argparse.Namespace) -> int:

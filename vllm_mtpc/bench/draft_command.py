@@ -11,20 +11,24 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
 
 from vllm_mtpc.bench import timing
+from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.loading import resolve
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.base import Head
+from vllm_mtpc.hf import choose_device
+from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.report import check_file
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_mtpc.heads.base import Head
-    from vllm_mtpc.kernels.filter.program import Program
 
 KIND = "bench draft"
 BATCHES = [1, 2, 4, 8, 16, 32, 64]
@@ -99,11 +103,6 @@ def shape(text: str) -> Shape:
 def run(args: argparse.Namespace) -> int:
     check(args)
     check_file(args.json)
-    import torch
-    from tqdm import tqdm
-
-    from vllm_mtpc.hf import choose_device
-
     device = choose_device(args.device)
     # as the proposers choose it
     has_bfloat16 = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -150,11 +149,6 @@ def default_head(vocab_size: int) -> str:
 
 def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """The heads one by one, so that only one is in memory."""
-    import torch
-    import torch.nn.functional as F
-
-    from vllm_mtpc.checkpoint import load_head
-    from vllm_mtpc.eval.loading import resolve
 
     def case(name: str, head: Head, num_drafts: int) -> Case:
         if head.needs_lm_head:
@@ -208,8 +202,6 @@ def row(
 
 def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any], ...]:
     """Calls to be timed: parameters; tokens from given parameters, by the kernel on a GPU; both."""
-    import torch
-
     head, num_drafts = case.head, case.num_drafts
     weight = next(head.parameters())
     generator = torch.Generator().manual_seed(0)
@@ -226,10 +218,6 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
 
 def _definition(program: Program, shape: tuple[int, int, int], temperature: float) -> Callable[[Any], torch.Tensor]:
     """Tokens of a head's parameters as on the V1 runner, with buffers of the shape [B, K, V]."""
-    import torch
-
-    from vllm_mtpc.kernels.draft import naive
-
     probs, noise = torch.zeros(shape), torch.ones(shape)
 
     def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:

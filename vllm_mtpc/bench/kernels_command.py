@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 
 from vllm_mtpc.bench import timing
-from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.circuits import CIRCUITS, CircuitParams, circuit_class, get_circuit
+from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.report import check_file
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 KIND = "bench kernels"
 ROOT = Path(__file__).parents[2]
@@ -83,8 +85,6 @@ def size_of(*tensors: Tensor) -> int:
 
 
 def uniform(device: torch.device) -> Iterator[Case]:
-    import torch
-
     def eager(seed: Tensor, pos: Tensor) -> Tensor:
         return torch.rand(len(seed), device=device)  # another generator: what a draw costs
 
@@ -95,8 +95,6 @@ def uniform(device: torch.device) -> Iterator[Case]:
 
 
 def pick(device: torch.device) -> Iterator[Case]:
-    import torch
-
     def eager(logits: Tensor, u: Tensor) -> Tensor:
         edges = logits.softmax(dim=-1).cumsum(dim=-1)
         return torch.searchsorted(edges, u[:, None], right=True)
@@ -107,8 +105,6 @@ def pick(device: torch.device) -> Iterator[Case]:
 
 
 def couple(device: torch.device) -> Iterator[Case]:
-    import torch
-
     for requests in (1, 64):
         width = 8
         tokens, drafts = torch.randint(2, (2, requests * width), device=device)  # half of the drafts are right
@@ -118,10 +114,6 @@ def couple(device: torch.device) -> Iterator[Case]:
 
 
 def filter_(device: torch.device) -> Iterator[Case]:
-    import torch
-
-    from vllm_mtpc.circuits import circuit_class, get_circuit
-
     for name, batch in ((name, batch) for name in CIRCUITS for batch in (64, 2048)):
         n, r = 16, min(32, circuit_class(name).max_components)
         circuit = get_circuit(name, n, r)
@@ -139,11 +131,6 @@ def draft(device: torch.device) -> Iterator[Case]:
 
 
 def _draft(device: torch.device, name: str, vocab_size: int, batch: int) -> Case:
-    import torch
-
-    from vllm_mtpc.circuits import CircuitParams, circuit_class, get_circuit
-    from vllm_mtpc.kernels.draft import naive
-
     n, r = 8, min(8, circuit_class(name).max_components)
     circuit, drafts = get_circuit(name, n, r), n - 1
     first = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -177,9 +164,6 @@ def _draft(device: torch.device, name: str, vocab_size: int, batch: int) -> Case
 
 
 def leaf(device: torch.device) -> Iterator[Case]:
-    import torch
-    import torch.nn.functional as F
-
     def eager(states: Tensor, weight: Tensor, bias: None, token: Tensor) -> Tensor:
         logits = F.linear(states[:, 0], weight.flatten(0, 1)).view(-1, *weight.shape[:2]).float()
         index = token[:, None, None].expand(-1, weight.shape[0], 1)
@@ -230,9 +214,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-    from tqdm import tqdm
-
     check_file(args.json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bandwidth = timing.bytes_per_second(device)

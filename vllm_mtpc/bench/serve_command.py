@@ -12,11 +12,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vllm_mtpc import demo
 from vllm_mtpc.bench import decodings, report, rounds
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, Missing
+from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.passes import Prompt, Setting
 from vllm_mtpc.errors import EngineFailed, UsageError
+from vllm_mtpc.eval.loading import resolve, target_of
 from vllm_mtpc.flags import check_positive
 from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
 
@@ -58,8 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     torch.set_num_threads(1)  # this process waits; the cores belong to the engines
     on_gpu = torch.cuda.is_available()
     complete(args, on_gpu)
@@ -68,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
     members, missing = wanted(args, on_gpu)
     settings = {group: cells(args, group) for group in members}
     most = max(cell.prompts for found in settings.values() for cell in found)
-    from vllm_mtpc.data import prompts
-
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
     with contextlib.ExitStack() as stack:
         # a SIGTERM raises SystemExit here, so that engines are ended on the way out
@@ -97,8 +98,6 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
     """Fills in what was not typed. Raises UsageError for words that do not go together."""
     args.untyped = set()
     if args.demo:
-        from vllm_mtpc import demo
-
         if args.target or args.heads:
             raise UsageError("--demo has its own target and heads; leave --target and --heads out, or --demo")
         args.target = str(demo.path("target"))
@@ -106,8 +105,6 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
     if not args.target:
         if not args.heads:
             raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
-        from vllm_mtpc.eval.loading import resolve, target_of
-
         args.target = target_of(*resolve(args.heads[0]), None)
     for key, value in (DEMO if args.demo else DEFAULTS).items():
         if getattr(args, key) is None:

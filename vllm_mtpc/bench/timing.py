@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from vllm_mtpc.engine import provenance
+from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.report import print_table, write_json
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from vllm_mtpc.kernels.filter.program import Program
 
 WARM_UP = 5
 EVICT = 256 << 20  # bytes written between calls on a GPU: weights that a step would read from memory come from memory
@@ -47,8 +44,6 @@ def _on_cpu(call: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def _on_gpu(call: Callable[[], Any], repeats: int) -> list[float]:
-    import torch
-
     evict = torch.empty(EVICT, dtype=torch.uint8, device="cuda")
     events = []
     for _ in range(WARM_UP + repeats):
@@ -64,8 +59,6 @@ def _on_gpu(call: Callable[[], Any], repeats: int) -> list[float]:
 
 def captured(call: Callable[[], Any]) -> Callable[[], None] | None:
     """The call as one CUDA graph; None where it cannot be captured."""
-    import torch
-
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -83,12 +76,9 @@ def captured(call: Callable[[], Any]) -> Callable[[], None] | None:
 
 def launches(call: Callable[[], Any]) -> int | None:
     """Kernels, copies and fills that a call launches on a GPU; None where the profiler sees none."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events()) or None
@@ -96,8 +86,6 @@ def launches(call: Callable[[], Any]) -> int | None:
 
 def bytes_per_second(device: Any) -> float:
     """Bandwidth of the device's memory as a large copy has it, reads and writes counted."""
-    import torch
-
     size = COPIED[device.type]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -111,9 +99,7 @@ def draft_kernel(
 
     The call drafts from `DraftParams` whose leaf has the shape [B, K, r, V].
     """
-    import torch
-
-    from vllm_mtpc.engine.noise import gumbel_noised_argmax
+    from vllm_mtpc.engine.noise import gumbel_noised_argmax  # needs Triton
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, drafts, r, vocab_size = shape

@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import open_tensors, read_json
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES
-
-if TYPE_CHECKING:
-    from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.base import Head
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)

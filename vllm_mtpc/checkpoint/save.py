@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -15,14 +15,12 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE, hub_name
+from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import replacing
 from vllm_mtpc.heads.adapters import Adapters, DraftLayers
-
-if TYPE_CHECKING:
-    from vllm_mtpc.config.base import AnyHeadConfig
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.base import Head
 
 
 def save_head(
