@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.counters import DEFINITIONS
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, print_table, write_json
 from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
 from vllm_mtpc.train.state import NAMES, changed_option, identity, read_state
@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains what is missing and prints the table."""
     plan = read_plan(args.file)
     check_file(args.json)
-    from vllm_mtpc.train.prepare import settled
-    from vllm_mtpc.train.run import train
+    from vllm_mtpc.train.run import settled, train
 
     wanted = [settled(options) for options in plans(plan, changes(args.set), args.runs)]  # all, before one is trained
     rows = []

@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_mtpc.cli import guard
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, print_table, write_json
 
 TOLERANCE = 1e-4  # relative; sums of a thousand float32 terms in another order differ by about 1e-6
@@ -155,7 +155,7 @@ def measure(shape: Shape, device_name: str = "auto") -> dict[str, Any]:
     """Build the head and take steps; returns a row: the shape, seconds, memory in bytes, losses (nats)."""
     import torch
 
-    from vllm_mtpc.train.memory import peak_memory_bytes
+    from vllm_mtpc.train.loop import peak_memory_bytes
 
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name
     device = torch.device(name)

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from vllm_mtpc import demo
-from vllm_mtpc.bench import decodings, engines, report, rounds, serve
+from vllm_mtpc.bench import decodings, report, rounds, serve
 from vllm_mtpc.bench.decodings import OWN, Decoding
 from vllm_mtpc.data import prompts
-from vllm_mtpc.engine import offline
+from vllm_mtpc.engine import passes
 from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.report import check_folder, print_table
@@ -38,7 +38,7 @@ CELLS = [
 ]
 SERVED = Setting("vllm serve", 1, 0.0, MAX_TOKENS, 8)  # the prompts of CELLS with one client
 INTERPRETED = [Setting(f"T={temperature:g}, c=1", 1, temperature, 48, 4) for temperature in (1.0, 0.0)]
-ON_GPU = {"kv_cache_memory_bytes": engines.CPU_CACHE_BYTES, "gpu_memory_utilization": 0.1}  # several at once
+ON_GPU = {"kv_cache_memory_bytes": decodings.CPU_CACHE_BYTES, "gpu_memory_utilization": 0.1}  # several at once
 
 
 class Lines(rounds.Progress):
@@ -70,17 +70,17 @@ def measure(lines: Lines, logs: Path) -> tuple[rounds.Comparison, Measured, list
     """Plain and heads side by side; the server's pass; passes of heads that only the interpreter runs here."""
     on_gpu = torch.cuda.is_available()
     heads, _ = decodings.heads([str(demo.path("btree")), str(demo.path("o-ptp"))], {}, None, on_gpu)
-    engine = engines.arguments(str(demo.path("target")), "float32", 512, BATCH, on_gpu, ON_GPU if on_gpu else {})
+    engine = decodings.arguments(str(demo.path("target")), "float32", 512, BATCH, on_gpu, ON_GPU if on_gpu else {})
     texts = prompts.held_out(ROUNDS * max(cell.prompts for cell in CELLS))
     comparison = rounds.Comparison(lines)
     with ExitStack() as stack:
-        running: dict[Decoding, offline.Resident] = {}
+        running: dict[Decoding, passes.Resident] = {}
         for one in (decodings.plain(), *heads):
             lines.say(f"starting {one.name} ({one.group}), offline")
             drafts = {} if one.is_plain else {"speculative_config": one.speculative}
             log = logs / f"{one.name}.log"
-            running[one] = stack.enter_context(offline.launched({**engine, **drafts}, texts, log, one.environment))
-        words = engines.command({**engine, "model": demo.path("btree"), "served_model_name": "demo"})
+            running[one] = stack.enter_context(passes.launched({**engine, **drafts}, texts, log, one.environment))
+        words = decodings.command({**engine, "model": demo.path("btree"), "served_model_name": "demo"})
         lines.say(f"starting vllm serve {' '.join(words)}")
         client = stack.enter_context(serve.server(words, logs / "serve.log"))
         for one, waiting in running.items():
@@ -106,9 +106,9 @@ def show(comparison: rounds.Comparison, served: Measured, alone: Sequence[rounds
     for one in alone:
         where = f"{one.decoding.name}, {one.cell.name} ({one.decoding.group})"
         print(f"{where}: {one.measured.tokens_per_step:.2f} tokens/step (its interpreted speed says nothing)")
-    wordy = max(range(len(served.texts)), key=lambda index: len(served.texts[index].split()))
+    wordy = max(range(len(served.answers)), key=lambda index: len(served.answers[index].text.split()))
     print("\nThe server's answer with most words, after its prompt:\n")
-    print(prompts.held_out(wordy + 1)[wordy] + "|" + served.texts[wordy])
+    print(prompts.held_out(wordy + 1)[wordy] + "|" + served.answers[wordy].text)
     checked = [tuple(row["identical"]) for row in found if row["identical"]]
     checked += [same(served, plain), *(same(one.measured, plain) for one in alone if one.cell.greedy)]
     right, total = (sum(numbers) for numbers in zip(*checked, strict=True))

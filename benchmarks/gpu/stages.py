@@ -109,7 +109,7 @@ TOY_SHAPES = {"1x64": {"D": 64, "V": 320, "heads": [(4, 1), (4, 2)]}}
 
 def kernels(programme: Programme) -> list[Part]:
     """Each kernel against its definition, then drafts beside a step of targets of real size."""
-    from vllm_mtpc.bench.kernel_cases import OPERATIONS
+    from vllm_mtpc.bench.kernels_command import OPERATIONS
 
     folder, parts = programme.cache / "kernels", []
     batch, repeats = programme.size([1, 2, 4, 8, 16, 32, 64], [1, 2]), programme.size(50, 2)

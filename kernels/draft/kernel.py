@@ -1,8 +1,8 @@
 """`naive.draft` in Triton: drafts, their conditionals in a cache like vLLM's `draft_logits`, and confidences.
 
-Two paths, alike in what they store (README.md): one launch for all drafts where a leaf is small (`rows.py`), else
-blocks of the vocabulary, two launches before the first draft and two for each (`blocked.py`). The ranks that a
-vocabulary is divided over take the second, and meet once before the first draft, at every draft, and at the end.
+Two paths, alike in what they store (README.md): one launch for all drafts where a leaf is small, else blocks of the
+vocabulary, two launches before the first draft and two for each. The ranks that a vocabulary is divided over take the
+second, and meet once before the first draft, at every draft, and at the end.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from vllm_mtpc.kernels.draft import TILE, blocked, is_small, rows
-from vllm_mtpc.kernels.filter import MAX_COMPONENTS, machine
+from vllm_mtpc.kernels.draft import TILE, is_small, launches
+from vllm_mtpc.kernels.filter import MAX_COMPONENTS
+from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
 
@@ -23,7 +24,6 @@ from vllm_mtpc.kernels.shard import Shard
 REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 BLOCKED_TILE = 4096  # beyond: many instances share a leaf
 MIN_BLOCK = 64
-RECORD = 5  # numbers that a rank hands in for a draft, beside one for each component
 
 
 class Drafter:
@@ -50,7 +50,7 @@ class Drafter:
             raise ValueError(
                 f"num_components={num_components}: the kernel takes 1 to {MAX_COMPONENTS}; use naive.draft"
             )
-        self.code, self.begins, depth = machine.encode(program, device)
+        self.program, depth = encode(program, device)
         size = triton.next_power_of_2(num_components)
         small = shard is None and is_small(num_components, vocab_size)
         self.one_launch, self.shard = small if one_launch is None else one_launch, shard
@@ -58,8 +58,8 @@ class Drafter:
         tile = TILE if self.one_launch else BLOCKED_TILE
         block = min(triton.next_power_of_2(vocab_size), max(MIN_BLOCK, tile // size))
         self.sizes = {"R": size, "DEPTH": depth}
-        self.block, self.num_blocks = block, triton.cdiv(vocab_size, block)
-        self.num_warps = 8 if size * block > BLOCKED_TILE else 4
+        self.num_blocks = triton.cdiv(vocab_size, block)
+        self.tile = {"R": size, "BLOCK": block, "num_warps": 8 if size * block > BLOCKED_TILE else 4}
         self.noise = {"NOISED_ARGMAX": noised_argmax, "USE_FP64": use_fp64}
 
     def __call__(
@@ -89,40 +89,25 @@ class Drafter:
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()
-        evidence, root, inner = evidence.contiguous(), root.contiguous(), inner.contiguous()
+        # in units of 16 where rows are aligned, so that loads are wide; strides may depend on the batch and on K, but
+        # whether all are multiples of 16 on the vocabulary alone: nothing is compiled anew while serving
+        strides = leaf.stride()[:3]
+        unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+        from_leaf = (leaf, *(stride // unit for stride in strides))
+        circuit = (evidence.contiguous(), root.contiguous(), inner.contiguous(), self.program)
         requests = (slots, temperature, seeds, pos)
         cached = (None, 0, 0) if cache is None else (cache, cache.stride(0), cache.stride(1))
         out = (tokens, tokens.stride(0), confidences, confidences.stride(0))
         launch = self._rows if self.one_launch else self._blocks
-        launch((evidence, leaf, root, inner), requests, cached, out, draw)
+        launch(from_leaf, circuit, requests, cached, out, {**self.tile, "UNIT": unit}, draw)
 
-    def _rows(self, params: tuple, requests: tuple, cached: tuple, out: tuple, draw: bool) -> None:
-        evidence, leaf, root, inner = params
-        batch, num_drafts, r, vocab_size = leaf.shape
-        from_leaf, unit = _strided(leaf)
-        rows.draft_rows[(batch,)](
-            evidence,
-            *from_leaf,
-            root,
-            inner,
-            self.code,
-            self.begins,
-            *requests,
-            *out,
-            *cached,
-            num_drafts,
-            inner.shape[1],
-            r,
-            vocab_size,
-            **self.noise,
-            **self.sizes,
-            DRAW=draw,
-            BLOCK=self.block,
-            BLOCKS=self.num_blocks,
-            UNIT=unit,
-            num_warps=self.num_warps,
-            **REGISTERS,
-        )
+    def _rows(
+        self, from_leaf: tuple, circuit: tuple, requests: tuple, cached: tuple, out: tuple, tile: dict, draw: bool
+    ) -> None:
+        batch, num_drafts, r, vocab_size = from_leaf[0].shape
+        options = {**self.noise, **self.sizes, **tile, "DRAW": draw, "BLOCKS": self.num_blocks, **REGISTERS}
+        given = (*from_leaf, *circuit, *requests, *out, *cached)
+        launches.draft_rows[(batch,)](*given, num_drafts, circuit[2].shape[1], r, vocab_size, **options)
 
     def buffers(
         self, batch: int, drafts: int, device: torch.device, cache_dtype: torch.dtype | None = None
@@ -137,153 +122,50 @@ class Drafter:
             return torch.empty(shape, dtype=dtype, device=device)
 
         of_leaves = (buffer(batch, drafts, blocks, size), buffer(batch, drafts, blocks, size))
-        state = (buffer(batch, size), buffer(batch, depth, size), buffer(batch, dtype=torch.int32))
-        values = buffer(batch, blocks, dtype=torch.float64 if self.noise["USE_FP64"] else torch.float32)
-        per_block = (values, buffer(batch, blocks, dtype=torch.int32), buffer(batch, blocks, 3))
-        has_columns = self.shard is not None and cache_dtype is not None
+        norms, state = buffer(batch, drafts, size), buffer(1 + depth, batch, size)
+        of_record = torch.float64 if self.noise["USE_FP64"] else torch.float32
+        records = buffer(blocks, batch, launches.RECORD.value + size, dtype=of_record)
+        if self.shard is None or cache_dtype is None:
+            return of_leaves, norms, state, records, None
         # rows of a multiple of 16: strides that K decides are then not specialised
-        columns = buffer(batch, drafts, -(-self.shard.rows // 16) * 16, dtype=cache_dtype) if has_columns else None
-        return of_leaves, buffer(batch, drafts, size), state, per_block, columns
+        columns = buffer(batch, drafts, -(-self.shard.rows // 16) * 16, dtype=cache_dtype)
+        return of_leaves, norms, state, records, columns
 
-    def _blocks(self, params: tuple, requests: tuple, cached: tuple, out: tuple, draw: bool) -> None:
-        evidence, leaf, root, inner = params
+    def _blocks(
+        self, from_leaf: tuple, circuit: tuple, requests: tuple, cached: tuple, out: tuple, tile: dict, draw: bool
+    ) -> None:
+        leaf, inner, shard, blocks = from_leaf[0], circuit[2], self.shard, self.num_blocks
         batch, num_drafts, r, vocab_size = leaf.shape
-        shard, begin, cache = self.shard, None, cached[0]
+        begin, cache = None, cached[0]
         if shard is not None:
             vocab_size, begin = shard.stop - shard.start, shard.start
-        from_leaf, unit = _strided(leaf)
-        code = (inner, self.code, self.begins)
-        of_blocks = {"BLOCKS": triton.next_power_of_2(self.num_blocks)}
-        tile = {"R": self.sizes["R"], "BLOCK": self.block, "UNIT": unit, "num_warps": self.num_warps}
-        blocks = self.num_blocks
-        of_leaves, norms, state, per_block, columns = self.buffers(
+        of_leaves, norms, state, records, columns = self.buffers(
             batch, num_drafts, leaf.device, None if cache is None else cache.dtype
         )
-        blocked.leaf_blocks[(blocks, num_drafts, batch)](*from_leaf, *of_leaves, num_drafts, r, vocab_size, **tile)
-        blocked.start_rows[(num_drafts, batch)](
-            evidence,
-            root,
-            *code,
-            *of_leaves,
-            norms,
-            *state,
-            num_drafts,
-            inner.shape[1],
-            r,
-            blocks,
-            **self.sizes,
-            CHUNK=max(1, BLOCKED_TILE // self.sizes["R"]),
-        )
+        sums = (num_drafts, inner.shape[1], r)
+        chunk = max(1, BLOCKED_TILE // self.sizes["R"])
+        launches.leaf_blocks[(blocks, num_drafts, batch)](*from_leaf, *of_leaves, num_drafts, r, vocab_size, **tile)
+        given = (*circuit, *of_leaves, norms, state, *sums, blocks)
+        launches.start_rows[(num_drafts, batch)](*given, **self.sizes, CHUNK=chunk)
         if shard is not None:
             norms = shard.normalisers(norms)
-            cached = cached if columns is None else (columns, columns.stride(0), columns.stride(1))
-        for k in range(num_drafts):
-            blocked.draft_blocks[(blocks, batch)](
-                *from_leaf,
-                norms,
-                state[0],
-                *requests,
-                *cached,
-                *per_block,
-                k,
-                num_drafts,
-                r,
-                vocab_size,
-                begin,
-                **self.noise,
-                DRAW=draw,
-                **tile,
-            )
-            if shard is not None:
-                self._elect(k, leaf, norms, per_block, inner, state, requests, out, draw)
-                continue
-            blocked.choose[(batch,)](
-                *from_leaf,
-                *code,
-                norms,
-                *state,
-                *requests[:2],
-                *per_block,
-                *out,
-                k,
-                num_drafts,
-                inner.shape[1],
-                r,
-                blocks,
-                DRAW=draw,
-                UNIT=unit,
-                **self.sizes,
-                **of_blocks,
-            )
         if columns is not None:
-            blocked.spread[(blocks * shard.size, num_drafts, batch)](
-                shard.gather(columns.flatten(1)),
-                requests[0],
-                cache,
-                cache.stride(0),
-                cache.stride(1),
-                num_drafts,
-                shard.rows,
-                columns.shape[2],
-                cache.shape[2],
-                BLOCK=self.block,
-            )
-
-    def _elect(
-        self,
-        k: int,
-        leaf: Tensor,
-        norms: Tensor,
-        per_block: tuple,
-        inner: Tensor,
-        state: tuple,
-        requests: tuple,
-        out: tuple,
-        draw: bool,
-    ) -> None:
-        """Draft k from the candidates of all ranks, in the place of `choose`."""
-        batch, num_drafts, r, _ = leaf.shape
-        from_leaf, unit = _strided(leaf)
-        record = per_block[0].new_empty(batch, RECORD + self.sizes["R"])
-        blocked.nominate[(batch,)](
-            *from_leaf,
-            norms,
-            *per_block,
-            record,
-            self.shard.start,
-            k,
-            num_drafts,
-            r,
-            self.num_blocks,
-            R=self.sizes["R"],
-            BLOCKS=triton.next_power_of_2(self.num_blocks),
-            UNIT=unit,
-        )
-        blocked.elect[(batch,)](
-            self.shard.gather(record),
-            inner,
-            self.code,
-            self.begins,
-            *state,
-            *requests[:2],
-            *out,
-            k,
-            num_drafts,
-            inner.shape[1],
-            r,
-            self.shard.size,
-            DRAW=draw,
-            **self.sizes,
-            RANKS=triton.next_power_of_2(self.shard.size),
-        )
-
-
-def _strided(leaf: Tensor) -> tuple[tuple[Any, ...], int]:
-    """The leaf, its strides in multiples of a unit, and the unit: 16 where rows are aligned, so that loads are wide.
-
-    Strides may depend on the batch and on K; whether all of them are multiples of 16 depends on the vocabulary alone.
-    What is compiled therefore does not change while serving.
-    """
-    strides = leaf.stride()[:3]
-    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
-    return (leaf, *(stride // unit for stride in strides)), unit
+            cached = (columns, columns.stride(0), columns.stride(1))
+        for k in range(num_drafts):
+            given = (*from_leaf, norms, state, *requests, *cached, records)
+            sizes = (k, num_drafts, r, vocab_size, begin)
+            launches.draft_blocks[(blocks, batch)](*given, *sizes, **self.noise, **tile, DRAW=draw)
+            found, count = records, blocks
+            if shard is not None:
+                nominee = records.new_empty(batch, records.shape[2])
+                launches.nominate[(batch,)](
+                    records, nominee, blocks, R=tile["R"], BLOCKS=triton.next_power_of_2(blocks)
+                )
+                found, count = shard.gather(nominee), shard.size
+            given = (found, *circuit[2:], state, *requests[:2], *out, k, *sums, count)
+            launches.choose[(batch,)](*given, **self.sizes, DRAW=draw, COUNT=triton.next_power_of_2(count))
+        if columns is not None:
+            to_cache = (requests[0], cache, cache.stride(0), cache.stride(1))
+            sizes = (num_drafts, shard.rows, columns.shape[2], cache.shape[2])
+            whole = shard.gather(columns.flatten(1))
+            launches.spread[(blocks * shard.size, num_drafts, batch)](whole, *to_cache, *sizes, BLOCK=tile["BLOCK"])

@@ -1,12 +1,18 @@
-"""`naive.filter_weights` in Triton, with its backward: one launch each, one program instance per circuit.
+"""The machine of `program.py` as Triton functions; `naive.filter_weights` made of them, with its backward.
 
-Forward runs the machine of `machine.py` and, where a gradient is asked for, keeps a tape: one vector per instruction.
-Backward runs the instructions in reverse on the adjoints of the machine's registers; README.md derives it. Nothing is
-summed across instances: both are deterministic, and a circuit's result does not depend on its batch.
+One program instance is one circuit, one launch all of them. Vectors [R] hold r values, R = next power of two; what is
+beyond r is -inf in weights, stack and messages that a sum has made, and -inf or anything finite in evidence. The stack
+is a tile [DEPTH, R] in registers. A distribution whose every term is -inf stays -inf, where PyTorch makes NaN of it;
+NaN stays NaN.
+
+Forward keeps a tape where a gradient is asked for: one vector per instruction. Backward runs the instructions in
+reverse on the adjoints of the machine's registers; README.md derives it. Nothing is summed across instances: both are
+deterministic, and a circuit's result does not depend on its batch.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,29 +21,128 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vllm_mtpc.kernels.filter.machine import (
-    CONDITION,
-    PUSH,
-    TRANSITION,
-    UPWARD,
-    advance,
-    encode,
-    load_sum,
-    load_vector,
-    log_sum_exp,
-    normalise,
-    push,
-)
-from vllm_mtpc.kernels.filter.program import CHANGE, Program
+from vllm_mtpc.kernels.filter.program import CHANGE, Instruction, Op, Program
+
+CONDITION: tl.constexpr = tl.constexpr(int(Op.CONDITION))
+TRANSITION: tl.constexpr = tl.constexpr(int(Op.TRANSITION))
+PUSH: tl.constexpr = tl.constexpr(int(Op.PUSH))
+UPWARD: tl.constexpr = tl.constexpr(int(Op.UPWARD))
+
+
+def encode(program: Program, device: torch.device) -> tuple[Tensor, int]:
+    """The program for `advance`, int32 [max(N, n + 2), 4], and DEPTH.
+
+    Row i: of instruction i op, inner sum and the place on the stack that it writes or reads; where list i begins.
+    """
+    return _encoded(tuple(map(tuple, program)), device)
+
+
+@lru_cache(maxsize=64)
+def _encoded(program: tuple[tuple[Instruction, ...], ...], device: torch.device) -> tuple[Tensor, int]:
+    rows, begins, depth = [], [0], 0
+    for instructions in program:
+        for op, index in instructions:
+            rows.append((int(op), index, depth if op == Op.PUSH else depth - 1))
+            depth += CHANGE.get(op, 0)
+        begins.append(len(rows))
+    table = torch.zeros(max(len(rows), len(begins)), 4, dtype=torch.int32)
+    table[: len(rows), :3] = torch.tensor(rows, dtype=torch.int32).view(-1, 3)
+    table[: len(begins), 3] = torch.tensor(begins, dtype=torch.int32)
+    return table.to(device), triton.next_power_of_2(max([1, *(place + 1 for *_, place in rows)]))
+
+
+@triton.jit
+def finite(top):
+    """What to subtract before exp, where the largest is `top`."""
+    return tl.where(top > float("-inf"), top, 0.0)
+
+
+@triton.jit
+def log_sum_exp(x, axis: tl.constexpr):
+    """Along an axis of a tile; -inf where all are."""
+    top = finite(tl.max(x, axis=axis))
+    return tl.log(tl.sum(tl.exp(x - tl.expand_dims(top, axis)), axis=axis)) + top
+
+
+@triton.jit
+def normalise(x):
+    """Log-softmax of a vector [R]; all -inf stays so."""
+    return tl.where(x == float("-inf"), x, x - log_sum_exp(x, 0))
+
+
+@triton.jit
+def load_vector(ptr, r, R: tl.constexpr):
+    """r values as float32, -inf beyond."""
+    z = tl.arange(0, R)
+    return tl.load(ptr + z, mask=z < r, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def load_sum(inner_ptr, index, r, R: tl.constexpr):
+    """Rows log p(z' | z) [R, R] from the logits [F, r, r] at inner_ptr; -inf beyond r."""
+    z = tl.arange(0, R)
+    mask = (z[:, None] < r) & (z[None, :] < r)
+    offset = index.to(tl.int64) * r * r + z[:, None] * r + z[None, :]
+    x = tl.load(inner_ptr + offset, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.where(x == float("-inf"), x, x - tl.expand_dims(log_sum_exp(x, 1), 1))
+
+
+@triton.jit
+def pop(stack, place, DEPTH: tl.constexpr):
+    """The vector at a place."""
+    rows = tl.arange(0, DEPTH)
+    return tl.max(tl.where(rows[:, None] == place, stack, float("-inf")), axis=0)
+
+
+@triton.jit
+def push(stack, place, vector, DEPTH: tl.constexpr):
+    """The stack with `vector` at a place."""
+    rows = tl.arange(0, DEPTH)
+    return tl.where(rows[:, None] == place, vector[None, :], stack)
+
+
+@triton.jit
+def instruction(program_ptr, at):
+    """Operation, inner sum, place on the stack."""
+    return tl.load(program_ptr + 4 * at), tl.load(program_ptr + 4 * at + 1), tl.load(program_ptr + 4 * at + 2)
+
+
+@triton.jit
+def advance(program_ptr, k, weights, stack, message, inner_ptr, r, R: tl.constexpr, DEPTH: tl.constexpr, tape_ptr=None):
+    """Weights and stack after list k of the program.
+
+    tape_ptr: row `at` of [N, r] float32 becomes what the backward of instruction `at` reads (README.md): what a sum
+    was applied to, else the weights that were made.
+    """
+    z = tl.arange(0, R)
+    for at in range(tl.load(program_ptr + 4 * k + 3), tl.load(program_ptr + 4 * k + 7)):
+        op, index, place = instruction(program_ptr, at)
+        kept = weights
+        if op == CONDITION:
+            weights = normalise(weights + message)
+            kept = weights
+        elif op == TRANSITION:
+            weights = log_sum_exp(weights[:, None] + load_sum(inner_ptr, index, r, R), 0)
+        elif op == PUSH:
+            stack = push(stack, place, weights, DEPTH)
+        elif op == UPWARD:
+            kept = pop(stack, place, DEPTH) + message
+            message = log_sum_exp(load_sum(inner_ptr, index, r, R) + kept[None, :], 1)
+        else:
+            weights = normalise(pop(stack, place, DEPTH) + message)
+            stack = push(stack, place, message, DEPTH)
+            kept = weights
+        if tape_ptr is not None:
+            tl.store(tape_ptr + at * r + z, kept, mask=z < r)
+    return weights, stack
 
 
 @triton.jit(do_not_specialize=["m", "num_inner", "num_kept"])
 def _filter(
-    code_ptr,
-    begins_ptr,
-    evidence_ptr,
+    program_ptr,
     root_ptr,
     inner_ptr,
+    evidence_ptr,
     weights_ptr,
     tape_ptr,
     m,
@@ -56,26 +161,17 @@ def _filter(
     z = tl.arange(0, R)
     weights = normalise(load_vector(root_ptr + circuit * r, r, R))
     stack = tl.full([DEPTH, R], float("-inf"), tl.float32)
-    depth = tl.full([], 0, tl.int32)
     message = weights  # the first list reads none
     for k in range(m):
-        weights, stack, depth = advance(
-            code_ptr, begins_ptr, k, weights, stack, depth, message, inner_ptr, r, R, DEPTH, tape_ptr
-        )
+        weights, stack = advance(program_ptr, k, weights, stack, message, inner_ptr, r, R, DEPTH, tape_ptr)
         tl.store(weights_ptr + k * r + z, weights, mask=z < r)
         message = load_vector(evidence_ptr + k * r, r, R)
 
 
 @triton.jit
-def _load_adjoint(ptr, r, R: tl.constexpr):
-    z = tl.arange(0, R)
-    return tl.load(ptr + z, mask=z < r, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _pop_adjoint(stack, top, DEPTH: tl.constexpr):
+def _pop_adjoint(stack, place, DEPTH: tl.constexpr):
     rows = tl.arange(0, DEPTH)
-    return tl.sum(tl.where(rows[:, None] == top, stack, 0.0), axis=0)
+    return tl.sum(tl.where(rows[:, None] == place, stack, 0.0), axis=0)
 
 
 @triton.jit
@@ -106,26 +202,14 @@ def _add_sum_gradient(grad_ptr, index, adjoint, log_probs, r, R: tl.constexpr):
 
 @triton.jit
 def _retreat(
-    code_ptr,
-    begins_ptr,
-    k,
-    weights,
-    stack,
-    depth,
-    inner_ptr,
-    grad_inner_ptr,
-    tape_ptr,
-    r,
-    R: tl.constexpr,
-    DEPTH: tl.constexpr,
+    program_ptr, k, weights, stack, inner_ptr, grad_inner_ptr, tape_ptr, r, R: tl.constexpr, DEPTH: tl.constexpr
 ):
     """Adjoints of weights, stack and message before list k of the program, from those of weights and stack after."""
     message = tl.zeros([R], tl.float32)
-    end = tl.load(begins_ptr + k + 1)
-    for back in range(end - tl.load(begins_ptr + k)):
+    end = tl.load(program_ptr + 4 * k + 7)
+    for back in range(end - tl.load(program_ptr + 4 * k + 3)):
         at = end - 1 - back
-        op = tl.load(code_ptr + 2 * at)
-        index = tl.load(code_ptr + 2 * at + 1)
+        op, index, place = instruction(program_ptr, at)
         kept = load_vector(tape_ptr + at * r, r, R)
         if op == CONDITION:
             weights = _through_softmax(weights, kept, 0)
@@ -137,29 +221,26 @@ def _retreat(
             _add_sum_gradient(grad_inner_ptr, index, adjoint, log_probs, r, R)
             weights = tl.sum(adjoint, axis=1)
         elif op == PUSH:
-            depth -= 1
-            weights += _pop_adjoint(stack, depth, DEPTH)
+            weights += _pop_adjoint(stack, place, DEPTH)
         elif op == UPWARD:
             log_probs = load_sum(inner_ptr, index, r, R)
             terms = log_probs + kept[None, :]
             adjoint = _share(terms, log_sum_exp(terms, 1)[:, None]) * message[:, None]
             _add_sum_gradient(grad_inner_ptr, index, adjoint, log_probs, r, R)
             message = tl.sum(adjoint, axis=0)
-            stack = push(stack, depth, message, DEPTH)
-            depth += 1
+            stack = push(stack, place, message, DEPTH)
         else:
-            given = _pop_adjoint(stack, depth - 1, DEPTH)
+            given = _pop_adjoint(stack, place, DEPTH)
             opened = _through_softmax(weights, kept, 0)
-            stack = push(stack, depth - 1, opened, DEPTH)
+            stack = push(stack, place, opened, DEPTH)
             message += given + opened
             weights = tl.zeros([R], tl.float32)  # those before the sibling end there
-    return weights, stack, depth, message
+    return weights, stack, message
 
 
-@triton.jit(do_not_specialize=["m", "num_inner", "num_kept", "depth"])
+@triton.jit(do_not_specialize=["m", "num_inner", "num_kept"])
 def _filter_backward(
-    code_ptr,
-    begins_ptr,
+    program_ptr,
     root_ptr,
     inner_ptr,
     tape_ptr,
@@ -171,7 +252,6 @@ def _filter_backward(
     r,
     num_inner,
     num_kept,
-    depth,
     R: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -185,13 +265,12 @@ def _filter_backward(
     weights = tl.zeros([R], tl.float32)
     stack = tl.zeros([DEPTH, R], tl.float32)
     message = tl.zeros([R], tl.float32)
-    depth += tl.full([], 0, tl.int32)
     for back in range(m):
         k = m - 1 - back
         tl.store(grad_evidence_ptr + k * r + z, message, mask=z < r)
-        weights += _load_adjoint(grad_weights_ptr + k * r, r, R)
-        weights, stack, depth, message = _retreat(
-            code_ptr, begins_ptr, k, weights, stack, depth, inner_ptr, grad_inner_ptr, tape_ptr, r, R, DEPTH
+        weights += tl.load(grad_weights_ptr + k * r + z, mask=z < r, other=0.0).to(tl.float32)
+        weights, stack, message = _retreat(
+            program_ptr, k, weights, stack, inner_ptr, grad_inner_ptr, tape_ptr, r, R, DEPTH
         )
     root = normalise(load_vector(root_ptr + circuit * r, r, R))
     tl.store(grad_root_ptr + circuit * r + z, _through_softmax(weights, root, 0), mask=z < r)
@@ -226,27 +305,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """log pi [B, m, r] and, where asked for, the tape [B, N, r], N instructions of lists 0 to m - 1; float32."""
     batch, m, r = evidence.shape
-    code, begins, slots = encode(program, evidence.device)
+    table, options = _options(program, r, evidence.device)
     num_kept = sum(map(len, program[:m]))
     weights = torch.empty(batch, m, r, dtype=torch.float32, device=evidence.device)
     tape = weights.new_empty(batch, num_kept, r) if keep else None
     if batch:
-        _filter[(batch,)](
-            code,
-            begins,
-            evidence,
-            root_logits,
-            inner_logits,
-            weights,
-            tape,
-            m,
-            r,
-            inner_logits.shape[1],
-            num_kept,
-            R=triton.next_power_of_2(r),
-            DEPTH=slots,
-            num_warps=_num_warps(r),
-        )
+        given = (table, root_logits, inner_logits, evidence)
+        _filter[(batch,)](*given, weights, tape, m, r, inner_logits.shape[1], num_kept, **options)
     return weights, tape
 
 
@@ -255,33 +320,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of evidence [B, m, r], root logits [B, r] and inner logits [B, F, r, r], float32."""
     batch, m, r = grad_weights.shape
-    code, begins, slots = encode(program, grad_weights.device)
+    table, options = _options(program, r, grad_weights.device)
     grad_evidence = torch.empty(batch, m, r, dtype=torch.float32, device=grad_weights.device)
     grad_root = grad_evidence.new_empty(batch, r)
     grad_inner = grad_evidence.new_zeros(inner_logits.shape)  # sums of later tokens are not reached
+    grads = (grad_evidence, grad_root, grad_inner)
     if batch:
-        _filter_backward[(batch,)](
-            code,
-            begins,
-            root_logits,
-            inner_logits,
-            tape,
-            grad_weights,
-            grad_evidence,
-            grad_root,
-            grad_inner,
-            m,
-            r,
-            inner_logits.shape[1],
-            tape.shape[1],
-            sum(CHANGE.get(op, 0) for instructions in program[:m] for op, _ in instructions),
-            R=triton.next_power_of_2(r),
-            DEPTH=slots,
-            num_warps=_num_warps(r),
-        )
-    return grad_evidence, grad_root, grad_inner
+        given = (table, root_logits, inner_logits, tape, grad_weights)
+        _filter_backward[(batch,)](*given, *grads, m, r, inner_logits.shape[1], tape.shape[1], **options)
+    return grads
 
 
-def _num_warps(r: int) -> int:
-    """Warps of an instance: at most 8 values of a tile [R, R] per thread; with 16 of r = 64 ptxas spills on sm_80."""
-    return 1 if r <= 16 else 4 if r <= 32 else 16
+def _options(program: Program, r: int, device: torch.device) -> tuple[Tensor, dict[str, int]]:
+    """The encoded program, and sizes of a launch.
+
+    Warps: at most 8 values of a tile [R, R] per thread; with 16 of r = 64 ptxas spills on sm_80.
+    """
+    table, depth = encode(program, device)
+    num_warps = 1 if r <= 16 else 4 if r <= 32 else 16
+    return table, {"R": triton.next_power_of_2(r), "DEPTH": depth, "num_warps": num_warps}

@@ -49,13 +49,3 @@ def check_program(program: Program, n: int, num_inner: int) -> None:
             if op in (Op.UPWARD, Op.SIBLING) and depth == 0:
                 raise ValueError(f"program[{k}]: {Op(op).name} pops from an empty stack; PUSH comes first")
             depth += CHANGE.get(op, 0)
-
-
-def stack_depth(program: Program) -> int:
-    """The most vectors on the stack at any time."""
-    depth = most = 0
-    for instructions in program:
-        for op, _ in instructions:
-            depth += CHANGE.get(op, 0)
-            most = max(most, depth)
-    return most

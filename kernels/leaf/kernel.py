@@ -19,55 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_V, MAX_BLOCK_B = 64, 64
+BLOCK_V: tl.constexpr = tl.constexpr(64)
+MAX_BLOCK_B = 64
 # Triton's interpreter multiplies the bits of bfloat16 numbers as integers; products are the same in float32
 WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-@triton.jit
-def _tile(
-    state_ptr,
-    state_stride,
-    weight_ptr,
-    scale_ptr,
-    b,
-    v,
-    batch,
-    vocab_size,
-    hidden_size,
-    HAS_SCALE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Logits [BLOCK_V, BLOCK_B] of rows v for states b; float8 weights come as their bytes."""
-    total = tl.zeros((BLOCK_V, BLOCK_B), dtype=tl.float32)
-    states = state_ptr + b.to(tl.int64)[None, :] * state_stride
-    rows = weight_ptr + v.to(tl.int64)[:, None] * hidden_size
-    for start in range(0, hidden_size, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        state_mask = (d[:, None] < hidden_size) & (b[None, :] < batch)
-        weight_mask = (v[:, None] < vocab_size) & (d[None, :] < hidden_size)
-        x = tl.load(states + d[:, None], mask=state_mask, other=0.0)
-        if HAS_SCALE:
-            w = tl.load(rows + d[None, :], mask=weight_mask, other=0).to(tl.float8e4nv, bitcast=True).to(x.dtype)
-        else:
-            w = tl.load(rows + d[None, :], mask=weight_mask, other=0.0)
-        if WIDEN:
-            w, x = w.to(tl.float32), x.to(tl.float32)
-        total = tl.dot(w, x, total, input_precision="ieee")
-    if HAS_SCALE:
-        total = total * tl.load(scale_ptr + v, mask=v < vocab_size, other=0.0)[:, None]
-    return total
-
-
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["token_ptr"])
-def _term_blocks(
+def _tiles(
     state_ptr,
     state_stride,
+    state_stride_k,
     state_stride_z,
     weight_ptr,
     scale_ptr,
+    logits_ptr,
     token_ptr,
     top_ptr,
     sum_ptr,
@@ -76,40 +42,49 @@ def _term_blocks(
     r,
     vocab_size,
     hidden_size,
-    HAS_SCALE: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    z = tl.program_id(2).to(tl.int64)
+    """Logits [BLOCK_V, BLOCK_B] of rows v for states b: written down, or without logits_ptr what `terms` needs of them.
+
+    Weights with scales are float8 and come as their bytes.
+    """
+    group = tl.program_id(2).to(tl.int64)
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    x = _tile(
-        state_ptr + z * state_stride_z,
-        state_stride,
-        weight_ptr + z * vocab_size * hidden_size,
-        scale_ptr + z * vocab_size,
-        b,
-        v,
-        batch,
-        vocab_size,
-        hidden_size,
-        HAS_SCALE,
-        BLOCK_B,
-        BLOCK_V,
-        BLOCK_D,
-    )
-    x = tl.where(v[:, None] < vocab_size, x, float("-inf"))
-    top = tl.max(x, axis=0)  # finite: every block has a row
-    mass = tl.sum(tl.exp(x - top[None, :]), axis=0)
-    out = b.to(tl.int64) * r + z
-    at = out * tl.num_programs(1) + tl.program_id(1)
-    tl.store(top_ptr + at, top, mask=b < batch)
-    tl.store(sum_ptr + at, mass, mask=b < batch)
-    token = tl.load(token_ptr + b, mask=b < batch, other=-1)
-    is_token = (v[:, None] == token[None, :]) & (v[:, None] < vocab_size)
-    is_here = tl.sum(is_token.to(tl.int32), axis=0) > 0
-    tl.store(picked_ptr + out, tl.sum(tl.where(is_token, x, 0.0), axis=0), mask=is_here & (b < batch))
+    is_row, is_state = v[:, None] < vocab_size, b[None, :] < batch
+    states = state_ptr + group // r * state_stride_k + group % r * state_stride_z
+    states += b.to(tl.int64)[None, :] * state_stride
+    rows = weight_ptr + group * vocab_size * hidden_size + v.to(tl.int64)[:, None] * hidden_size
+    x = tl.zeros((BLOCK_V, BLOCK_B), dtype=tl.float32)
+    for start in range(0, hidden_size, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        state = tl.load(states + d[:, None], mask=(d[:, None] < hidden_size) & is_state, other=0.0)
+        row_mask = is_row & (d[None, :] < hidden_size)
+        if scale_ptr is not None:
+            row = tl.load(rows + d[None, :], mask=row_mask, other=0).to(tl.float8e4nv, bitcast=True).to(state.dtype)
+        else:
+            row = tl.load(rows + d[None, :], mask=row_mask, other=0.0)
+        if WIDEN:
+            row, state = row.to(tl.float32), state.to(tl.float32)
+        x = tl.dot(row, state, x, input_precision="ieee")
+    if scale_ptr is not None:
+        x = x * tl.load(scale_ptr + group * vocab_size + v, mask=v < vocab_size, other=0.0)[:, None]
+    if logits_ptr is not None:
+        out = logits_ptr + (b.to(tl.int64)[None, :] * tl.num_programs(2) + group) * vocab_size + v[:, None]
+        tl.store(out, x.to(logits_ptr.dtype.element_ty), mask=is_row & is_state)
+    else:
+        x = tl.where(is_row, x, float("-inf"))
+        top = tl.max(x, axis=0)  # finite: every block has a row
+        mass = tl.sum(tl.exp(x - top[None, :]), axis=0)
+        out = b.to(tl.int64) * r + group
+        at = out * tl.num_programs(1) + tl.program_id(1)
+        tl.store(top_ptr + at, top, mask=b < batch)
+        tl.store(sum_ptr + at, mass, mask=b < batch)
+        token = tl.load(token_ptr + b, mask=b < batch, other=-1)
+        is_token = (v[:, None] == token[None, :]) & is_row
+        is_here = tl.sum(is_token.to(tl.int32), axis=0) > 0
+        tl.store(picked_ptr + out, tl.sum(tl.where(is_token, x, 0.0), axis=0), mask=is_here & (b < batch))
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ptr"])
@@ -129,74 +104,17 @@ def _join_terms(top_ptr, sum_ptr, picked_ptr, token_ptr, out_ptr, r, vocab_size,
     tl.store(out_ptr + (2 * row + 1) * r + z, picked)
 
 
-@triton.jit(do_not_specialize=["batch"])
-def _logit_tiles(
-    state_ptr,
-    state_stride,
-    state_stride_k,
-    state_stride_z,
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    batch,
-    r,
-    vocab_size,
-    hidden_size,
-    BLOCK_B: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    group = tl.program_id(2).to(tl.int64)
-    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    x = _tile(
-        state_ptr + group // r * state_stride_k + group % r * state_stride_z,
-        state_stride,
-        weight_ptr + group * vocab_size * hidden_size,
-        scale_ptr + group * vocab_size,
-        b,
-        v,
-        batch,
-        vocab_size,
-        hidden_size,
-        True,
-        BLOCK_B,
-        BLOCK_V,
-        BLOCK_D,
-    )
-    out = out_ptr + (b.to(tl.int64)[None, :] * tl.num_programs(2) + group) * vocab_size + v[:, None]
-    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=(v[:, None] < vocab_size) & (b[None, :] < batch))
-
-
 def terms(states: Tensor, weight: Tensor, scale: Tensor | None, token: Tensor) -> Tensor:
     """As `naive.terms`, of logits that are not rounded to a half precision; weights and scales are contiguous."""
     batch, r, vocab_size = len(states), *weight.shape[:2]
     out = states.new_empty(batch, 2, r, dtype=torch.float32)
     if not batch:
         return out
-    states = states if states.stride(2) == 1 else states.contiguous()
-    num_blocks = triton.cdiv(vocab_size, BLOCK_V)
+    num_blocks, token = triton.cdiv(vocab_size, BLOCK_V.value), token.contiguous()
     top, mass = (states.new_empty(batch, r, num_blocks, dtype=torch.float32) for _ in range(2))
     picked = states.new_empty(batch, r, dtype=torch.float32)
-    block_b, token = _block_b(batch), token.contiguous()
-    _term_blocks[(triton.cdiv(batch, block_b), num_blocks, r)](
-        states,
-        states.stride(0),
-        _stride(states, 1),
-        *_plain(weight, scale),
-        token,
-        top,
-        mass,
-        picked,
-        batch,
-        r,
-        vocab_size,
-        weight.shape[2],
-        HAS_SCALE=scale is not None,
-        BLOCK_B=block_b,
-        BLOCK_V=BLOCK_V,
-        BLOCK_D=_block_d(states),
-    )
+    scale = None if scale is None else scale[None]
+    _launch(states[:, None], weight[None], scale, None, token, top, mass, picked)
     blocks = triton.next_power_of_2(num_blocks)
     _join_terms[(batch, r)](top, mass, picked, token, out, r, vocab_size, num_blocks, BLOCKS=blocks)
     return out
@@ -204,49 +122,27 @@ def terms(states: Tensor, weight: Tensor, scale: Tensor | None, token: Tensor) -
 
 def logits(states: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """As `naive.logits` for float8 weights with their scales, both contiguous."""
-    batch, (positions, r, vocab_size, hidden_size) = len(states), weight.shape
-    out = states.new_empty(batch, positions, r, vocab_size)
-    if not out.numel():
-        return out
-    states = states if states.stride(3) == 1 else states.contiguous()
-    block_b = _block_b(batch)
-    _logit_tiles[(triton.cdiv(batch, block_b), triton.cdiv(vocab_size, BLOCK_V), positions * r)](
-        states,
-        states.stride(0),
-        _stride(states, 1),
-        _stride(states, 2),
-        *_plain(weight, scale),
-        out,
-        batch,
-        r,
-        vocab_size,
-        hidden_size,
-        BLOCK_B=block_b,
-        BLOCK_V=BLOCK_V,
-        BLOCK_D=_block_d(states),
-    )
+    out = states.new_empty(len(states), *weight.shape[:3])
+    if out.numel():
+        _launch(states, weight, scale, out, None, None, None, None)
     return out
+
+
+def _launch(states: Tensor, weight: Tensor, scale: Tensor | None, *out: Tensor | None) -> None:
+    """Every tile of states [B, k or 1, r or 1, D] and weights [k, r, V, D]; out: from the logits to what is picked."""
+    batch, (positions, r, vocab_size, hidden_size) = len(states), weight.shape
+    states = states if states.stride(3) == 1 else states.contiguous()
+    strides = (states.stride(dim) if dim == 0 or states.shape[dim] > 1 else 0 for dim in range(3))  # 0: one for all
+    if scale is not None:
+        weight, scale = weight.view(torch.uint8), scale.contiguous()
+    block_b = min(MAX_BLOCK_B, max(16, triton.next_power_of_2(batch)))  # tl.dot takes 16 and more
+    block_d = 128 if states.element_size() == 2 else 32  # several tiles at once must fit shared memory
+    given, sizes = (states, *strides, weight.contiguous(), scale, *out), (batch, r, vocab_size, hidden_size)
+    _tiles[(triton.cdiv(batch, block_b), triton.cdiv(vocab_size, BLOCK_V.value), positions * r)](
+        *given, *sizes, BLOCK_B=block_b, BLOCK_D=block_d
+    )
 
 
 def batches(largest: int) -> list[int]:
     """Batches up to `largest` that need everything to be compiled: strides of a batch of 1 differ, then block sizes."""
     return [batch for batch in (1, 2, 17, 33) if batch <= largest]
-
-
-def _block_b(batch: int) -> int:
-    return min(MAX_BLOCK_B, max(16, triton.next_power_of_2(batch)))  # tl.dot takes 16 and more
-
-
-def _block_d(states: Tensor) -> int:
-    return 128 if states.element_size() == 2 else 32  # several tiles at once must fit shared memory
-
-
-def _stride(states: Tensor, dim: int) -> int:
-    """0 along a dimension of 1: the state is the same for all."""
-    return states.stride(dim) if states.shape[dim] > 1 else 0
-
-
-def _plain(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pointers that a launch can take: float8 as bytes, and something in the place of scales that are not there."""
-    weight = weight.contiguous()
-    return (weight, weight) if scale is None else (weight.view(torch.uint8), scale.contiguous())

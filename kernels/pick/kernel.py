@@ -30,9 +30,8 @@ def _first_over(mass, threshold, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _sum_blocks(logits_ptr, row_stride, top_ptr, sum_ptr, vocab_size, num_blocks, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+def _sum_blocks(logits_ptr, row_stride, top_ptr, sum_ptr, vocab_size, BLOCK: tl.constexpr):
+    row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x > float("-inf"), x, float("-inf"))  # NaN
@@ -44,18 +43,10 @@ def _sum_blocks(logits_ptr, row_stride, top_ptr, sum_ptr, vocab_size, num_blocks
 
 @triton.jit
 def _pick_rows(
-    logits_ptr,
-    row_stride,
-    u_ptr,
-    top_ptr,
-    sum_ptr,
-    token_ptr,
-    vocab_size,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    logits_ptr, row_stride, u_ptr, top_ptr, sum_ptr, token_ptr, vocab_size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
+    num_blocks = (vocab_size + BLOCK - 1) // BLOCK
     blocks = tl.arange(0, BLOCKS)
     mask = blocks < num_blocks
     tops = tl.load(top_ptr + row * num_blocks + blocks, mask=mask, other=float("-inf"))
@@ -88,19 +79,8 @@ def pick(logits: Tensor, u: Tensor) -> Tensor:
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     top = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     sums = torch.empty(num_rows, num_blocks, dtype=torch.float64, device=logits.device)
-    stride = logits.stride(0)
-    _sum_blocks[(num_rows, num_blocks)](logits, stride, top, sums, vocab_size, num_blocks, BLOCK=BLOCK, num_warps=8)
-    _pick_rows[(num_rows,)](
-        logits,
-        stride,
-        u.contiguous(),
-        top,
-        sums,
-        token,
-        vocab_size,
-        num_blocks,
-        BLOCK=BLOCK,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-        num_warps=8,
-    )
+    given, options = (logits, logits.stride(0)), {"BLOCK": BLOCK, "num_warps": 8}
+    _sum_blocks[(num_rows, num_blocks)](*given, top, sums, vocab_size, **options)
+    blocks = triton.next_power_of_2(num_blocks)
+    _pick_rows[(num_rows,)](*given, u.contiguous(), top, sums, token, vocab_size, BLOCKS=blocks, **options)
     return token

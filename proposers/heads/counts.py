@@ -39,13 +39,11 @@ def watch_speculator(speculator: Any) -> None:
     most, propose, is_checked = speculator.num_speculative_steps, speculator.propose, is_on(DEBUG, "0")
     speculator.cut = Counter[str]()
 
-    def watched(
-        input_batch: Any, *args: Any, dummy_run: bool = False, num_speculative_tokens: int | None = None, **kwargs: Any
-    ) -> Any:
-        given = {"dummy_run": dummy_run, "num_speculative_tokens": num_speculative_tokens, **kwargs}
+    def watched(input_batch: Any, *args: Any, **given: Any) -> Any:
         drafts = propose(input_batch, *args, **given)
-        if not dummy_run:
-            count = most if num_speculative_tokens is None else num_speculative_tokens
+        if not given.get("dummy_run"):
+            count = given.get("num_speculative_tokens")
+            count = most if count is None else count
             speculator.cut["schedule"] += (most - count) * input_batch.num_reqs
             if is_checked and count:
                 check_ranks(drafts[:, :count].tolist())
@@ -54,11 +52,11 @@ def watch_speculator(speculator: Any) -> None:
     speculator.propose = watched
 
 
-def with_counts(output: Any, drafter: Any, is_idle: bool) -> Any:
+def with_counts(output: Any, drafter: Any) -> Any:
     """The output of a step, of either runner, which takes along what was cut of its drafts, or that nothing drafts."""
     made = getattr(output, "model_runner_output", output)  # in the place of which vLLM may have one that is to come
     if getattr(made, "req_ids", None):
-        if is_idle:
+        if getattr(drafter, "is_idle", False):  # a head that the target ships has failed
             setattr(made, IDLE, True)
         elif hasattr(drafter, "cut"):
             setattr(made, CUT, dict(drafter.cut))

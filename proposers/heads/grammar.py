@@ -11,11 +11,12 @@ it no probability must be replaced from the residual distribution, max(p - q, 0)
 
 Every draft waits for the host; steps without structured requests do not. Where no matcher can follow (a reasoning
 parser decides when the grammar begins, the matcher refuses a token) or `mask_drafts` is off, drafts are not masked, and
-each runner keeps the distribution in its own way (`as_point` in v1/proposer.py, `v2/grammar.py`).
+each runner keeps the distribution in its own way (`as_point` in v1/proposer.py, `v2/verification.py`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,7 @@ class Masks:
     rows: dict[int, Follower] = field(default_factory=dict)
     unmasked: list[int] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
-    _advanced: dict[int, int] = field(default_factory=dict)
+    _advanced: Counter[int] = field(default_factory=Counter)
 
     def around(self, pick: Pick) -> Pick:
         """`pick` from masked conditionals."""
@@ -72,19 +73,15 @@ class Masks:
                 xgrammar.apply_token_bitmask_inplace(log_q, bits, indices=open_rows)
                 log_q[open_rows] = log_q[open_rows].log_softmax(dim=-1)  # survival reads probabilities
             drafts = pick(log_q, k)
-            self._follow(open_rows, drafts, k)
+            for row, token in zip(open_rows, drafts[open_rows].tolist(), strict=True):
+                grammar = self.rows[row].grammar
+                if grammar.accept_tokens("draft", [token]):
+                    self._advanced[row] += 1
+                if grammar.is_terminated():  # a row ends with its grammar
+                    self.lengths[row] = k + 1
             return drafts
 
         return masked if self.rows else pick
-
-    def _follow(self, rows: list[int], drafts: Tensor, k: int) -> None:
-        """Advance the grammars of `rows` by draft k; a row ends with its grammar."""
-        for row, token in zip(rows, drafts[rows].tolist(), strict=True):
-            grammar = self.rows[row].grammar
-            if grammar.accept_tokens("draft", [token]):
-                self._advanced[row] = self._advanced.get(row, 0) + 1
-            if grammar.is_terminated():
-                self.lengths[row] = k + 1
 
     def rewind(self) -> None:
         """Take the grammars back to the tokens that were emitted."""
@@ -108,8 +105,7 @@ class Grammars:
 
         requests, all that are running, by name: `sampling_params` and the `output_token_ids` so far.
         """
-        if self.followers:
-            self.followers = {name: kept for name, kept in self.followers.items() if name in requests}
+        self.followers = {name: kept for name, kept in self.followers.items() if name in requests}
         masks = Masks(self.bitmask)
         for row, (name, tokens) in enumerate(zip(request_ids, sampled_token_ids, strict=True)):
             params = requests[name].sampling_params

@@ -19,8 +19,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import pays
+from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.kernels.draft import is_small
 from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard
@@ -57,10 +56,9 @@ def load_served_head(
             head.quantise_leaves(dtype, keep)
             if not keep:
                 logger.info("head_dtype fp8: no float8 products on this device, weights are kept in %s", dtype)
-        head.to(device)
-        if device.type == "cpu":
-            head.pack(num_drafts + 1 if num_drafts else config.window)
     head.to(device)
+    if isinstance(head, LinearHead) and device.type == "cpu":
+        head.pack(num_drafts + 1 if num_drafts else config.window)
     if head.needs_lm_head:
         is_divided = num_ranks > 1 and not is_small(head.circuit.num_components, config.vocab_size)
         own = _own_columns(target_model, target_dtype, config) if is_divided else None

@@ -51,12 +51,12 @@ class HeadWorker(Worker):
 @contextmanager
 def _custom_class(spec: Any) -> Iterator[None]:
     """V1 builds our proposer through its offered `custom_class`, which it only looks at while it starts."""
-    proposer = "shipped.ShippedProposer" if spec.is_shipped else "proposer.MtpcProposer"
+    proposer = "ShippedProposer" if spec.is_shipped else "MtpcProposer"
     ours = {"method": spec.method, "model": spec.model}
     try:
         # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
         object.__setattr__(spec, "method", "custom_class")
-        object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.{proposer}")
+        object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.proposer.{proposer}")
         yield
     finally:
         for name, value in ours.items():

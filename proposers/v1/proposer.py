@@ -1,68 +1,65 @@
 """MtPC drafts on vLLM's V1 runner.
 
-Algorithm (per request): take the target's hidden state at its last accepted token and the token x_1
-the target chose there, observe x_1 in the circuit, draw x_2 .. x_{1+K} from the exact conditionals,
-and keep those conditionals for vLLM's rejection sampler.
+Algorithm (per request): take the target's hidden state at its last accepted token and the token x_1 the target chose
+there, observe x_1 in the circuit, draw x_2 .. x_{1+K} from the exact conditionals, and keep those conditionals for
+vLLM's rejection sampler.
 
-Differences from Model Runner V2: tokens arrive and leave as lists on the host, there is no counter
-based noise (a seeded request draws with its own generator: `seeded.py`), and the draft
-probabilities are handed over normalised, after temperature.
+Differences from Model Runner V2: tokens arrive and leave as lists on the host, there is no counter based noise (a
+seeded request draws with its own generator: `runner.py`), and the draft probabilities are handed over normalised, after
+temperature.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
-from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
+from vllm_mtpc.proposers.heads import shipped
 from vllm_mtpc.proposers.heads.counts import check_ranks
-from vllm_mtpc.proposers.heads.grammar import Grammars, Masks
+from vllm_mtpc.proposers.heads.grammar import Grammars
 from vllm_mtpc.proposers.heads.load import load_served_head
-from vllm_mtpc.proposers.v1 import seeded
-from vllm_mtpc.proposers.v1.acceptance import GREEDY, SAMPLED, card_rates
-from vllm_mtpc.proposers.v1.survival import Confidence, Drafted, Survival
+from vllm_mtpc.proposers.v1.survival import GREEDY, SAMPLED, Confidence, Drafted, Survival, card_rates
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
 
-def default_dtype(target_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """dtype of the head's weights; the conditionals are float32 whatever it is.
-
-    Reading the leaf weights is most of a draft on a CPU, and bfloat16 halves it where products are native.
-    """
-    if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16
-    return target_dtype
+def _kinds(sampling_metadata: Any, batch: int) -> NDArray[np.int64]:
+    """Of each request [B], GREEDY or SAMPLED; a tensor is read only where a batch holds both."""
+    if sampling_metadata.all_greedy or sampling_metadata.all_random:
+        return np.full(batch, GREEDY if sampling_metadata.all_greedy else SAMPLED)
+    return np.where(sampling_metadata.temperature.numpy(force=True) < GREEDY_BELOW, GREEDY, SAMPLED)
 
 
-def _of_the_first_rank(costs: np.ndarray) -> np.ndarray:
-    """Measured costs are those of one clock: all tensor-parallel ranks must plan alike."""
-    return get_tp_group().broadcast_object(costs)
+def take(generator: torch.Generator, count: int) -> torch.Tensor:
+    """The numbers [count] int64 of the next tokens, one draw each, as `TopKTopPSampler.forward_cpu` draws them."""
+    return torch.randint(0, 2**31, (count,), generator=generator, dtype=torch.int64)
 
 
-def _kinds(sampling_metadata: Any, batch: int) -> list[int]:
-    """Of each request, GREEDY or SAMPLED; a tensor is read only where a batch holds both."""
-    if sampling_metadata.all_greedy:
-        return [GREEDY] * batch
-    if sampling_metadata.all_random:
-        return [SAMPLED] * batch
-    return [SAMPLED if one >= GREEDY_BELOW else GREEDY for one in sampling_metadata.temperature.tolist()]
+def read_ahead(generator: torch.Generator, count: int) -> torch.Tensor:
+    """The same, and they will be drawn again."""
+    state = generator.get_state()
+    numbers = take(generator, count)
+    generator.set_state(state)
+    return numbers
 
 
-def _last_rows(emitted: list[int], verified: list[int]) -> torch.Tensor:
-    """Row of each request's last accepted token among the rows with logits, [B]."""
-    num_rows = torch.tensor(verified) + 1
-    return num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1
+def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Tokens [T] int64 of processed logits [T, V] float32, as vLLM draws them with these numbers [T]."""
+    return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), numbers)
 
 
 def as_point(probs: torch.Tensor, rows: list[int], tokens: torch.Tensor) -> None:
@@ -94,28 +91,35 @@ def most_drafts(processors: Any) -> dict[int, int]:
 class MtpcProposer:
     """Drafts for a batch; `model` is the head, buffers are allocated once."""
 
+    is_idle = False  # a head that the target ships has failed, and nothing drafts
+
     def __init__(self, vllm_config: VllmConfig) -> None:
         spec = vllm_config.speculative_config
-        self.folder = spec.model_folder
-        self.num_drafts = spec.num_speculative_tokens
+        self.folder, self.head_dtype = spec.model_folder, spec.head_dtype
+        self.num_drafts, self.target_dtype = spec.num_speculative_tokens, vllm_config.model_config.dtype
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
-        self.head_dtype, self.target_dtype = spec.head_dtype, vllm_config.model_config.dtype
-        max_num_reqs, vocab_size = vllm_config.scheduler_config.max_num_seqs, spec.head.vocab_size
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         rates = card_rates(measured_acceptance(Path(spec.model_folder)), self.num_drafts)
-        self.survival = Survival(rates, spec.load, spec.min_survival, _of_the_first_rank)
+        # measured costs are those of one clock: all tensor-parallel ranks must plan alike
+        self.survival = Survival(
+            rates, spec.load, spec.min_survival, share=lambda costs: get_tp_group().broadcast_object(costs)
+        )
         self.confidence = Confidence(max_num_reqs, self.num_drafts)
         self.cut = Counter[str]()
         self.is_debug = is_on(DEBUG, "0")
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
         if self.is_probabilistic:
-            shape = (max_num_reqs, self.num_drafts, vocab_size)
+            shape = (max_num_reqs, self.num_drafts, spec.head.vocab_size)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32)
             self.noise = torch.ones(shape, dtype=torch.float32)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the head beside the target, on the target's device."""
-        device = next(target_model.parameters()).device
-        dtype = default_dtype(self.target_dtype, device)
+        device, dtype = next(target_model.parameters()).device, self.target_dtype
+        # Reading the leaf weights is most of a draft on a CPU, and bfloat16 halves it where products are native; the
+        # conditionals are float32 whatever it is
+        if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            dtype = torch.bfloat16
         self.model = load_served_head(
             self.folder, dtype, device, target_model, self.target_dtype, self.head_dtype, self.num_drafts
         )
@@ -123,12 +127,8 @@ class MtpcProposer:
         if self.is_probabilistic:
             self.draft_probs, self.noise = self.draft_probs.to(device), self.noise.to(device)
 
-    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """vLLM asks for this name when it builds a `custom_class` proposer; ours drafts in propose_drafts."""
-        raise NotImplementedError("MtpcProposer drafts through propose_drafts, which gets hidden states")
-
     @torch.inference_mode()
-    def propose_drafts(
+    def propose(
         self,
         runner: Any,
         sampled_token_ids: list[list[int]],  # per request; [] where a prompt is not read to its end
@@ -146,22 +146,24 @@ class MtpcProposer:
         started = time.perf_counter()
         runner._draft_probs = runner._draft_prob_req_ids = None
         kind = _kinds(sampling_metadata, len(emitted))
-        num_sampled, most = kind.count(SAMPLED), scheduler_output.num_spec_tokens_to_schedule  # by the user's schedule
+        num_sampled, most = int(kind.sum()), scheduler_output.num_spec_tokens_to_schedule  # by the user's schedule
         num_drafts, least = self.survival.plan(len(kind) - num_sampled, num_sampled, most)
         self.cut["schedule"] += (self.num_drafts - num_drafts) * len(kind)
         drafts, drafted = [[] for _ in emitted], None
         if num_drafts:
-            hidden = sample_hidden_states[_last_rows(emitted, verified)]  # [B, D]
+            num_rows = torch.tensor(verified) + 1  # [B], with logits
+            last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
+            hidden = sample_hidden_states[last]
             drafts, ended = self._draft(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
-            confidence, kinds = self.confidence.of(len(kind), num_drafts), np.array(kind)
-            likely = self.survival.lengths(confidence, kinds, least)
+            confidence = self.confidence.of(len(kind), num_drafts)
+            likely = self.survival.lengths(confidence, kind, least)
             self.cut["survival"] += sum(num_drafts - length for length in likely)
             early = most_drafts(sampling_metadata.logitsprocs)
             drafts = [
                 one[: min(likely[row], ended.get(row, num_drafts), early.get(row, num_drafts))] if emitted[row] else []
                 for row, one in enumerate(drafts)
             ]
-            drafted = Drafted(kinds, confidence, {name: row for row, name in enumerate(names)}, list(map(len, drafts)))
+            drafted = Drafted(kind, confidence, list(map(len, drafts)))
         seconds = time.perf_counter() - started
         if num_drafts and self.is_debug:
             check_ranks(drafts)
@@ -180,11 +182,13 @@ class MtpcProposer:
         batch, names = len(sampled_token_ids), runner.input_batch.req_ids
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, names, sampled_token_ids)
+        pick = self._argmax
         if self.is_probabilistic and not sampling_metadata.all_greedy:
-            pick = self._drawing(num_drafts, sampled_token_ids, sampling_metadata, masks, seeded.couples(runner))
+            # an unfinished prompt must not advance its request's generator
+            seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
+            noise = self.noise[:batch, :num_drafts].exponential_()
+            pick = self._drawing(noise, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
-        else:
-            pick = self._argmax
         params = self.model.draft_params(hidden, first, num_drafts)
         program, shard = self.model.circuit.program, self.model.leaf_shard
         drafts = naive.draft(program, *params, masks.around(pick), shard=shard).tolist()
@@ -198,41 +202,72 @@ class MtpcProposer:
 
     def _drawing(
         self,
-        num_drafts: int,
-        sampled_token_ids: list[list[int]],
-        sampling_metadata: Any,
-        masks: Masks,
+        noise: torch.Tensor,  # [B, K, V] of exponential draws
+        temperature: torch.Tensor,  # [B]
+        seeds: dict[int, torch.Generator],  # by row
+        unmasked: list[int],  # rows under a grammar that does not mask them
         couples: bool,
     ) -> naive.Pick:
         """What draws a draft [B] at each request's temperature, and leaves what it comes from in draft_probs[:B].
 
         couples: requests with a seed are drawn for with the numbers that the target's tokens will be drawn with.
         """
-        batch, temperature = len(sampled_token_ids), sampling_metadata.temperature
         is_greedy = temperature < GREEDY_BELOW
-        is_greedy[masks.unmasked] = True
+        is_greedy[unmasked] = True
         scale = torch.where(is_greedy, 1.0, temperature)[:, None]
         some_are_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # looked up once, not per draft
-        noise = self.noise[:batch, :num_drafts].exponential_()
-        # an unfinished prompt must not advance its request's generator
-        seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
         coupled = list(seeds) if couples else []
         if coupled:
-            numbers = torch.stack([seeded.read_ahead(seeds[row], num_drafts) for row in coupled])  # [S, K]
+            numbers = torch.stack([read_ahead(seeds[row], noise.shape[1]) for row in coupled])  # [S, K]
         else:
             for row, generator in seeds.items():
                 noise[row].exponential_(generator=generator)
         noise.clamp_(min=torch.finfo(torch.float32).tiny)  # 0 / 0 would win the race below
 
-        def draw(log_q: torch.Tensor, k: int) -> torch.Tensor:
+        def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
             logits = log_q / scale if is_scaled else log_q
-            probs = torch.softmax(logits, dim=-1, out=self.draft_probs[:batch, k])  # [B, V]
+            probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(noise), k])  # [B, V]
             self.confidence.drawn(k, probs, is_greedy)
             race = (probs / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
             if coupled:
-                race[coupled] = seeded.draw(logits[coupled], numbers[:, k])
+                race[coupled] = draw(logits[coupled], numbers[:, k])
             drafts = torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race
-            as_point(probs, masks.unmasked, drafts)
+            as_point(probs, unmasked, drafts)
             return drafts
 
-        return draw
+        return pick
+
+
+class ShippedProposer(MtpcProposer):
+    """Of a head that its target ships: one that fails to load, or to draft once, drafts nothing."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.folder = vllm_config.speculative_config.model_folder
+        self._attempt(super().__init__, vllm_config)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        if not self.is_idle:
+            self._attempt(self._load_and_draft, target_model)
+
+    def _load_and_draft(self, target_model: torch.nn.Module) -> None:
+        """Kernels are compiled by the first draft; vLLM's profile of V1 runs none."""
+        super().load_model(target_model)
+        head, device = self.model, next(target_model.parameters()).device
+        states = torch.zeros(1, head.hidden_size, dtype=self.target_dtype, device=device)
+        with torch.inference_mode():
+            params = head.draft_params(states, torch.zeros(1, dtype=torch.int64, device=device), self.num_drafts)
+            naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
+
+    def _attempt(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            shipped.attempt(partial(call, *args), self.folder)
+        except shipped.GivenUp:
+            vars(self).clear()
+            self.is_idle = True
+            shipped.release()
+
+    def propose(self, runner: Any, sampled_token_ids: list[list[int]], *args: Any) -> list[list[int]]:
+        if not self.is_idle:
+            return super().propose(runner, sampled_token_ids, *args)
+        runner._draft_probs = runner._draft_prob_req_ids = None
+        return [[] for _ in sampled_token_ids]

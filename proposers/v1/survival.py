@@ -1,7 +1,7 @@
 """How many drafts are made and verified: as many as pay by what is observed.
 
 Before a batch is drafted for, the number K of drafts is chosen that gives the most tokens per second, by the acceptance
-that was observed (`acceptance.py`) and the seconds that steps and drafts took (`costs.py`); with 0 the head is not run.
+that was observed (`Acceptance`) and the seconds that steps and drafts took (`Costs`); with 0 the head is not run.
 Behind the head, drafts are cut whose survival is less than the seconds of their row x tokens per second.
 
 The chance of draft k is read off its conditional before the token is drawn: max_v q for an argmax, sqrt(sum_v q(v)^2)
@@ -17,16 +17,30 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_mtpc.proposers.v1.acceptance import Acceptance, Floats
-from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
+from vllm_mtpc.proposers.config.schedule import CPU_DRAFT, CPU_STEP
+
+Floats = NDArray[np.float64]
+Features = Sequence[float | Floats]  # four counts of a step, or of several
+
+GREEDY, SAMPLED = 0, 1
+EDGES = np.array([0.03, 0.06, 0.12, 0.25, 0.5, 0.7, 0.85, 0.95])  # of confidence bins
+IMAGINED = 12.0  # observations that the card and "no lift" are worth
+ASSUMED = 0.5  # acceptance of a draft that nothing is known of
+KEPT = 0.998  # of all counts of acceptance and of what was learnt of a kind of step, per step: half is left after 350
+
+PULL = 0.01  # of each weight towards its prior, in steps
+LEARN_EVERY = 32  # steps of a kind, behind its 1st, 2nd, 4th, 8th, 16th
+FLOOR = 0.05  # of a prior that another kind of batch has found to be nothing
+VERIFYING = 0.5  # ms, of the first number of CPU_DRAFT: the rest of it is drafting
 
 TRIED = 0.02  # of the time may be lost by steps that try something else than the plan
 LOST = 0.25  # of its time that a try loses at least, whatever is believed
@@ -37,11 +51,67 @@ FEW = 2  # drafts that are tried where none pay
 ALONE, MARGIN = 1.03, 1.1
 
 
+def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
+    """[2, K]: chance of draft k given those before it, from P(the first k drafts are all accepted) of the head's card.
+
+    measured: by temperature, "t0" and "t1"; where one is absent the other stands in, and ASSUMED for what nobody
+    measured.
+    """
+    rates = np.full((2, num_drafts), ASSUMED)
+    for row, key in zip(rates, ("t0", "t1"), strict=True):
+        values = measured.get(key) or next(iter(measured.values()), [])
+        for k, (before, value) in enumerate(pairwise([1.0, *values[:num_drafts]])):
+            row[k] = value / before if before > 0 else ASSUMED
+    return rates.clip(0.02, 0.98)
+
+
+class Acceptance:
+    """How likely drafts of one head on one server are to be accepted: its card at first, then what was observed.
+
+    Two tables of float64, each for greedy and for sampled requests. rates [2, K]: draft k is accepted where all before
+    it were. lifts [2, bins]: how much oftener than that when the circuit's confidence falls into a bin. Both are counts
+    of what happened over counts of what was expected, begun with a few imagined observations of the card's rates and of
+    no lift, and slowly forgotten. Only verified drafts are counted, and those behind the first rejected one tell
+    nothing. Nothing here knows a token that is not verified yet: a cut by it leaves the output's distribution alone.
+    """
+
+    def __init__(self, rates: Floats) -> None:
+        self.rates, self.lifts = rates.copy(), np.ones((2, len(EDGES) + 1))
+        self._card = rates
+        self._seen = np.zeros((2, *rates.shape))  # (accepted, expected at rate 1), class, position
+        self._lifted = np.zeros((2, *self.lifts.shape))  # (accepted, expected at lift 1), class, bin
+
+    def survival_of(self, confidence: Floats, kind: NDArray[np.int64]) -> Floats:
+        """[B, K]: P(the first k drafts are all accepted) of requests of class kind [B], with such confidence [B, K]."""
+        lifts = self.lifts[kind[:, None], np.searchsorted(EDGES, confidence)]
+        chances = self.rates[kind, : confidence.shape[1]] * lifts
+        return np.minimum(chances, 0.995).cumprod(axis=1)
+
+    def observe(
+        self, kind: NDArray[np.int64], confidence: Floats, verified: NDArray[np.int64], accepted: NDArray[np.int64]
+    ) -> None:
+        """Count a step: of verified [B] drafts, accepted [B] were, with confidence [B, K] in them."""
+        was_tried = np.arange(confidence.shape[1]) < np.minimum(verified, accepted + 1)[:, None]  # [B, K]
+        rows, columns = np.nonzero(was_tried)
+        if not len(rows):
+            return
+        hits = (columns < accepted[rows]).astype(np.float64)
+        kinds, bins = kind[rows], np.searchsorted(EDGES, confidence[rows, columns])
+        rates, lifts = self.rates[kinds, columns], self.lifts[kinds, bins]
+        for counts, at, expected in ((self._seen, columns, lifts), (self._lifted, bins, rates)):
+            counts *= KEPT
+            np.add.at(counts, (0, kinds, at), hits)
+            np.add.at(counts, (1, kinds, at), expected)
+        rates = (self._seen[0] + IMAGINED * self._card) / (self._seen[1] + IMAGINED)
+        self.rates = rates.clip(0.02, 0.98)
+        self.lifts = (self._lifted[0] + IMAGINED * ASSUMED) / (self._lifted[1] + IMAGINED * ASSUMED)
+
+
 class Confidence:
     """The circuit's confidence in each draft of a batch, filled while it drafts."""
 
-    def __init__(self, max_num_reqs: int, num_drafts: int, device: torch.device | str = "cpu") -> None:
-        self.values = torch.ones(max_num_reqs, num_drafts, device=device)
+    def __init__(self, max_num_reqs: int, num_drafts: int) -> None:
+        self.values = torch.ones(max_num_reqs, num_drafts)
 
     def argmax(self, k: int, log_q: Tensor) -> None:
         """Draft k of every request is the argmax of log_q [B, V]."""
@@ -56,8 +126,71 @@ class Confidence:
         return self.values[:num_reqs, :num_drafts].double().numpy(force=True)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Line:
+    """Seconds = weights . features, with the proportions of `prior` (weights) where nothing was seen."""
+
+    def __init__(self, prior: Floats) -> None:
+        self.prior = self.weights = prior
+        self._products = np.zeros((2, len(prior), len(prior)))  # of plain steps, of drafted ones
+        self._sums = np.zeros((2, len(prior)))
+        self._fit, self._square = 0.0, 0.0  # of what the prior expects, by what it took
+        self.counts = [0, 0]  # observed, by the same kinds
+
+    def __call__(self, features: Features) -> Floats:
+        return sum(weight * feature for weight, feature in zip(self.weights, features, strict=True))
+
+    def observe(self, features: Sequence[float], seconds: float) -> bool:
+        """A step that took so long. Errors are relative to it: one that another process delayed weighs little.
+
+        Returns whether it is time to learn: its kind is new, or many were observed.
+        """
+        kind = int(features[-1] > 0)  # what is seldom seen is not forgotten because of what is seen often
+        self.counts[kind] += 1
+        if kind and self.counts[kind] == 1:
+            return False  # the first draft pays for what is made once, and tells nothing of the others
+        x = np.array(features, dtype=np.float64) / seconds
+        expected = float(self.prior @ x)
+        self._fit = KEPT * self._fit + expected
+        self._square = KEPT * self._square + expected * expected
+        self._products[kind] = KEPT * self._products[kind] + x[:, None] * x
+        self._sums[kind] = KEPT * self._sums[kind] + x
+        count = self.counts[kind]
+        return count & (count - 1) == 0 or count % LEARN_EVERY == 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was observed."""
+        return self._square > 0
+
+    def scale(self, unseen: float = 1.0) -> float:
+        """How many times as long as the prior expects; `unseen` where nothing was observed."""
+        return self._fit / self._square if self.is_known else unseen
+
+    def learn(self, unseen: float = 1.0) -> None:
+        """Weights from everything observed so far."""
+        prior = self.prior * self.scale(unseen)
+        products = self._products.sum(axis=0) + np.diag(PULL / prior**2)
+        sums = self._sums.sum(axis=0) + PULL / prior
+        used = np.ones(len(prior), dtype=bool)
+        self.weights = np.zeros(len(prior))
+        while used.any():  # what would cost less than nothing costs nothing, and the rest is fitted without it
+            found = np.linalg.solve(products[np.ix_(used, used)], sums[used])
+            if (found >= 0).all():
+                self.weights[used] = found
+                break
+            used[np.flatnonzero(used)[found < 0]] = False
+
+
+def step_features(batch: int, rows: int | Floats, is_verifying: bool | Floats) -> Features:
+    """Of a step of the target with so many rows, that verifies drafts or not."""
+    return 1.0, batch, rows, is_verifying
+
+
+def draft_features(batch: int, drafts: int | Floats) -> Features:
+    return 1.0, batch, drafts, batch * drafts
+
+
+class Plan(NamedTuple):
     """What steps of a batch do."""
 
     drafts: int  # of each request
@@ -66,15 +199,50 @@ class Plan:
     others: tuple[tuple[int, float], ...] = ()  # numbers of drafts that may be tried instead; seconds lost by that
 
 
-class Batches:
-    """What is known of batches of about one size, all greedy or not."""
+class Costs:
+    """Seconds of a step of the target without its draft, and of a draft, for batches of one kind on this machine.
 
-    def __init__(self, costs: Costs) -> None:
-        self.costs, self._spare = costs, defaultdict[int, float](float)  # seconds, by what may be tried
+    They are linear in a few counts of a step. The weights begin in the proportions of `schedule.CPU_STEP` and
+    `CPU_DRAFT`, at a scale that the first steps set; every step then moves them by least squares of relative errors,
+    with a little pull towards those proportions: it decides what no step has told (a request from a row, where there is
+    but one).
+    """
+
+    def __init__(self, load: float, like: Costs | None = None) -> None:
+        """load: multiplications of the head for one draft, by those of the target for a row. like: batches of another
+        kind, whose costs are believed at first."""
+        step, per_request, per_row = CPU_STEP
+        drafting, of_request, per_draft, per_token = CPU_DRAFT
+        per_token = max(per_token, load * per_row)
+        priors = 1e-3 * np.array(
+            [[step, per_request, per_row, VERIFYING], [drafting - VERIFYING, of_request, per_draft, per_token]]
+        )
+        if like is not None:
+            found = like.weights()
+            scale = (found.sum(axis=1) / priors.sum(axis=1))[:, None]
+            priors = np.maximum(found, FLOOR * scale * priors)
+        self.steps, self.drafts = map(Line, priors)
+        self._spare = defaultdict[int, float](float)  # seconds, by what may be tried
+
+    def step(self, batch: int, rows: Floats | int, is_verifying: Floats | bool) -> Floats:
+        return self.steps(step_features(batch, rows, is_verifying))
+
+    def draft(self, batch: int, drafts: Floats | int) -> Floats:
+        return np.where(np.greater(drafts, 0), self.drafts(draft_features(batch, drafts)), 0.0)
+
+    def weights(self) -> Floats:
+        """[2, 4]"""
+        return np.stack([self.steps.weights, self.drafts.weights])
+
+    def learn(self, share: Callable[[Floats], Floats]) -> None:
+        """Weights from everything observed; of drafts nobody has seen, as much slower as steps are."""
+        self.steps.learn()
+        self.drafts.learn(self.steps.scale())
+        self.steps.weights, self.drafts.weights = share(self.weights())
 
     def tries(self, plan: Plan) -> int | None:
         """How many drafts this step tries in place of the plan's; None: it follows the plan."""
-        plain, drafted = self.costs.steps.counts
+        plain, drafted = self.steps.counts
         if plan.drafts and not plain and drafted >= SOON:
             return 0
         for drafts, lost in plan.others:
@@ -85,14 +253,12 @@ class Batches:
         return None
 
 
-@dataclass
-class Drafted:
+class Drafted(NamedTuple):
     """What the last drafted step knew of its requests."""
 
     kind: NDArray[np.int64]  # [B]
     confidence: Floats  # [B, K]
-    rows: dict[str, int]  # request -> its row
-    kept: list[int] = field(default_factory=list)  # drafts of each that were handed on
+    kept: list[int]  # drafts of each that were handed on
 
 
 class Survival:
@@ -108,10 +274,10 @@ class Survival:
         """least: None, drafts are made and cut as it pays; else cut where they are less likely to survive; 0: never.
         load: of Costs. share: makes one rank's costs those of all, who must draft alike."""
         self.acceptance, self.given = Acceptance(rates), least
-        self._load, self._batches = load, dict[tuple[int, bool], Batches]()
+        self._load, self._costs = load, dict[tuple[int, bool], Costs]()
         self._share, self._is_drawn = share, False
         self._plans: dict[tuple[int, int, int], Plan] = {}
-        self._last: Drafted | None = None
+        self._drafted: Drafted | None = None  # in the step before
         self._batch: tuple[str, ...] = ()
         self._left = 0.0
 
@@ -124,21 +290,22 @@ class Survival:
         if key not in self._plans:
             self._plans[key] = self._best(*key)
         plan = self._plans[key]
-        tried = self._of(num_greedy + num_sampled, num_sampled > 0).tries(plan)
+        tried = self._of(num_greedy + num_sampled, self._is_drawn).tries(plan)
         return (plan.drafts, plan.least) if tried is None else (tried, 0.0)
 
-    def _of(self, batch: int, is_drawn: bool) -> Batches:
+    def _of(self, batch: int, is_drawn: bool) -> Costs:
         key = batch.bit_length(), is_drawn
-        if key not in self._batches:
-            known = {other: one.costs for other, one in self._batches.items() if one.costs.steps.is_known}
+        if key not in self._costs:
+            known = {other: one for other, one in self._costs.items() if one.steps.is_known}
             like = min(known, key=lambda other: (other[1] != is_drawn, abs(other[0] - key[0])), default=None)
-            self._batches[key] = Batches(Costs(self._load, known.get(like)))
-        return self._batches[key]
+            self._costs[key] = Costs(self._load, known.get(like))
+        return self._costs[key]
 
     def _best(self, num_greedy: int, num_sampled: int, most: int) -> Plan:
         batch, drafts = num_greedy + num_sampled, np.arange(most + 1)
-        costs = self._of(batch, num_sampled > 0).costs
-        gained = np.array([num_greedy, num_sampled]) @ self.acceptance.survival()[:, :most].cumsum(axis=1)
+        costs = self._of(batch, num_sampled > 0)
+        survival = self.acceptance.rates[:, :most].cumprod(axis=1)  # of a request nothing more is known of
+        gained = np.array([num_greedy, num_sampled]) @ survival.cumsum(axis=1)
         tokens = batch + np.concatenate([[0.0], gained])
         seconds = costs.step(batch, batch * (1 + drafts), drafts > 0) + costs.draft(batch, drafts)
         rates = tokens / seconds
@@ -147,7 +314,8 @@ class Survival:
         lost = np.maximum(seconds - tokens / rates[best], LOST * seconds)
         others = [min(FEW, most)] if best == 0 else sorted({0, most} - {best})
         tries = tuple((other, float(lost[other])) for other in others)
-        return Plan(best, costs.row * float(rates[best]), float(seconds[best]), tries)
+        row = costs.steps.weights[2]  # seconds of one more row of the target
+        return Plan(best, float(row * rates[best]), float(seconds[best]), tries)
 
     def lengths(self, confidence: Floats, kind: NDArray[np.int64], least: float) -> list[int]:
         """Drafts to verify of each request, a prefix of those that were made; kind: [B]."""
@@ -162,10 +330,10 @@ class Survival:
         """The step behind `end` is over: its requests, drafts verified and tokens emitted of each (0: a prompt not read
         to its end). is_plain_decoding: no prompt was read. Returns how many drafts were cut since then."""
         now, batch = time.perf_counter(), tuple(names)
-        cut = self._observe(names, verified, emitted)
+        cut = self._observe(batch, verified, emitted)
         if self.given is None and is_plain_decoding and batch == self._batch:
             features = step_features(len(batch), len(batch) + sum(verified), any(verified))
-            costs = self._of(len(batch), self._is_drawn).costs
+            costs = self._of(len(batch), self._is_drawn)
             if costs.steps.observe(features, now - self._left):
                 self._learn(costs)
         return cut
@@ -174,15 +342,13 @@ class Survival:
         """The step's draft is over and took so long; drafted: None where the head was not run."""
         if drafted is not None and self.given is None:
             batch, drafts = drafted.confidence.shape
-            self._of(batch, self._is_drawn).costs.drafts.observe(draft_features(batch, drafts), seconds)
-        self._last, self._batch, self._left = drafted, tuple(names), time.perf_counter()
+            self._of(batch, self._is_drawn).drafts.observe(draft_features(batch, drafts), seconds)
+        self._drafted, self._batch, self._left = drafted, tuple(names), time.perf_counter()
 
     def _observe(self, names: Sequence[str], verified: Sequence[int], emitted: Sequence[int]) -> int:
-        last = self._last
-        if last is None:
-            return 0
-        there = [(i, last.rows[name]) for i, name in enumerate(names) if emitted[i] and name in last.rows]
-        if not there:
+        last, rows = self._drafted, {name: row for row, name in enumerate(self._batch)}
+        there = [(i, rows[name]) for i, name in enumerate(names) if emitted[i] and name in rows]
+        if last is None or not there:
             return 0
         now, before = np.array(there).T
         tried, got = np.array(verified)[now], np.array(emitted)[now] - 1
@@ -191,6 +357,5 @@ class Survival:
         return int(sum(last.kept[row] for row in before) - tried.sum())
 
     def _learn(self, costs: Costs) -> None:
-        costs.learn()
-        costs.weights = self._share(costs.weights)
+        costs.learn(self._share)
         self._plans.clear()

@@ -1,16 +1,13 @@
-"""Drafts under a grammar on Model Runner V2: masked with it, or verified so that the output keeps its distribution.
+"""Drafts masked with a grammar on Model Runner V2 (`heads/grammar.py`).
 
-Masked (`heads/grammar.py`): the batch is drafted for as ever, in one launch; then the host reads what structured
-requests have emitted, and drafts for them once more, one draft after the other, each masked and drawn from the same
-noise. `draft_logits` get the masked conditionals. The wait costs little beside vLLM's own: with asynchronous scheduling
-it samples a structured step once the host has the tokens of the step before.
+The batch is drafted for as ever, in one launch; then the host reads what structured requests have emitted, and drafts
+for them once more, one draft after the other, each masked and drawn from the same noise. `draft_logits` get the masked
+conditionals. The wait costs little beside vLLM's own: with asynchronous scheduling it samples a structured step once
+the host has the tokens of the step before.
 
-Not masked (`mask_drafts: false`, a reasoning parser): vLLM 0.32 marks the first forbidden draft and all behind it as
--1, and takes the token in the first one's place from the target's distribution p. That is biased: the draft came from
-q, it is rejected because p is 0 there, so the token must come from max(p - q, 0). (PTP's drafts and argmax drafts have
-no q.) Here the first forbidden draft is verified like any other: its row is masked with the grammar, so it is never
-accepted. What is behind it stays -1 and is not reached. With synchronous scheduling vLLM does not schedule forbidden
-drafts at all, the same bias; `seam/scheduler.py` keeps the first one.
+Drafts that are not masked (`mask_drafts: false`, a reasoning parser) are verified so that the output keeps its
+distribution: `verification.py`. With synchronous scheduling vLLM does not schedule forbidden drafts at all, which is
+the same bias; `seam/scheduler.py` keeps the first one.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mtpc.proposers.heads.grammar import Grammars, Masks
@@ -80,21 +76,3 @@ class StructuredRequests:
             for one, count, read in zip(asked, unread, tokens, strict=True):
                 one.output_token_ids += read[most - count :] if count else []
         return self.grammars.masks(self.requests, names, [[0] * sampled for _, sampled in counts])
-
-
-def behind_the_first(invalid: Tensor) -> Tensor:
-    """`invalid` [T] without the first row of each run: a request's rows begin with one that is valid."""
-    kept = invalid.clone()
-    kept[1:] &= invalid[:-1]
-    return kept
-
-
-class ResidualRejectionSampler(RejectionSampler):
-    """vLLM's verification, in which a forbidden draft is replaced from the residual distribution."""
-
-    def __call__(
-        self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
-    ) -> Any:
-        if draft_logits is not None and invalid_drafts is not None:
-            invalid_drafts = behind_the_first(invalid_drafts)
-        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)

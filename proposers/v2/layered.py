@@ -1,36 +1,95 @@
 """MtPC drafts from heads behind LoRA draft layers, on vLLM's Model Runner V2.
 
+Draft layers are the target's last K layers once more, with adapters and a KV cache of their own. Containers are copied;
+everything that holds weights is the target's, so draft layers cost their adapters and their share of the KV cache.
+Linear layers gain LoRA on every row (`lora.py`, sharded as the target is), what the target has compiled runs as a
+kernel, and attention layers are twins: same weights and kernels, another name. vLLM finds a twin by its name and gives
+it a cache in the KV cache group of the layer it is a twin of, so block tables, slots and attention metadata of a step
+hold for it too, and with them prefix caching, preemption and the rollback of drafts.
+
 After every target pass, over all rows of its batch (prompt chunks too, also in steps that draft nothing: a later step
 may attend to them), the residual stream that entered the target's layer L - K (vLLM's auxiliary hidden states) goes
-through the draft layers (`draft_layers.py`). They write and read a KV cache of their own at the target's slots, with
-the metadata of the target's pass. What leaves the final norm takes the place of the target's states for the head. Rows
-of rejected drafts write states that are wrong, at positions which the next step writes again before it reads.
+through the draft layers. They write and read their cache at the target's slots, with the metadata of the target's pass.
+What leaves the final norm takes the place of the target's states for the head. Rows of rejected drafts write states
+that are wrong, at positions which the next step writes again before it reads.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_mtpc.checkpoint.load import load_adapters
+from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.heads.load import kept
-from vllm_mtpc.proposers.v2.draft_layers import load_draft_layers
-from vllm_mtpc.proposers.v2.shared_modules import eager_priorities
+from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left
+from vllm_mtpc.proposers.v2.shared_modules import copied, eager_priorities, with_kernel
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+NAME = "mtpc."  # in front of a layer's name: its twin's
+
+
+class DraftLayers(nn.Module):
+    """The target's layers from `first` on, and its final norm."""
+
+    def __init__(self, first: int, layers: list[nn.Module], norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layers, self.norm = first, nn.ModuleList(layers), norm
+
+    def forward(self, positions: Tensor, states: Tensor) -> Tensor:
+        """What the head reads, [T, D]; states [T, D]: the residual stream that enters the target's layer `first`."""
+        residual = None
+        for layer in self.layers:
+            states, residual = layer(positions, states, residual)
+        return self.norm(states, residual)[0]
+
+
+def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.device) -> DraftLayers:
+    """The draft layers of a head on vLLM's target. Raises CheckpointError where an adapter has no place in it."""
+    spec = vllm_config.speculative_config
+    info, lora = load_adapters(Path(spec.model_folder), spec.head, vllm_config.model_config.dtype, device)
+    layers, gate = target.model.layers, Gate()
+    packed = getattr(target, "packed_modules_mapping", {})
+    names = vllm_config.compilation_config.static_forward_context
+
+    def replace(name: str, module: nn.Module) -> nn.Module | None:
+        if isinstance(module, LinearBase):
+            return adapted(name, module, lora, packed, info.alpha / info.rank, gate)
+        if isinstance(module, AttentionLayerBase):
+            twin = copy.copy(module)
+            twin.layer_name, twin.kv_cache = NAME + module.layer_name, torch.tensor([])
+            if hasattr(module, "impl"):  # what an implementation remembers of its layer
+                twin.impl = copy.copy(module.impl)
+            children = module._modules.items()
+            twin.__dict__["_modules"] = {key: copied(child, f"{name}.{key}", replace) for key, child in children}
+            names[twin.layer_name] = twin
+            return twin
+        return with_kernel(module)
+
+    if info.layers != list(range(len(layers)))[-spec.head.lora_layers :]:
+        raise CheckpointError(
+            f"head {spec.model_folder} adapts layers {info.layers} of a target with {len(layers)}: allowed are the "
+            "last ones; use a head of this target"
+        )
+    made = [copied(layers[index], f"model.layers.{index}", replace) for index in info.layers]
+    refuse_left(lora, target)
+    return DraftLayers(info.layers[0], made, copied(target.model.norm, "model.norm", replace))
 
 
 class LayeredSpeculator(MtpcSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = super().load_draft_model(target_model, target_attn_layer_names)
-        spec = self.speculative_config
-        self.layers = load_draft_layers(
-            Path(spec.model_folder), spec.head, target_model, self.vllm_config, self.dtype, self.device
-        )
+        self.layers = load_draft_layers(target_model, self.vllm_config, self.device)
         head.kept_layers = kept(self.layers.buffers())
         self.priorities = eager_priorities(self.vllm_config)
         target_model.set_aux_hidden_state_layers((self.layers.first,))

@@ -21,7 +21,6 @@ from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
     QKVParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
 )
 
@@ -91,12 +90,17 @@ def adapted(
         )
     if isinstance(base, RowParallelLinear) and not base.reduce_results and base.tp_size > 1:
         raise CheckpointError(f"{name}: vLLM adds up its ranks elsewhere, so it cannot be adapted; use one rank")
-    sizes = _part_sizes(base, len(names))
     parts = []
-    for index, part in enumerate(names):
-        down = lora.pop(f"{PREFIX}{part}.lora_A.weight")
-        up = lora.pop(f"{PREFIX}{part}.lora_B.weight")
-        parts.append((_input_shard(base, down), _output_shard(base, up, index, sizes)))
+    for part, rows in zip(names, _output_shards(base, len(names)), strict=True):
+        down, up = (lora.pop(f"{PREFIX}{part}.lora_{letter}.weight") for letter in "AB")
+        if isinstance(base, RowParallelLinear):  # A has the columns of the input's shard
+            width = base.input_size_per_partition
+            down = down[:, base.tp_rank * width : (base.tp_rank + 1) * width].contiguous()
+        if rows.stop is not None and rows.stop > up.shape[0]:
+            raise CheckpointError(
+                f"the head's adapter has {up.shape[0]} outputs where the target has more; use a head of this target"
+            )
+        parts.append((down, up[rows].contiguous()))
     return GatedLinear(base, parts, scale, gate)
 
 
@@ -109,37 +113,19 @@ def refuse_left(left: dict[str, Tensor], target: nn.Module) -> None:
         )
 
 
-def _part_sizes(base: LinearBase, parts: int) -> list[int]:
-    """Outputs of each part on this rank."""
-    if isinstance(base, QKVParallelLinear):
-        heads = (base.num_heads, base.num_kv_heads)
-        return [heads[0] * base.head_size, heads[1] * base.head_size, heads[1] * base.v_head_size]
-    if isinstance(base, (ReplicatedLinear, RowParallelLinear)):
-        return [base.output_size]
-    sizes = getattr(base, "output_sizes", None) or [base.output_size]
-    if len(sizes) != parts:
-        raise CheckpointError(f"{type(base).__name__} with {len(sizes)} parts where {parts} are named; not supported")
-    return [size // base.tp_size for size in sizes]
-
-
-def _input_shard(base: LinearBase, down: Tensor) -> Tensor:
-    """A of this rank: its columns where the input is split."""
-    if not isinstance(base, RowParallelLinear):
-        return down
-    width = base.input_size_per_partition
-    return down[:, base.tp_rank * width : (base.tp_rank + 1) * width].contiguous()
-
-
-def _output_shard(base: LinearBase, up: Tensor, index: int, sizes: list[int]) -> Tensor:
-    """B of this rank: its rows where the output is split."""
+def _output_shards(base: LinearBase, num_parts: int) -> list[slice]:
+    """The outputs of each part, rows of B, that this rank computes."""
     if not isinstance(base, ColumnParallelLinear):
-        return up
-    shard = base.tp_rank
-    if isinstance(base, QKVParallelLinear) and index:  # ranks share a key-value head where there are too few
-        shard //= base.num_kv_head_replicas
-    start = shard * sizes[index]
-    if start + sizes[index] > up.shape[0]:
+        return [slice(None)] * num_parts
+    if isinstance(base, QKVParallelLinear):
+        num_kv, kv_rank = base.num_kv_heads, base.tp_rank // base.num_kv_head_replicas  # ranks share one of too few
+        sizes = [base.num_heads * base.head_size, num_kv * base.head_size, num_kv * base.v_head_size]
+        ranks = [base.tp_rank, kv_rank, kv_rank]
+    else:
+        sizes = [size // base.tp_size for size in getattr(base, "output_sizes", None) or [base.output_size]]
+        ranks = [base.tp_rank] * len(sizes)
+    if len(sizes) != num_parts:
         raise CheckpointError(
-            f"the head's adapter has {up.shape[0]} outputs where the target has more; use a head of this target"
+            f"{type(base).__name__} with {len(sizes)} parts where {num_parts} are named; not supported"
         )
-    return up[start : start + sizes[index]].contiguous()
+    return [slice(rank * size, (rank + 1) * size) for rank, size in zip(ranks, sizes, strict=True)]

@@ -3,9 +3,9 @@
 Algorithm (per request, after every target pass): gather the target's post-norm hidden state at the last accepted token;
 turn it into a circuit over the n tokens that follow; observe x_1, the token the target itself chose; draw the drafts
 one after the other from the exact conditionals q(x_k | x_<k), with noise of vLLM's drafting stream (requests with a
-seed take the target's own: `seeded.py`); leave log q in `draft_logits`, from which vLLM's rejection sampler scores the
-drafts. What follows the head's logits is `kernels.draft`. It fills `draft_token_confidence_probs` too, from the
-conditionals alone and never from the drawn tokens, so lengths chosen by it keep the output's distribution.
+seed take the target's own: `verification.py`); leave log q in `draft_logits`, from which vLLM's rejection sampler
+scores the drafts. What follows the head's logits is `kernels.draft`. It fills `draft_token_confidence_probs` too, from
+the conditionals alone and never from the drawn tokens, so lengths chosen by it keep the output's distribution.
 
 Differences from DraftModelSpeculator:
   * No model pass, no attention, no KV cache: the head reads the target's own hidden state.
@@ -44,8 +44,14 @@ from vllm_mtpc.proposers.heads.load import kept, load_served_head, weights_dtype
 from vllm_mtpc.proposers.v2.gather import last_rows
 from vllm_mtpc.proposers.v2.grammar import StructuredRequests
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
-from vllm_mtpc.proposers.v2.seeded import DRAFTING, CoupledStates, with_verification
-from vllm_mtpc.proposers.v2.stepped import needs_fresh_noise, step_seeds
+from vllm_mtpc.proposers.v2.verification import (
+    DRAFTING,
+    CoupledStates,
+    Verifier,
+    needs_fresh_noise,
+    step_seeds,
+    with_verifier,
+)
 
 SMALL_LEAVES = 1 << 24  # bytes of float32 leaves that are masked at once whatever memory was measured
 
@@ -79,10 +85,10 @@ class MtpcSpeculator(DraftModelSpeculator):
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, self.num_speculative_steps, logits_dtype, sizes)
         self.drafter = self._drafter(head)
-        program = () if self.drafter is None else (self.drafter.code, self.drafter.begins)
+        program = () if self.drafter is None else (self.drafter.program,)
         head.kept = kept((*head.parameters(), *program))
         base = resolve_model_state_cls(self.vllm_config, target_model)
-        state = with_verification(base, self.speculative_config, self.device, partial(setattr, self, "states"))
+        state = with_verifier(Verifier, base, self.speculative_config, self.device, partial(setattr, self, "states"))
         target_model.get_model_state_cls = lambda: state
         return head
 
@@ -192,24 +198,22 @@ class MtpcSpeculator(DraftModelSpeculator):
         """Drafts [R, K], their conditionals and confidences, from hidden_states, first_tokens and noise_pos."""
         step = self.rows_at_once.get(num_drafts, 1)
         for start in range(0, num_reqs, step):
-            self._draft_rows(slice(start, min(start + step, num_reqs)), num_drafts)
-
-    def _draft_rows(self, rows: slice, num_drafts: int) -> None:
-        params = self.model.draft_params(self.hidden_states[rows], self.first_tokens[rows], num_drafts)
-        if self.drafter is None:
-            self._draft_by_definition(params, rows)
-            return
-        self.drafter(
-            *params,
-            slots=self.idx_mapping[rows],
-            temperature=self.temperature,
-            seeds=self.seeds,
-            pos=self.noise_pos[rows],
-            tokens=self.draft_tokens[rows, :num_drafts],
-            confidences=self.draft_token_confidence_probs[rows, :num_drafts],
-            cache=self.draft_logits,
-            draw=self.is_drawn,
-        )
+            rows = slice(start, min(start + step, num_reqs))
+            params = self.model.draft_params(self.hidden_states[rows], self.first_tokens[rows], num_drafts)
+            if self.drafter is None:
+                self._draft_by_definition(params, rows)
+                continue
+            self.drafter(
+                *params,
+                slots=self.idx_mapping[rows],
+                temperature=self.temperature,
+                seeds=self.seeds,
+                pos=self.noise_pos[rows],
+                tokens=self.draft_tokens[rows, :num_drafts],
+                confidences=self.draft_token_confidence_probs[rows, :num_drafts],
+                cache=self.draft_logits,
+                draw=self.is_drawn,
+            )
 
     def _draft_by_definition(self, params: DraftParams, rows: slice | Tensor, masks: Masks | None = None) -> None:
         """The same in PyTorch, a few launches per draft and operation of the circuit."""

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import advise
-from vllm_mtpc.bench.curves import Curves, cells
+from vllm_mtpc.bench.advise import Curves, cells
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.proposers.config import schedule
 
@@ -35,25 +35,17 @@ def test_linear_costs_are_read_back_exactly() -> None:
     assert found.draft(["btree"], 4, 0) == 0
 
 
-def test_pairs_are_read_by_rows_and_by_batch() -> None:
-    found = Curves({"step_ms": [[64, 8.0], [1, 1.0]], "draft_ms": {"cp": [[1, 0.5], [8, 4.0]]}})
-    assert found.step(1, 0) == 1.0 and found.step(8, 7) == 8.0
-    assert found.step(4, 7) == pytest.approx(1 + 31 * 7 / 63)
-    assert found.step(16, 7) == pytest.approx(8 + 64 * 7 / 63)  # beyond the end the slope goes on
-    assert found.draft(["cp"], 8, 1) == found.draft(["cp"], 8, 7) == 4.0
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [
         ([], "no cost curves"),
         ({"step_ms": [[1, 1]]}, "no cost curves"),
         ({"step_ms": [], "draft_ms": {}}, "one entry at least"),
-        ({"step_ms": [[1, 1, 1], [1, 1]], "draft_ms": {}}, "all of one kind"),
-        ({"step_ms": [[1, "a"]], "draft_ms": {}}, "numbers"),
-        ({"step_ms": [[1, -2]], "draft_ms": {}}, "from 0 on"),
-        ({"step_ms": [3], "draft_ms": {}}, "pairs of numbers"),
-        ({"step_ms": [[1, 1]], "draft_ms": {"cp": [[1, float("nan")]]}}, "draft_ms['cp']"),
+        ({"step_ms": [[1, 1, 1], [1, 1]], "draft_ms": {}}, "[batch, number, ms]"),
+        ({"step_ms": [[1, 1, "a"]], "draft_ms": {}}, "from 0 on"),
+        ({"step_ms": [[1, 1, -2]], "draft_ms": {}}, "from 0 on"),
+        ({"step_ms": [3], "draft_ms": {}}, "[batch, number, ms]"),
+        ({"step_ms": [[1, 1, 1]], "draft_ms": {"cp": [[1, 1, float("nan")]]}}, "draft_ms['cp']"),
     ],
 )
 def test_damaged_curves(values: Any, says: str) -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from vllm_mtpc import cli
-from vllm_mtpc.bench import kernel_cases, kernels_command, timing
-from vllm_mtpc.bench.kernel_cases import OPERATIONS, Operation
-from vllm_mtpc.bench.kernels_command import ABSENT, REFUSED, TIMED, judge, passed, row, table
+from vllm_mtpc.bench import kernels_command, timing
+from vllm_mtpc.bench.kernels_command import ABSENT, OPERATIONS, REFUSED, TIMED, Case, Operation, judge, passed, row
 
 CPU = torch.device("cpu")
 TESTS = {
@@ -35,7 +34,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def operation(*tests: str) -> Operation:
-    return Operation(tests, kernel_cases.uniform)
+    return Operation(tests, kernels_command.uniform)
 
 
 def test_only_tests_that_pass_let_an_operation_through(checkout: Path) -> None:
@@ -101,11 +100,11 @@ def test_every_operation_has_its_files_and_cases_that_run(name: str, root: Path)
 
 
 def test_a_cpu_times_the_definition_alone() -> None:
-    case = kernel_cases.Case("T=1", lambda: None, 1000, kernel=lambda: pytest.fail("a kernel was run"))
+    case = Case("T=1", lambda: None, 1000, kernel=lambda: pytest.fail("a kernel was run"))
     one = row("uniform", case, CPU, 3, 1e9)
     assert one["kernel_ms"] is None and one["eager_ms"] is None and one["naive_ms"][0] >= 0
     assert one["floor_ms"] == 0.001 and one["of_bandwidth"] is None
-    header, lines = table([one])
+    header, lines = timing.table([one], kernels_command.COLUMNS)
     assert lines[0][header.index("kernel ms")] == "not run"
 
 

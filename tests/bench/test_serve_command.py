@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.support.fakes import BTREE, PLAIN, Engines
 from vllm_mtpc import cli, demo
-from vllm_mtpc.bench import engines, serve_command
-from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED
-from vllm_mtpc.bench.engines import command
+from vllm_mtpc.bench import decodings, serve_command
+from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, command
 from vllm_mtpc.errors import UsageError
 
 
@@ -33,7 +31,8 @@ def test_the_demo_is_whole() -> None:
     args = completed("--demo")
     assert (args.concurrency, args.temperature, args.minutes) == ([1, 4, 16], [1.0, 0.0], 13.0)
     assert (args.dtype, args.order) == ("float32", "interleaved")
-    found, missing = serve_command.wanted(args, on_gpu=False)
+    members, missing = serve_command.wanted(args, on_gpu=False)
+    found = [one for group in (OWN, V2_INTERPRETED) for one in members[group]]
     names = ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree", "plain", "o-ptp"]
     assert [one.name for one in found] == names and [one.group for one in found][-2:] == [V2_INTERPRETED] * 2
     assert [one.name for one in missing] in ([], ["suffix"])
@@ -91,9 +90,9 @@ def test_options_that_are_no_json_are_refused(capsys: pytest.CaptureFixture) -> 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines(lambda name, setting, turn: 0.5 if name == "btree" else 1.0)
-    monkeypatch.setattr(engines, "start", lambda decoding, *_: made.start(decoding))
-    missing = SimpleNamespace(name="suffix", reason="not installed")
-    monkeypatch.setattr(serve_command, "wanted", lambda *_: ([PLAIN, BTREE], [serve_command.Missing(**vars(missing))]))
+    monkeypatch.setattr(decodings, "start", lambda decoding, *_: made.start(decoding))
+    missing = decodings.Missing("suffix", "not installed")
+    monkeypatch.setattr(serve_command, "wanted", lambda *_: ({OWN: [PLAIN, BTREE]}, [missing]))
     return made
 
 

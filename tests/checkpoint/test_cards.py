@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.files import front_matter_of
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint.card import front_matter
+from vllm_mtpc.checkpoint.save import front_matter
 
 
 @pytest.mark.parametrize("name, shown", [("org/model", "org/model"), (None, "OWNER/NAME")])

@@ -55,7 +55,7 @@ def test_json_is_the_report(folder, show):
     assert json.loads(show(folder, "--json")) == inspect_head(folder)
 
 
-def test_the_table_holds_every_figure(folder, show):
+def test_the_table_holds_every_number(folder, show):
     text = show(folder)
     parameters = str(inspect_head(folder)["parameters"])
     for words in ["btree", "4 tokens", "3, probabilistic", "linear", parameters, "F16", "train me"]:

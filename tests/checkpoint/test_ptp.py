@@ -283,11 +283,11 @@ def test_wrong_tensors_of_the_embedding_are_named(folder: Path, file: str, chang
 
 def resign(folder: Path) -> None:
     """The digest of the adapters as they are now: only what they hold can be wrong."""
-    from vllm_mtpc.checkpoint.adapters import ADAPTER_DIGEST, FILES, adapter_digest
+    from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest
 
     with safe_open(folder / U_EMBED, "pt") as handle:
         metadata = handle.metadata()
-    digest = adapter_digest({name: (folder / name).read_bytes() for name in FILES})
+    digest = adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES})
     save_file(load_file(folder / U_EMBED), folder / U_EMBED, metadata={**metadata, ADAPTER_DIGEST: digest})
 
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 import vllm_mtpc
 from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
-from vllm_mtpc.checkpoint.adapters import read_adapter_config
 from vllm_mtpc.checkpoint.convert.tensors import sort_tensors
 from vllm_mtpc.checkpoint.convert.yaml import Settings
-from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
+from vllm_mtpc.checkpoint.load import read_adapter_config
 from vllm_mtpc.checkpoint.token_heads import write_token_heads
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import CheckpointError, MtpcError, ServeConfigError, printable
@@ -341,7 +341,7 @@ def test_what_is_printable_stays_as_it_is() -> None:
 
 
 def test_a_path_in_an_error_of_the_file_system_is_printable(capsys) -> None:
-    from vllm_mtpc.guard import guard
+    from vllm_mtpc.cli import guard
 
     def call() -> int:
         raise FileNotFoundError(2, "No such file", "a\x1b[2J" * 1000)

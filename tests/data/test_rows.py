@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaModel
 
-from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.rows import Rows, pack, split_validation
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf.attention import packed_arguments
 from vllm_mtpc.train.windows import eligible, window_states, window_tokens

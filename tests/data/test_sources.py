@@ -13,9 +13,7 @@ import pytest
 from benchmarks.demo.byte_target import build_tokenizer
 from vllm_mtpc import demo
 from vllm_mtpc.data import sources
-from vllm_mtpc.data.bins import HEADER_BYTES, MAGIC
-from vllm_mtpc.data.documents import Documents
-from vllm_mtpc.data.sources import load_documents
+from vllm_mtpc.data.sources import BIN_HEADER_BYTES, BIN_MAGIC, Documents, load_documents
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import doctor
 
@@ -47,7 +45,7 @@ def lines(path: Path, *records: object) -> str:
 
 def bin_file(path: Path, tokens: list[int], header: bool = True) -> str:
     head = np.zeros(256, "<i4")
-    head[:3] = [MAGIC, 1, len(tokens)]
+    head[:3] = [BIN_MAGIC, 1, len(tokens)]
     path.write_bytes(head.tobytes() * header + np.array(tokens, "<u2").tobytes())
     return str(path)
 
@@ -120,27 +118,6 @@ def test_more_records_than_a_batch_keep_their_order(tmp_path: Path, tokenizer) -
         {"text": str(i)} if i % 3 else {"prompt_ids": [], "response_ids": [*str(i).encode(), EOS]} for i in range(200)
     ]
     assert texts(load_documents([lines(tmp_path / "d.jsonl", *records)], tokenizer)) == [str(i) for i in range(200)]
-
-
-def test_limit_is_a_fair_sample_by_the_seed(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
-    path = lines(tmp_path / "d.jsonl", *({"text": str(i)} for i in range(100)))
-    first, again, other = (texts(load_documents([path], tokenizer, limit=10, seed=seed)) for seed in (1, 1, 2))
-    assert first == again != other
-    assert len(first) == len(set(first)) == 10
-    assert first == sorted(first, key=int)
-    assert len(texts(load_documents([path], tokenizer, limit=1000))) == 100
-    counts = np.zeros(100)
-    for seed in range(200):
-        counts[[int(text) for text in texts(load_documents([path], tokenizer, limit=10, seed=seed))]] += 1
-    # 200 draws of 10 from 100: 20 of each, standard deviation sqrt(200 * 0.1 * 0.9) = 4.2; five of them either way
-    assert counts.min() > 0 and abs(counts - 20).max() < 22
-    assert abs(counts[:50].sum() - 1000) < 5 * 21.3  # halves: sd of a hypergeometric sum, sqrt(200 * 10/4 * 90/99)
-
-
-def test_max_length_keeps_the_beginning(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
-    path = lines(tmp_path / "d.jsonl", {"text": "abcdef"}, {"text": "g"})
-    documents = load_documents([path], tokenizer, max_length=3)
-    assert documents.tokens.tolist() == [*b"abc", ord("g"), EOS]
 
 
 # --- no more than is needed
@@ -281,7 +258,7 @@ def test_bad_bins(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped
     refused(good[:-20], "header says 100 tokens and the file holds 90")
     refused(good[:-21], r"header says 100 tokens and the file holds 89\.5")
     refused(good + b"\0\0", "header says 100 tokens and the file holds 101")
-    refused(good[:HEADER_BYTES], "header says 100 tokens and the file holds 0")
+    refused(good[:BIN_HEADER_BYTES], "header says 100 tokens and the file holds 0")
     refused(good[:4] + b"\2" + good[5:], "version 2 of the .bin format")
     refused(np.array([20240801], "<i4").tobytes() + good[4:], "magic number 20240801 is not 20240520")
     refused(b"\1\0\2", "3 bytes are no whole number of uint16")

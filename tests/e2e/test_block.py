@@ -57,7 +57,7 @@ def test_a_step_verifies_with_the_noise_it_drafted_with(replies: dict[str, list[
     """
     noted = replies["block"][2].recorded
     drafted = [(seed, anchor) for who, seed, anchor in noted if who == "speculator"]
-    verified = [(seed, anchor) for who, seed, anchor in noted if who == "stepped"]
+    verified = [(seed, anchor) for who, seed, anchor in noted if who == "verification"]
     used = drafted if keys_noise_by_draft() else verified
     assert len(used) > 3 and len(set(used)) == len(used) and {seed for seed, _ in used} == {SAMPLED["seed"]}
     assert verified == [] if keys_noise_by_draft() else set(verified) <= set(drafted)

@@ -16,7 +16,7 @@ from tests.support import engine
 from tests.support.models import make_target
 from tests.support.training import V, losses, make_trainer, options_for
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.data.documents import Documents
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.hf import Target, load_target
 

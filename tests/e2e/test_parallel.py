@@ -12,7 +12,7 @@ from tests.support.models import make_head, make_ptp_head, make_target
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.shard import SHARD_BYTES
+from vllm_mtpc.heads.linear import SHARD_BYTES
 
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
 RUNNERS = [pytest.param(name.lower(), marks=pytest.mark.column(f"mtpc on {name}")) for name in ("V1", "V2")]

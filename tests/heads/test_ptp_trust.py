@@ -1,4 +1,4 @@
-"""Drafts by u from a law that is nearly the target's: the formula once more, its limits, what it is good for."""
+"""Drafts by u from a distribution that is nearly the target's: the formula once more, its limits, its use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_mtpc.config.ptp import PtpConfig
-from vllm_mtpc.heads.ptp.trust import conditional, draft_tokens, log_likelihood, reads_u
+from vllm_mtpc.heads.ptp.distribution import conditional, draft_tokens, log_likelihood, reads_u
 from vllm_mtpc.kernels.pick import pick
 
 STEPS = 1 << 24
@@ -28,11 +28,11 @@ def head(**options) -> PtpConfig:
 
 def written_down(logits: torch.Tensor, u: float, trust: float) -> list[float]:
     """In Python's float64, token by token."""
-    law = logits.double().softmax(0).tolist()
+    probabilities = logits.double().softmax(0).tolist()
     b, below, found, total = NORMAL.inv_cdf(u + 0.5 / STEPS), 0.0, [], 0.0
-    for token, mass in enumerate(law):
+    for token, mass in enumerate(probabilities):
         total += mass
-        last = token == len(law) - 1
+        last = token == len(probabilities) - 1
         edge = 1.0 if last else NORMAL.cdf((NORMAL.inv_cdf(total) - trust * b) / (1 - trust**2) ** 0.5)
         found.append(edge - below)
         below = edge
@@ -48,7 +48,7 @@ def test_it_is_its_formula(trust: float) -> None:
     assert (conditional(logits, u, trust) - torch.tensor(wanted, dtype=torch.double)).abs().max() < 1e-9
 
 
-def test_over_all_u_it_is_the_law() -> None:
+def test_over_all_u_it_is_the_distribution() -> None:
     """A grid of 2^14 u; the middle of a cell misses the mean over it by less than a cell."""
     grid = torch.arange(1 << 14) / (1 << 14)
     for logits in some(3, seed=1)[0]:
@@ -76,7 +76,7 @@ def test_tokens_without_mass_are_never_drafted() -> None:
     assert torch.isfinite(logits.gather(-1, found.argmax(-1)[:, None])).all()
 
 
-def test_it_beats_pick_and_argmax_where_the_law_is_nearly_right() -> None:
+def test_it_beats_pick_and_argmax_where_the_distribution_is_nearly_right() -> None:
     """The target's logits are the row's with noise of deviation 1; 20,000 draws, standard error 0.35 %."""
     logits, u = some(20000)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))

@@ -21,19 +21,17 @@ OURS = {
     f"vllm_mtpc.kernels.{name}"
     for name in (
         "couple.kernel._accept_rows",
-        "draft.blocked.choose",
-        "draft.blocked.draft_blocks",
-        "draft.blocked.elect",
-        "draft.blocked.leaf_blocks",
-        "draft.blocked.nominate",
-        "draft.blocked.spread",
-        "draft.blocked.start_rows",
-        "draft.rows.draft_rows",
+        "draft.launches.choose",
+        "draft.launches.draft_blocks",
+        "draft.launches.leaf_blocks",
+        "draft.launches.nominate",
+        "draft.launches.spread",
+        "draft.launches.start_rows",
+        "draft.launches.draft_rows",
         "filter.kernel._filter",
         "filter.kernel._filter_backward",
         "leaf.kernel._join_terms",
-        "leaf.kernel._logit_tiles",
-        "leaf.kernel._term_blocks",
+        "leaf.kernel._tiles",
         "pick.kernel._pick_rows",
         "pick.kernel._sum_blocks",
         "uniform.kernel._uniform_rows",
@@ -68,7 +66,7 @@ VLLMS = {
         "spec_decode.rejection_sampler_utils._resample_kernel",
         "structured_outputs._apply_grammar_bitmask_kernel",
     )
-} | {"vllm_mtpc.kernels.draft.rows.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
+} | {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
 
 FALLS_BACK = {f"tests.support.odd_kernels.{name}" for name in ("compares_chained", "sorts", "transposes")}
 

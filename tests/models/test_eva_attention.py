@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_mtpc.models.evabyte import attention, hook, paged
-from vllm_mtpc.models.evabyte.attend import attend, summarise, write_summaries, write_tokens
+from vllm_mtpc.models import hooks
+from vllm_mtpc.models.evabyte import attend as module
+from vllm_mtpc.models.evabyte import attention
+from vllm_mtpc.models.evabyte.attend import BLOCK as GPU_BLOCK
+from vllm_mtpc.models.evabyte.attend import attend, attend_paged, fits, summarise, write_summaries, write_tokens
 from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
 from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment, SummaryPlan, make_plan, make_summary_plan
 
@@ -24,6 +27,19 @@ TOKEN_BLOCKS = [16, 4, 2]
 # (positions before this step, rows of this step): a decode, drafts across a window, a prompt over three windows, a
 # request that completes its window exactly, and a row of padding
 REQUESTS = ((40, 1), (28, 8), (10, 70), (60, 4), (0, 0))
+
+
+@dataclass
+class Common:
+    """What builders read of vLLM's metadata of a step."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
 
 
 def make_step(token_block: int = BLOCK, pad: int = 3) -> tuple[EvaPlan, SummaryPlan]:
@@ -45,10 +61,10 @@ def make_step(token_block: int = BLOCK, pad: int = 3) -> tuple[EvaPlan, SummaryP
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
     slot_mapping = torch.tensor(slots + [-1] * pad)
     sizes = {"window_size": WINDOW, "chunk_size": CHUNK, "block_size": token_block}
-    plan = make_plan(starts, ends, near, slot_mapping, int(rows.max()), 112, **sizes)
+    step = Common(starts, ends, near, slot_mapping, len(slot_mapping), int(rows.max()), 112)
+    plan = make_plan(step, **sizes)
     sizes["block_size"] = BLOCK
-    places = make_summary_plan(starts, ends, far, len(slot_mapping), int(rows.max()), **sizes)
-    return plan, places
+    return plan, make_summary_plan(replace(step, block_table_tensor=far), **sizes)
 
 
 def make_caches(plan: EvaPlan, places: SummaryPlan) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,33 +214,20 @@ def test_two_paged_calls_merged(swap: bool, token_block: int) -> None:
             arguments["causal"] = not arguments["causal"]
         return paged_attention(**arguments)
 
-    merged = paged.attend(*step, *plans, flash, SIZE**-0.5)
+    merged = attend_paged(*step, *plans, flash)
     # merging adds two exponentials and a division in float32
     is_close = torch.allclose(merged, written_down(*step, *plans), rtol=1e-4, atol=1e-5)
     assert is_close is not swap
 
 
 def test_where_flash_attention_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not paged.fits(torch.bfloat16, 2048, paged.BLOCK, 16)  # a CPU
-    monkeypatch.setattr(paged, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    assert paged.fits(torch.bfloat16, 2048, paged.BLOCK, 16)
-    assert paged.fits(torch.bfloat16, 2048, 16, 16)
-    assert not paged.fits(torch.float32, 2048, 16, 16)
-    assert not paged.fits(torch.bfloat16, 2048, 8, 8)  # pages of 8 entries
-    assert not paged.fits(torch.bfloat16, 128, paged.BLOCK, 16)  # windows inside a block
-
-
-@dataclass
-class Common:
-    """What builders read of vLLM's metadata of a step."""
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table_tensor: Tensor
-    slot_mapping: Tensor
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
+    assert not fits(torch.bfloat16, 2048, GPU_BLOCK, 16)  # a CPU
+    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    assert fits(torch.bfloat16, 2048, GPU_BLOCK, 16)
+    assert fits(torch.bfloat16, 2048, 16, 16)
+    assert not fits(torch.float32, 2048, 16, 16)
+    assert not fits(torch.bfloat16, 2048, 8, 8)  # pages of 8 entries
+    assert not fits(torch.bfloat16, 128, GPU_BLOCK, 16)  # windows inside a block
 
 
 ROWS, SEQS, LONGEST = 3, 4, 112  # rows of a request that decodes, requests of the graph, positions at most
@@ -253,7 +256,7 @@ def run_step(plan: EvaPlan, places: SummaryPlan, caches: list[Tensor], rows: lis
     query, key, value = rows
     write_tokens(caches[0], key, value, plan)
     write_summaries(caches[1], caches[0], *(torch.full((HEADS, SIZE), value) for value in (0.3, -0.2)), plan, places)
-    return paged.attend(query, *caches, plan, places, lambda **given: paged_attention(**given), SIZE**-0.5)
+    return attend_paged(query, *caches, plan, places, lambda **given: paged_attention(**given))
 
 
 def test_a_captured_plan_is_that_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,10 +289,7 @@ def test_a_captured_plan_is_that_of_every_step(monkeypatch: pytest.MonkeyPatch) 
 
         own = common_of(positions, table, real, ROWS * real)
         wanted = [first.clone(), second.clone()]
-        plans = [
-            builder.plan(own.query_start_loc, own.seq_lens, own.block_table_tensor, own.slot_mapping, ROWS, LONGEST)
-            for builder in builders
-        ]
+        plans = [builder.plan(replace(own, max_seq_len=LONGEST)) for builder in builders]
         expected = run_step(*plans, wanted, [part[: ROWS * real] for part in rows])
         assert torch.equal(out[: ROWS * real], expected), positions
         for cache, same in zip(replayed, wanted, strict=True):
@@ -310,14 +310,14 @@ def test_prompts_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_graphs_where_flash_attention_reads_the_caches(monkeypatch, dtype: torch.dtype, supported: str) -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=SimpleNamespace(window_size=2048, chunk_size=16)),
-        cache_config=SimpleNamespace(block_size=paged.BLOCK),
+        cache_config=SimpleNamespace(block_size=GPU_BLOCK),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         speculative_config=None,
         kv_transfer_config=None,
     )
     spec = SimpleNamespace(dtype=dtype)
     assert EvaPlanBuilder.get_cudagraph_support(config, spec).name == "NEVER"  # a CPU
-    monkeypatch.setattr(paged, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     for builder in (EvaPlanBuilder, SummaryPlanBuilder):
         assert builder.get_cudagraph_support(config, spec).name == supported
 
@@ -327,8 +327,8 @@ def test_graphs_where_flash_attention_reads_the_caches(monkeypatch, dtype: torch
 )
 def test_decode_steps_have_graphs_unless_the_user_wants_none(monkeypatch, given: str | None, made: str) -> None:
     for name in ("check_limits", "_check_caches"):
-        monkeypatch.setattr(hook, name, lambda *args: None)
+        monkeypatch.setattr(hooks, name, lambda *args: None)
     compilation = SimpleNamespace(cudagraph_mode=given and CUDAGraphMode[given], splitting_ops=None)
-    hook.EvaByteHook.verify_and_update_config(SimpleNamespace(compilation_config=compilation))
+    hooks.EvaByteHook.verify_and_update_config(SimpleNamespace(compilation_config=compilation))
     assert compilation.cudagraph_mode.name == made
     assert compilation.splitting_ops == [torch.ops.vllm.mtpc_eva_attention._qualified_op_name]

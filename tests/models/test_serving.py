@@ -18,7 +18,7 @@ import pytest
 from tests.support import byte_llama_reference, evabyte_reference
 from tests.support.heads import fit_head
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.models.limits import check_limits
+from vllm_mtpc.models.hooks import check_limits
 
 COUNT = 24
 MESSAGES = [{"role": "user", "content": "Which user, and why? \n\n"}]

@@ -39,7 +39,7 @@ def test_what_the_schedule_cuts_is_counted() -> None:
     assert speculator.propose(batch, dummy_run=True) == speculator.propose(batch, num_speculative_tokens=0) == "drafts"
     assert speculator.cut == {"schedule": 12}  # of four requests, not of the dummy run
     output = SimpleNamespace(req_ids=["a"])
-    assert getattr(counts.with_counts(output, speculator, False), counts.CUT) == {"schedule": 12}
+    assert getattr(counts.with_counts(output, speculator), counts.CUT) == {"schedule": 12}
     assert not speculator.cut  # taken once
     speculator.propose(batch, num_speculative_tokens=2)
     speculator.propose(batch)

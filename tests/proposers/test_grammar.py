@@ -128,7 +128,7 @@ def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
     pytest.importorskip(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler", reason="vLLM is not installed: run scripts/setup.sh"
     )
-    from vllm_mtpc.proposers.v2.grammar import behind_the_first
+    from vllm_mtpc.proposers.v2.verification import behind_the_first
 
     #                      a request's rows: its token, then its drafts
     invalid = torch.tensor([False, False, True, True, False, True, False, False, True, True, True])
@@ -139,9 +139,9 @@ def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
 def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from vllm_mtpc.proposers.v2.grammar import ResidualRejectionSampler
+    from vllm_mtpc.proposers.v2.verification import Verifier
 
-    verifier = object.__new__(ResidualRejectionSampler)
+    verifier = object.__new__(Verifier)
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
     invalid, probabilities = torch.tensor([False, True, True]), torch.zeros(1, 2, 3)
     assert verifier(None, None, probabilities, invalid).tolist() == [False, False, True]

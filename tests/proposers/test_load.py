@@ -12,7 +12,7 @@ from tests.support.configs import engine_config, refusal, write_head
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.heads import build_head, shard
+from vllm_mtpc.heads import build_head, linear
 from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.proposers.heads import load
 from vllm_mtpc.proposers.heads.load import load_served_head
@@ -107,7 +107,7 @@ def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, 
     monkeypatch.setattr(load, "get_tensor_model_parallel_rank", lambda: rank)
     monkeypatch.setattr(load, "_gather", lambda own: seen.append(own) or torch.cat([own] * 4))
     folder, bytes_needed = save(tmp_path, "linear"), 4 * 2 * V * D * dtype.itemsize
-    monkeypatch.setitem(shard.SHARD_BYTES, "cpu", bytes_needed)
+    monkeypatch.setitem(linear.SHARD_BYTES, "cpu", bytes_needed)
     head = served(folder, dtype, num_drafts=2)
     params = head.draft_params(torch.randn(3, D), FIRST, 2)
     own = 2 * 2 * 4 // dtype.itemsize + 2 * 2 * 2  # two float32 numbers per component, then K r rows of logits
@@ -115,7 +115,7 @@ def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, 
     assert params.leaf.shape == (3, 2, 2, V) and params.evidence.shape == (3, 2)
     logits = seen[0][:, 2 * 2 * 4 // dtype.itemsize :].view(3, 2, 2, 2)
     assert (logits[..., rows:] == 0).all() and (logits[..., :rows] != 0).all(), "rows of this rank, filled up"
-    monkeypatch.setitem(shard.SHARD_BYTES, "cpu", bytes_needed + 1)
+    monkeypatch.setitem(linear.SHARD_BYTES, "cpu", bytes_needed + 1)
     served(folder, dtype, num_drafts=2).draft_params(torch.randn(3, D), FIRST, 2)
     assert len(seen) == 1, "small ones are replicated"
 

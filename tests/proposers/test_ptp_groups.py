@@ -12,7 +12,7 @@ import torch
 
 from vllm_mtpc.errors import HeadConfigError, ServeConfigError
 from vllm_mtpc.proposers.config.plan import choose_groups, drafts_of_rows, merged_plan
-from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_sizes
+from vllm_mtpc.proposers.v2.ptp.groups import dynamic_sizes
 
 VARIANTS = ("o-ptp", "c-ptp")
 

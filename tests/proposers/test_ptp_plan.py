@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.proposers.config.plan import Bucket, Plan, merged_plan, two_pass_plan
-from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
-from vllm_mtpc.proposers.v2.ptp.sizes import dynamic_layout, static_layout, survival_of
+from vllm_mtpc.proposers.v2.ptp.groups import Scratch, dynamic_layout, static_layout, survival_of
 
 CPU = torch.device("cpu")
 TARGET = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"]}
@@ -69,7 +68,7 @@ def test_groups_see_their_prefix_and_own_their_rows(data: st.DataObject, block_s
     num_blocks = groups * width
     cache = torch.arange((num_blocks + groups * per_group) * block_size).view(-1, block_size)
     before = cache.clone()
-    scratch = Scratch(num_blocks, block_size, per_group, groups, width, CPU)
+    scratch = Scratch(num_blocks + torch.arange(groups * per_group).view(groups, -1), block_size, width)
     prefix = torch.tensor(data.draw(st.lists(st.integers(1, width * block_size), min_size=groups, max_size=groups)))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).view(groups, width).int()
     own, source, target = scratch.attach(prefix, tables)
@@ -92,8 +91,8 @@ def test_static_layout_names_rows_and_groups() -> None:
     assert layout.group.tolist() == [[0, 0, 0, 1, 1]] * 2
     assert layout.offset.tolist() == [[0, 1, 2, 0, 1]] * 2
     accepted = torch.tensor([0, 1])
-    assert layout.size_of(accepted).tolist() == [3, 0]
-    assert layout.start_of(torch.tensor([2, 0])).tolist() == [3, 0]
+    assert layout.behind(accepted)[1].tolist() == [3, 0]
+    assert layout.behind(torch.tensor([2, 0]))[0].tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
@@ -107,5 +106,5 @@ def test_dynamic_layout_follows_the_confidence(variant: str) -> None:
     for request in range(2):
         for row in range(bucket.rows):
             group, offset = int(layout.group[request, row]), int(layout.offset[request, row])
-            assert int(layout.start_of(torch.tensor([group] * 2))[request]) + offset == row
+            assert int(layout.behind(torch.tensor([group] * 2))[0][request]) + offset == row
             assert offset < int(layout.sizes[request, group])

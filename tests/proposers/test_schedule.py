@@ -16,7 +16,7 @@ from vllm.config.parallel import ParallelConfig
 from tests.support.configs import engine_config, ptp_config, refusal
 from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint.figures import measured_acceptance
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.proposers.config import schedule
 from vllm_mtpc.proposers.config.plan import most_drafts
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
@@ -178,7 +178,7 @@ def test_a_step_without_drafts_does_not_run_the_head() -> None:
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
     sampling = SimpleNamespace(generators={}, all_greedy=True)
     step = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=2, num_spec_tokens_to_schedule=0)
-    assert proposer.propose_drafts(runner, [[1], [2, 3]], sampling, None, None, step) == [[], []]
+    assert proposer.propose(runner, [[1], [2, 3]], sampling, None, None, step) == [[], []]
     assert runner._draft_probs is None and runner._draft_prob_req_ids is None
     assert proposer.cut == {"schedule": 14, "budget": 0}
 

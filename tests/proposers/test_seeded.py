@@ -23,8 +23,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from tests.support import forks
 from tests.support.configs import spec_config
 from tests.support.speculators import Setting, batch, made_heads, speculator
-from vllm_mtpc.proposers.v2 import seeded
-from vllm_mtpc.proposers.v2.seeded import DRAFTING, CoupledStates, with_verification
+from vllm_mtpc.proposers.v2 import verification
+from vllm_mtpc.proposers.v2.verification import DRAFTING, CoupledStates, Verifier, with_verifier
 
 V, SLOTS, CPU = 5, 4, torch.device("cpu")
 DRAWN = torch.tensor([1, 2, 3, 4, 0, 1])  # what the target says at each row of the batch below
@@ -49,7 +49,7 @@ def made(verify: str | None, **options: Any) -> tuple[Any, CoupledStates]:
     sampler = Sampler.__new__(Sampler)
     sampler.sampling_states, sampler.use_fp64_gumbel = SamplingStates(SLOTS, V), False
     found: list[CoupledStates] = []
-    kept, rejection = with_verification(Base, spec, CPU, found.append)().custom_sampler(sampler)
+    kept, rejection = with_verifier(Verifier, Base, spec, CPU, found.append)().custom_sampler(sampler)
     assert kept is sampler
     for slot in range(SLOTS):
         found[0].add_request(slot, SamplingParams(temperature=0.7, seed=slot if slot in (1, 2) else None))
@@ -83,7 +83,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Any:
         return DRAWN
 
     monkeypatch.setattr(RejectionSampler, "_verify", rejection)
-    monkeypatch.setattr(seeded, "gumbel_sample", gumbel_sample)
+    monkeypatch.setattr(verification, "gumbel_sample", gumbel_sample)
     monkeypatch.setattr(Sampler, "apply_sampling_params", lambda self, logits, *args: logits)
 
     def verify(sampler: Any, slots: list[int], drafts: list[int]) -> tuple[list[str], list[list[int]], list[int]]:
@@ -124,11 +124,13 @@ def test_a_draft_that_cannot_be_kept_ends_them(verified: Any) -> None:
 
 def test_fresh_noise_is_for_rejection_alone(verified: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.32's block verification: the seeds of a step are put into the states only while it rejects."""
-    monkeypatch.setattr(seeded, "keys_noise_by_draft", lambda: False)
+    monkeypatch.setattr(verification, "keys_noise_by_draft", lambda: False)
     sampler, states = made(None, rejection_sample_method="block")
     own, seen = states.seeds.gpu, []
-    drawn = seeded.gumbel_sample
-    monkeypatch.setattr(seeded, "gumbel_sample", lambda *args, **given: seen.append(args[3]) or drawn(*args, **given))
+    drawn = verification.gumbel_sample
+    monkeypatch.setattr(
+        verification, "gumbel_sample", lambda *args, **given: seen.append(args[3]) or drawn(*args, **given)
+    )
     asked, tokens, _ = verified(sampler, [0, 2], [0, 1, 4, 0, 4, 0])
     assert asked == ["rejection", "target"] and tokens[1] == [4, 0, 1] and seen[0] is own
 
@@ -139,7 +141,7 @@ def test_another_sampler() -> None:
 
     def asked(**options: Any) -> Any:
         vars(spec).update({"verify": None, "rejection_sample_method": "standard", **options})
-        return with_verification(Base, spec, CPU, lambda states: None)().custom_sampler(SimpleNamespace())
+        return with_verifier(Verifier, Base, spec, CPU, lambda states: None)().custom_sampler(SimpleNamespace())
 
     assert asked() is None and asked(verify="rejection") is None
     with pytest.raises(ServeConfigError, match=r"verify 'coupled'.* with SimpleNamespace: only vLLM's plain Sampler"):
@@ -184,10 +186,10 @@ def test_drafts_take_the_noise_of_their_verification(tmp_path: Path) -> None:
 
 def test_numbers_of_v1_are_those_that_vllm_draws() -> None:
     """One after the other as `TopKTopPSampler.forward_cpu` draws them; what was read ahead is drawn again."""
-    from vllm_mtpc.proposers.v1.seeded import NUMBERS, read_ahead, take
+    from vllm_mtpc.proposers.v1.proposer import read_ahead, take
 
     one, other = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
     drawn = [torch.randint(0, 2**31, (1,), generator=one, dtype=torch.long).item() for _ in range(9)]
-    assert NUMBERS == 2**31 and read_ahead(other, 8).tolist() == drawn[:8]
+    assert read_ahead(other, 8).tolist() == drawn[:8]
     assert take(other, 3).tolist() == drawn[:3] and read_ahead(other, 2).tolist() == drawn[3:5]
     assert take(other, 6).tolist() == drawn[3:]

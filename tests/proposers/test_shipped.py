@@ -17,8 +17,7 @@ from vllm_mtpc.proposers.seam.patch import derived
 from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1 import proposer
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
-from vllm_mtpc.proposers.v1.shipped import ShippedProposer
-from vllm_mtpc.proposers.v2 import shipped as v2
+from vllm_mtpc.proposers.v2 import runner as v2
 from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
 
 CPU = torch.device("cpu")
@@ -77,12 +76,12 @@ def test_v1_drafts_nothing(where: str, said: list[str], monkeypatch: pytest.Monk
     head = build_head(HeadConfig.create(circuit="ff", window=4, num_components=1, target=target, verifier="x"))
     if where == "draft_params":
         monkeypatch.setattr(head, "draft_params", raising)
-    monkeypatch.setattr(proposer.MtpcProposer, "propose_drafts", lambda self, *args: "drafts")
-    one = ShippedProposer(SimpleNamespace(speculative_config=SimpleNamespace(model_folder="head")))
+    monkeypatch.setattr(proposer.MtpcProposer, "propose", lambda self, *args: "drafts")
+    one = proposer.ShippedProposer(SimpleNamespace(speculative_config=SimpleNamespace(model_folder="head")))
     one.model, one.target_dtype, one.num_drafts = head, torch.float32, 3
     one.load_model(torch.nn.Linear(1, 1))
     runner = SimpleNamespace(_draft_probs="stale", _draft_prob_req_ids=["stale"])
-    drafts = one.propose_drafts(runner, [[1], [2, 3]], None, None, None, None)
+    drafts = one.propose(runner, [[1], [2, 3]], None, None, None, None)
     if where == "nowhere":
         assert drafts == "drafts" and said == []
         return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.support.laws import noise_floor, total_variation
-from vllm_mtpc.proposers.v2.stepped import step_seeds
+from vllm_mtpc.proposers.v2.verification import step_seeds
 
 VOCAB, DRAFTS, LENGTH, COUNT = 3, 3, 5, 200_000
 DRAFTING, ACCEPTING, SAMPLING = range(3)  # streams of noise

@@ -15,9 +15,16 @@ from tests.support.laws import noise_floor, total_variation
 from vllm_mtpc import demo
 from vllm_mtpc.circuits import CircuitParams, get_circuit
 from vllm_mtpc.kernels.draft import naive
-from vllm_mtpc.proposers.v1.acceptance import SAMPLED, Acceptance, card_rates
-from vllm_mtpc.proposers.v1.costs import Costs, draft_features, step_features
-from vllm_mtpc.proposers.v1.survival import Confidence, Survival
+from vllm_mtpc.proposers.v1.survival import (
+    SAMPLED,
+    Acceptance,
+    Confidence,
+    Costs,
+    Survival,
+    card_rates,
+    draft_features,
+    step_features,
+)
 
 VOCAB, DRAFTS, COUNT = 3, 3, 100_000
 LEAST = 0.35
@@ -89,7 +96,7 @@ def test_the_plan_is_the_best_of_a_strange_machine(row: float, draft: float, bat
     """Ten times slower than the constants', with other proportions: within 3 % of the best K; none for small gains."""
     took, acceptance = machine(row, draft), accepted ** np.arange(1, 8)
     survival = Survival(np.full((2, 7), accepted), 0.1)
-    costs = survival._of(batch, False).costs
+    costs = survival._of(batch, False)
     for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
         step, drafting = took(batch, drafts)
         costs.steps.observe(step_features(batch, batch * (1 + drafts), drafts > 0), step)
@@ -128,7 +135,7 @@ def test_plans_are_doubted_for_a_small_share_of_the_time(accepted: float, load: 
 def test_a_slow_first_draft_decides_nothing() -> None:
     """The first one pays for what is made once; a head that pays goes on drafting."""
     survival = Survival(np.full((2, 7), 0.9), 0.1)
-    costs = survival._of(1, False).costs
+    costs = survival._of(1, False)
     for turn in range(4):
         costs.steps.observe(step_features(1, 8, True), 0.3 if turn == 0 else 0.006)
         costs.drafts.observe(draft_features(1, 7), 0.3 if turn == 0 else 0.002)
@@ -140,13 +147,13 @@ def test_a_slow_first_draft_decides_nothing() -> None:
 def test_a_plan_that_loses_is_soon_given_up() -> None:
     """Believed to pay by what is known of another size, until one step was without drafts."""
     survival, accepted = Survival(np.full((2, 5), 0.55), 0.1), 0.55 ** np.arange(1, 6)
-    small = survival._of(4, False).costs
+    small = survival._of(4, False)
     for drafts in (5, 0, 5, 5, 0, 5, 3, 5):
         small.steps.observe(step_features(4, 4 * (1 + drafts), drafts > 0), 0.0095)  # rows seem to cost nothing
         if drafts:
             small.drafts.observe(draft_features(4, drafts), 0.001)
         survival._learn(small)
-    costs, plans = survival._of(12, False).costs, []
+    costs, plans = survival._of(12, False), []
     for _ in range(30):
         drafts = survival.plan(12, 0, 5)[0]
         plans.append(drafts)
@@ -163,7 +170,7 @@ def test_a_plan_that_loses_is_soon_given_up() -> None:
 def test_batches_of_a_new_size_begin_with_what_is_known_of_others() -> None:
     """A slow machine with a dear head: no draft of a new size has to be seen to be taken for dear."""
     survival, took = Survival(np.full((2, 7), 0.5), 0.1), machine(0.001, 0.05)
-    costs = survival._of(1, True).costs
+    costs = survival._of(1, True)
     for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
         step, drafting = took(1, drafts)
         costs.steps.observe(step_features(1, 1 + drafts, drafts > 0), step)
@@ -177,11 +184,11 @@ def test_what_is_known_of_others_is_that_of_the_nearest() -> None:
     """Of batches that are drawn as it is, however much nearer in size greedy ones are; then of the nearest size."""
     survival = Survival(np.full((2, 7), 0.5), 0.1)
     for batch, is_drawn, seconds in ((4, True, 0.01), (64, True, 0.1), (8, False, 1.0)):
-        costs = survival._of(batch, is_drawn).costs
+        costs = survival._of(batch, is_drawn)
         for _ in range(8):
             costs.steps.observe(step_features(8, 8, False), seconds)
         survival._learn(costs)
-    assert survival._of(8, True).costs.step(8, 8, False) == pytest.approx(0.01, rel=0.1)
+    assert survival._of(8, True).step(8, 8, False) == pytest.approx(0.01, rel=0.1)
 
 
 def look_at_the_law(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:

@@ -27,7 +27,7 @@ def step(last: Tensor, anchor: Tensor, seeds: Tensor, is_fresh: bool) -> tuple[T
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
     from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
-    from vllm_mtpc.proposers.v2.stepped import step_seeds
+    from vllm_mtpc.proposers.v2.verification import step_seeds
 
     drafting, keyed = step_seeds(seeds, anchor) if is_fresh else seeds, keys_noise_by_draft()
     log_p, log_q = (law.float().log() for law in laws())

@@ -45,7 +45,7 @@ def first_tokens(count: int, is_kept: bool) -> Tensor:
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-    from vllm_mtpc.proposers.v2.grammar import behind_the_first
+    from vllm_mtpc.proposers.v2.verification import behind_the_first
 
     seeds = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(3))
     slots, temperature, anchor = torch.arange(count), torch.ones(count), torch.ones(count, dtype=torch.long)

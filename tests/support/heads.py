@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.engine import Reply
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.checkpoint.adapters import module_names
+from vllm_mtpc.checkpoint.load import module_names
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import MODULES, Adapters, DraftLayers

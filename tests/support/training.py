@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 
-from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.rows import pack
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.hf import Target
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, parse

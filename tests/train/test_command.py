@@ -20,7 +20,7 @@ from vllm_mtpc import progress
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.hf import load_target
-from vllm_mtpc.train import command, prepare, run
+from vllm_mtpc.train import command, run
 from vllm_mtpc.train.options import parse
 
 FEW = {"out": "none", "window": 4, "seq_len": 64, "windows_per_step": 16}
@@ -247,7 +247,7 @@ def test_what_cannot_be_is_refused_in_one_line(place, capsys, changes, message):
 )
 def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
     """Nothing of the target is loaded, and no responses are written, for a place that is not there."""
-    monkeypatch.setattr(prepare, "load_target", lambda *given: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("weights were loaded"))
     monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written"))
     (place / "shut").mkdir(exist_ok=True)
     may = os.access
@@ -268,11 +268,11 @@ def test_a_row_is_what_the_target_reads(place):
 
 def test_a_short_run_reads_what_its_steps_need(place, capsys, monkeypatch):
     """Two steps of 16 windows, 16 bytes each, are 512 of the text's 2,000 bytes; many steps read all of it."""
-    monkeypatch.setattr(prepare, "LEAST_BYTES", 0)
+    monkeypatch.setattr(run, "LEAST_BYTES", 0)
     named = {"target": str(place / "target"), "data": [str(place / "text.jsonl")]}
     target, read = load_target(named["target"]), {}
     for steps in (2, 10000):
-        read[steps] = prepare.read_data(parse(FEW | named | {"max_steps": steps}), target).report.documents
+        read[steps] = run.read_data(parse(FEW | named | {"max_steps": steps}), target)[1].documents
     assert 2 < read[2] < read[10000] / 2 and read[10000] > 20
     assert main(["train", *flags(place, "short", max_steps=2, windows_per_step=16, evaluation_sequences=0)]) == 0
     assert "MB are read, spread over all of it: what 2 steps need" in capsys.readouterr().out

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from tests.support.training import flags, losses, make_trainer, options_for
 from vllm_mtpc.cli import main
-from vllm_mtpc.train import state, stopping
-from vllm_mtpc.train.stopping import Stopping
+from vllm_mtpc.train import state
+from vllm_mtpc.train.state import Stopping
 
 STEPS = 120  # of some milliseconds each: a child is caught in the midst of them
 DEADLINE = 120
@@ -86,7 +86,7 @@ def test_another_signal_ends_at_once(monkeypatch) -> None:
         told._tell(signal.SIGTERM, None)
         told._tell(signal.SIGTERM, None)  # the same one: torchrun's agent passes on what its group was sent
         assert not ended and told.due() and told.signal == signal.SIGTERM
-        monkeypatch.setattr(stopping, "SAME_SECONDS", -1.0)
+        monkeypatch.setattr(state, "SAME_SECONDS", -1.0)
         told._tell(signal.SIGTERM, None)
         assert ended == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -95,7 +95,7 @@ def test_states_are_saved_by_minutes(tiny_target, tmp_path: Path, monkeypatch) -
     """A step takes a minute by this clock: at three minutes a state, after every third step, and the last one."""
     trainer = make_trainer(options_for(tiny_target, tmp_path, save_minutes=3, max_steps=7), tiny_target)
     trainer.stopping._saved_at, saved, save = 0.0, [], trainer.save
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: 60.0 * trainer.step)
+    monkeypatch.setattr(state.time, "monotonic", lambda: 60.0 * trainer.step)
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step) or save())
     trainer.run()
     assert saved == [3, 6, 7]
@@ -103,7 +103,7 @@ def test_states_are_saved_by_minutes(tiny_target, tmp_path: Path, monkeypatch) -
 
 RANK = """
 import sys, signal, torch.distributed as dist
-from vllm_mtpc.train.stopping import Stopping
+from vllm_mtpc.train.state import Stopping
 store, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 stop = Stopping(10, 2)

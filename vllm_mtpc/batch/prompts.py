@@ -12,8 +12,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.batch.options import RegenerateOptions
+from vllm_mtpc.data.chat import chat_prompt, is_chat
 from vllm_mtpc.data.sources import FORMS, exact_ids, load_documents, read_records
-from vllm_mtpc.errors import UsageError, first_line
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:
@@ -95,20 +96,13 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
 
 def _of_chat(origin: str, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:
     """The conversation up to the last assistant's turn, which the target is to write anew."""
-    if not isinstance(messages, list) or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
+    if not is_chat(messages):
         raise UsageError(f"{origin}: messages must be a list of objects with role and content; correct it")
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     before = messages[:last]
     if not before or before[-1]["role"] == "assistant":
         return
-    try:
-        ids = tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # templates are programs: they raise what they like
-        raise UsageError(
-            f"{origin}: the target's chat template does not take this conversation ({first_line(error)}); "
-            "correct it, or give text or prompt_ids"
-        ) from None
-    yield tuple(ids), before
+    yield tuple(chat_prompt(before, tokenizer, f"{origin}: ")), before
 
 
 def _cutter(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> Any:

@@ -1,5 +1,35 @@
-"""Measuring: engines in processes of their own, vLLM's own counters of accepted drafts, and where a result came from.
+"""`vllm-mtpc bench kernels|draft|serve`: a module for each, imported when its name was typed."""
 
-``serve`` runs ``vllm serve`` and talks to it over HTTP, ``offline`` runs ``LLM.generate``; both return passes with
-the same fields, timed the same way with and without drafts.
-"""
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+from vllm_mtpc.guard import Parser
+
+WHAT = {
+    "serve": "plain vLLM, peers and heads side by side",
+    "draft": "what a draft costs, against a step of the target",
+    "kernels": "kernels against their definition in PyTorch",
+}
+
+
+class _Command(Parser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        if self.get_default("bench") is None:
+            module = import_module(f"{__name__}.{self.prog.split()[-1]}_command")
+            module.add_arguments(self)
+            self.set_defaults(bench=module.run)
+            self.description = module.__doc__
+        return super().parse_known_args(args, namespace)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Command)
+    for name, help_ in WHAT.items():
+        commands.add_parser(name, help=help_)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.bench(args)

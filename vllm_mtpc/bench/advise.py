@@ -2,8 +2,12 @@
 
 Tokens per second of c requests with K drafts each: 1000 c E(K) / (step ms + draft ms), E(K) = 1 + sum over k <= K of
 P(drafts 1..k accepted), as the trainer measured it at the nearer of temperatures 0 and 1 (provenance.json). Costs come
-from a file of curves (bench/curves.py), measured on this machine by --measure or elsewhere. It is an estimate: measure
-what it recommends with `vllm-mtpc bench serve`.
+from a file of curves, measured on this machine by --measure (engine/steps.py) or elsewhere. It is an estimate: measure
+what it recommends with `vllm-mtpc bench serve`. The file that --measure writes and --curves reads is JSON:
+
+    {"step_ms":  [[batch, rows, ms], ...],             a step of the target without its draft: rows = batch (1 + drafts)
+     "draft_ms": {"NAME": [[batch, drafts, ms], ...]}, the draft of head NAME (its folder's name, or its circuit)
+     "temperature": ..., "target": ..., "hardware", "versions", "commit", "command"}
 """
 
 from __future__ import annotations
@@ -11,17 +15,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from vllm_mtpc.bench.decodings import arguments, kind_of
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine.steps import Cell, measure
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.flags import check_positive
 from vllm_mtpc.report import check_file, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse
-
-    from vllm_mtpc.bench.curves import Curves
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 WORTH = 1.01  # fewer drafts are preferred where more gain less than this
@@ -50,6 +59,80 @@ class Choice(NamedTuple):
     gain: float  # by decoding without drafts
 
 
+class Curve:
+    """Milliseconds by batch and a second number of it (rows or drafts): linear between what was measured.
+
+    Beyond the largest batch the last slope goes on; elsewhere outside of what was measured the nearest value holds.
+    """
+
+    def __init__(self, points: Any, what: str, per_request: bool = False) -> None:
+        """per_request: neighbouring batches are asked for the second number of each request, not of the whole batch."""
+        is_list = isinstance(points, list) and points and all(isinstance(point, list) for point in points)
+        if not is_list or not all(len(point) == 3 and all(map(_is_known, point)) for point in points):
+            raise UsageError(
+                f"{what}: allowed is a list, with one entry at least, of [batch, number, ms], all from 0 on"
+            )
+        self.per_request = per_request
+        self.by_batch: dict[int, list[tuple[float, float]]] = {}
+        for batch, number, ms in points:
+            self.by_batch.setdefault(int(batch), []).append((number, ms))
+
+    def at(self, batch: int, number: float) -> float:
+        """ms at (batch, number)."""
+        across = []
+        for known, points in self.by_batch.items():
+            wanted = number * known / batch if self.per_request else number
+            across.append((known, float(np.interp(wanted, *zip(*sorted(points), strict=True)))))
+        xs, ys = zip(*sorted(across), strict=True)
+        if len(xs) > 1 and batch > xs[-1]:
+            return ys[-1] + max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])) * (batch - xs[-1])
+        return float(np.interp(batch, xs, ys))
+
+
+class Curves:
+    """A file of cost curves."""
+
+    def __init__(self, values: Any, source: str = "curves") -> None:
+        if not isinstance(values, dict) or not isinstance(values.get("draft_ms"), dict):
+            raise UsageError(
+                f'{source}: no cost curves; a file with "step_ms" and "draft_ms" is needed: vllm-mtpc advise --measure'
+            )
+        self.source = source
+        self.step_curve = Curve(values.get("step_ms"), f"{source}: step_ms", per_request=True)
+        self.draft_curves = {
+            name: Curve(points, f"{source}: draft_ms[{name!r}]") for name, points in values["draft_ms"].items()
+        }
+
+    @classmethod
+    def read(cls, file: Path) -> Curves:
+        """Raises UsageError."""
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UsageError(f"{file}: cannot be read as JSON ({error}); name a file of --measure") from None
+        return cls(values, str(file))
+
+    def step(self, batch: int, drafts: int) -> float:
+        """ms of a step of the target that verifies so many drafts of each request."""
+        return self.step_curve.at(batch, batch * (1 + drafts))
+
+    def draft(self, names: Sequence[str], batch: int, drafts: int) -> float:
+        """ms of a draft; `names`: what the head may be called there, the first that is known counts."""
+        if drafts == 0:
+            return 0.0
+        name = next((name for name in names if name in self.draft_curves), None)
+        if name is None:
+            raise UsageError(
+                f"{self.source}: has drafts of {', '.join(self.draft_curves) or 'no head'}, none called "
+                f"{' or '.join(names)}; measure it: vllm-mtpc advise {names[0]} --measure FILE"
+            )
+        return self.draft_curves[name].at(batch, drafts)
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("heads", nargs="+", metavar="HEAD", help="head folders or hub names to choose from")
@@ -64,9 +147,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and the options to type."""
-    from vllm_mtpc.bench.curves import Curves
-    from vllm_mtpc.flags import check_positive
-
     check_positive(args, "steps")
     batches = sorted(set(args.concurrency))
     if batches[0] < 1:
@@ -101,7 +181,6 @@ def run(args: argparse.Namespace) -> int:
 
 def candidate(name: str, temperature: float) -> Candidate:
     """A head by folder or hub name. Raises UsageError where its acceptance is not known."""
-    from vllm_mtpc.checkpoint.figures import measured_acceptance
     from vllm_mtpc.eval.loading import resolve
 
     folder, config = resolve(name)
@@ -113,8 +192,7 @@ def candidate(name: str, temperature: float) -> Candidate:
             "train has, retrain it or leave it out"
         )
     tokens = tuple(accumulate(accepted[: config.window - 1], initial=1.0))
-    circuit = getattr(config, "circuit", None) or config.variant
-    return Candidate(str(name), config.speculators_model_type, circuit, config.window, tokens)
+    return Candidate(str(name), config.speculators_model_type, kind_of(config), config.window, tokens)
 
 
 def choices(head: Candidate, curves: Curves, batches: Sequence[int]) -> list[Choice]:
@@ -132,18 +210,15 @@ def choices(head: Candidate, curves: Curves, batches: Sequence[int]) -> list[Cho
 
 def speculative_config(head: Candidate, found: Sequence[Choice]) -> dict[str, Any]:
     """What to serve it with: the K of each concurrency holds for the batch sizes down to the one before."""
-    most = max(choice.drafts for choice in found)
-    given: dict[str, Any] = {"method": head.method, "model": head.name}
-    if most == 0:
-        return given | {"num_speculative_tokens_per_batch_size": [[1, found[-1].batch, 0]]}
     ranges, start = [], 1
-    for choice in found:
-        if ranges and ranges[-1][2] == choice.drafts:
-            ranges[-1][1] = choice.batch
-        else:
-            ranges.append([start, choice.batch, choice.drafts])
-        start = choice.batch + 1
-    return given | {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
+    for drafts, same in groupby(found, key=lambda choice: choice.drafts):
+        last = max(choice.batch for choice in same)
+        ranges.append([start, last, drafts])
+        start = last + 1
+    most = max(choice.drafts for choice in found)
+    drafting = {"num_speculative_tokens": most} if most else {}
+    by_size = {"num_speculative_tokens_per_batch_size": ranges}
+    return {"method": head.method, "model": head.name, **drafting, **by_size}
 
 
 def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequence[int]) -> dict[str, Any]:
@@ -151,28 +226,24 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
     import torch
     from tqdm import tqdm
 
-    from vllm_mtpc.bench import curves
-    from vllm_mtpc.bench.engines import arguments
-    from vllm_mtpc.engine import provenance
-    from vllm_mtpc.engine.cells import measure
     from vllm_mtpc.eval.loading import resolve, target_of
 
     target = target_of(*resolve(heads[0].name), args.target)
     on_gpu = torch.cuda.is_available()
     steps: dict[tuple[int, int], float] = {}
     drafts: dict[str, list[list[float]]] = {}
-    jobs = [
-        (head, most, wanted)
-        for head in heads
-        for most, wanted in _engines(curves.cells(batches, len(head.tokens) - 1), len(head.tokens) - 1, on_gpu)
-    ]
+    jobs = [(head, most, wanted) for head in heads for most, wanted in _engines(batches, len(head.tokens) - 1, on_gpu)]
     longest = 2 * (args.steps + 8) * max(len(head.tokens) for head in heads) + 64
     base = arguments(target, args.dtype, longest, max(batches), on_gpu, {})
     with tqdm(total=sum(len(wanted) for _, _, wanted in jobs), desc="measuring", unit="cell") as bar:
         for number, (head, most, wanted) in enumerate(jobs):
             bar.set_postfix_str(f"{head.called[0]}, engine {number + 1} of {len(jobs)}")
             log = args.measure.with_suffix(f".{head.called[0]}.{most}.log")
-            engine = {**base, "speculative_config": _speculative(head, most)}
+            speculative: dict[str, Any] = {"method": head.method, "model": head.name, "num_speculative_tokens": most}
+            speculative["num_speculative_tokens_per_batch_size"] = "off"  # K is set from outside
+            if head.method == "mtpc":
+                speculative["min_survival"] = 0
+            engine = {**base, "speculative_config": speculative}
             for cell in measure(engine, wanted, args.steps, args.temperature, log):
                 bar.update()
                 if cell["step_ms"] is None:
@@ -192,15 +263,16 @@ def _measure(args: argparse.Namespace, heads: Sequence[Candidate], batches: Sequ
     return values
 
 
-def _engines(cells: list[tuple[int, int]], most: int, on_gpu: bool) -> list[tuple[int, list[tuple[int, int]]]]:
+def _engines(batches: Sequence[int], most: int, on_gpu: bool) -> list[tuple[int, list[Cell]]]:
     """(drafts an engine is built for, its cells): on a GPU one engine per K, as graphs are captured for its K."""
+    found = cells(batches, most)
     if not on_gpu:
-        return [(most, cells)]
-    lengths = sorted({drafts for _, drafts in cells})
-    return [(max(1, length), [cell for cell in cells if cell[1] == length]) for length in lengths]
+        return [(most, found)]
+    lengths = sorted({drafts for _, drafts in found})
+    return [(max(1, length), [cell for cell in found if cell[1] == length]) for length in lengths]
 
 
-def _speculative(head: Candidate, most: int) -> dict[str, Any]:
-    given: dict[str, Any] = {"method": head.method, "model": head.name, "num_speculative_tokens": most}
-    given["num_speculative_tokens_per_batch_size"] = "off"  # K is set from outside
-    return given | ({"min_survival": 0} if head.method == "mtpc" else {})
+def cells(batches: Sequence[int], num_drafts: int) -> list[Cell]:
+    """What is measured: every batch size, with 0, 1, 2, 4, ... and all drafts."""
+    powers = {1 << power for power in range(num_drafts.bit_length())}
+    return [(batch, drafts) for batch in batches for drafts in sorted({0, num_drafts} | powers)]

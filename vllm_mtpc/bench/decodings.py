@@ -1,13 +1,20 @@
-"""Ways of decoding that `vllm-mtpc bench serve` puts side by side, and what keeps one from being run."""
+"""Ways of decoding that `vllm-mtpc bench serve` puts side by side, the engine of each, and what keeps one from running.
+
+All engines have the same settings, offline or behind HTTP.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_mtpc.bench import serve
+from vllm_mtpc.engine.options import flags
+from vllm_mtpc.engine.passes import Prompt, Resident, launched
 from vllm_mtpc.errors import UsageError
 
 LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most tokens/step on the demo of those tried
@@ -16,6 +23,8 @@ INTERPRETER = Path(__file__).parents[2] / "scripts" / "interpreter"
 INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
 OWN = "own runner"
 V2_INTERPRETED = "V2, interpreted"
+CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
+Engine = Resident | serve.Served
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,21 +65,18 @@ def peers(
     names: Sequence[str], num_drafts: int | None, eagle: str | None, draft_model: str | None
 ) -> tuple[list[Decoding], list[Missing]]:
     """Peers by name (ngram, suffix), and those that a checkpoint is given for."""
-    count = num_drafts or DRAFTS
-    found, missing = [], []
-    if "ngram" in names:
-        found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": count, **LOOKUP}))
+    count, missing = {"num_speculative_tokens": num_drafts or DRAFTS}, []
+    found = {"ngram": {"method": "ngram", **count, **LOOKUP}} if "ngram" in names else {}
     if "suffix" in names:
         if importlib.util.find_spec("arctic_inference") is None:
             missing.append(Missing("suffix", "arctic-inference is not installed"))
         else:
-            found.append(Decoding("suffix", {"method": "suffix"}))
+            found["suffix"] = {"method": "suffix"}
     if eagle:
-        found.append(Decoding("EAGLE", {"model": eagle, "num_speculative_tokens": count}))
+        found["EAGLE"] = {"model": eagle, **count}
     if draft_model:
-        own = {"method": "draft_model", "model": draft_model, "num_speculative_tokens": count}
-        found.append(Decoding("draft model", own))
-    return found, missing
+        found["draft model"] = {"method": "draft_model", "model": draft_model, **count}
+    return [Decoding(name, given) for name, given in found.items()], missing
 
 
 def heads(
@@ -102,27 +108,67 @@ def heads(
     return found, missing
 
 
+def kind_of(config: Any) -> str:
+    """A head's circuit, or its variant."""
+    return getattr(config, "circuit", None) or config.variant
+
+
 def _labels(configs: Sequence[tuple[str, Any]]) -> list[str]:
     """A name for each head, no two the same: its circuit or variant; with sizes, then the folder, where need be.
 
     An FF head predicts the tokens of a window independently of each other, as Medusa's heads do.
     """
 
-    def circuit(config: Any) -> str:
-        return getattr(config, "circuit", None) or config.variant
-
     def sizes(config: Any) -> str:
         components = getattr(config, "num_components", None)
         return f"n={config.window}" + (f" r={components}" if components else "")
 
-    medusa = " (Medusa-style)"
     tries = (
-        lambda name, config: circuit(config) + (medusa if circuit(config) == "ff" else ""),
-        lambda name, config: f"{circuit(config)} {sizes(config)}",
-        lambda name, config: f"{circuit(config)} {Path(name).name}",
+        [kind_of(config) + (" (Medusa-style)" if kind_of(config) == "ff" else "") for _, config in configs],
+        [f"{kind_of(config)} {sizes(config)}" for _, config in configs],
+        [f"{kind_of(config)} {Path(name).name}" for name, config in configs],
     )
-    for label in tries:
-        labels = [label(name, config) for name, config in configs]
+    for labels in tries:
         if len(set(labels)) == len(labels):
             return labels
     raise UsageError("the same head is named twice; name each head once")
+
+
+def arguments(
+    target: str, dtype: str, max_model_len: int, max_num_seqs: int, on_gpu: bool, more: dict[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` that every engine of a run gets; ``more`` wins."""
+    on_cpu = {} if on_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    return {
+        "model": target,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "enable_prefix_caching": False,  # a prompt that comes again is read again
+        "seed": 0,
+        **on_cpu,
+        **more,
+    }
+
+
+@contextlib.contextmanager
+def start(
+    decoding: Decoding, engine: dict[str, Any], prompts: Sequence[Prompt], logs: Path, over_http: bool
+) -> Iterator[Engine]:
+    """The engine of a way of decoding, ready. Raises EngineFailed where it does not start."""
+    if not decoding.is_plain:
+        engine = {**engine, "speculative_config": decoding.speculative}
+    place = "".join(letter if letter.isalnum() else "-" for letter in f"{decoding.name}-{decoding.group}")
+    log = logs / f"{place}.log"
+    if over_http:
+        with serve.server(command(engine), log, environment=decoding.environment) as client:
+            yield serve.Served(client, prompts)
+    else:
+        with launched(engine, prompts, log, decoding.environment) as waiting:
+            _ = waiting.about  # waits until it is ready
+            yield waiting
+
+
+def command(engine: dict[str, Any]) -> list[str]:
+    """Keyword arguments of ``vllm.LLM`` as words of ``vllm serve``."""
+    return [str(engine["model"]), *flags({key: value for key, value in engine.items() if key != "model"})]

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from vllm_mtpc.bench import timing
+from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.report import check_file, print_table, write_json
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_mtpc.heads.base import Head
+from vllm_mtpc.eval.loading import resolve
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.base import Head
+from vllm_mtpc.hf import choose_device
+from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.filter.program import Program
+from vllm_mtpc.report import check_file
 
 KIND = "bench draft"
 BATCHES = [1, 2, 4, 8, 16, 32, 64]
@@ -31,6 +40,21 @@ DEFINITIONS = (
     "copy on this device. A head that fits a cache may be below it.",
     "captured ms: both as one CUDA graph; launches: kernels, copies and fills of a draft that is not captured.",
     "of a step: draft ms (captured, where it was) by the milliseconds of a step of the target, draft not included.",
+)
+COLUMNS = (
+    ("head", "head"),
+    ("K", "drafts"),
+    ("T", "temperature", "{:g}"),
+    ("batch", "batch"),
+    ("params ms", "params_ms", "{0[0]:.3f}"),
+    ("tokens ms", "tokens_ms", "{0[0]:.3f}"),
+    ("draft ms", "draft_ms", "{0[0]:.3f}"),
+    ("quartiles", "draft_ms", "{0[1]:.3f}..{0[2]:.3f}"),
+    ("captured ms", "captured_ms", "{0[0]:.3f}"),
+    ("launches", "launches"),
+    ("MiB", lambda row: row["weight_bytes"] / 2**20, "{:.2f}"),
+    ("floor ms", "floor_ms", "{:.3f}"),
+    ("of a step", "share", "{:.1%}"),
 )
 
 
@@ -79,15 +103,10 @@ def shape(text: str) -> Shape:
 def run(args: argparse.Namespace) -> int:
     check(args)
     check_file(args.json)
-    import torch
-    from tqdm import tqdm
-
-    from vllm_mtpc.bench import timing
-    from vllm_mtpc.engine import provenance
-    from vllm_mtpc.hf import choose_device
-
     device = choose_device(args.device)
-    name, dtype = str(device), served_dtype(args.dtype, device.type)
+    # as the proposers choose it
+    has_bfloat16 = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtype = getattr(torch, args.dtype or ("bfloat16" if has_bfloat16 else "float32"))
     bandwidth = timing.bytes_per_second(device)
     rows: list[dict[str, Any]] = []
     total = (len(args.head) + len(args.shape) * len(args.circuits)) * len(args.batch) * len(args.temperature)
@@ -97,15 +116,16 @@ def run(args: argparse.Namespace) -> int:
             for batch, temperature in ((b, t) for b in args.batch for t in args.temperature):
                 rows.append(row(case, batch, temperature, args.repeats, bandwidth, step_ms.get(batch)))
                 bar.update()
-    how = {"device": name, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
-    how |= {"repeats": args.repeats, "gigabytes_per_second": round(bandwidth / 1e9, 1)}
-    how["steps"] = str(args.curves.name) if args.curves else args.step_ms
-    title = f"draft on {name}, {how['dtype']}, {how['threads']} CPU threads, {how['gigabytes_per_second']} GB/s"
-    print_table(title, *table(rows))
-    print("\n" + "\n".join(DEFINITIONS))
-    if args.json:
-        result = {"kind": KIND, **provenance.collect(), "definitions": list(DEFINITIONS), "how": how, "rows": rows}
-        write_json(args.json, result)
+    how = {
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "repeats": args.repeats,
+        "gigabytes_per_second": round(bandwidth / 1e9, 1),
+        "steps": args.curves.name if args.curves else args.step_ms,
+    }
+    title = f"draft on {device}, {how['dtype']}, {how['threads']} CPU threads, {how['gigabytes_per_second']} GB/s"
+    timing.publish(args.json, KIND, title, COLUMNS, [], rows, DEFINITIONS, how=how)
     return 0
 
 
@@ -122,16 +142,6 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{key.replace('_', '-')}: must be above 0")
 
 
-def served_dtype(given: str | None, device: str) -> torch.dtype:
-    """As the proposers choose it: bfloat16 where products of it are native."""
-    import torch
-
-    if given:
-        return getattr(torch, given)
-    is_native = device.startswith("cuda") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if is_native else torch.float32
-
-
 def default_head(vocab_size: int) -> str:
     """The kind of head for a vocabulary: leaves of their own would be larger than the target from some size on."""
     return "linear" if vocab_size <= BYTES else "shared"
@@ -139,17 +149,17 @@ def default_head(vocab_size: int) -> str:
 
 def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """The heads one by one, so that only one is in memory."""
-    import torch
 
-    from vllm_mtpc.checkpoint import load_head
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.eval.loading import resolve
-    from vllm_mtpc.heads import build_head
+    def case(name: str, head: Head, num_drafts: int) -> Case:
+        if head.needs_lm_head:
+            lm_head = torch.randn(head.vocab_size, head.hidden_size, dtype=dtype, device=device)
+            head.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
+        return Case(name, head, min(args.num_drafts or num_drafts, head.circuit.window - 1))
 
     for name in args.head:
         config, head = load_head(resolve(name)[0], dtype, device)
         label = f"{config.circuit} n={config.window} r={config.num_components} {config.head}"
-        yield _case(label, head, min(args.num_drafts or config.num_speculative_tokens, config.window - 1))
+        yield case(label, head, config.num_speculative_tokens)
     for sizes in args.shape:
         for circuit in args.circuits:
             target = {"vocab_size": sizes.V, "hidden_size": sizes.D}
@@ -159,43 +169,30 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
             torch.manual_seed(0)
             with torch.device(device):
                 head = build_head(config).to(dtype).eval()
-            label = f"{circuit} n={sizes.n} r={r} D={sizes.D} V={sizes.V} (random)"
-            yield _case(label, head, min(args.num_drafts or sizes.n - 1, sizes.n - 1))
-
-
-def _case(label: str, head: Head, num_drafts: int) -> Case:
-    import torch
-    import torch.nn.functional as F
-
-    weight = next(head.parameters())
-    if head.needs_lm_head:
-        lm_head = torch.randn(head.vocab_size, head.hidden_size, dtype=weight.dtype, device=weight.device)
-        head.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
-    return Case(label, head, num_drafts)
+            yield case(f"{circuit} n={sizes.n} r={r} D={sizes.D} V={sizes.V} (random)", head, sizes.n - 1)
 
 
 def row(
     case: Case, batch: int, temperature: float, repeats: int, bandwidth: float, step_ms: float | None
 ) -> dict[str, Any]:
     """One head at one batch size and temperature."""
-    from vllm_mtpc.bench.timing import captured, launches, measure
-
     head, device = case.head, next(case.head.parameters()).device
     params, tokens, both = parts(case, batch, temperature)
-    times = [measure(call, device, repeats) for call in (params, tokens, both)]
+    times = {
+        f"{name}_ms": timing.measure(call, device, repeats)
+        for name, call in (("params", params), ("tokens", tokens), ("draft", both))
+    }
+    graph = timing.captured(both) if device.type == "cuda" else None
+    times["captured_ms"] = timing.measure(graph, device, repeats) if graph else None
+    served_ms = (times["captured_ms"] or times["draft_ms"]).median
     moved = weight_bytes(head, case.num_drafts)
-    draft_ms = times[2].median
-    graph = captured(both) if device.type == "cuda" else None
-    graph_time = measure(graph, device, repeats) if graph else None
-    served_ms = graph_time.median if graph_time else draft_ms
     return {
         "head": case.name,
         "drafts": case.num_drafts,
         "batch": batch,
         "temperature": temperature,
-        **{f"{name}_ms": time.to_json() for name, time in zip(("params", "tokens", "draft"), times, strict=True)},
-        "captured_ms": graph_time.to_json() if graph_time else None,
-        "launches": launches(both) if device.type == "cuda" else None,
+        **times,
+        "launches": timing.launches(both) if device.type == "cuda" else None,
         "weight_bytes": moved,
         "floor_ms": round(1000 * moved / bandwidth, 5),
         "step_ms": step_ms,
@@ -204,47 +201,35 @@ def row(
 
 
 def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any], ...]:
-    """Calls to be timed: parameters; tokens from given parameters; both."""
-    import torch
-
+    """Calls to be timed: parameters; tokens from given parameters, by the kernel on a GPU; both."""
     head, num_drafts = case.head, case.num_drafts
     weight = next(head.parameters())
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(batch, head.hidden_size, generator=generator).to(weight.device, weight.dtype)
     first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
-    drawn = drawer(head, batch, num_drafts, temperature, weight.device)
-    given = head.draft_params(hidden, first, num_drafts)
-    return (
-        lambda: head.draft_params(hidden, first, num_drafts),
-        lambda: drawn(given),
-        lambda: drawn(head.draft_params(hidden, first, num_drafts)),
-    )
-
-
-def drawer(head: Head, batch: int, num_drafts: int, temperature: float, device: torch.device) -> Callable[[Any], Any]:
-    """What makes tokens of a head's parameters, with buffers of its own: the kernel on a GPU."""
-    import torch
-
-    from vllm_mtpc.kernels.draft import naive
-
-    if device.type == "cuda":
-        from vllm_mtpc.bench import drafter
-
+    if weight.device.type == "cuda":
         leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
-        return drafter.kernel(head.circuit.program, leaf, temperature, device)
-    shape = (batch, num_drafts, head.vocab_size)
+        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device)
+    else:
+        draw = _definition(head.circuit.program, (batch, num_drafts, head.vocab_size), temperature)
+    params = partial(head.draft_params, hidden, first, num_drafts)
+    return params, partial(draw, params()), lambda: draw(params())
+
+
+def _definition(program: Program, shape: tuple[int, int, int], temperature: float) -> Callable[[Any], torch.Tensor]:
+    """Tokens of a head's parameters as on the V1 runner, with buffers of the shape [B, K, V]."""
     probs, noise = torch.zeros(shape), torch.ones(shape)
 
     def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
         if temperature == 0:
             return log_q.argmax(dim=-1)
         torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
-        return (probs[:, k] / noise[:, k]).argmax(dim=-1)  # exponential race, as on the V1 runner
+        return (probs[:, k] / noise[:, k]).argmax(dim=-1)  # exponential race
 
     def draw(given: Any) -> torch.Tensor:
         if temperature:
             noise.exponential_()
-        return naive.draft(head.circuit.program, *given, pick)
+        return naive.draft(program, *given, pick)
 
     return draw
 
@@ -272,18 +257,3 @@ def steps(args: argparse.Namespace, num_drafts: int) -> dict[int, float]:
         raise UsageError(f"{args.curves}: not a file of `vllm-mtpc advise --measure` ({error})") from None
     wanted = {batch: batch * (1 + num_drafts) for batch in args.batch}
     return {batch: by_rows[rows] for batch, rows in wanted.items() if by_rows.get(rows) is not None}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["head", "K", "T", "batch", "params ms", "tokens ms", "draft ms", "quartiles", "captured ms", "launches"]
-    lines = []
-    for one in rows:
-        middle, lower, upper = one["draft_ms"]
-        times = [f"{one[f'{name}_ms'][0]:.3f}" for name in ("params", "tokens")]
-        share = "-" if one["share"] is None else f"{one['share']:.1%}"
-        size = f"{one['weight_bytes'] / 2**20:.2f}"
-        line = [one["head"], one["drafts"], f"{one['temperature']:g}", one["batch"], *times, f"{middle:.3f}"]
-        graph = f"{one['captured_ms'][0]:.3f}" if one["captured_ms"] else "-"
-        line += [f"{lower:.3f}..{upper:.3f}", graph, one["launches"] or "-"]
-        lines.append([*map(str, line), size, f"{one['floor_ms']:.3f}", share])
-    return [*header, "MiB", "floor ms", "of a step"], lines

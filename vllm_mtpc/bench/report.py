@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 from statistics import median
@@ -10,10 +10,12 @@ from typing import Any
 
 from vllm_mtpc.bench.decodings import OWN
 from vllm_mtpc.bench.rounds import Pass
+from vllm_mtpc.bench.timing import table
 from vllm_mtpc.engine.counters import DEFINITIONS, Acceptance
 from vllm_mtpc.engine.steps import DEFINITIONS as STEP_DEFINITIONS
 
 SLOWER = 0.97  # of plain: noise of a machine is below it
+STEP_PARTS = ("step_ms", "target_ms", "draft_ms", "draft_share")
 Row = dict[str, Any]
 MORE = (
     "with drafts: share of a request's decoding steps that carried drafts; the schedule by batch size may give none, "
@@ -65,12 +67,12 @@ def _row(found: list[Pass], plain_bytes: int | None) -> Row:
         **_steps(found, accepted),
         "acceptance_per_position": [round(rate, 4) for rate in accepted.per_position],
         "identical": _identical(found),
-        "ttft_ms": _milliseconds(measured, lambda one: one.first_token_seconds),
-        "tpot_ms": _milliseconds(measured, lambda one: one.token_seconds),
+        "ttft_ms": round(1000 * median(one.first_token_seconds for one in measured), 3),
+        "tpot_ms": round(1000 * median(one.token_seconds for one in measured), 3),
         "gpu_mib_added": round((plain_bytes - own_bytes) / 2**20, 1) if is_known else None,
         "speedups": [round(value, 4) for value in speedups],
-        "seconds": [round(sum(one.seconds), 4) for one in measured],
-        "tokens": [sum(one.tokens) for one in measured],
+        "seconds": [round(one.seconds, 4) for one in measured],
+        "tokens": [one.tokens for one in measured],
     }
 
 
@@ -78,20 +80,16 @@ def _steps(found: list[Pass], accepted: Acceptance) -> Row:
     """Tokens/step over all rounds, and the parts of a step where the engine's steps were timed."""
     steps = [one.measured.steps for one in found if one.measured.steps is not None]
     if len(steps) < len(found):
-        unknown = dict.fromkeys(("drafted_share", "rows_per_step", "step_ms", "target_ms", "draft_ms", "draft_share"))
+        unknown = dict.fromkeys(("drafted_share", "rows_per_step", *STEP_PARTS))
         return {"tokens_per_step": round(accepted.tokens_per_step, 4), **unknown}
     requests = sum(one.request_steps for one in steps)
-    step_ms, target_ms, draft_ms = (
-        median(getattr(one, name) for one in steps) for name in ("step_ms", "target_ms", "draft_ms")
-    )
+    times = {name: median(getattr(one, name) for one in steps) for name in ("step_ms", "target_ms", "draft_ms")}
     return {
         "tokens_per_step": round(1 + accepted.accepted_tokens / requests, 4),
         "drafted_share": round(min(1.0, accepted.drafts / requests), 4),
         "rows_per_step": round(sum(one.rows for one in steps) / requests, 3),
-        "step_ms": round(step_ms, 4),
-        "target_ms": round(target_ms, 4),
-        "draft_ms": round(draft_ms, 4),
-        "draft_share": round(draft_ms / step_ms, 4),
+        **{name: round(value, 4) for name, value in times.items()},
+        "draft_share": round(times["draft_ms"] / times["step_ms"], 4),
     }
 
 
@@ -101,11 +99,6 @@ def _identical(found: list[Pass]) -> list[int] | None:
     if not pairs:
         return None
     return [sum(mine.identical(plain) for mine, plain in pairs), sum(len(plain.outputs) for _, plain in pairs)]
-
-
-def _milliseconds(measured: Sequence[Any], seconds: Callable[[Any], float | None]) -> float | None:
-    found = [value for value in map(seconds, measured) if value is not None]
-    return round(1000 * median(found), 3) if found else None
 
 
 def differing(found: Sequence[Row]) -> list[Row]:
@@ -141,31 +134,27 @@ def _cell(row: Row | None) -> str:
     return rate if row["speedup"] is None else f"{rate} ({row['speedup']:.2f}x)"
 
 
+COLUMNS = (
+    ("T, c", lambda row: f"T={row['temperature']:g}, c={row['clients']}"),
+    ("decoding", lambda row: row["decoding"] + ("" if row["group"] == OWN else f" [{row['group']}]")),
+    ("tok/s", "tokens_per_second", "{:.1f}"),
+    ("speed-up", "speedup", "{:.2f}x"),
+    ("least..most", "speedup_spread", "{0[0]:.2f}..{0[1]:.2f}"),
+    ("tokens/step", "tokens_per_step", "{:.2f}"),
+    ("with drafts", "drafted_share", "{:.0%}"),
+    ("acceptance", lambda row: " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]) or None),
+    ("step ms", "step_ms", "{:.2f}"),
+    ("target ms", "target_ms", "{:.2f}"),
+    ("draft ms", "draft_ms", "{:.2f}"),
+    ("draft share", "draft_share", "{:.1%}"),
+    ("TTFT ms", "ttft_ms", "{:.1f}"),
+    ("TPOT ms", "tpot_ms", "{:.2f}"),
+    ("GPU MiB added", "gpu_mib_added", "{:.0f}"),
+    ("identical", "identical", "{0[0]} of {0[1]}"),
+)
+
+
 def details(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: everything about every row."""
-    header = ["T, c", "decoding", "tok/s", "speed-up", "least..most", "tokens/step", "with drafts", "acceptance"]
-    parts = found and any(row["step_ms"] is not None for row in found)
-    header += ["step ms", "target ms", "draft ms", "draft share"] if parts else []
-    return [*header, "TTFT ms", "TPOT ms", "GPU MiB added", "identical"], [_line(row, bool(parts)) for row in found]
-
-
-def _line(row: Row, parts: bool) -> list[str]:
-    def show(key: str, form: str) -> str:
-        return "-" if row[key] is None else form.format(row[key])
-
-    spread = "-" if row["speedup"] is None else "{:.2f}..{:.2f}".format(*row["speedup_spread"])
-    columns = [
-        f"T={row['temperature']:g}, c={row['clients']}",
-        row["decoding"] + ("" if row["group"] == OWN else f" [{row['group']}]"),
-        f"{row['tokens_per_second']:.1f}",
-        show("speedup", "{:.2f}x"),
-        spread,
-        f"{row['tokens_per_step']:.2f}",
-        show("drafted_share", "{:.0%}"),
-        " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]) or "-",
-    ]
-    if parts:
-        columns += [show(key, "{:.2f}") for key in ("step_ms", "target_ms", "draft_ms")]
-        columns.append(show("draft_share", "{:.1%}"))
-    columns += [show("ttft_ms", "{:.1f}"), show("tpot_ms", "{:.2f}"), show("gpu_mib_added", "{:.0f}")]
-    return [*columns, "-" if row["identical"] is None else "{} of {}".format(*row["identical"])]
+    """Header and lines: everything about every row; parts of a step where one was timed."""
+    is_timed = any(row["step_ms"] is not None for row in found)
+    return table(found, [column for column in COLUMNS if is_timed or column[1] not in STEP_PARTS])

@@ -9,7 +9,6 @@ plain first and last; a pass is compared with the mean of plain's passes, those 
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from collections import Counter
@@ -20,13 +19,11 @@ from statistics import fmean
 
 from tqdm import tqdm
 
-from vllm_mtpc.bench.decodings import Decoding, Missing
-from vllm_mtpc.bench.engines import Engine
+from vllm_mtpc.bench.decodings import Decoding, Engine, Missing
 from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 
 Start = Callable[[Decoding], AbstractContextManager[Engine]]
-_EXCEPTION = re.compile(r"(?:\(.*?\) |ERROR .*?\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 HOW = {
     "interleaved": "every round runs each setting on all engines in turn, each second round in the opposite order; "
     "speed-up: by plain's pass of the same round, median of the rounds (least and most).",
@@ -112,32 +109,22 @@ class Comparison:
         if decoding.is_plain:
             raise error
         self.progress.skip(planned - self.made[decoding.name])
-        self.missing.append(Missing(decoding.name, f"its engine failed: {cause(error)}"))
+        self.missing.append(Missing(decoding.name, f"its engine failed: {error.cause}"))
         self.progress.say(f"{decoding.name}: {error}")
 
 
-def cause(error: EngineFailed) -> str:
-    """The last exception in the end of an engine's log, without its traceback; else the last line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = [line for line in lines if _EXCEPTION.match(line)]
-    return (raised or lines)[-1][:300]
-
-
 def interleaved(
-    decodings: Sequence[Decoding],
-    cells: Sequence[Setting],
-    rounds: int,
-    start: Start,
-    into: Comparison,
+    decodings: Sequence[Decoding], cells: Sequence[Setting], rounds: int, start: Start, into: Comparison
 ) -> None:
     """``decodings`` begin with plain. No round but the first is begun that would not end before the deadline."""
+    planned = rounds * len(cells)
     with contextlib.ExitStack() as stack:
         engines: dict[Decoding, Engine] = {}
         for decoding in decodings:
             try:
                 engines[decoding] = stack.enter_context(start(decoding))
             except EngineFailed as error:
-                into.gave_up(decoding, error, rounds * len(cells))
+                into.gave_up(decoding, error, planned)
         longest = 0.0
         for round_ in range(rounds):
             begun = time.monotonic()
@@ -146,12 +133,12 @@ def interleaved(
                 into.progress.skip((rounds - round_) * len(engines) * len(cells))
                 return
             for cell in cells:
-                into.passes += _turn(engines, cell, round_, rounds * len(cells), into)
+                into.passes += _turn(engines, cell, round_, planned, into)
             longest = max(longest, time.monotonic() - begun)
 
 
 def _turn(engines: dict[Decoding, Engine], cell: Setting, round_: int, planned: int, into: Comparison) -> list[Pass]:
-    """One setting on all engines; one that fails is left out from now on."""
+    """One setting on all engines, plain's pass first; one that fails is left out from now on."""
     found = []
     for decoding in list(engines)[:: -1 if round_ % 2 else 1]:
         try:
@@ -159,11 +146,9 @@ def _turn(engines: dict[Decoding, Engine], cell: Setting, round_: int, planned: 
         except EngineFailed as error:
             into.gave_up(decoding, error, planned)
             del engines[decoding]
-    plain = next(one.measured for one in found if one.decoding.is_plain)
     found.sort(key=lambda one: not one.decoding.is_plain)
-    return [
-        replace(one, plain=None if one.decoding.is_plain else plain, baseline=plain.tokens_per_second) for one in found
-    ]
+    plain, rate = found[0].measured, found[0].measured.tokens_per_second
+    return [replace(one, plain=None if one.decoding.is_plain else plain, baseline=rate) for one in found]
 
 
 def bracketed(

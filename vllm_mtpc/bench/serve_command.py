@@ -9,13 +9,20 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, Missing, heads, peers, plain
+import torch
+
+from vllm_mtpc import demo
+from vllm_mtpc.bench import decodings, report, rounds
+from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, Missing
+from vllm_mtpc.data import prompts
+from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.passes import Prompt, Setting
 from vllm_mtpc.errors import EngineFailed, UsageError
+from vllm_mtpc.eval.loading import resolve, target_of
+from vllm_mtpc.flags import check_positive
 from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
 
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
@@ -56,37 +63,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     torch.set_num_threads(1)  # this process waits; the cores belong to the engines
     on_gpu = torch.cuda.is_available()
     complete(args, on_gpu)
     check_file(args.json)
     check_folder(args.logs, "--logs")
-    decodings, missing = wanted(args, on_gpu)
-    settings = {group: cells(args, group) for group in dict.fromkeys(one.group for one in decodings)}
+    members, missing = wanted(args, on_gpu)
+    settings = {group: cells(args, group) for group in members}
     most = max(cell.prompts for found in settings.values() for cell in found)
-    from vllm_mtpc.bench import report
-    from vllm_mtpc.data import prompts
-
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory() as temporary:
-        comparison = measure(args, decodings, settings, texts, args.logs or Path(temporary), on_gpu)
-    found = report.rows(comparison.passes)
-    not_run = [one._asdict() for one in [*missing, *comparison.missing]]
-    result = {**_facts(args, len(texts)), "rows": found, "not_run": not_run}
+    with contextlib.ExitStack() as stack:
+        # a SIGTERM raises SystemExit here, so that engines are ended on the way out
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        comparison = measure(args, members, settings, texts, logs, on_gpu)
+    unsaid = ("json", "logs", "untyped", "run", "bench")
+    given = {key: provenance.public(value) for key, value in vars(args).items() if key not in unsaid}
+    result = {
+        "kind": SERVED,
+        **provenance.collect(),
+        "definitions": [*report.definitions(args.runner == "http"), f"{args.order}: {rounds.HOW[args.order]}"],
+        "settings": {**given, "distinct_prompts": len(texts)},
+        "rows": report.rows(comparison.passes),
+        "not_run": [one._asdict() for one in [*missing, *comparison.missing]],
+    }
     if args.json:
         write_json(args.json, result)
     print_result(result)
-    return 1 if args.dtype == "float32" and report.differing(found) else 0
+    return 1 if args.dtype == "float32" and report.differing(result["rows"]) else 0
 
 
 def complete(args: argparse.Namespace, on_gpu: bool) -> None:
     """Fills in what was not typed. Raises UsageError for words that do not go together."""
     args.untyped = set()
     if args.demo:
-        from vllm_mtpc import demo
-
         if args.target or args.heads:
             raise UsageError("--demo has its own target and heads; leave --target and --heads out, or --demo")
         args.target = str(demo.path("target"))
@@ -94,30 +105,27 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
     if not args.target:
         if not args.heads:
             raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
-        from vllm_mtpc.eval.loading import resolve, target_of
-
         args.target = target_of(*resolve(args.heads[0]), None)
     for key, value in (DEMO if args.demo else DEFAULTS).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
             args.untyped.add(key)
-    for key in ("prompts", "max_tokens", "rounds", "prompt_tokens", *(["num_drafts"] if args.num_drafts else [])):
-        if getattr(args, key) < 1:
-            raise UsageError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be 1 or more")
+    check_positive(args, "prompts", "max_tokens", "rounds", "prompt_tokens", "num_drafts")
     if min(args.concurrency) < 1 or min(args.temperature) < 0:
         raise UsageError("--concurrency must be 1 or more, --temperature 0 or more")
     args.dtype = args.dtype or ("auto" if on_gpu else "float32")
     args.order = args.order or ("bracketed" if on_gpu or args.runner == "http" else "interleaved")
 
 
-def wanted(args: argparse.Namespace, on_gpu: bool) -> tuple[list[Decoding], list[Any]]:
-    """All ways of decoding, plain vLLM first in each group, and what cannot be run."""
-    own, missing = peers(args.peers, args.num_drafts, args.eagle, args.draft_model)
-    ours, more = heads(args.heads, dict(args.variant), args.num_drafts, on_gpu)
-    every = own + ours
-    groups = [group for group in (OWN, V2_INTERPRETED) if any(one.group == group for one in every)] or [OWN]
-    found = [one for group in groups for one in (plain(group), *(d for d in every if d.group == group))]
-    return found, missing + more
+def wanted(args: argparse.Namespace, on_gpu: bool) -> tuple[dict[str, list[Decoding]], list[Missing]]:
+    """All ways of decoding by group, plain vLLM first in each, and what cannot be run."""
+    own, missing = decodings.peers(args.peers, args.num_drafts, args.eagle, args.draft_model)
+    ours, more = decodings.heads(args.heads, dict(args.variant), args.num_drafts, on_gpu)
+    members = {}
+    for group in (OWN, V2_INTERPRETED):
+        if found := [one for one in own + ours if one.group == group]:
+            members[group] = [decodings.plain(group), *found]
+    return members or {OWN: [decodings.plain()]}, missing + more
 
 
 def cells(args: argparse.Namespace, group: str) -> list[Setting]:
@@ -144,26 +152,23 @@ def size(args: argparse.Namespace, group: str, key: str) -> int:
 
 def measure(
     args: argparse.Namespace,
-    decodings: list[Decoding],
+    members: dict[str, list[Decoding]],
     settings: dict[str, list[Setting]],
     texts: list[Prompt],
     logs: Path,
     on_gpu: bool,
-) -> Any:
-    """A Comparison with all passes. The interpreted group is short and goes first; the other fills the time left."""
-    from vllm_mtpc.bench import engines, rounds
-
+) -> rounds.Comparison:
+    """All passes. The interpreted group is short and goes first; the other fills the time left."""
     length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
-    engine = engines.arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
+    engine = decodings.arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
     turns = {group: size(args, group, "rounds") for group in settings}
-    members = {group: [one for one in decodings if one.group == group] for group in settings}
     total = sum(turns[g] * len(settings[g]) * (len(members[g]) + (args.order == "bracketed")) for g in settings)
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
     comparison = rounds.Comparison(rounds.Progress(total, deadline))
 
-    def start(decoding: Decoding) -> contextlib.AbstractContextManager[engines.Engine]:
+    def start(decoding: Decoding) -> contextlib.AbstractContextManager[decodings.Engine]:
         comparison.progress.say(f"starting {decoding.name} ({decoding.group})")
-        return engines.start(decoding, engine, texts, logs, args.runner == "http")
+        return decodings.start(decoding, engine, texts, logs, args.runner == "http")
 
     way = rounds.bracketed if args.order == "bracketed" else rounds.interleaved
     for group in sorted(settings, key=lambda group: group == OWN):
@@ -172,14 +177,12 @@ def measure(
         except EngineFailed as error:  # of plain: nothing of its group can be compared
             if group == OWN:
                 raise
-            comparison.missing += [Missing(one.name, f"{group}: {rounds.cause(error)}") for one in members[group]]
+            comparison.missing += [Missing(one.name, f"{group}: {error.cause}") for one in members[group]]
     return comparison
 
 
 def print_result(result: dict[str, Any]) -> None:
     """Tables, what was not run, definitions, and the cells that lose."""
-    from vllm_mtpc.bench import report
-
     found = result["rows"]
     for group in dict.fromkeys(row["group"] for row in found):
         note = "" if group == OWN else f" ({group}: compare these rows with each other only)"
@@ -196,32 +199,6 @@ def print_result(result: dict[str, Any]) -> None:
     print(f"identical greedy outputs: {sum(a for a, _ in checked)} of {sum(b for _, b in checked)}")
     for row in report.differing(found):
         print(f"{report.place(row)}: greedy output differs from plain vLLM's")
-
-
-def _facts(args: argparse.Namespace, prompts: int) -> dict[str, Any]:
-    from vllm_mtpc.bench import report, rounds
-    from vllm_mtpc.engine import provenance
-
-    settings = {
-        key: provenance.public(value) for key, value in vars(args).items() if key not in ("json", "logs", "untyped")
-    }
-    settings = {key: value for key, value in settings.items() if not callable(value)}
-    return {
-        "kind": SERVED,
-        **provenance.collect(),
-        "definitions": [*report.definitions(args.runner == "http"), f"{args.order}: {rounds.HOW[args.order]}"],
-        "settings": {**settings, "distinct_prompts": prompts},
-    }
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """A SIGTERM raises SystemExit here, so that engines are ended on the way out."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -1,11 +1,19 @@
-"""Times of a call: warmed up, repeated, told as median and quartiles; and what a device reads per second."""
+"""Times of a call: warmed up, repeated, told as median and quartiles; a device's bandwidth; tables of times."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from statistics import median, quantiles
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.kernels.filter.program import Program
+from vllm_mtpc.report import print_table, write_json
 
 WARM_UP = 5
 EVICT = 256 << 20  # bytes written between calls on a GPU: weights that a step would read from memory come from memory
@@ -13,23 +21,17 @@ COPIED = {"cpu": 256 << 20, "cuda": 2 << 30}  # bytes; beyond every cache
 
 
 class Time(NamedTuple):
-    """Milliseconds of a call."""
+    """Milliseconds of a call, in a result a list."""
 
     median: float
     lower: float  # quartiles
     upper: float
 
-    def to_json(self) -> list[float]:
-        return [round(value, 5) for value in self]
-
 
 def measure(call: Callable[[], Any], device: Any, repeats: int) -> Time:
     """Times `call`, which works on torch device `device`; on a GPU by events, its caches overwritten in between."""
     values = _on_gpu(call, repeats) if device.type == "cuda" else _on_cpu(call, repeats)
-    if repeats == 1:
-        return Time(values[0], values[0], values[0])
-    lower, _, upper = quantiles(values, n=4, method="inclusive")
-    return Time(median(values), lower, upper)
+    return Time(*(round(float(value), 5) for value in np.quantile(values, (0.5, 0.25, 0.75))))
 
 
 def _on_cpu(call: Callable[[], Any], repeats: int) -> list[float]:
@@ -42,8 +44,6 @@ def _on_cpu(call: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def _on_gpu(call: Callable[[], Any], repeats: int) -> list[float]:
-    import torch
-
     evict = torch.empty(EVICT, dtype=torch.uint8, device="cuda")
     events = []
     for _ in range(WARM_UP + repeats):
@@ -59,8 +59,6 @@ def _on_gpu(call: Callable[[], Any], repeats: int) -> list[float]:
 
 def captured(call: Callable[[], Any]) -> Callable[[], None] | None:
     """The call as one CUDA graph; None where it cannot be captured."""
-    import torch
-
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -78,12 +76,9 @@ def captured(call: Callable[[], Any]) -> Callable[[], None] | None:
 
 def launches(call: Callable[[], Any]) -> int | None:
     """Kernels, copies and fills that a call launches on a GPU; None where the profiler sees none."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events()) or None
@@ -91,9 +86,68 @@ def launches(call: Callable[[], Any]) -> int | None:
 
 def bytes_per_second(device: Any) -> float:
     """Bandwidth of the device's memory as a large copy has it, reads and writes counted."""
-    import torch
-
     size = COPIED[device.type]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / (measure(lambda: target.copy_(source), device, 7).median / 1000)
+
+
+def draft_kernel(
+    program: Program, shape: tuple[int, int, int, int], temperature: float, device: torch.device
+) -> Callable[[tuple[Tensor, ...]], Tensor]:
+    """The draft kernel as Model Runner V2 calls it, with buffers of its own; a GPU's, or an interpreter's.
+
+    The call drafts from `DraftParams` whose leaf has the shape [B, K, r, V].
+    """
+    from vllm_mtpc.engine.noise import gumbel_noised_argmax  # needs Triton
+    from vllm_mtpc.kernels.draft.kernel import Drafter
+
+    batch, drafts, r, vocab_size = shape
+    drafter = Drafter(program, r, vocab_size, device, gumbel_noised_argmax)
+    slots = torch.arange(batch, dtype=torch.int32, device=device)
+    given = {
+        "slots": slots,
+        "temperature": torch.full((batch,), temperature, device=device),
+        "seeds": slots.long(),
+        "pos": slots.long(),
+        "tokens": torch.zeros(batch, drafts, dtype=torch.int64, device=device),
+        "confidences": torch.zeros(batch, drafts, device=device),
+        "cache": torch.zeros(batch, drafts, vocab_size, device=device),
+    }
+
+    def draft(params: tuple[Tensor, ...]) -> Tensor:
+        drafter(*params, **given)
+        return given["tokens"]
+
+    return draft
+
+
+Column = tuple[str, str | Callable[[Mapping[str, Any]], Any]] | tuple[str, str, str]
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines, a column for each (header, key of a row or what to show of it, format); None is shown as -."""
+
+    def cell(row: Mapping[str, Any], what: Any, form: str = "{}") -> str:
+        value = what(row) if callable(what) else row[what]
+        return "-" if value is None else form.format(value)
+
+    return [name for name, *_ in columns], [[cell(row, *how) for _, *how in columns] for row in rows]
+
+
+def publish(
+    file: Path | None,
+    kind: str,
+    title: str,
+    columns: Sequence[Column],
+    notes: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    definitions: Sequence[str],
+    **values: Any,
+) -> None:
+    """Prints a result of times, notes and definitions below its table; writes it where a file is named."""
+    print_table(title, *table(rows, columns))
+    print("\n".join(["", *notes, *definitions]))
+    if file:
+        values = {"definitions": list(definitions), **values, "rows": rows}
+        write_json(file, {"kind": kind, **provenance.collect(), **values})

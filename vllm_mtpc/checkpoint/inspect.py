@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.checkpoint.figures import measured_acceptance
 from vllm_mtpc.checkpoint.locate import (
     PROVENANCE_FILE,
     U_EMBED_FILE,
@@ -37,15 +36,19 @@ def inspect_head(path: str | Path) -> Report:
     from vllm_mtpc.checkpoint.load import read_config  # torch: not before the path is known to be good
 
     config = read_config(folder)
-    kind, files = FAMILIES[config.speculators_model_type].facts(folder, config)
+    own, files = FAMILIES[config.speculators_model_type].facts(folder, config)
     verifier = config.speculators_config.verifier
+    target = verifier_path(folder, verifier.name_or_path)
     tensors = {name: tensor for file in files for name, tensor in _tensors(folder / file).items()}
     accepted = measured_acceptance(folder)
     return {
         "path": str(folder),
         "tokens_per_step": {key: 1 + math.fsum(values) for key, values in accepted.items()},
         "accepted_up_to": accepted,
-        **kind,
+        "method": config.speculators_model_type,
+        "window": config.window,
+        "drafts_per_step": config.num_speculative_tokens,
+        **own,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
@@ -56,12 +59,13 @@ def inspect_head(path: str | Path) -> Report:
             "dtypes": sorted({tensor["dtype"] for tensor in tensors.values()}),
             "tensors": tensors,
         },
-        "target": _target(folder, verifier.name_or_path) | {"architectures": verifier.architectures},
-        "trained_sampling": {
-            "temperature": config.trained_temperature,
-            "top_k": config.trained_top_k,
-            "top_p": config.trained_top_p,
+        "target": {
+            "name_or_path": verifier.name_or_path,
+            "resolved": target or verifier.name_or_path,
+            "found": None if target is None else os.path.isdir(target),  # None: a name on the hub
+            "architectures": verifier.architectures,
         },
+        "trained_sampling": {name: getattr(config, f"trained_{name}") for name in ("temperature", "top_k", "top_p")},
         "format_version": config.format_version,
         "provenance": _provenance(folder / PROVENANCE_FILE),
     }
@@ -73,11 +77,8 @@ def mtpc_facts(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
 
     adapters = check_head(folder, config)
     return {
-        "method": "mtpc",
         "circuit": config.circuit,
-        "window": config.window,
         "num_components": config.num_components,
-        "drafts_per_step": config.num_speculative_tokens,
         "proposal": config.draft_sample_method,
         "head": config.head,
         "expander": {option.name: getattr(config, option.name) for option in HEADS[config.head].options},
@@ -90,21 +91,11 @@ def ptp_facts(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
     from vllm_mtpc.checkpoint.ptp import check_ptp
     from vllm_mtpc.heads.adapters import ADAPTER_WEIGHTS_FILE
 
-    adapters = check_ptp(folder, config)
-    options = {"u_features": config.u_features, "u_hidden": config.u_hidden}
-    return {
-        "method": "ptp",
-        "variant": config.variant,
-        "informed": config.informed,
-        "window": config.window,
-        "drafts_per_step": config.num_speculative_tokens,
-        "u_embedding": config.u_embedding,
-        "u_options": {key: value for key, value in options.items() if value is not None},
-        "late_width": config.late_width,
-        "law_trust": config.law_trust,
-        "adapters": adapters._asdict(),
-        "accepted": config.accepted,
-    }, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
+    own = ("variant", "informed", "u_embedding", "late_width", "law_trust", "accepted")
+    options = config.model_dump(include={"u_features", "u_hidden"}, exclude_none=True)
+    adapters = check_ptp(folder, config)._asdict()
+    found = {name: getattr(config, name) for name in own} | {"u_options": options, "adapters": adapters}
+    return found, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
 
 
 def _tensors(file: Path) -> dict[str, Report]:
@@ -114,20 +105,30 @@ def _tensors(file: Path) -> dict[str, Report]:
         return {name: {"shape": list(part.get_shape()), "dtype": part.get_dtype()} for name, part in slices.items()}
 
 
-def _target(folder: Path, name: str) -> Report:
-    """The target as written, as resolved, and whether it is there (None: a name on the hub)."""
-    path = verifier_path(folder, name)
-    return {"name_or_path": name, "resolved": path or name, "found": None if path is None else os.path.isdir(path)}
-
-
 def _provenance(file: Path) -> Any:
     """What the file says, None without one. It is no part of loading a head, so a bad one is only reported."""
-    if not file.exists():
-        return None
     try:
-        return read_json(file)
+        return read_json(file) if file.exists() else None
     except CheckpointError as error:
         return {"unreadable": f"unreadable: {error}"}
+
+
+def measured_acceptance(folder: Path) -> dict[str, list[float]]:
+    """P(the first k drafts are all accepted), k = 1, 2, ..., by temperature: keys "t1" and "t0", or those there are.
+
+    Measured by the trainer on held-out text, not conditional on the drafts before. Empty where nothing can be read: it
+    is advice, a head is served without it.
+    """
+    try:
+        metrics = read_json(folder / PROVENANCE_FILE)["figures"]
+        found = {key: metrics[key]["per_position"] for key in ("t1", "t0") if key in metrics}
+    except (CheckpointError, KeyError, TypeError):
+        return {}
+    return {key: values for key, values in found.items() if values and isinstance(values, list) and _are_shares(values)}
+
+
+def _are_shares(values: list[Any]) -> bool:
+    return all(isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= 1 for value in values)
 
 
 def rows_of(report: Report) -> list[tuple[str, str]]:
@@ -146,7 +147,7 @@ def rows_of(report: Report) -> list[tuple[str, str]]:
         ("target is", f"{target['resolved']} ({FOUND[target['found']]})"),
         ("trained for", f"temperature {sampling['temperature']}, top-k {top_k}, top-p {top_p}"),
         ("format version", str(report["format_version"])),
-        *_memory_rows(report.get("memory")),
+        *(_memory_rows(report["memory"]) if "memory" in report else []),
         *_provenance_rows(report["provenance"]),
     ]
 
@@ -163,9 +164,7 @@ def _measured_rows(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def _memory_rows(memory: Report | None) -> list[tuple[str, str]]:
-    if memory is None:
-        return []
+def _memory_rows(memory: Report) -> list[tuple[str, str]]:
     parts = (("weights", "head"), ("buffers", "buffers"), ("activation", "the largest draft"))
     sizes = ", ".join(f"{words} {memory[f'{name}_mib']:,.1f} MiB" for name, words in parts)
     served = f"{memory['max_num_seqs']} sequences, {memory['tensor_parallel_size']} GPUs, target in bfloat16"
@@ -193,45 +192,36 @@ def _provenance_rows(record: Report | None) -> list[tuple[str, str]]:
 
 
 def mtpc_rows(report: Report) -> list[tuple[str, str]]:
-    expander = ", ".join(f"{key} {value}" for key, value in report["expander"].items())
+    adapters, layers = report["adapters"], "none"
+    if adapters:
+        layers = f"{', '.join(map(str, adapters['layers']))} of the target, rank {adapters['rank']}, "
+        layers += f"alpha {adapters['alpha']}, {adapters['parameters']:,} parameters"
     return [
         ("circuit", report["circuit"]),
         ("window n", f"{report['window']} tokens, the verifier's own token included"),
         ("components r", str(report["num_components"])),
         ("drafts per step", f"{report['drafts_per_step']}, {report['proposal']}"),
-        ("head", f"{report['head']}, {expander}" if expander else report["head"]),
-        ("draft layers", _adapters(report["adapters"])),
+        ("head", ", ".join([report["head"], *(f"{key} {value}" for key, value in report["expander"].items())])),
+        ("draft layers", layers),
     ]
 
 
 def ptp_rows(report: Report) -> list[tuple[str, str]]:
-    options = "".join(f", {key} {value}" for key, value in report["u_options"].items())
-    adapters = report["adapters"]
+    adapters, trust, shares = report["adapters"], report["law_trust"], report["accepted"]
     size = f"rank {adapters['rank']}, alpha {adapters['alpha']:g}, {adapters['parameters']:,} parameters"
-    trust = report["law_trust"]
+    accepted = "not measured"
+    if shares is not None:
+        mean = sum(count * share for count, share in enumerate(shares))
+        listed = ", ".join(f"{count}: {share:.1%}" for count, share in enumerate(shares))
+        accepted = f"{mean:.2f} of {len(shares) - 1} on average ({listed})"
     return [
         ("variant", report["variant"]),
         ("informed", "yes, rows carry u" if report["informed"] else "no: u = 0.5 on every row"),
         ("window n", f"{report['window']} auxiliary rows"),
         ("drafts per step", str(report["drafts_per_step"])),
-        ("u embedding", report["u_embedding"] + options),
+        ("u embedding", ", ".join([report["u_embedding"], *(f"{k} {v}" for k, v in report["u_options"].items())])),
         ("late network", f"width {report['late_width']}" if report["late_width"] else "none"),
         ("trust in rows", "none: as the variant drafts" if trust is None else f"{trust:g}: u picks what they give"),
         ("adapters", f"all {len(adapters['layers'])} layers of the target, {', '.join(adapters['modules'])}; {size}"),
-        ("accepted drafts", _accepted(report["accepted"])),
+        ("accepted drafts", accepted),
     ]
-
-
-def _accepted(histogram: list[float] | None) -> str:
-    if histogram is None:
-        return "not measured"
-    mean = sum(count * share for count, share in enumerate(histogram))
-    shares = ", ".join(f"{count}: {share:.1%}" for count, share in enumerate(histogram))
-    return f"{mean:.2f} of {len(histogram) - 1} on average ({shares})"
-
-
-def _adapters(adapters: Report | None) -> str:
-    if adapters is None:
-        return "none"
-    layers, parameters = ", ".join(map(str, adapters["layers"])), f"{adapters['parameters']:,} parameters"
-    return f"{layers} of the target, rank {adapters['rank']}, alpha {adapters['alpha']}, {parameters}"

@@ -17,7 +17,7 @@ PROVENANCE_FILE = "provenance.json"
 SHIPPED_FOLDER = "mtpc"  # inside a target's folder
 DEFAULT_HEAD = "default"  # of several heads in there
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TARGET_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old ones on the hub have no owner: gpt2
 
 
@@ -87,7 +87,7 @@ def resolve_head(model: str, revision: str | None = None) -> Path:
             f"{model} is a file; {hint}a head is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}; "
             "name the folder written by vllm_mtpc.checkpoint.save_head"
         )
-    if not _HUB_NAME.fullmatch(model):
+    if not HUB_NAME.fullmatch(model):
         raise CheckpointError(f"no head at {model}: the folder does not exist; correct the path of the head")
     return download(model, "head", revision)
 
@@ -157,15 +157,10 @@ def resolve_verifier(folder: Path, name: str) -> str:
 def _repository(folder: Path) -> str | None:
     """The repository in the hub's cache (models--OWNER--NAME/snapshots/COMMIT) that a folder is or lies in."""
     place = Path(os.path.realpath(folder))
-    for part in (place, *place.parents):
-        if part.parent.name == "snapshots" and part.parent.parent.name.startswith("models--"):
-            return str(part)
-    return None
+    parts = (part for part in (place, *place.parents) if part.parent.name == "snapshots")
+    return next((str(part) for part in parts if part.parent.parent.name.startswith("models--")), None)
 
 
 def _local(path: str | Path) -> Path:
     """`path` with its ~ expanded, where there is such a user."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)
+    return Path(os.path.expanduser(path))

@@ -7,29 +7,29 @@ the variant and the embedding. A folder whose files are of two heads is refused,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.adapters import (
-    ADAPTER_DIGEST,
+from vllm_mtpc.checkpoint.load import (
     AdapterInfo,
-    adapter_digest,
-    adapter_tensors,
+    Shapes,
+    check_adapter_files,
     check_adapter_shapes,
     check_digest,
-    check_files,
+    check_shapes,
     module_names,
+    of_method,
     read_adapter_config,
+    read_adapters,
+    read_config,
+    read_tensors,
 )
-from vllm_mtpc.checkpoint.load import of_method, read_config
 from vllm_mtpc.checkpoint.locate import U_EMBED_FILE, require_weights
-from vllm_mtpc.checkpoint.save import closing_files, to_save, write_folder
-from vllm_mtpc.checkpoint.tensors import check_names, checked, stored_shapes
+from vllm_mtpc.checkpoint.save import to_save, write_folder
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import open_tensors
@@ -65,34 +65,24 @@ def save_ptp(
     Raises CheckpointError, before anything is written, for weights that load_ptp would refuse.
     """
     folder = Path(folder)
-    adapters, u_embed = to_save(folder, lora, dtype), to_save(folder, _u_tensors(embedding, late), dtype)
-    file, shapes = folder / ADAPTER_WEIGHTS_FILE, _shapes(adapters)
-    check_adapter_shapes(file, shapes, range(config.num_layers), config.lora_rank, config.hidden_size)
+    lora, u_embed = to_save(folder, lora, dtype), to_save(folder, _u_tensors(embedding, late), dtype)
+    file = folder / ADAPTER_WEIGHTS_FILE
+    check_adapter_shapes(file, _shapes(lora), range(config.num_layers), config.lora_rank, config.hidden_size)
     _check_embedding(folder / U_EMBED_FILE, _shapes(u_embed), config)
-    kept = Adapters(None, config.lora_rank, config.lora_alpha, module_names(adapters), adapters)
-    adapter_files = kept.files(config.speculators_config.verifier.name_or_path)
-    metadata = {"format": "pt", ADAPTER_DIGEST: adapter_digest(adapter_files), **_identity(config)}
-    files = {
-        U_EMBED_FILE: save(u_embed, metadata=metadata),
-        **adapter_files,
-        **closing_files(config, provenance, card),
-    }
-    write_folder(folder, files)
+    adapters = Adapters(None, config.lora_rank, config.lora_alpha, module_names(lora), lora)
+    write_folder(folder, U_EMBED_FILE, u_embed, adapters, config, provenance, card, **_identity(config))
 
 
 def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> PtpHead:
     """The head in a folder; raises CheckpointError or HeadConfigError."""
     folder = Path(folder)
     config = of_method("ptp", folder, read_config(folder))
-    _check_config(folder, config)
-    u_embed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _embedding_tensors(folder, config)}
-    lora = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _lora_tensors(folder, config)}
+    _, u_embed, lora = _read(folder, config, dtype, device)
     with torch.device("meta"):
         embedding, late = _build(config)
-    ours = {name: u_embed.pop(name) for name in list(u_embed) if name.startswith(LATE)}
-    embedding.load_state_dict(u_embed, assign=True)
+    embedding.load_state_dict({name: u_embed[name] for name in embedding.state_dict()}, assign=True)
     if late is not None:
-        late.load_state_dict({name.removeprefix(LATE): value for name, value in ours.items()}, assign=True)
+        late.load_state_dict({name: u_embed[LATE + name] for name in late.state_dict()}, assign=True)
         late.eval().requires_grad_(False)
     return PtpHead(config, lora, embedding.eval().requires_grad_(False), late)
 
@@ -110,19 +100,21 @@ def load_student(folder: Path | str, target: Any) -> Student:
 
 def check_ptp(folder: Path | str, config: PtpConfig) -> AdapterInfo:
     """What the adapters of a PTP head are; raises CheckpointError unless every tensor of its files is as configured."""
-    folder = Path(folder)
-    modules = _check_config(folder, config)
-    for _ in _embedding_tensors(folder, config):
-        pass
-    parameters = sum(tensor.numel() for _, tensor in _lora_tensors(folder, config))
+    modules, _, lora = _read(Path(folder), config)
+    parameters = sum(tensor.numel() for tensor in lora.values())
     return AdapterInfo(list(range(config.num_layers)), config.lora_rank, config.lora_alpha, modules, parameters)
 
 
-def _check_config(folder: Path, config: PtpConfig) -> list[str]:
-    """Raise CheckpointError unless a folder has all files and they say the same; returns the adapted modules."""
+def _read(
+    folder: Path, config: PtpConfig, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """The adapted modules, the tensors of `u_embed.safetensors` and the adapters; raises CheckpointError.
+
+    As they are stored, memory-mapped, where neither dtype nor device is asked for.
+    """
     file = require_weights(folder, U_EMBED_FILE)
-    check_files(folder, 'speculators_model_type "ptp"')
-    modules = _read_adapter_config(folder / ADAPTER_CONFIG_FILE, config)
+    check_adapter_files(folder, 'speculators_model_type "ptp"')
+    modules = _adapted_modules(folder / ADAPTER_CONFIG_FILE, config)
     with open_tensors(file) as handle:
         metadata = handle.metadata() or {}
     for key, value in _identity(config).items():
@@ -132,57 +124,37 @@ def _check_config(folder: Path, config: PtpConfig) -> list[str]:
                 "config.json or copy the head again"
             )
     check_digest(folder, U_EMBED_FILE)
-    return modules
+    u_embed = read_tensors(file, lambda shapes: _check_embedding(file, shapes, config))
+    adapters = folder / ADAPTER_WEIGHTS_FILE, range(config.num_layers), config.lora_rank, config.hidden_size
+    u_embed, lora = (
+        {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
+        for tensors in (u_embed, read_adapters(*adapters))
+    )
+    return modules, u_embed, lora
 
 
-def _read_adapter_config(file: Path, config: PtpConfig) -> list[str]:
+def _adapted_modules(file: Path, config: PtpConfig) -> list[str]:
+    """As PEFT's config and the names of the adapters say; raises CheckpointError where config.json says otherwise."""
     _, rank, alpha, modules = read_adapter_config(file, lambda layers: layers is None, "null, adapters on every layer")
-    for key, given, ours, wanted in (
-        ("r", rank, "lora_rank", config.lora_rank),
-        ("lora_alpha", alpha, "lora_alpha", config.lora_alpha),
-    ):
-        if given != wanted:
-            raise CheckpointError(f"{file}: {key} = {given}, but config.json says {ours}={wanted}; save the head again")
-    if unknown := sorted(set(modules) - set(MODULES)):
+    if (rank, alpha) != (config.lora_rank, config.lora_alpha):
         raise CheckpointError(
-            f"{file}: target_modules has {', '.join(unknown)}; allowed: {', '.join(MODULES)}; save the head again"
+            f"{file}: r = {rank}, lora_alpha = {alpha}, but config.json says lora_rank={config.lora_rank}, "
+            f"lora_alpha={config.lora_alpha:g}; save the head again"
         )
     with open_tensors(file.with_name(ADAPTER_WEIGHTS_FILE)) as handle:
         found = module_names(handle.keys())
     if found and found != modules:
         raise CheckpointError(
             f"{file}: target_modules is {', '.join(modules)}, but {ADAPTER_WEIGHTS_FILE} has adapters of "
-            f"{', '.join(found)}; save the head again"
+            f"{', '.join(found)}; allowed: {', '.join(MODULES)}; save the head again"
         )
     return modules
 
 
-def _lora_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the adapters, each checked."""
-    file = folder / ADAPTER_WEIGHTS_FILE
-    return adapter_tensors(file, range(config.num_layers), config.lora_rank, config.hidden_size)
-
-
-def _embedding_tensors(folder: Path, config: PtpConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the u-embedding and the late network, each checked."""
-    file = folder / U_EMBED_FILE
-    with open_tensors(file) as handle:
-        shapes = stored_shapes(handle)
-        _check_embedding(file, shapes, config)
-        for name in sorted(shapes):
-            yield name, checked(file, name, handle.get_tensor(name))
-
-
-def _check_embedding(file: Path, shapes: Mapping[str, tuple[int, ...]], config: PtpConfig) -> None:
+def _check_embedding(file: Path, shapes: Shapes, config: PtpConfig) -> None:
     with torch.device("meta"):
-        expected = _shapes(_u_tensors(*_build(config)))
-    check_names(file, set(shapes), set(expected))
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise CheckpointError(
-                f"{file}: tensor {name!r} has shape {shapes[name]}; config.json (u_embedding, u_features, u_hidden, "
-                f"late_width, hidden_size) asks for {shape}; correct it or save the head again"
-            )
+        expected = _u_tensors(*_build(config))
+    check_shapes(file, shapes, expected, "u_embedding, u_features, u_hidden, late_width, hidden_size")
 
 
 def _identity(config: PtpConfig) -> dict[str, str]:
@@ -201,5 +173,5 @@ def _u_tensors(embedding: AuxEmbedding, late: LateNetwork | None) -> dict[str, T
     return {**embedding.state_dict(), **theirs}
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

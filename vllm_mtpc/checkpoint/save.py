@@ -7,23 +7,20 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.adapters import ADAPTER_DIGEST, adapter_digest
-from vllm_mtpc.checkpoint.adapters import FILES as ADAPTER_FILES
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE
+from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE, hub_name
+from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import replacing
 from vllm_mtpc.heads.adapters import Adapters, DraftLayers
-
-if TYPE_CHECKING:
-    from vllm_mtpc.config.base import AnyHeadConfig
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.base import Head
 
 
 def save_head(
@@ -49,17 +46,10 @@ def save_head(
             f"{folder}: the head's config says lora_layers={config.lora_layers}, but {given} draft layers are to be "
             "saved; not saved: hand save_head the draft layers the head was trained with"
         )
-    tensors, adapter_files, metadata = to_save(folder, head.state_dict(), dtype), {}, {"format": "pt"}
+    tensors = to_save(folder, head.state_dict(), dtype)
     if adapters:
         adapters = adapters._replace(tensors=to_save(folder, adapters.tensors, torch.float32))
-        adapter_files = adapters.files(config.speculators_config.verifier.name_or_path)
-        metadata[ADAPTER_DIGEST] = adapter_digest(adapter_files)
-    files = {  # the config comes last: without it there is no head
-        WEIGHTS_FILE: save(tensors, metadata=metadata),
-        **adapter_files,
-        **closing_files(config, provenance, card),
-    }
-    write_folder(folder, files)
+    write_folder(folder, WEIGHTS_FILE, tensors, adapters, config, provenance, card)
 
 
 def to_save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -74,18 +64,33 @@ def to_save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> 
     return tensors
 
 
-def closing_files(config: AnyHeadConfig, provenance: dict[str, Any], card: str) -> dict[str, bytes]:
-    """What every head's folder holds after its weights, the config last."""
+def write_folder(
+    folder: Path,
+    weights: str,
+    tensors: Mapping[str, Tensor],
+    adapters: Adapters | None,
+    config: AnyHeadConfig,
+    provenance: dict[str, Any],
+    card: str,
+    **metadata: str,
+) -> None:
+    """Write a head's files, the tensors in the file `weights` first; then remove weights of the head before it.
+
+    The file of the tensors has `metadata` and the digest of the adapters.
+    """
+    metadata |= {"format": "pt"}
+    adapter_files: dict[str, bytes] = {}
+    if adapters:
+        adapter_files = adapters.files(config.speculators_config.verifier.name_or_path)
+        metadata[ADAPTER_DIGEST] = adapter_digest(adapter_files)
     record = {"versions": package_versions(), **provenance}
-    return {
+    files = {  # the config comes last: without it there is no head
+        weights: save(tensors, metadata=metadata),
+        **adapter_files,
         "README.md": card.encode(),
         PROVENANCE_FILE: (json.dumps(record, indent=2) + "\n").encode(),
         CONFIG_FILE: config.to_json().encode(),
     }
-
-
-def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a head's files, renamed in the order of `files`; then remove the weights of a head that was here before."""
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(*(folder / name for name in files)) as unfinished:
         for file, data in zip(unfinished, files.values(), strict=True):
@@ -103,3 +108,22 @@ def package_versions(packages: Sequence[str] = ("vllm_mtpc", "torch", "transform
         except PackageNotFoundError:
             continue
     return versions
+
+
+def front_matter(tags: Sequence[str], base_model: str | None) -> str:
+    """The YAML in front of a card; `base_model` is the target's name on the hub, None for a folder.
+
+    The licence is its publisher's to choose. Both are filled in before a head is published (docs/training.md).
+    """
+    return (
+        f"---\nlibrary_name: vllm\npipeline_tag: text-generation\ntags: [{', '.join(tags)}]\n"
+        "license: unknown  # yours to choose; the target's own may bind it\n"
+        f"base_model: {base_model or 'OWNER/NAME  # the target on the hub'}\n---"
+    )
+
+
+def converted_card(config: AnyHeadConfig, title: str, about: str) -> str:
+    """README.md of a head that was not trained here."""
+    tags = dict.fromkeys(["mtpc", config.speculators_model_type, "speculative-decoding"])
+    head = front_matter(list(tags), hub_name(config.speculators_config.verifier.name_or_path))
+    return f"{head}\n\n# {title}\n\n{about} The output is the target's own, whatever the head drafts.\n"

@@ -10,17 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_mtpc.checkpoint.card import front_matter
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, check_out, download, hub_name, verifier_name
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, check_out, download, verifier_name
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import MAX_INDEX, MAX_NAME, open_tensors, read_json
+from vllm_mtpc.heads import build_head
 
 if TYPE_CHECKING:
     import argparse
 
     from torch import Tensor
-
-    from vllm_mtpc.config.mtpc import HeadConfig
 
 LM_HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
@@ -43,11 +42,7 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
 
     Raises CheckpointError where the target has one head or none.
     """
-    import torch
-
-    from vllm_mtpc.checkpoint.save import save_head
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.heads import build_head
+    from vllm_mtpc.checkpoint.save import converted_card, save_head
 
     check_out(out)
     # all weights of the target, which serving it needs anyway
@@ -65,19 +60,15 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
     head = build_head(config)
     head.load_state_dict({"leaf_weight": weight.view(heads, 1, vocab_size, hidden_size)})
     provenance = {"command": f"vllm-mtpc token-heads {name} --out {out}"}
-    card = (
-        f"{front_matter(['mtpc', 'speculative-decoding'], hub_name(verifier))}\n\n"
-        f"# {config.circuit} head of {heads} prediction heads\n\nThe prediction heads that `{verifier}` was trained "
-        "with, unchanged. The output is the target's own, whatever the head drafts.\n"
-    )
-    dtype = weight.dtype if weight.dtype in (torch.float16, torch.bfloat16) else torch.float32
-    save_head(out, config, head, provenance, card, dtype)
+    about = f"The prediction heads that `{verifier}` was trained with, unchanged."
+    card = converted_card(config, f"{config.circuit} head of {heads} prediction heads", about)
+    save_head(out, config, head, provenance, card, weight.dtype)
     return config
 
 
 def _read_lm_head(folder: Path) -> Tensor:
     """The lm_head, out of the one file that holds it."""
-    from vllm_mtpc.checkpoint.tensors import checked, stored_shapes
+    from vllm_mtpc.checkpoint.load import checked
 
     file = folder / SINGLE
     if folder.joinpath(INDEX).exists():
@@ -90,6 +81,6 @@ def _read_lm_head(folder: Path) -> Tensor:
             )
         file = folder / shard
     with open_tensors(file) as handle:
-        if LM_HEAD not in stored_shapes(handle):
+        if LM_HEAD not in handle.keys():  # noqa: SIM118
             raise CheckpointError(f"{file}: has no {LM_HEAD}; name a model with several prediction heads")
         return checked(file, LM_HEAD, handle.get_tensor(LM_HEAD))

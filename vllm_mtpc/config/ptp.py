@@ -48,7 +48,7 @@ class PtpConfig(AnyHeadConfig):
         gt=0,
         lt=1,
         description="How far a row's distribution is trusted when u picks the draft from it "
-        "(vllm_mtpc.heads.ptp.trust); absent: as in the paper, o-ptp takes the argmax, c-ptp what u picks.",
+        "(vllm_mtpc.heads.ptp.distribution); absent: as in the paper, o-ptp takes the argmax, c-ptp what u picks.",
     )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
-from vllm_mtpc.errors import UsageError
+from vllm_mtpc.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,45 +27,50 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeniz
     Raises UsageError if there is no template, if it refuses the messages, or if a turn does not begin with what the
     template gives as its prompt (`add_generation_prompt`), so that serving would see another text.
     """
-    template = _template(tokenizer)
-    if not isinstance(messages, Sequence) or not messages or not all(_is_message(message) for message in messages):
-        raise UsageError('messages must be a list of {"role": ..., "content": ...} with at least one in it')
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    messages = messages[: turns[-1] + 1] if turns else messages
-    ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    if GENERATION.search(template) and tokenizer.is_fast:
-        documents, marked = [_by_markers(messages, tokenizer)], True
-    else:
-        documents, marked = _by_prefixes(messages, turns, tokenizer), False
-    return [(tokens, _to_end(tokens, trained, ends, tokenizer, marked)) for tokens, trained in documents]
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
-        return tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template()
     except ValueError:
         raise UsageError(
             "the target's tokenizer has no chat template, which messages need; give text or prompt_ids and "
             "response_ids, or name a target with a chat template"
         ) from None
+    if not messages or not is_chat(messages):
+        raise UsageError('messages must be a list of {"role": ..., "content": ...} with at least one in it')
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    messages = messages[: turns[-1] + 1] if turns else messages
+    ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    marked = bool(GENERATION.search(template)) and tokenizer.is_fast
+    if marked:
+        rendered = _render(messages, tokenizer, return_assistant_tokens_mask=True)
+        documents = [(list(rendered["input_ids"]), [bool(part) for part in rendered["assistant_masks"]])]
+    else:
+        documents = _by_prefixes(messages, turns, tokenizer)
+    return [(tokens, _to_end(tokens, trained, ends, tokenizer, marked)) for tokens, trained in documents]
 
 
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and "role" in message
+def is_chat(messages: object) -> bool:
+    """Whether these are messages with a role each."""
+    return isinstance(messages, list) and all(isinstance(turn, dict) and "role" in turn for turn in messages)
+
+
+def chat_prompt(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "") -> list[int]:
+    """Token ids of a conversation that the assistant is to go on with, as serving sends them.
+
+    Raises UsageError, behind `origin`, where the template refuses the messages.
+    """
+    return list(_render(messages, tokenizer, origin, add_generation_prompt=True)["input_ids"])
 
 
 def _render(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: bool
+    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "", **options: bool
 ) -> dict[str, list[int]]:
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise UsageError(f"the chat template refuses the messages: {error}") from None
-
-
-def _by_markers(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Document:
-    rendered = _render(messages, tokenizer, return_assistant_tokens_mask=True)
-    return list(rendered["input_ids"]), [bool(part) for part in rendered["assistant_masks"]]
+    except Exception as error:  # templates are programs: they raise what they like
+        raise UsageError(
+            f"{origin}the chat template refuses the messages: {first_line(error)}; correct them, or give text or "
+            "token ids"
+        ) from None
 
 
 def _by_prefixes(
@@ -77,7 +80,7 @@ def _by_prefixes(
     whole = list(_render(messages, tokenizer)["input_ids"])
     trained, single, agrees = [False] * len(whole), [], True
     for turn in turns:
-        prompt = list(_render(messages[:turn], tokenizer, add_generation_prompt=True)["input_ids"])
+        prompt = chat_prompt(messages[:turn], tokenizer)
         upto = list(_render(messages[: turn + 1], tokenizer)["input_ids"])
         if upto[: len(prompt)] != prompt or len(upto) == len(prompt):
             raise UsageError(

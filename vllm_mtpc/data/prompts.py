@@ -6,9 +6,11 @@ The demo's are openings of functions in the library text that its models were no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
+from vllm_mtpc.data.chat import chat_prompt
 from vllm_mtpc.errors import UsageError
 
 DEMO_PROMPTS = 512  # there are some 900 openings
@@ -20,19 +22,18 @@ def held_out(count: int, length: int = 200) -> list[str]:
 
     Each begins at a definition; the first definition of every document is passed over in favour of one in its middle.
     """
-    from vllm_mtpc.demo import stdlib
+    from vllm_mtpc import demo
 
     snippets: list[list[str]] = []
-    for document in stdlib.held_out(stdlib.texts()):
+    for document in demo.held_out(demo.texts()):
         cuts = [document[found.start() : found.start() + length] for found in _OPENING.finditer(document)]
         usable = [cut.decode("ascii") for cut in cuts if len(cut) == length and cut.isascii()]
         middle = len(usable) // 2
         snippets.append(usable[middle:] + usable[:middle])
-    longest = max((len(found) for found in snippets), default=0)
-    spread = [found[turn] for turn in range(longest) for found in snippets if turn < len(found)]
-    if len(spread) < count:
-        raise ValueError(f"{count} prompts asked for, the held-out text has {len(spread)} openings of {length} bytes")
-    return spread[:count]
+    mixed = [found for turn in zip_longest(*snippets) for found in turn if found is not None]
+    if len(mixed) < count:
+        raise ValueError(f"{count} prompts asked for, the held-out text has {len(mixed)} openings of {length} bytes")
+    return mixed[:count]
 
 
 FORMS = '{"turns": [...]} (Spec-Bench), {"messages": [...]}, {"prompt": ...}, {"prompt_ids": [...]} or {"text": ...}'
@@ -43,14 +44,15 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
 
     Conversations and Spec-Bench's first turns go through the target's chat template where it has one; text is cut into
     pieces of ``length`` tokens, spread evenly. Prompts of more than ``longest`` tokens are left out. Where there are
-    more than ``count``, those taken are spread evenly. Raises UsageError where nothing is left,
-    UsageError where there is no tokenizer.
+    more than ``count``, those taken are spread evenly. Raises UsageError without a tokenizer and where none is left.
     """
-    from vllm_mtpc.hf.names import target_tokenizer
+    from vllm_mtpc.data.sources import read_records
+    from vllm_mtpc.hf.model import target_tokenizer
 
     tokenizer = target_tokenizer(target)
     if data:
-        found = list(_of_files(data, tokenizer, count, length))
+        by_record = (_prompts(*source, tokenizer, count, length) for source in read_records(data, "train"))
+        found = list(chain.from_iterable(by_record))
     else:
         found = [tokenizer(text)["input_ids"] for text in held_out(min(count, DEMO_PROMPTS))]
     usable = [prompt for prompt in found if 0 < len(prompt) <= longest]
@@ -60,29 +62,26 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
     return spread(usable, count)
 
 
-def spread(items: list[Any], count: int) -> list[Any]:
+def spread(items: Sequence[Any], count: int) -> list[Any]:
     """At most ``count`` of the items, at even distances, in order."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def _of_files(data: list[str], tokenizer: Any, count: int, length: int) -> Iterator[list[int]]:
-    from vllm_mtpc.data.sources import read_records
-
-    for source in read_records(data, "train"):
-        record = source.record
-        turns = record.get("turns") or record.get("prompt")
-        if isinstance(record.get("prompt_ids"), list):
-            yield list(record["prompt_ids"])
-        elif isinstance(record.get("messages"), list):
-            yield _of_chat(source.origin, record["messages"], tokenizer)
-        elif turns:
-            text = turns if isinstance(turns, str) else str(turns[0])
-            yield _of_chat(source.origin, [{"role": "user", "content": text}], tokenizer)
-        elif isinstance(record.get("text"), str):
-            yield from _pieces(tokenizer(record["text"], verbose=False)["input_ids"], count, length)
-        else:
-            raise UsageError(f"{source.origin}: keys {', '.join(record)}; a line must be one of {FORMS}")
+def _prompts(origin: str, record: dict[str, Any], tokenizer: Any, count: int, length: int) -> list[list[int]]:
+    """Prompts of a record: one, or pieces of a text, which is one piece where it is shorter than two."""
+    if isinstance(record.get("prompt_ids"), list):
+        return [record["prompt_ids"]]
+    if isinstance(messages := record.get("messages"), list):
+        return [_of_chat(origin, messages, tokenizer)]
+    if turns := record.get("turns") or record.get("prompt"):
+        text = turns if isinstance(turns, str) else str(turns[0])
+        return [_of_chat(origin, [{"role": "user", "content": text}], tokenizer)]
+    if not isinstance(record.get("text"), str):
+        raise UsageError(f"{origin}: keys {', '.join(record)}; a line must be one of {FORMS}")
+    tokens = tokenizer(record["text"], verbose=False)["input_ids"]
+    starts = range(0, len(tokens) - length + 1, length) if len(tokens) >= 2 * length else [0]
+    return [tokens[start : start + length] for start in spread(starts, count)]
 
 
 def _of_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
@@ -93,13 +92,4 @@ def _of_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> lis
         raise UsageError(f"{origin}: a conversation needs a turn with text before the assistant's; correct it")
     if getattr(tokenizer, "chat_template", None) is None:
         return tokenizer(messages[-1]["content"])["input_ids"]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-
-
-def _pieces(tokens: list[int], count: int, length: int) -> Iterator[list[int]]:
-    """At most ``count`` pieces of a document, which is one piece where it is shorter than two."""
-    if len(tokens) < 2 * length:
-        yield tokens[:length]
-        return
-    for start in spread(list(range(0, len(tokens) - length + 1, length)), count):
-        yield tokens[start : start + length]
+    return chat_prompt(messages, tokenizer, f"{origin}: ")

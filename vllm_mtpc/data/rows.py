@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_mtpc.data.documents import Documents
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
 
 
@@ -33,12 +33,6 @@ class PackingReport:
     warning: str | None  # set if no document is long enough for a whole window
 
 
-class _Pieces(NamedTuple):
-    start: np.ndarray  # [P] int64, first token in Documents.tokens
-    length: np.ndarray  # [P] int64
-    document: np.ndarray  # [P] int64, number of the document it is cut from
-
-
 def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Rows, PackingReport]:
     """Rows of `seq_len` tokens, each document whole in one; the order of the rows depends on the seed.
 
@@ -48,26 +42,27 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     """
     if seq_len < 2:
         raise UsageError(f"rows of {seq_len} token(s) hold no window; give seq_len of at least 2")
-    pieces, kept = _cut(documents, seq_len)
-    if not kept.any():
+    document, start, length = _cut(documents, seq_len)
+    if not len(document):
         raise UsageError(
             f"none of {len(documents)} document(s) has a token to train on after its first; "
             "give longer documents, or conversations with an assistant's turn"
         )
-    used = _Pieces(*(field[kept] for field in pieces))
-    row_of, at, count = _place(used.length, seq_len, np.random.default_rng(seed))
-    rows = _fill(documents, used, row_of, at, count, seq_len)
-    tokens = int(used.length.sum())
-    whole = len(np.unique(used.document))
-    report = PackingReport(
-        documents=whole,
-        dropped=len(documents) - whole,
-        tokens=tokens,
-        rows=count,
-        padding=1 - tokens / (count * seq_len),
-        warning=_short(rows, window),
-    )
-    return rows, report
+    row_of, at, count = _place(length, seq_len, np.random.default_rng(seed))
+    tokens, trained = np.zeros((count, seq_len), np.int32), np.zeros((count, seq_len), bool)
+    number = np.full((count, seq_len), -1, np.int32)
+    placed = [0] * count  # documents in each row so far
+    order = np.lexsort((at, row_of))
+    for row, first, begin, size in np.stack([row_of, at, start, length], 1)[order].tolist():
+        source, target = slice(begin, begin + size), slice(first, first + size)
+        tokens[row, target] = documents.tokens[source]
+        trained[row, target] = documents.trained[source]
+        number[row, target] = placed[row]
+        placed[row] += 1
+    rows = Rows(torch.from_numpy(tokens), torch.from_numpy(number), torch.from_numpy(trained))
+    whole, packed = len(np.unique(document)), int(length.sum())
+    padding = 1 - packed / (count * seq_len)
+    return rows, PackingReport(whole, len(documents) - whole, packed, count, padding, _short(rows, window))
 
 
 def split_validation(documents: Documents, share: float, seed: int) -> tuple[Documents, Documents]:
@@ -92,8 +87,17 @@ def split_validation(documents: Documents, share: float, seed: int) -> tuple[Doc
     return tuple(Documents.join([(tokens[part], trained[part])]) for part in (slice(cut), slice(cut, None)))
 
 
-def _cut(documents: Documents, seq_len: int) -> tuple[_Pieces, np.ndarray]:
-    """Pieces of at most seq_len tokens, and which of them a window can start in, [P] bool."""
+def eligible(rows: Rows) -> Tensor:
+    """Where a window may start, [N, S] bool: the next token is in the same document and trained."""
+    starts = torch.zeros_like(rows.trained, dtype=torch.bool)
+    same = (rows.document[:, 1:] == rows.document[:, :-1]) & (rows.document[:, 1:] >= 0)
+    starts[:, :-1] = same & rows.trained[:, 1:]
+    return starts
+
+
+def _cut(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pieces of at most seq_len tokens that a window can start in, each [P] int64: the number of the document they are
+    cut from, their first token in Documents.tokens, and how many they have."""
     counts = -(-documents.lengths // seq_len)
     document = np.repeat(np.arange(len(documents)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
@@ -103,7 +107,7 @@ def _cut(documents: Documents, seq_len: int) -> tuple[_Pieces, np.ndarray]:
     spans = np.stack([start[usable] + 1, start[usable] + length[usable]], 1).ravel()  # without the first token
     spans = spans[:-1] if len(spans) and spans[-1] == len(documents.tokens) else spans
     usable[usable] = np.logical_or.reduceat(documents.trained, spans)[::2] if len(spans) else False
-    return _Pieces(start, length, document), usable
+    return document[usable], start[usable], length[usable]
 
 
 def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
@@ -132,28 +136,9 @@ def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) ->
     return generator.permutation(count)[row_of], at, count
 
 
-def _fill(documents: Documents, pieces: _Pieces, row_of: np.ndarray, at: np.ndarray, count: int, seq_len: int) -> Rows:
-    tokens = np.zeros((count, seq_len), np.int32)
-    document = np.full((count, seq_len), -1, np.int32)
-    trained = np.zeros((count, seq_len), bool)
-    placed = [0] * count  # documents in each row so far
-    order = np.lexsort((at, row_of))
-    columns = (row_of[order], at[order], pieces.start[order], pieces.length[order])
-    for row, first, start, length in zip(*(column.tolist() for column in columns), strict=True):
-        source, target = slice(start, start + length), slice(first, first + length)
-        tokens[row, target] = documents.tokens[source]
-        trained[row, target] = documents.trained[source]
-        document[row, target] = placed[row]
-        placed[row] += 1
-    return Rows(torch.from_numpy(tokens), torch.from_numpy(document), torch.from_numpy(trained))
-
-
 def _short(rows: Rows, window: int) -> str | None:
     """A warning if no window of the rows is whole: the positions beyond the longest are then not trained."""
-    document, trained = rows.document.numpy(), rows.trained.numpy().copy()
-    trained[:, 0] = False  # the first token of a document is nobody's next
-    trained[:, 1:] &= document[:, 1:] == document[:, :-1]
-    flat = np.concatenate([[False], trained.ravel(), [False]])
+    flat = np.concatenate([[False], eligible(rows).numpy().ravel()])  # in the last place of a row none may start
     edges = np.flatnonzero(flat[1:] != flat[:-1])  # begin and end of each run of targets
     longest = int((edges[1::2] - edges[::2]).max())
     if longest >= window:

@@ -1,34 +1,79 @@
-"""Training data as the user names it: text files, folders, globs, .jsonl, .bin, `datasets` names."""
+"""Training data as the user names it: text files, folders, globs, .jsonl, .bin, `datasets` names; as documents."""
 
 from __future__ import annotations
 
 import glob
 import json
 import math
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_mtpc.data.bins import read_bin, split_at_eos
 from vllm_mtpc.data.chat import encode_chat
-from vllm_mtpc.data.documents import Documents
 from vllm_mtpc.data.names import DATASET_SUFFIXES, FOLDER_SUFFIXES, is_path
-from vllm_mtpc.errors import MtpcError, UsageError
+from vllm_mtpc.errors import MtpcError, UsageError, first_line
 from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMS = '{"text": ...}, {"messages": [...]} or {"prompt_ids": [...], "response_ids": [...]}'
+COLUMNS = (("prompt_ids", "response_ids"), ("messages",), ("text",))  # of a data set: the first of these that it has
 PIECE_BYTES = 1 << 16  # the least that is taken of a text
 BATCH = 64  # records tokenised at a time; fast tokenizers use all cores on them
+BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4
+OTHER_MAGICS = range(20200101, 20400101)  # formats of this family are numbered by the day they were made on
 Record = dict[str, Any]
-Encoded = tuple[np.ndarray, np.ndarray]  # token ids int32, trained bool
+Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # token ids; which are targets of the loss
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Document i is `tokens[offsets[i] : offsets[i + 1]]`; five bytes per token, however many documents."""
+
+    tokens: np.ndarray  # [T] int32
+    trained: np.ndarray  # [T] bool: the token is a target of the loss
+    offsets: np.ndarray  # [N + 1] int64
+
+    @classmethod
+    def join(cls, documents: Iterable[Encoded]) -> Documents:
+        """Documents from (tokens, trained) pairs."""
+        tokens, trained = [np.empty(0, np.int32)], [np.empty(0, bool)]
+        for ids, mask in documents:
+            tokens.append(np.asarray(ids, np.int32))
+            trained.append(np.asarray(mask, bool))
+        offsets = np.cumsum([0, *(len(ids) for ids in tokens[1:])], dtype=np.int64)
+        return cls(np.concatenate(tokens), np.concatenate(trained), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, trained) of a document from 0 on, both views."""
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        return self.tokens[part], self.trained[part]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[N] int64, tokens of each document."""
+        return np.diff(self.offsets)
+
+    def select(self, chosen: np.ndarray) -> Documents:
+        """The documents where chosen, [N] bool, is true, in their order."""
+        tokens = np.repeat(chosen, self.lengths)
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[chosen])])
+        return Documents(self.tokens[tokens], self.trained[tokens], offsets)
+
+
+class Source(NamedTuple):
+    """One record and where it is from."""
+
+    origin: str  # FILE, FILE:LINE or NAME:ROW
+    record: Record
 
 
 def load_documents(
@@ -36,9 +81,6 @@ def load_documents(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     split: str = "train",
-    max_length: int | None = None,
-    seed: int = 0,
-    limit: int | None = None,
     most_bytes: int | None = None,
     vocab_size: int | None = None,
 ) -> Documents:
@@ -46,29 +88,17 @@ def load_documents(
 
     data: each a text file (one document), a folder (its *.txt, *.md, *.py and *.jsonl files in sorted order), a glob, a
     .jsonl file, a .bin file, or NAME or NAME:CONFIG of the `datasets` library. split: of a datasets name.
-    tokenizer: the target's; None is enough for prompt_ids and .bin files. max_length: documents are cut to their first
-    so many tokens. limit: at most so many documents of jsonl, text and datasets records, chosen by the seed.
+    tokenizer: the target's; None is enough for prompt_ids and .bin files.
     most_bytes: of more than that, about so much is read, spread over all of it (`Share`).
     vocab_size: the target's; ids must be below it (default: the tokenizer's).
 
     Raises UsageError, naming file and line, for what cannot be read, and if nothing can be trained on.
     """
-    encoder = _Encoder(tokenizer, max_length, vocab_size or (len(tokenizer) if tokenizer is not None else None))
-    records = read_records(data, split, most_bytes)
-    if limit is not None:
-        records = _sample(records, limit, seed)
-    documents = Documents.join(_progress(encoder.encode_all(records)))
+    vocab_size = vocab_size or (None if tokenizer is None else len(tokenizer))
+    documents = Documents.join(_encoded(read_records(data, split, most_bytes), tokenizer, vocab_size))
     if not documents.trained.any():
         raise UsageError(f"data {', '.join(data)}: no document with a token to train on; give text or assistant turns")
     return documents
-
-
-@dataclass(frozen=True)
-class _Source:
-    """One record and where it is from."""
-
-    origin: str  # FILE, FILE:LINE or NAME:ROW
-    record: Record
 
 
 def files_of(name: str) -> list[Path] | None:
@@ -86,16 +116,13 @@ def files_of(name: str) -> list[Path] | None:
             suffixes = ", ".join(f"*{suffix}" for suffix in sorted(FOLDER_SUFFIXES))
             raise UsageError(f"data {path}: no {suffixes} file with content in it")
         return found
-    if path.is_file():
-        found = [path]
-    elif glob.has_magic(name):
-        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
-        if not found:
-            raise UsageError(f"data {name}: no file matches")
-    elif is_path(name):
-        raise UsageError(f"data {name}: no such file or folder; name one that exists")
-    else:
+    if not is_path(name):
         return None
+    matches = [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
+    found = [file for file in matches if file.is_file()]
+    if not found:
+        wrong = "no file matches" if glob.has_magic(name) else "no such file or folder; name one that exists"
+        raise UsageError(f"data {name}: {wrong}")
     for file in found:
         if not file.stat().st_size:
             raise UsageError(f"{file}: the file is empty")
@@ -114,21 +141,15 @@ class Share:
         self.part = 1.0 if most is None else min(1.0, most / max(1, size))
         self._passed = self._taken = 0.0
 
-    def takes(self, size: int, length: int | None = None) -> bool:
-        """Whether `length` bytes (None: all) of the next record, which has `size`, are taken; of the first one yes."""
+    def takes(self, size: int, length: int) -> bool:
+        """Whether `length` bytes of the next record, which has `size`, are taken; of the first one yes."""
         taken = self._taken <= self.part * self._passed
         self._passed += size
-        self._taken += taken * (size if length is None else length)
+        self._taken += taken * length
         return taken
 
-    def piece(self, size: int) -> slice | None:
-        """What is taken of a text: all of a short one, or a piece from the middle; None: nothing."""
-        length = min(size, max(PIECE_BYTES, math.ceil(self.part * size)))
-        start = (size - length) // 2
-        return slice(start, start + length) if self.takes(size, length) else None
 
-
-def read_records(data: Iterable[str], split: str, most_bytes: int | None = None) -> Iterator[_Source]:
+def read_records(data: Iterable[str], split: str, most_bytes: int | None = None) -> Iterator[Source]:
     """Every record of the data with where it is from, in order; raises UsageError for what cannot be read.
 
     most_bytes: as of `load_documents`.
@@ -142,26 +163,26 @@ def read_records(data: Iterable[str], split: str, most_bytes: int | None = None)
             yield from _file(file, share)
 
 
-def _file(path: Path, share: Share) -> Iterator[_Source]:
+def _file(path: Path, share: Share) -> Iterator[Source]:
     size = path.stat().st_size
     if path.suffix == ".bin":
-        yield _Source(str(path), {"bin": path, "part": share.part})
+        yield Source(str(path), {"bin": path, "part": share.part})
     elif path.suffix == ".jsonl":
         yield from _jsonl(path, share)
-    elif piece := share.piece(size):
-        with path.open("rb") as file:
-            file.seek(piece.start)
-            raw = file.read(piece.stop - piece.start)
+    elif share.takes(size, length := min(size, max(PIECE_BYTES, math.ceil(share.part * size)))):
+        with path.open("rb") as file:  # all of a short text, or a piece from the middle
+            file.seek((size - length) // 2)
+            raw = file.read(length)
         text = _decode(raw, str(path)) if len(raw) == size else raw.decode("utf-8", "ignore")  # cut within a letter
         if "\0" in text:
             raise UsageError(f"{path}: not a text file (it holds zero bytes); token files must be named .bin")
-        yield _Source(str(path), {"text": text})
+        yield Source(str(path), {"text": text})
 
 
-def _jsonl(path: Path, share: Share) -> Iterator[_Source]:
+def _jsonl(path: Path, share: Share) -> Iterator[Source]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip() or not share.takes(len(line)):
+            if not line.strip() or not share.takes(len(line), len(line)):
                 continue
             origin = f"{path}:{number}"
             try:
@@ -170,7 +191,7 @@ def _jsonl(path: Path, share: Share) -> Iterator[_Source]:
                 raise UsageError(f"{origin}: not JSON ({error.msg} at column {error.colno})") from None
             if not isinstance(record, dict):
                 raise UsageError(f"{origin}: a line must be one of {FORMS}")
-            yield _Source(origin, record)
+            yield Source(origin, record)
 
 
 def _decode(raw: bytes, origin: str) -> str:
@@ -180,7 +201,7 @@ def _decode(raw: bytes, origin: str) -> str:
         raise UsageError(f"{origin}: not UTF-8 (byte {error.start} is 0x{raw[error.start]:02x}); convert it") from None
 
 
-def _dataset(name: str, split: str, most_bytes: int | None) -> Iterator[_Source]:
+def _dataset(name: str, split: str, most_bytes: int | None) -> Iterator[Source]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -188,117 +209,118 @@ def _dataset(name: str, split: str, most_bytes: int | None) -> Iterator[_Source]
     try:
         rows = load_dataset(path, config or None, split=split)
     except (DatasetsError, OSError, ValueError, ImportError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(
-            f"data {name}: neither a file or folder nor a data set that can be loaded with split {split!r} ({reason})"
+            f"data {name}: neither a file or folder nor a data set that can be loaded with split {split!r} "
+            f"({first_line(error)})"
         ) from None
-    columns = rows.column_names
-    wanted = next(
-        (set(f) for f in (("prompt_ids", "response_ids"), ("messages",), ("text",)) if {*f} <= {*columns}), None
-    )
+    wanted = next((columns for columns in COLUMNS if {*columns} <= {*rows.column_names}), None)
     if wanted is None:
-        raise UsageError(f"data {name}: columns {', '.join(columns)}; a column text or messages is needed")
-    rows = rows.select_columns(sorted(wanted))
+        raise UsageError(f"data {name}: columns {', '.join(rows.column_names)}; a column text or messages is needed")
+    rows = rows.select_columns(list(wanted))
     step = 1 if most_bytes is None else max(1, rows.data.nbytes // max(1, most_bytes))
     for number, row in enumerate(rows if step == 1 else rows.select(range(0, len(rows), step))):
-        yield _Source(f"{name}:{number * step}", row)
+        yield Source(f"{name}:{number * step}", row)
 
 
-def _sample(records: Iterator[_Source], limit: int, seed: int) -> Iterator[_Source]:
-    """At most `limit` records, each as likely as any other, in their order; holds no more than these."""
-    generator, kept = random.Random(seed), []
-    for number, source in enumerate(records):
-        if len(kept) < limit:
-            kept.append((number, source))
-        elif (place := generator.randrange(number + 1)) < limit:
-            kept[place] = (number, source)
-    return (source for _, source in sorted(kept, key=lambda pair: pair[0]))
+def read_bin(path: Path) -> np.ndarray:
+    """Token ids [T] uint16 of a `.bin` file, memory-mapped: of llm.c, of the paper's authors, or of nanoGPT.
+
+    256 int32 (20240520, version 1, number of tokens, zeros), then the tokens as uint16, all little-endian; nanoGPT's
+    files are the tokens alone. Raises UsageError for another format and for a truncated file.
+    """
+    size, offset = path.stat().st_size, 0
+    header = np.fromfile(path, "<i4", 256)
+    if size >= BIN_HEADER_BYTES and header[0] == BIN_MAGIC:
+        offset = BIN_HEADER_BYTES
+        if header[1] != BIN_VERSION:
+            raise UsageError(f"{path}: version {header[1]} of the .bin format; only version {BIN_VERSION} is known")
+        present = (size - offset) / 2
+        if present != header[2]:
+            raise UsageError(
+                f"{path}: the header says {header[2]} tokens and the file holds {present:g}; it is cut off or damaged, "
+                "write it again"
+            )
+    elif len(header) == 256 and header[0] in OTHER_MAGICS and not header[8:].any():
+        raise UsageError(
+            f"{path}: magic number {header[0]} is not {BIN_MAGIC}; only .bin files of uint16 tokens with that number, "
+            "or with no header, are read"
+        )
+    if (size - offset) % 2:
+        raise UsageError(
+            f"{path}: {size} bytes are no whole number of uint16 tokens; the file is cut off, write it again"
+        )
+    if size == offset:
+        raise UsageError(f"{path}: holds no tokens")
+    return np.memmap(path, "<u2", "r", offset)
 
 
-def _progress(documents: Iterator[Encoded]) -> Iterator[Encoded]:
-    """The same documents, with a bar of documents and tokens."""
+def _encoded(
+    sources: Iterator[Source], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
+) -> Iterator[Encoded]:
+    """Documents of the records, with a bar of documents and tokens."""
     tokens = 0
     with Bar(desc="tokenising", unit=" documents", mininterval=1) as bar:
-        for number, (ids, trained) in enumerate(documents):
-            tokens += len(ids)
-            if number % BATCH == 0:
-                bar.set_postfix(tokens=f"{tokens:,}", refresh=False)
-            bar.update()
-            yield ids, trained
-        bar.set_postfix(tokens=f"{tokens:,}")
-
-
-class _Encoder:
-    """Records to token ids and what is trained."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None, vocab_size: int | None
-    ) -> None:
-        self.tokenizer, self.max_length, self.vocab_size = tokenizer, max_length, vocab_size
-
-    def encode_all(self, sources: Iterator[_Source]) -> Iterator[Encoded]:
         while batch := list(islice(sources, BATCH)):
-            yield from self._encode_batch(batch)
-
-    def _encode_batch(self, batch: list[_Source]) -> Iterator[Encoded]:
-        texts = self._encode_texts([source for source in batch if _is_text(source.record)])
-        for source in batch:
-            try:
-                documents = [next(texts)] if _is_text(source.record) else self._encode_other(source.record)
-            except MtpcError as error:
-                raise UsageError(f"{source.origin}: {error}") from None
-            for ids, trained in documents:
-                ids = self._checked(ids, source.origin)
-                yield ids[: self.max_length], np.asarray(trained, bool)[: self.max_length]
-
-    def _encode_texts(self, sources: list[_Source]) -> Iterator[Encoded]:
-        """Texts with the tokenizer's special tokens and the end of text, everything trained."""
-        if not sources:
-            return iter(())
-        for source in sources:
-            if not isinstance(source.record["text"], str):
-                raise UsageError(f"{source.origin}: text must be a string")
-        tokenizer = self._tokenizer(sources[0].origin)
-        encoded = tokenizer([source.record["text"] for source in sources], verbose=False)["input_ids"]
-        eos = tokenizer.eos_token_id
-        ended = (ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos] for ids in encoded)
-        return ((np.asarray(ids), np.ones(len(ids), bool)) for ids in ended)
-
-    def _encode_other(self, record: Record) -> list[tuple[Any, Any]]:
-        if "bin" in record:
-            eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
-            tokens = read_bin(record["bin"])
-            tokens = tokens[: math.ceil(record["part"] * len(tokens))]
-            return [(part, np.ones(len(part), bool)) for part in split_at_eos(tokens, eos)]
-        if "prompt_ids" in record and "response_ids" in record:
-            prompt, response = (exact_ids(record, key) for key in ("prompt_ids", "response_ids"))
-            return [(prompt + response, [False] * len(prompt) + [True] * len(response))]
-        if "messages" in record:
-            return encode_chat(record["messages"], self._tokenizer())
-        raise UsageError(f"keys {', '.join(map(str, record)) or '(none)'}; a record must be one of {FORMS}")
-
-    def _tokenizer(self, origin: str | None = None) -> PreTrainedTokenizerBase:
-        if self.tokenizer is None:
-            raise UsageError(
-                f"{origin + ': ' if origin else ''}the target has no tokenizer, which text and messages need; give "
-                "prompt_ids and response_ids, or .bin files"
-            )
-        return self.tokenizer
-
-    def _checked(self, ids: Any, origin: str) -> np.ndarray:
-        array = np.asarray(ids)
-        if self.vocab_size is not None and len(array) and (array.max() >= self.vocab_size or array.min() < 0):
-            wrong = array[(array >= self.vocab_size) | (array < 0)][0]
-            raise UsageError(
-                f"{origin}: token id {wrong} is outside the target's vocabulary of {self.vocab_size}; the data was "
-                "made with another tokenizer"
-            )
-        return array.astype(np.int32)
+            plain = [at for at, one in enumerate(batch) if tokenizer is not None and _is_text(one.record)]
+            texts = dict(zip(plain, _texts([batch[at].record["text"] for at in plain], tokenizer), strict=True))
+            for at, (origin, record) in enumerate(batch):
+                try:
+                    documents = [texts[at]] if at in texts else _others(record, tokenizer)
+                    documents = [(_checked(ids, vocab_size), trained) for ids, trained in documents]
+                except MtpcError as error:
+                    raise UsageError(f"{origin}: {error}") from None
+                tokens += sum(len(ids) for ids, _ in documents)
+                bar.update(len(documents))
+                yield from documents
+            bar.set_postfix(tokens=f"{tokens:,}", refresh=False)
 
 
 def _is_text(record: Record) -> bool:
     """Exact ids and messages win over a text beside them."""
-    return "text" in record and "messages" not in record and not {"prompt_ids", "response_ids"} <= record.keys()
+    is_other = "messages" in record or {"prompt_ids", "response_ids"} <= record.keys()
+    return isinstance(record.get("text"), str) and not is_other
+
+
+def _texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+    """Texts with the tokenizer's special tokens and the end of text, everything trained."""
+    if texts:
+        eos = tokenizer.eos_token_id
+        for ids in tokenizer(texts, verbose=False)["input_ids"]:
+            ended = ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+            yield ended, np.ones(len(ended), bool)
+
+
+def _others(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[Encoded]:
+    """Documents of a record that is no text, or of one that cannot be read."""
+    if "bin" in record:
+        tokens = read_bin(record["bin"])
+        tokens = tokens[: math.ceil(record["part"] * len(tokens))]
+        at = np.flatnonzero(tokens == getattr(tokenizer, "eos_token_id", None))
+        at = at if 0 in at[:1] else at + 1  # documents are led by the end of text where the file is, else end with it
+        return [(part, np.ones(len(part), bool)) for part in np.split(tokens, at) if len(part)]
+    if "prompt_ids" in record and "response_ids" in record:
+        prompt, response = (exact_ids(record, key) for key in ("prompt_ids", "response_ids"))
+        return [(prompt + response, [False] * len(prompt) + [True] * len(response))]
+    if "messages" not in record and "text" not in record:
+        raise UsageError(f"keys {', '.join(map(str, record)) or '(none)'}; a record must be one of {FORMS}")
+    if tokenizer is None:
+        raise UsageError(
+            "the target has no tokenizer, which text and messages need; give prompt_ids and response_ids, or .bin files"
+        )
+    if "messages" in record:
+        return encode_chat(record["messages"], tokenizer)
+    raise UsageError("text must be a string")
+
+
+def _checked(ids: Sequence[int] | np.ndarray, vocab_size: int | None) -> np.ndarray:
+    """The ids as int32; raises UsageError for one outside the vocabulary."""
+    array = np.asarray(ids)
+    if vocab_size is not None and len(wrong := array[(array >= vocab_size) | (array < 0)]):
+        raise UsageError(
+            f"token id {wrong[0]} is outside the target's vocabulary of {vocab_size}; the data was made with another "
+            "tokenizer"
+        )
+    return array.astype(np.int32)
 
 
 def exact_ids(record: Record, key: str) -> list[int]:

@@ -13,18 +13,6 @@ from vllm_mtpc.errors import HeadConfigError
 if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
 
-__all__ = [
-    "HEADS",
-    "Option",
-    "build_head",
-    "check_head",
-    "check_head_name",
-    "default_options",
-    "head_options",
-    "needs_lm_head",
-    "option_fields",
-]
-
 
 class Option(NamedTuple):
     """An option of a head. It is an argument of the class; a field of HeadConfig and a flag of `vllm-mtpc train`, of
@@ -54,8 +42,8 @@ ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=M
 HEADS = {
     "linear": Entry("vllm_mtpc.heads.linear:LinearHead"),
     "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK,), needs_lm_head=True),
-    "mlp": Entry("vllm_mtpc.heads.mlp:MlpHead", (LAYERS,)),
-    "transformer": Entry("vllm_mtpc.heads.transformer:TransformerHead", (LAYERS, ATTENTION_HEADS)),
+    "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS,)),
+    "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS)),
 }
 
 
@@ -66,16 +54,13 @@ def head_options() -> dict[str, Option]:
 
 def option_fields() -> dict[str, Any]:
     """Every option of a head as a field for pydantic's create_model; None: the head has it not, or its default."""
-
-    def text(option: Option) -> str:
-        owners = " or ".join(name for name, entry in HEADS.items() if option in entry.options)
+    fields = {}
+    for name, option in head_options().items():
+        owners = " or ".join(head for head, entry in HEADS.items() if option in entry.options)
         divisor = ", or its greatest common divisor with D" if option.divides_hidden_size else ""
-        return f"head {owners}: {option.help} (default: {option.default}{divisor})"
-
-    return {
-        name: (type(option.default) | None, Field(None, ge=option.ge, le=option.le, description=text(option)))
-        for name, option in head_options().items()
-    }
+        text = f"head {owners}: {option.help} (default: {option.default}{divisor})"
+        fields[name] = type(option.default) | None, Field(None, ge=option.ge, le=option.le, description=text)
+    return fields
 
 
 def needs_lm_head(name: str) -> bool:

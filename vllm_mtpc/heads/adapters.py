@@ -131,8 +131,9 @@ class AdaptedLayers(nn.Module):
     @torch.no_grad()
     def take_lora(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy adapters into these; raises HeadConfigError where they are not of its shapes."""
-        ours, shapes = self.lora(), {name: value.shape for name, value in tensors.items()}
-        if {name: value.shape for name, value in ours.items()} != shapes:
+        ours = self.lora()
+        shapes, given = ({name: value.shape for name, value in some.items()} for some in (ours, tensors))
+        if shapes != given:
             raise HeadConfigError(
                 f"the head's adapters are not those of the layers of {self.target.name}; name the target the "
                 "head was trained for"
@@ -151,36 +152,46 @@ class DraftLayers(AdaptedLayers):
 
     def __init__(self, target: Any, layers: int, rank: int = 16, alpha: float = 16) -> None:
         super().__init__(target)
-        backbone = _check(target, layers, rank, alpha)
+        if layers not in ALLOWED_LAYERS:
+            raise HeadConfigError(f"lora_layers={layers}: allowed are 1, 2 and 4 (and 0: none); set lora_layers to one")
+        if rank < 1 or alpha <= 0:
+            raise HeadConfigError(
+                f"rank={rank}, alpha={alpha} of the draft layers: allowed are numbers from 1; set them so"
+            )
+        backbone = layered_backbone(target)
+        total, first = len(backbone.layers), len(backbone.layers) - layers
+        if first < 1:
+            raise HeadConfigError(
+                f"lora_layers={layers} of target {target.name} with {total} layers: one at least stays below the draft "
+                "layers; lower lora_layers"
+            )
         self.num_layers = layers
-        total = len(backbone.layers)
-        first = total - layers
-        copies = [sharing_copy(layer) for layer in backbone.layers[first:]]
-        skipped, entry = [_Skip(layer) for layer in backbone.layers[1:first]], _Entry(backbone.layers[0])
-        through = [_Skip(layer) for layer in backbone.layers[first:]]
-        draft = view_of(backbone, [entry, *skipped, *copies])
+        below, last = backbone.layers[:first], backbone.layers[first:]
+        skipped = [_Skip(layer) for layer in below]
+        draft = view_of(backbone, [*skipped, *map(sharing_copy, last)])
         self.adapt(draft, rank, alpha, list(range(first, total)))
-        self._entry = (entry,)  # in tuples, as the target
-        self._trunk = (view_of(backbone, [*backbone.layers[:first], *through], norm=nn.Identity()),)
-        self._draft = (draft,)
-        self._verifier = (view_of(backbone, [entry, *skipped, *backbone.layers[first:]]),)
+        self._entry = (skipped[0],)
+        self._views = {  # a dict is no submodule either
+            "trunk": view_of(backbone, [*below, *map(_Skip, last)], norm=nn.Identity()),
+            "draft": draft,
+            "verifier": view_of(backbone, [*skipped, *last]),
+        }
 
     @torch.no_grad()
     def trunk(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """What the first of the last K layers reads, [B, S, D] of tokens[B, S]; documents[B, S] as in Target.hidden."""
-        arguments = {"input_ids": tokens.to(self.target.device, torch.long)}
-        return self._run(self._trunk[0], arguments, documents)
+        return self._run("trunk", documents, input_ids=tokens.to(self.target.device, torch.long))
 
     def draft(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
         """States [B, S, D] after the draft layers and the final norm, with gradients to the adapters."""
-        return self._last_layers(self._draft[0], trunk, documents)
+        return self._last_layers("draft", trunk, documents)
 
     forward = draft
 
     @torch.no_grad()
     def verifier(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
         """The target's own states [B, S, D]: bit for bit those of Target.hidden."""
-        return self._last_layers(self._verifier[0], trunk, documents)
+        return self._last_layers("verifier", trunk, documents)
 
     @classmethod
     def load(cls, folder: Path | str, target: Any) -> DraftLayers:
@@ -195,21 +206,23 @@ class DraftLayers(AdaptedLayers):
             split.take_lora({name: handle.get_tensor(name) for name in sorted(handle.keys())})
         return split
 
-    def _last_layers(self, view: nn.Module, trunk: Tensor, documents: Tensor | None) -> Tensor:
-        # The embeddings only say shape, dtype and device: the entry layer puts the trunk in their place, after
+    def _last_layers(self, view: str, trunk: Tensor, documents: Tensor | None) -> Tensor:
+        # The embeddings only say shape, dtype and device: the first layer puts the trunk in their place, after
         # whatever a model does to embeddings (Gemma scales them).
         self._entry[0].states = trunk
         try:
-            return self._run(view, {"inputs_embeds": trunk}, documents)
+            return self._run(view, documents, inputs_embeds=trunk)
         finally:
             self._entry[0].states = None
 
-    def _run(self, view: nn.Module, arguments: dict[str, Tensor], documents: Tensor | None) -> Tensor:
-        return view(**arguments, use_cache=False, **self.target.packed(documents)).last_hidden_state
+    def _run(self, view: str, documents: Tensor | None, **tokens: Tensor) -> Tensor:
+        return self._views[view](**tokens, use_cache=False, **self.target.packed(documents)).last_hidden_state
 
 
 class _Skip(nn.Module):
-    """In the place of a layer: hands its input on."""
+    """In the place of a layer: hands on its input, or `states` where there are some."""
+
+    states: Tensor | None = None
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -217,16 +230,7 @@ class _Skip(nn.Module):
             self.attention_type = layer.attention_type
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
-
-
-class _Entry(_Skip):
-    """In the place of the first layer: hands on the trunk's states, whatever it is given."""
-
-    states: Tensor | None = None
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.states
+        return hidden_states if self.states is None else self.states
 
 
 def view_of(backbone: nn.Module, layers: list[nn.Module], **replaced: nn.Module) -> nn.Module:
@@ -249,22 +253,5 @@ def layered_backbone(target: Any) -> nn.Module:
         raise HeadConfigError(
             f"target {target.name}: {type(backbone).__name__} is not made of `layers` and a final `norm`, so its "
             "layers cannot be adapted; set lora_layers to 0, or name another target"
-        )
-    return backbone
-
-
-def _check(target: Any, layers: int, rank: int, alpha: float) -> nn.Module:
-    """The target's backbone; raises HeadConfigError where it cannot be split as asked."""
-    if layers not in ALLOWED_LAYERS:
-        raise HeadConfigError(f"lora_layers={layers}: allowed are 1, 2 and 4 (and 0: none); set lora_layers to one")
-    if rank < 1 or alpha <= 0:
-        raise HeadConfigError(
-            f"rank={rank}, alpha={alpha} of the draft layers: allowed are numbers from 1; set them so"
-        )
-    backbone = layered_backbone(target)
-    if layers >= len(backbone.layers):
-        raise HeadConfigError(
-            f"lora_layers={layers} of target {target.name} with {len(backbone.layers)} layers: one at least stays "
-            "below the draft layers; lower lora_layers"
         )
     return backbone

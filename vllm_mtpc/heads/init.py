@@ -34,11 +34,10 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
     if head.needs_lm_head:
         return
     blocks = weight.view(-1, head.vocab_size, width)
-    if len(blocks) == 1:
-        head.init_from_lm_head(blocks[0], seed)
-        return
-    block = torch.arange(head.circuit.window, device=weight.device).clamp(max=len(blocks) - 1)
-    head.init_from_lm_head(blocks[block, None], seed)
+    if len(blocks) > 1:
+        position = torch.arange(head.circuit.window, device=weight.device)
+        blocks = blocks[position.clamp(max=len(blocks) - 1), None]
+    head.init_from_lm_head(blocks, seed)
 
 
 @torch.no_grad()

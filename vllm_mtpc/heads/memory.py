@@ -16,15 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.heads.shard import pays
+from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.kernels.draft import is_small, naive
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.shard import Shard
 
 if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
-    from vllm_mtpc.kernels.draft.kernel import Drafter
 
 # Logits of a draft that exist at once, and the float32 ones of x_1; larger batches are drafted in several goes. At
 # V=128,256 and r=8 in bfloat16 each batch of the default schedule on a GPU is one go: 192 positions, 1,536 rows of the
@@ -109,18 +107,22 @@ def draft_memory(
         found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
         drafts, rows = next(iter(found.items()))
         hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
-        drafter = _drafter(head)
+        drafter, circuit = None, head.circuit
+        if circuit.num_components <= MAX_COMPONENTS:  # what launches the kernels, as in `proposers/v2/speculator.py`
+            from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
+
+            sizes = circuit.program, circuit.num_components, config.vocab_size
+            drafter = Drafter(*sizes, torch.device("meta"), None, shard=head.leaf_shard)
         with LiveBytes() as live:
             params = head.draft_params(hidden, first, drafts)
             if drafter is None:
-                pick, shard = lambda log_q, k: log_q.argmax(dim=-1), head.leaf_shard
-                naive.draft(head.circuit.program, *params, pick, shard=shard)
+                naive.draft(circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
             elif not drafter.one_launch:
                 held = drafter.buffers(rows, drafts, hidden.device, dtype if is_drawn else None)
                 if held[-1] is not None:
                     head.leaf_shard.gather(held[-1].flatten(1))
         weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
-        buffers = sum(part.nbytes for part in (drafter.code, drafter.begins)) if drafter else 0
+        buffers = drafter.program.nbytes if drafter else 0
     requests = len(drafts_by_batch) - 1
     cached = config.vocab_size * dtype.itemsize if is_drawn else 0
     # per draft: token, confidence, conditional; per request: slot, temperature, seed, row, first token, position, state
@@ -148,18 +150,6 @@ def _lm_head(vocab_size: int, num_components: int, num_ranks: int) -> tuple[Call
     return logits, shard if is_divided else None
 
 
-def _drafter(head: Head) -> Drafter | None:
-    """What launches the kernels, as in `proposers/v2/speculator.py`; None: there are too many components for them."""
-    if head.circuit.num_components > MAX_COMPONENTS:
-        return None
-    from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
-
-    circuit = head.circuit
-    return Drafter(
-        circuit.program, circuit.num_components, head.vocab_size, torch.device("meta"), None, shard=head.leaf_shard
-    )
-
-
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors made while it is entered and still alive; `peak`: the most at once."""
 
@@ -173,18 +163,14 @@ class LiveBytes(TorchDispatchMode):
         given = {id(part.untyped_storage()) for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
         out = func(*args, **(kwargs or {}))
         for part in tree_leaves(out):
-            if isinstance(part, Tensor) and id(storage := part.untyped_storage()) not in given:
-                self._add(storage)
+            storage = part.untyped_storage() if isinstance(part, Tensor) else None
+            if storage is None or id(storage) in given or storage in self.storages:
+                continue
+            self.storages.add(storage)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, storage.nbytes())
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage in self.storages:
-            return
-        self.storages.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, size)
 
     def _drop(self, size: int) -> None:
         self.now -= size

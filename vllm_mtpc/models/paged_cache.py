@@ -28,6 +28,12 @@ class PlanBuilder(AttentionMetadataBuilder[Any]):
 class PlanBackend(AttentionBackend):
     """Names a builder; the layer is its own implementation."""
 
+    builder: type[AttentionMetadataBuilder]
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
+        return cls.builder
+
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"

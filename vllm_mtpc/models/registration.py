@@ -59,8 +59,7 @@ def _configs() -> None:
 def _hooks() -> None:
     from vllm.model_executor.models import config as module
 
-    from vllm_mtpc.models.byte_llama.hook import ByteLlamaHook
-    from vllm_mtpc.models.evabyte.hook import EvaByteHook
+    from vllm_mtpc.models.hooks import ByteLlamaHook, EvaByteHook
 
     module.MODELS_CONFIG_MAP.update(EvaByteForCausalLM=EvaByteHook, TPULlamaForCausalLM=ByteLlamaHook)
 

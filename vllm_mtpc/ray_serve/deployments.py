@@ -83,16 +83,14 @@ class Engine:
                 is_stream = answer.content_type == "text/event-stream"
                 left_out = OF_CONNECTION | OF_SERVE
                 headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
-                if not is_stream:
-                    body = await answer.read()
-                    yield Head(answer.status, headers, False)
-                    yield body
-                    return
-                yield Head(answer.status, headers, True)
-                async for part in answer.content.iter_any():
-                    yield part
+                yield Head(answer.status, headers, is_stream)
+                if is_stream:
+                    async for part in answer.content.iter_any():
+                        yield part
+                else:
+                    yield await answer.read()
         except EngineFailed as error:
-            error.actor_id = ray.get_runtime_context().get_actor_id()  # as in Ray's own errors, see _engine
+            error.actor_id = ray.get_runtime_context().get_actor_id()  # as in Ray's own errors
             raise
 
     async def _end_with_server(self) -> None:
@@ -128,8 +126,8 @@ class Router:
                 head = await _next(parts, deadline)
                 first = await _next(parts, deadline)
             except DIED as error:
-                if not isinstance(error, EngineGone):
-                    died.add(_engine(error))
+                if not isinstance(error, EngineGone):  # an engine without a name is one more: a request must end
+                    died.add(getattr(error, "actor_id", None) or uuid.uuid4().hex)
                 logger.warning("%s %s: asked again after %s", asked.method, asked.path, _short(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -183,17 +181,18 @@ def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Appl
 
 def _scale(options: ServeOptions) -> dict[str, Any]:
     """How many replicas. Raises UsageError where Serve does not take `autoscaling`; it ignores unknown keys."""
-    scale = options.scale()
-    if "autoscaling_config" in scale:
-        try:
-            known = AutoscalingConfig.model_validate(scale["autoscaling_config"]).model_fields_set
-        except ValidationError as error:
-            raise UsageError(f"autoscaling: {one_line(error, AutoscalingConfig)}") from None
-        unknown = ", ".join(sorted(set(options.autoscaling) - known))
-        if unknown:
-            allowed = ", ".join(sorted(AutoscalingConfig.model_fields))
-            raise UsageError(f"autoscaling: unknown key {unknown}; allowed: {allowed}")
-    return scale
+    if options.max_replicas is None:
+        return {"num_replicas": options.replicas}
+    named = options.model_dump(include={"min_replicas", "max_replicas", "target_ongoing_requests"})
+    config = {**options.autoscaling, **named, "initial_replicas": max(options.replicas, options.min_replicas)}
+    try:
+        known = AutoscalingConfig.model_validate(config).model_fields_set
+    except ValidationError as error:
+        raise UsageError(f"autoscaling: {one_line(error, AutoscalingConfig)}") from None
+    if unknown := ", ".join(sorted(set(options.autoscaling) - known)):
+        allowed = ", ".join(sorted(AutoscalingConfig.model_fields))
+        raise UsageError(f"autoscaling: unknown key {unknown}; allowed: {allowed}")
+    return {"autoscaling_config": config}
 
 
 async def _next(parts: Any, deadline: float) -> Any:
@@ -202,11 +201,6 @@ async def _next(parts: Any, deadline: float) -> Any:
         return await asyncio.wait_for(anext(parts), max(0.0, deadline - time.monotonic()))
     except StopAsyncIteration:
         return None
-
-
-def _engine(error: BaseException) -> str:
-    """Which engine died: its actor. One of its own where an error does not say, so that no request goes on for ever."""
-    return getattr(error, "actor_id", None) or uuid.uuid4().hex
 
 
 def _short(error: BaseException) -> str:

@@ -27,10 +27,7 @@ class ServeOptions(EngineOptions):
     request_timeout_s: float = Field(600, gt=0, description="longest wait for an answer, or the next part of a stream")
     health_period_s: float = Field(5, gt=0, description="time between two looks at an engine")
 
-    @field_validator("autoscaling", mode="before")
-    @classmethod
-    def _autoscaling(cls, value: Any) -> Any:
-        return parse_mapping(value)
+    _autoscaling = field_validator("autoscaling", mode="before")(parse_mapping)
 
     @model_validator(mode="after")
     def _limits(self) -> ServeOptions:
@@ -49,18 +46,6 @@ class ServeOptions(EngineOptions):
         own = {API_KEY: os.environ[API_KEY]} if os.environ.get(API_KEY) else {}
         return {**own, **self.env}
 
-    def scale(self) -> dict[str, Any]:
-        """How many replicas, as Serve's deployments take it."""
-        if self.max_replicas is None:
-            return {"num_replicas": self.replicas}
-        named = {
-            "initial_replicas": max(self.replicas, self.min_replicas),
-            "min_replicas": self.min_replicas,
-            "max_replicas": self.max_replicas,
-            "target_ongoing_requests": self.target_ongoing_requests,
-        }
-        return {"autoscaling_config": {**self.autoscaling, **named}}
-
 
 def parse(arguments: dict[str, Any]) -> ServeOptions:
     """Options of what was typed; dashes and underscores are one. Raises UsageError."""
@@ -68,18 +53,13 @@ def parse(arguments: dict[str, Any]) -> ServeOptions:
     for key, instead in OURS.items():
         if key in given:
             raise UsageError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
-    engine = _engine(given.pop("engine", {}))
-    engine |= {key: given[key] for key in given if key not in ServeOptions.model_fields}
-    own = {key: value for key, value in given.items() if key not in engine}
-    return validated(ServeOptions, {**own, "engine": engine}, EXAMPLE)
-
-
-def _engine(value: Any) -> dict[str, Any]:
-    """Flags of `vllm serve` that were given as one mapping, which may be JSON. Raises UsageError."""
+    typed = given.pop("engine", {})  # flags of `vllm serve` as one mapping, which may be JSON
     try:
-        mapping = parse_mapping(value)
+        engine = parse_mapping(typed)
     except ValueError as error:
-        raise UsageError(f"engine={value!r}: {error}") from None
-    if not isinstance(mapping, dict):
-        raise UsageError(f"engine={value!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
-    return dict(mapping)
+        raise UsageError(f"engine={typed!r}: {error}") from None
+    if not isinstance(engine, dict):
+        raise UsageError(f"engine={typed!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
+    flags = {key: value for key, value in given.items() if key not in ServeOptions.model_fields}
+    own = {key: value for key, value in given.items() if key not in flags and key not in engine}
+    return validated(ServeOptions, {**own, "engine": {**engine, **flags}}, EXAMPLE)

@@ -4,7 +4,6 @@
 a folder:
 
     index.json                 what was computed: target, data, sizes
-    rows.safetensors           the rows themselves: tokens, document [N, S] int32, trained [N, S] bool
     shard-00000.safetensors    hidden [R, S, D] of rows 0..R-1, and so on; the last shard may be shorter
 
 Shards are written one after the other, each complete or absent, and an interrupted run continues with the first one
@@ -14,14 +13,14 @@ that is absent. States of padding are zero.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,16 +29,41 @@ from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError, one_line
 from vllm_mtpc.files import replace_file, replacing
 from vllm_mtpc.progress import Bar
-from vllm_mtpc.train.fingerprints import data_fingerprint, target_fingerprint
 
 if TYPE_CHECKING:
     from vllm_mtpc.hf import Target
 
 SHARD_BYTES = 1 << 29  # of one shard where rows_per_shard is not given: the work an interruption may lose
 SLOW_BATCHES = 8  # from so many on, computing them is shown
-INDEX_FILE, ROWS_FILE = "index.json", "rows.safetensors"
+SAMPLED_WEIGHTS = 64  # of each parameter, in a target's fingerprint
+INDEX_FILE = "index.json"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-STORED = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # as safetensors names them
+
+
+def data_fingerprint(rows: Rows) -> str:
+    """sha256 over shape and content of the rows, the same for every way they are stored."""
+    digest = hashlib.sha256(json.dumps(list(rows.tokens.shape)).encode())
+    for tensor, dtype in zip(rows, (torch.int32, torch.int32, torch.bool), strict=True):
+        for part in tensor.split(4096):
+            digest.update(part.to("cpu", dtype).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def target_fingerprint(target: Target) -> str:
+    """sha256 over the target's config and up to 64 evenly spread values of each parameter.
+
+    The values are rounded to bfloat16, so that loading a model in another dtype leaves the fingerprint as it is.
+    """
+    config = target.config.to_dict()
+    for key in ("transformers_version", "_name_or_path", "dtype", "torch_dtype"):
+        config.pop(key, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in sorted(target.model.named_parameters()):
+        values = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLED_WEIGHTS)][:SAMPLED_WEIGHTS]
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(values.bfloat16().view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class HiddenSource(Protocol):
@@ -63,23 +87,22 @@ class Index(BaseModel):
     seq_len: PositiveInt
     hidden_size: PositiveInt
     dtype: Literal["float16", "bfloat16", "float32"]
-    layer: NonNegativeInt | None
+    layer: None  # states after the final norm
     rows_per_shard: PositiveInt
 
     @property
-    def num_shards(self) -> int:
-        return -(-self.num_rows // self.rows_per_shard)
-
-    @property
-    def row_bytes(self) -> int:
-        return self.seq_len * self.hidden_size * DTYPES[self.dtype].itemsize
+    def shards(self) -> list[range]:
+        """Rows of each shard."""
+        first = range(0, self.num_rows, self.rows_per_shard)
+        return [range(row, min(row + self.rows_per_shard, self.num_rows)) for row in first]
 
     @property
     def identity(self) -> dict[str, str]:
         return {"data": self.data_fingerprint, "target": self.target_fingerprint}
 
-    def rows_of(self, shard: int) -> range:
-        return range(shard * self.rows_per_shard, min(self.num_rows, (shard + 1) * self.rows_per_shard))
+    @property
+    def row_bytes(self) -> int:
+        return self.seq_len * self.hidden_size * DTYPES[self.dtype].itemsize
 
 
 class Computed:
@@ -128,13 +151,13 @@ class Computed:
 
 
 class HiddenCache:
-    """States read from a folder. Made by `write_cache` or `open_cache`; reads only the rows that are asked for."""
+    """States of a folder, as `write_cache` returns them; reads only the rows that are asked for."""
 
-    def __init__(self, folder: Path, index: Index, rows: Rows, device: torch.device) -> None:
-        self.folder, self.index, self.rows, self.device = folder, index, rows, device
-        self.dtype, self.layer = DTYPES[index.dtype], index.layer
+    def __init__(self, index: Index, rows: Rows, shards: list[Tensor], device: torch.device) -> None:
+        self.index, self.rows, self.device = index, rows, device
+        self.dtype = DTYPES[index.dtype]
         self.num_rows, self.seq_len, self.hidden_size = index.num_rows, index.seq_len, index.hidden_size
-        self._shards: dict[int, Tensor] = {}
+        self._shards = shards  # memory maps: pages are read when rows are taken from them
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """States [B, S, D] of rows[row_indices[B]] on `device`; hidden[b, t] predicts token t + 1."""
@@ -143,13 +166,8 @@ class HiddenCache:
         shards = row_indices // self.index.rows_per_shard
         for shard in shards.unique().tolist():
             places = (shards == shard).nonzero().squeeze(1)
-            states[places] = self._shard(shard)[row_indices[places] - shard * self.index.rows_per_shard]
+            states[places] = self._shards[shard][row_indices[places] - shard * self.index.rows_per_shard]
         return states.to(self.device)
-
-    def _shard(self, shard: int) -> Tensor:
-        if shard not in self._shards:  # a memory map: pages are read when rows are taken from it
-            self._shards[shard] = _read(self.folder / shard_name(shard), ["hidden"])["hidden"]
-        return self._shards[shard]
 
 
 def write_cache(
@@ -159,50 +177,41 @@ def write_cache(
     rows_per_shard: int | None = None,
     dtype: torch.dtype | None = None,
     batch_rows: int = 8,
-    layer: int | None = None,
 ) -> HiddenCache:
     """Computes the states of `rows` into `folder`, or what is left of them there; shows progress and the time left.
 
-    `rows_per_shard` None: about 0.5 GiB a shard. For `dtype`, `batch_rows` and `layer` see `Computed`. Call it on one
-    process. Raises UsageError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and
-    a file system without room; finished shards stay as they are.
+    `rows_per_shard`, `dtype` None: as in a folder that is there, else about 0.5 GiB a shard and the target's dtype.
+    Call it on one process. Targets are compared by config and a sample of their weights: attach adapters afterwards.
+    Raises UsageError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and a file
+    system without room; finished shards stay as they are.
     """
     folder = Path(folder)
-    source = Computed(target, rows, batch_rows, dtype, layer)
-    index = _prepare(folder, source, rows_per_shard)
-    missing = [shard for shard in range(index.num_shards) if not _has_shard(folder, index, shard)]
-    left = sum(len(index.rows_of(shard)) for shard in missing)
-    _check_room(folder, left * index.row_bytes)
-    with Bar(total=index.num_rows, initial=index.num_rows - left, desc="hidden states", unit="row") as bar:
-        for shard in missing:
-            _write_shard(folder, index, shard, source, bar)
-    return open_cache(folder, target)
-
-
-def open_cache(folder: Path | str, target: Target | None = None) -> HiddenCache:
-    """The complete cache in `folder`, its rows memory-mapped; with `target`, states are given on its device.
-
-    Raises UsageError for a folder without a cache, a missing or damaged shard, and states of another target than
-    `target` (compared by config and a sample of its weights: attach adapters after opening).
-    """
-    folder = Path(folder)
-    index = read_index(folder)
-    if target is not None and index.target_fingerprint != target_fingerprint(target):
+    given = read_index(folder) if (folder / INDEX_FILE).is_file() else None
+    if given is not None:
+        rows_per_shard, dtype = rows_per_shard or given.rows_per_shard, dtype or DTYPES[given.dtype]
+    source = Computed(target, rows, batch_rows, dtype)
+    index = _index(source, rows_per_shard)
+    try:
+        if given is None:
+            _start(folder, index)
+        else:
+            _check_same(folder, given, index)
+        shards = [_shard(folder, index, shard) for shard in range(len(index.shards))]
+        missing = [shard for shard, states in enumerate(shards) if states is None]
+        left = sum(len(index.shards[shard]) for shard in missing)
+        _check_room(folder, left * index.row_bytes)
+        with Bar(total=index.num_rows, initial=index.num_rows - left, desc="hidden states", unit="row") as bar:
+            for shard in missing:
+                states = _finite_states(source, torch.tensor(index.shards[shard]), bar)
+                save_tensors(folder / shard_name(shard), {"hidden": states}, index.identity)
+                shards[shard] = _shard(folder, index, shard)
+    except (OSError, SafetensorError) as error:  # safetensors reports those of the system under its own name
+        full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         raise UsageError(
-            f"{folder} holds states of target {index.target}, whose config or weights differ from {target.name}; "
-            "name the target it was made from, or another folder"
-        )
-    for shard in range(index.num_shards):
-        if not _has_shard(folder, index, shard):
-            raise UsageError(
-                f"{folder / shard_name(shard)} is missing ({index.num_shards} shards are needed); "
-                "run the command that made the folder again: it computes what is missing"
-            )
-    shape = [index.num_rows, index.seq_len]
-    expected = {"tokens": ("I32", shape), "document": ("I32", shape), "trained": ("BOOL", shape)}
-    _check_file(folder / ROWS_FILE, expected, {"data": index.data_fingerprint})
-    device = torch.device("cpu") if target is None else target.device
-    return HiddenCache(folder, index, Rows(**_read(folder / ROWS_FILE, list(expected))), device)
+            f"{folder}: hidden states could not be written ({'the disk is full' if full else error}); finished shards "
+            "are intact: make room and run again, it continues there"
+        ) from None
+    return HiddenCache(index, rows, shards, target.device)
 
 
 def read_index(folder: Path) -> Index:
@@ -210,10 +219,6 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX_FILE
     try:
         return Index.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise UsageError(f"{folder} has no {INDEX_FILE}; name a folder that `vllm-mtpc cache` has written") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); name a readable folder") from None
     except ValidationError as error:
         raise UsageError(f"{path}: {one_line(error, Index)}; delete the folder and make the cache again") from None
 
@@ -237,13 +242,13 @@ def _entering(target: Target, layer: int, tokens: Tensor, document: Tensor) -> T
     return taken[0]
 
 
-def _prepare(folder: Path, source: Computed, rows_per_shard: int | None) -> Index:
-    """The folder's index: the one that is there, after a check that it is of the same run, or a new one."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    if source.dtype not in names:
+def _index(source: Computed, rows_per_shard: int | None) -> Index:
+    """The index of a folder that holds these states."""
+    dtype = str(source.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
         raise UsageError(f"hidden states as {source.dtype}; allowed: {', '.join(DTYPES)}; give one of them as dtype")
     row_bytes = source.seq_len * source.hidden_size * source.dtype.itemsize
-    wanted = Index(
+    return Index(
         format_version=1,
         target=source.target.name,
         target_fingerprint=target_fingerprint(source.target),
@@ -251,58 +256,50 @@ def _prepare(folder: Path, source: Computed, rows_per_shard: int | None) -> Inde
         num_rows=source.num_rows,
         seq_len=source.seq_len,
         hidden_size=source.hidden_size,
-        dtype=names[source.dtype],
-        layer=source.layer,
-        rows_per_shard=max(1, SHARD_BYTES // row_bytes) if rows_per_shard is None else max(1, rows_per_shard),
+        dtype=dtype,
+        layer=None,
+        rows_per_shard=max(1, SHARD_BYTES // row_bytes if rows_per_shard is None else rows_per_shard),
     )
-    if not (folder / INDEX_FILE).is_file():
-        return _start(folder, wanted, source.rows)
-    given = read_index(folder)
-    ignored = {"target"} | ({"rows_per_shard"} if rows_per_shard is None else set())  # a name is no identity
+
+
+def _check_same(folder: Path, given: Index, wanted: Index) -> None:
+    """Raises UsageError where the folder's index is of another run; a target's name is no identity."""
+
+    def shown(value: object) -> str:
+        return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)  # sha256
+
     differing = [
-        f"{key.removesuffix('_fingerprint')} {_shown(value)} (asked for: {_shown(getattr(wanted, key))})"
-        for key, value in given.model_dump(exclude=ignored).items()
+        f"{key.removesuffix('_fingerprint')} {shown(value)} (asked for: {shown(getattr(wanted, key))})"
+        for key, value in given.model_dump(exclude={"target"}).items()
         if value != getattr(wanted, key)
     ]
     if differing:
         raise UsageError(
             f"{folder} holds other hidden states: {', '.join(differing)}; name another folder, or delete this one"
         )
-    return given
 
 
-def _shown(value: object) -> str:
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)  # sha256
-
-
-def _start(folder: Path, index: Index, rows: Rows) -> Index:
+def _start(folder: Path, index: Index) -> None:
     if stray := sorted(path.name for path in folder.glob("shard-*.safetensors")):
         raise UsageError(f"{folder} has no {INDEX_FILE} but holds {stray[0]}; name another folder, or delete this one")
-    rows_bytes = 9 * rows.tokens.numel()  # int32, int32, bool
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    _check_room(existing, index.num_rows * index.row_bytes + rows_bytes)
-    tensors = {"tokens": rows.tokens.int(), "document": rows.document.int(), "trained": rows.trained.bool()}
-    with _disk(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(folder / ROWS_FILE, tensors, {"data": index.data_fingerprint})
-        replace_file(folder / INDEX_FILE, (index.model_dump_json(indent=2) + "\n").encode())  # last: rows are complete
-    return index
+    _check_room(folder, index.num_rows * index.row_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / INDEX_FILE, (index.model_dump_json(indent=2) + "\n").encode())
 
 
-def _write_shard(folder: Path, index: Index, shard: int, source: Computed, bar: Bar) -> None:
-    rows = torch.tensor(index.rows_of(shard))
-    states = torch.empty(len(rows), index.seq_len, index.hidden_size, dtype=source.dtype)
+def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
+    """States of some rows on the host; raises UsageError where one is not finite."""
+    states = torch.empty(len(rows), source.seq_len, source.hidden_size, dtype=source.dtype)
     for places in torch.arange(len(rows)).split(source.batch_rows):
         part = source.hidden(rows[places])
         if not bool(torch.isfinite(part).all()):
             raise UsageError(
                 f"the target's states of rows {rows[places[0]]} to {rows[places[-1]]} hold NaN or infinity as "
-                f"{index.dtype}; allowed: finite values; give dtype bfloat16 or float32"
+                f"{str(source.dtype).removeprefix('torch.')}; allowed: finite values; give dtype bfloat16 or float32"
             )
         states[places] = part.cpu()
         bar.update(len(places))
-    with _disk(folder):
-        save_tensors(folder / shard_name(shard), {"hidden": states}, index.identity)
+    return states
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -313,22 +310,9 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
         partial.chmod(0o644)  # safetensors writes for the owner alone
 
 
-@contextmanager
-def _disk(folder: Path) -> Iterator[None]:
-    """Turns a failed write into one line; safetensors reports those of the system under its own name."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
-        reason = "the disk is full" if full else str(error)
-        raise UsageError(
-            f"{folder}: hidden states could not be written ({reason}); finished shards are intact: "
-            "make room and run again, it continues there"
-        ) from None
-
-
 def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if needed > free:
         raise UsageError(
             f"{folder}: hidden states need {needed / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free there; "
@@ -336,42 +320,21 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _has_shard(folder: Path, index: Index, shard: int) -> bool:
-    """Whether the shard is there; raises UsageError where it is but cannot be used."""
-    path = folder / shard_name(shard)
-    if path.is_file():
-        shape = [len(index.rows_of(shard)), index.seq_len, index.hidden_size]
-        _check_file(path, {"hidden": (STORED[index.dtype], shape)}, index.identity)
-    return path.is_file()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; raises UsageError for a damaged one."""
+def _shard(folder: Path, index: Index, shard: int) -> Tensor | None:
+    """The states of a shard, memory-mapped; None where it is not there. Raises UsageError where it cannot be used."""
+    path, shape = folder / shard_name(shard), (len(index.shards[shard]), index.seq_len, index.hidden_size)
+    if not path.is_file():
+        return None
     try:
         with safe_open(path, framework="pt") as handle:
-            yield handle
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            found = handle.metadata() or {}
+        given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        expected = {"hidden": (DTYPES[index.dtype], shape)}
+        if given != expected:
+            raise OSError(f"it holds {given}, {expected} is expected")
+        if not index.identity.items() <= found.items():
+            raise OSError(f"it belongs to other rows or another target than {INDEX_FILE} names")
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, str(error)) from None
-
-
-def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
-    with _opened(path) as handle:
-        return {name: handle.get_tensor(name) for name in names}
-
-
-def _check_file(path: Path, expected: dict[str, tuple[str, list[int]]], metadata: dict[str, str]) -> None:
-    """Raises UsageError unless the file's header names these tensors (dtype, shape) and holds this metadata."""
-    with _opened(path) as handle:
-        parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-        given = {name: (part.get_dtype(), list(part.get_shape())) for name, part in parts.items()}
-        found = handle.metadata() or {}
-    if given != expected:
-        raise _damaged(path, f"it holds {given}, {expected} is expected")
-    if any(found.get(key) != value for key, value in metadata.items()):
-        raise _damaged(path, f"it belongs to other rows or another target than {INDEX_FILE} names")
-
-
-def _damaged(path: Path, reason: str) -> UsageError:
-    what = "the folder" if path.name == ROWS_FILE else "it"
-    return UsageError(f"{path} is not usable ({reason}); delete {what} and run the command that made it again")
+        raise UsageError(f"{path} is not usable ({error}); delete it and run the command that made it again") from None
+    return tensors["hidden"]

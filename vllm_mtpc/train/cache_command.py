@@ -5,7 +5,6 @@ The rows are those that a training run with the same options packs, its held-out
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,21 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.flags import check_positive
     from vllm_mtpc.hf import choose_device
-    from vllm_mtpc.train import prepare
     from vllm_mtpc.train.cache import DTYPES, write_cache
+    from vllm_mtpc.train.run import check_before_work, read_data, read_target, settled
 
     check_positive(args, "rows_per_shard", "batch_rows")
     shared = {name: value for name, value in typed(args, TrainOptions).items() if name in SHARED}
     options = parse({**shared, "out": args.out}, "cache")
     device = choose_device(options.device)
-    prepare.check_before_work(options)
-    options = prepare.settled(options)
-    target = prepare.read_target(options, device)
-    data = prepare.read_data(options, target)
-    if data.report.warning:
-        print(f"warning: {data.report.warning}", file=sys.stderr)
-    cache = write_cache(args.out, target, data.rows, args.rows_per_shard, DTYPES.get(args.dtype), args.batch_rows)
-    index, tokens = cache.index, data.report.tokens
+    check_before_work(options)
+    options = settled(options)
+    target = read_target(options, device)
+    rows, report, _ = read_data(options, target, print)
+    index = write_cache(args.out, target, rows, args.rows_per_shard, DTYPES.get(args.dtype), args.batch_rows).index
     size = index.num_rows * index.row_bytes
-    print(f"{args.out}: {index.num_rows:,} rows, {tokens:,} tokens, {size / 1e9:.3f} GB, {index.dtype}")
+    print(f"{args.out}: {index.num_rows:,} rows, {report.tokens:,} tokens, {size / 1e9:.3f} GB, {index.dtype}")
     return 0

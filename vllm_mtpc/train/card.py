@@ -10,11 +10,13 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.checkpoint.card import front_matter
+from vllm_mtpc.checkpoint.save import front_matter
 from vllm_mtpc.engine.provenance import commit, hardware, public
+from vllm_mtpc.report import markdown
 
 if TYPE_CHECKING:
     from vllm_mtpc.train.options import TrainOptions
@@ -38,9 +40,6 @@ DEFINITIONS = """\
 - s.e.: standard error over sequences. They are computed on transformers; `vllm-mtpc doctor` compares them with what
   vLLM serves.
 """
-ADAPTERS = (
-    "It comes with adapters for the target's last {} layers, which are served on vLLM's Model Runner V2 alone.\n\n"
-)
 ACCEPTANCE = {
     "length": "expected number of accepted drafts (maximised)",
     "tv": "total variation between target and draft",
@@ -63,19 +62,18 @@ def provenance(
     another process started. Plots are listed if they lie in the out folder.
     """
     run = dict(run)
-    words = shlex.split(run.pop("command")) if "command" in run else [*program(sys.argv[0]), *sys.argv[1:]]
+    words = shlex.split(run.pop("command")) if "command" in run else typed()
     settings = {key: public(value) for key, value in options.model_dump(mode="json").items()}
-    data = {"names": settings["data"]}
-    for key, name in (("tokens", "tokens"), ("documents", "documents"), ("data_sha256", "sha256")):
-        if key in run:
-            data[name] = run.pop(key)
+    facts = {
+        name.removeprefix("data_"): run.pop(name) for name in ("tokens", "documents", "data_sha256") if name in run
+    }
     base_model = next(filter(is_hub_name, (verifier, options.target)), None)
     return {
         "command": shlex.join(public(word) for word in words),
         "commit": commit(),
         "hardware": hardware(),
         "seed": options.seed,
-        "data": data,
+        "data": {"names": settings["data"], **facts},
         "head": {**head, "target": public(verifier), "base_model": base_model},
         "settings": settings,
         "run": run,
@@ -89,10 +87,10 @@ def is_hub_name(target: str) -> bool:
     return HUB_NAME.fullmatch(target) is not None and not os.path.exists(target)
 
 
-def program(path: str) -> list[str]:
-    """How the program that runs was typed: `vllm-mtpc`, `python -m vllm_mtpc`, or a script's name."""
-    file = Path(path)
-    return ["python", "-m", file.parent.name] if file.name == "__main__.py" else [file.name]
+def typed() -> list[str]:
+    """The command that runs: `vllm-mtpc`, `python -m vllm_mtpc` or a script's name, and its words."""
+    file = Path(sys.argv[0])
+    return [*(["python", "-m", file.parent.name] if file.name == "__main__.py" else [file.name]), *sys.argv[1:]]
 
 
 class Words(NamedTuple):
@@ -122,7 +120,15 @@ def card(record: Mapping[str, Any], words: Words) -> str:
     else:
         parts += ["## Results\n", _table(results, words), words.definitions]
     parts += [f"![{PLOTS[plot]}]({plot})\n" for plot in record["plots"]]
-    parts += ["## Serve it\n", _serving(head, name, words)]
+    options = shlex.quote(f'{{"method": "{words.method}", "model": "{name}"}}')
+    serve = f"vllm serve {head['base_model'] or 'TARGET'} --speculative-config {options}"
+    relative = ", relative to this folder" if head["target"].startswith(".") else ""
+    parts += [
+        f"## Serve it\n\n{words.serving}With `vllm_mtpc` installed beside vLLM:\n",
+        _code(f"vllm serve {shlex.quote(name)}", serve),
+        f"The first form finds the target by the name in `config.json`{relative}; it drafts {head['drafts']} tokens "
+        "per step.\n",
+    ]
     if run["steps"]:
         parts += ["## Training\n", _training(record, words)]
     else:
@@ -132,32 +138,16 @@ def card(record: Mapping[str, Any], words: Words) -> str:
 
 def _table(results: Mapping[str, Mapping[str, Any]], words: Words) -> str:
     columns = list(results.values())
-    rows = [["", *(words.columns[key] for key in results)], ["---"] * (1 + len(columns))]
     totals = [f"**{values['tokens_per_step']:.3f}** (s.e. {values['standard_error']:.3f})" for values in columns]
-    rows.append(["Tokens/step", *totals])
-    for k in range(max(len(values["per_position"]) for values in columns)):
-        rows.append([f"Accepted up to {k + 1}", *(_number(values["per_position"][k : k + 1]) for values in columns)])
-    for key, label in words.rows.items():
-        if any(values.get(key) is not None for values in columns):
-            rows.append([label, *(_number([values.get(key)]) for values in columns)])
+    rows = [["Tokens/step", *totals]]
+    accepted = zip_longest(*(values["per_position"] for values in columns))
+    numbers = [(f"Accepted up to {k}", values) for k, values in enumerate(accepted, 1)]
+    numbers += [(label, [values.get(key) for values in columns]) for key, label in words.rows.items()]
+    for label, values in numbers:
+        if any(value is not None for value in values):
+            rows.append([label, *("" if value is None else f"{value:.3f}" for value in values)])
     rows.append(["Sequences / contexts", *(f"{values['sequences']} / {values['contexts']}" for values in columns)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
-def _number(value: Sequence[float | None]) -> str:
-    return "".join(f"{one:.3f}" for one in value if one is not None)
-
-
-def _serving(head: Mapping[str, Any], name: str, words: Words) -> str:
-    options = f'{{"method": "{words.method}", "model": "{name}"}}'
-    serve = f"vllm serve {head['base_model'] or 'TARGET'} --speculative-config {shlex.quote(options)}"
-    relative = ", relative to this folder" if head["target"].startswith(".") else ""
-    return (
-        f"{words.serving}With `vllm_mtpc` installed beside vLLM:\n\n"
-        + _code(f"vllm serve {shlex.quote(name)}", serve)
-        + f"\nThe first form finds the target by the name in `config.json`{relative}; "
-        + f"it drafts {head['drafts']} tokens per step.\n"
-    )
+    return markdown(["", *(words.columns[key] for key in results)], rows) + "\n"
 
 
 def _training(record: Mapping[str, Any], words: Words) -> str:
@@ -178,8 +168,8 @@ def _training(record: Mapping[str, Any], words: Words) -> str:
             f"- {run['minutes']:.1f} minutes on {machine}: {run['tokens_per_second']:,.0f} window tokens/s, at most "
             f"{run['peak_memory_bytes'] / 2**30:.2f} GiB of memory in a process."
         )
-    lines += ["- Command:\n", _code(record["command"])]
-    return "\n".join(lines) + "\nAll settings are in `provenance.json`.\n"
+    lines += ["- Command:\n", _code(record["command"]), "All settings are in `provenance.json`.\n"]
+    return "\n".join(lines)
 
 
 def _data(settings: Mapping[str, Any], data: Mapping[str, Any]) -> str:
@@ -225,7 +215,11 @@ def circuit_card(record: Mapping[str, Any]) -> str:
         definitions=DEFINITIONS,
         loss=loss_sentence(settings),
         start=f"the head `{settings['init_from']}`" if settings["init_from"] else start,
-        serving=ADAPTERS.format(layers) if layers else "",
+        serving=(
+            f"It comes with adapters for the target's last {layers} layers, which are served on vLLM's Model Runner V2 "
+            "alone.\n\n"
+        )
+        * bool(layers),
     )
     return card(record, words)
 
@@ -233,22 +227,17 @@ def circuit_card(record: Mapping[str, Any]) -> str:
 def loss_sentence(settings: Mapping[str, Any]) -> str:
     """The loss of a circuit in a sentence, from the options of a run."""
     beta, share = settings["beta"], settings["acceptance"]
-    terms = []
-    if share < 1 and beta < 1:
-        terms.append(f"{_percent((1 - share) * (1 - beta))}conditional negative log-likelihood of the text")
-    if share < 1 and beta > 0:
-        kl = "KL(target || draft)" if settings["kl"] == "forward" else "KL(draft || target)"
-        over = "the vocabulary" if settings["kl_form"] == "full" else "the text's token against the rest"
-        terms.append(f"{_percent((1 - share) * beta)}{kl} over {over}")
-    if share > 0:
-        terms.append(f"{_percent(share)}{ACCEPTANCE[settings['acceptance_form']]}")
+    kl = "KL(target || draft)" if settings["kl"] == "forward" else "KL(draft || target)"
+    over = "the vocabulary" if settings["kl_form"] == "full" else "the text's token against the rest"
+    shares = {
+        "conditional negative log-likelihood of the text": (1 - share) * (1 - beta),
+        f"{kl} over {over}": (1 - share) * beta,
+        ACCEPTANCE[settings["acceptance_form"]]: share,
+    }
+    terms = [("" if part == 1 else f"{100 * part:g} % ") + term for term, part in shares.items() if part > 0]
     is_length = share > 0 and settings["acceptance_form"] == "length"  # its positions weigh alike
     if share == 1 and is_length:
         return f"{terms[0]}."
     which = "position k of the other terms" if is_length else "position k"
     first = "" if settings["train_first"] else ", the first token left out"
     return f"{' + '.join(terms)}; {which} weighted by {settings['gamma']:g}^(k-1){first}."
-
-
-def _percent(share: float) -> str:
-    return "" if share == 1 else f"{100 * share:g} % "

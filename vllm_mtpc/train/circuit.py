@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +18,15 @@ from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
-from vllm_mtpc.train.cache import DTYPES, INDEX_FILE, Computed, HiddenSource, read_index, write_cache
+from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.card import circuit_card
-from vllm_mtpc.train.drafter import Drafter
 from vllm_mtpc.train.job import Job
+from vllm_mtpc.train.losses import Drafter
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.windows import default_block_rows
 
 if TYPE_CHECKING:
     from vllm_mtpc.data.rows import Rows
     from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.heads.base import Head
     from vllm_mtpc.hf import Target
 
 
@@ -55,8 +54,13 @@ class CircuitJob(Job):
             lora_layers=options.lora_layers,
             **{name: getattr(options, name) for name in head_options()},
         )
-        self.head = initial_head(options, self.config, target)
-        self.layers = None
+        self.head, self.layers = build_head(self.config), None
+        if options.init_from:
+            init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
+        elif options.init == "lm-head":
+            init_from_lm_head(self.head, target.lm_head.weight.float().cpu(), options.seed)
+        if self.head.needs_lm_head:
+            self.head.bind_lm_head(target.logits)
         if options.lora_layers:
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
             self.layers = DraftLayers(target, layers=options.lora_layers, **sizes)
@@ -98,17 +102,12 @@ class CircuitJob(Job):
         cache = self.options.cache
         if self.options.lora_layers:
             return Computed(self.target, rows, layer=self.target.config.num_hidden_layers - self.options.lora_layers)
-        if cache is None:
-            return Computed(self.target, rows)
-        if not (cache / INDEX_FILE).is_file():
-            return write_cache(cache, self.target, rows)
-        made = read_index(cache)  # by `vllm-mtpc cache`, in the dtype and shards that were asked for there
-        return write_cache(cache, self.target, rows, made.rows_per_shard, DTYPES[made.dtype])
+        return Computed(self.target, rows) if cache is None else write_cache(cache, self.target, rows)
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """1 GiB of them. Draft layers run over whole rows, so a block then holds about one step's windows."""
+        """Draft layers run over whole rows, so a block then holds about one step's windows."""
         if not self.options.lora_layers:
-            return default_block_rows(self.options.seq_len, self.target.hidden_size, self.target.dtype)
+            return super().block_rows(source, world)
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
         return max(world, self.options.windows_per_step // per_row)
 
@@ -116,12 +115,8 @@ class CircuitJob(Job):
         names = ("circuit", "window", "num_components", "head", "lora_layers")
         return {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
 
-    def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-        values = super().record(results, run)
-        values["settings"]["num_components"] = self.options.num_components
-        return values
-
     def save(self, record: dict[str, Any]) -> None:
+        record["settings"]["num_components"] = self.options.num_components
         dtype = getattr(torch, self.options.dtype)
         save_head(self.options.out, self.config, self.head, record, circuit_card(record), dtype, self.layers)
 
@@ -137,8 +132,7 @@ class CircuitJob(Job):
         head, results = head.to(self.target.device), {}
         for name, some in samples.items():
             read = some if self.layers is None else with_draft_layers(some, self.layers)
-            greedy = self.samplings()[name].temperature == 0
-            results[name] = measure(head, self.target, read, greedy=greedy).as_dict()
+            results[name] = asdict(measure(head, self.target, read, self.samplings()[name]))
         return results
 
     def lines(self, results: Mapping[str, Any]) -> list[str]:
@@ -152,21 +146,9 @@ class CircuitJob(Job):
             return []
         is_cpu, load = self.target.device.type == "cpu", load_of(self.config, self.target.config)
         ranges = default_schedule(measured.values(), self.config.num_speculative_tokens, is_cpu, load)
-        lines = []
-        for name in measured:
-            steps = [f"{as_served(measured, ranges, batch)[name]:.2f} at {batch}" for batch in (1, 4, 16, 64)]
-            which = f"tokens/step at T={name.removeprefix('t')}"
-            lines.append(f"as served by default, by requests at once, {which}: {', '.join(steps)}")
-        return lines
-
-
-def initial_head(options: TrainOptions, config: HeadConfig, target: Target) -> Head:
-    """A head as the run starts it: another head's weights, the target's lm_head, or small random ones; float32."""
-    head = build_head(config)
-    if options.init_from:
-        init_from_head(head, load_head(resolve_head(options.init_from))[1], options.seed)
-    elif options.init == "lm-head":
-        init_from_lm_head(head, target.lm_head.weight.float().cpu(), options.seed)
-    if head.needs_lm_head:
-        head.bind_lm_head(target.logits)
-    return head
+        served = {batch: as_served(measured, ranges, batch) for batch in (1, 4, 16, 64)}
+        return [
+            f"as served by default, by requests at once, tokens/step at T={name.removeprefix('t')}: "
+            + ", ".join(f"{steps[name]:.2f} at {batch}" for batch, steps in served.items())
+            for name in measured
+        ]

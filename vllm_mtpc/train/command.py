@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     check_out(options)
-    from vllm_mtpc.train.prepare import check_before_work
-    from vllm_mtpc.train.run import on_ray, train
+    from vllm_mtpc.train.run import check_before_work, on_ray, train
 
     check_before_work(options)
     if options.regenerate and not options.dry_run:
@@ -57,10 +57,15 @@ def has_state(options: TrainOptions) -> bool:
 def check_out(options: TrainOptions) -> None:
     """Raises UsageError where the run would replace, before it has anything better, what another one learnt."""
     out = options.out
-    if options.dry_run and (what := learnt_head(out)):
-        raise UsageError(
-            f"out={out} holds {what}, which --dry-run would replace with an untrained one; type another --out"
-        )
+    if options.dry_run and is_head(out):
+        what = "a head"  # converted, or saved by other code
+        with suppress(CheckpointError, LookupError, TypeError):
+            steps = read_json(out / PROVENANCE_FILE)["run"]["steps"]
+            what = f"a head of {steps:,} steps" if steps else ""  # none: it was never trained
+        if what:
+            raise UsageError(
+                f"out={out} holds {what}, which --dry-run would replace with an untrained one; type another --out"
+            )
     if not options.dry_run and not options.resume and has_state(options):
         raise UsageError(
             f"out={out} holds the state of another run ({STATE_FOLDER}/{STATE_FILE}); type --resume to go on with it, "
@@ -68,26 +73,14 @@ def check_out(options: TrainOptions) -> None:
         )
 
 
-def learnt_head(folder: Path) -> str | None:
-    """What to call the head in a folder; None for no head, or one that its record says was never trained."""
-    if not is_head(folder):
-        return None
-    try:
-        steps = read_json(folder / PROVENANCE_FILE)["run"]["steps"]
-    except (CheckpointError, LookupError, TypeError):
-        return "a head"  # converted, or saved by other code
-    return f"a head of {steps:,} steps" if steps else None
-
-
 def read_options(args: argparse.Namespace) -> TrainOptions:
     """The options of a command line and its file. Raises UsageError."""
-    values = read_yaml(args.config) if args.config else {}
-    source = str(args.config) if args.config else "train"
-    missing = [name for name in ("target", "data", "out") if name not in values | typed(args, TrainOptions)]
-    if missing:
-        flags = ", ".join(f"--{name}" for name in missing)
-        raise UsageError(f"train: {flags} missing; type: vllm-mtpc train --target MODEL --data DATA --out DIR")
-    return parse(values | typed(args, TrainOptions), source)
+    values = (read_yaml(args.config) if args.config else {}) | typed(args, TrainOptions)
+    if missing := [f"--{name}" for name in ("target", "data", "out") if name not in values]:
+        raise UsageError(
+            f"train: {', '.join(missing)} missing; type: vllm-mtpc train --target MODEL --data DATA --out DIR"
+        )
+    return parse(values, str(args.config or "train"))
 
 
 def with_responses(options: TrainOptions) -> TrainOptions:
@@ -102,26 +95,21 @@ def with_responses(options: TrainOptions) -> TrainOptions:
         )
     greedy = round(options.regenerate * options.job.greedy_share(options))
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    files = []
-    for name, how, count in (
-        ("sampled", sampled, options.regenerate - greedy),
-        ("greedy", {"temperature": 0.0}, greedy),
-    ):
-        if not count:
-            continue
-        settings = RegenerateOptions(
-            target=options.target,
-            data=options.data,
-            out=options.out / "data" / f"{name}.jsonl",
-            **how,
-            max_tokens=options.regenerate_tokens,
-            prompt_tokens=options.regenerate_prompt_tokens,
-            crops=options.regenerate_crops,
-            limit=count,
-            seed=options.seed,
-            split=options.split,
-            dtype=options.target_dtype,
-            kv_cache_memory=options.regenerate_memory,
-        )
-        files.append(str(regenerate(settings)))
-    return options.model_copy(update={"data": files})
+    ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
+    shared = {
+        "target": options.target,
+        "data": options.data,
+        "max_tokens": options.regenerate_tokens,
+        "prompt_tokens": options.regenerate_prompt_tokens,
+        "crops": options.regenerate_crops,
+        "seed": options.seed,
+        "split": options.split,
+        "dtype": options.target_dtype,
+        "kv_cache_memory": options.regenerate_memory,
+    }
+    files = [
+        regenerate(RegenerateOptions(**shared, **how, out=options.out / "data" / f"{name}.jsonl", limit=count))
+        for name, (count, how) in ways.items()
+        if count
+    ]
+    return options.model_copy(update={"data": [str(file) for file in files]})

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.eval.loading import prompts
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import Samples, generate
+from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.hf import check_length
-from vllm_mtpc.plots.heads import plot_run
+from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.train.card import provenance
 from vllm_mtpc.train.loop import METRICS_FILE, read_metrics
@@ -22,11 +21,12 @@ from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import WindowSource
 
 if TYPE_CHECKING:
-    from vllm_mtpc.data.documents import Documents
     from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.data.sources import Documents
     from vllm_mtpc.hf import Target
     from vllm_mtpc.train.cache import HiddenSource
 
+BLOCK_BYTES = 1 << 30
 SEEDS = {"t1": 101, "t0": 102}
 
 
@@ -44,6 +44,7 @@ class Job(ABC):
 
     def __init__(self, options: TrainOptions, target: Target) -> None:
         self.options, self.target = options, target
+        self.verifier = options.verifier or verifier_name(options.target, options.out)  # how the head names its target
         torch.manual_seed(options.seed)
 
     @classmethod
@@ -74,9 +75,13 @@ class Job(ABC):
     def source(self, rows: Rows) -> HiddenSource:
         """What windows are cut from."""
 
-    @abstractmethod
+    def numbers_held(self) -> int:
+        """Numbers of the target's dtype that are held of each token of a block."""
+        return self.target.hidden_size
+
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """Rows whose windows are shuffled together, where the options do not say."""
+        """Rows whose windows are shuffled together, where the options do not say: 1 GiB of them is held."""
+        return max(1, BLOCK_BYTES // (self.options.seq_len * self.numbers_held() * self.target.dtype.itemsize))
 
     def windows(self, source: HiddenSource, rank: int = 0, world: int = 1) -> WindowSource:
         """The steps of the run."""
@@ -85,22 +90,13 @@ class Job(ABC):
         sizes = options.window, options.windows_per_step, block_rows, options.seed
         return WindowSource(source, *sizes, rank, world, self.draw)
 
-    @property
-    def verifier(self) -> str:
-        """How the head names its target."""
-        return self.options.verifier or verifier_name(self.options.target, self.options.out)
-
-    def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of provenance.json, less the package versions."""
-        return provenance(self.options, self.described(), self.verifier, results, run)
-
     @abstractmethod
     def described(self) -> dict[str, Any]:
         """What provenance.json says of the head."""
 
     @abstractmethod
     def save(self, record: dict[str, Any]) -> None:
-        """Writes the head's folder, `record` as its provenance, and the card made from it."""
+        """Writes the head's folder, with what `provenance` returns and the card made from it."""
 
     @abstractmethod
     def take(self, weights: Mapping[str, Tensor]) -> None:
@@ -119,7 +115,8 @@ class Job(ABC):
         """What else the run prints about the results."""
 
     def write(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        self.save(self.record(results, run))
+        """The head's folder, with what is known of it so far."""
+        self.save(provenance(self.options, self.described(), self.verifier, results, run))
 
     def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, measure what was written, and write it again with its results and plots."""
@@ -127,7 +124,8 @@ class Job(ABC):
         self.take(weights)
         self.write({}, run)  # first of all: nothing that follows can lose it
         results = self.measure(self.held_out(texts)) if texts else {}
-        plot_run(out, read_metrics(out / METRICS_FILE), self.loss_unit(self.options), kind, results)
+        plot_loss(read_metrics(out / METRICS_FILE), out, self.loss_unit(self.options))
+        plot_acceptance({kind: results}, out)
         self.write(results, run)
         print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
         for name, values in results.items():
@@ -158,7 +156,7 @@ def held_out_prompts(options: TrainOptions, target: Target, documents: Documents
     if not options.evaluation_sequences:
         return []
     texts = prompts(documents, options.evaluation_sequences, options.evaluation_prompt_tokens, options.seed)
-    check_length(target, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
+    check_length(target.name, target.config, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
     return texts
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,9 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import state
-from vllm_mtpc.train.memory import peak_memory_bytes
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
-from vllm_mtpc.train.stopping import Stopping
 from vllm_mtpc.train.windows import Windows, WindowSource
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
     return options.learning_rate * rise * fall
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this process has held: on CUDA what torch allocated there; elsewhere its largest resident set. Bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
 class Trainer:
     """Trains a drafter on a source of windows, from step 0 or from the state in the out folder."""
 
@@ -58,12 +66,8 @@ class Trainer:
         self.folder = options.out / STATE_FOLDER
         self.step = 0
         self.saved: int | None = None  # the step of the state on disk that this run wrote or started from
-        self.stopping = Stopping(options.save_minutes, accelerator.num_processes)
+        self.stopping = state.Stopping(options.save_minutes, accelerator.num_processes)
         self.tokens_per_second = 0.0
-
-    @property
-    def is_main(self) -> bool:
-        return self.accelerator.is_main_process
 
     def run(self) -> None:
         """All steps, or those up to a signal (`stopping.signal`), the state saved either way.
@@ -74,8 +78,8 @@ class Trainer:
             self.step = state.load_state(self.folder, self.drafter, self.optimizer.optimizer, self.options)
             self.saved = self.step
         self._start_metrics()
-        shown = {"desc": self.options.job.kind(self.options), "unit": "step", "disable": not self.is_main}
-        with self.stopping, Bar(total=self.steps, initial=self.step, **shown) as bar:
+        kind, quiet = self.options.job.kind(self.options), not self.accelerator.is_main_process
+        with self.stopping, Bar(total=self.steps, initial=self.step, desc=kind, unit="step", disable=quiet) as bar:
             self._steps(bar)
 
     def _steps(self, bar: Bar) -> None:
@@ -104,9 +108,8 @@ class Trainer:
     def save(self) -> None:
         """The trainer's state after the steps so far. Raises CheckpointError for weights that are not finite."""
         self._check_weights()
-        state.save_state(
-            self.folder, self.drafter, self.optimizer.optimizer, self.step, self.options, is_main=self.is_main
-        )
+        what = self.folder, self.drafter, self.optimizer.optimizer, self.step, self.options
+        state.save_state(*what, is_main=self.accelerator.is_main_process)
         self.saved = self.step
         self.stopping.saved()
 
@@ -119,11 +122,10 @@ class Trainer:
         """One optimiser step. Returns this process's share of the loss and what was watched."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parts = split(batch, self.options.grad_accumulation)
-        total, watched = torch.zeros((), device=self.accelerator.device), None
-        for number, part in enumerate(parts):
-            is_last = number == len(parts) - 1
-            with self.accelerator.no_sync(self.drafter) if not is_last else nullcontext():
+        parts, total, watched = self.options.grad_accumulation, torch.zeros((), device=self.accelerator.device), None
+        for number in range(parts):  # every process takes the same number of them
+            part, is_last = batch.each(lambda value, number=number: value[number::parts]), number == parts - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(self.drafter):
                 loss, watched = self.drafter(part, watch=watch and is_last)
                 self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
@@ -144,21 +146,20 @@ class Trainer:
         before its step alone."""
         held = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         held += [value for moments in self.optimizer.state.values() for value in moments.values()]
-        shards = [value.to_local() if isinstance(value, DTensor) else value for value in held]
         unfit = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
-        for shard in shards:
+        for value in held:
+            shard = value.to_local() if isinstance(value, DTensor) else value
             unfit += (~shard.detach().isfinite().all()).to(unfit.device)
         if self.accelerator.reduce(unfit, "sum").item():
             raise self._diverged("weights or their moments are NaN or infinite")
 
     def _diverged(self, what: str) -> state.CheckpointError:
         """The error of a run that cannot go on."""
-        again = "lower learning_rate, or use precision float32, and train again"
-        if self.saved is None:
-            return state.CheckpointError(f"{what} at step {self.step}: {again}; no state was saved before")
+        kept = "; no state was saved before"
+        if self.saved is not None:
+            kept = f" into another out folder; the state of step {self.saved} is intact ({self.folder})"
         return state.CheckpointError(
-            f"{what} at step {self.step}: {again} into another out folder; the state of step {self.saved} is intact "
-            f"({self.folder})"
+            f"{what} at step {self.step}: lower learning_rate, or use precision float32, and train again{kept}"
         )
 
     def _log(self, loss: float, watched: Tensor, rate: float) -> dict[str, Any]:
@@ -172,7 +173,7 @@ class Trainer:
             "tokens_per_second": round(self.tokens_per_second, 1),
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
         }
-        if self.is_main:
+        if self.accelerator.is_main_process:
             with open(self.options.out / METRICS_FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self.accelerator.log({key: value for key, value in line.items() if key != "step"}, step=self.step)
@@ -180,7 +181,7 @@ class Trainer:
 
     def _start_metrics(self) -> None:
         """Metrics of steps after the one that is resumed from are of a run that never happened: drop them."""
-        if not self.is_main:
+        if not self.accelerator.is_main_process:
             return
         self.options.out.mkdir(parents=True, exist_ok=True)
         file = self.options.out / METRICS_FILE
@@ -197,13 +198,3 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return lines
-
-
-def split(batch: Windows, parts: int) -> list[Windows]:
-    """The windows of a batch in `parts` batches that share its counts; every process makes the same number."""
-    split_up = {
-        name: value for name in ("tokens", "row", "start", "draws") if (value := getattr(batch, name)) is not None
-    }
-    return [
-        batch._replace(**{name: value[number::parts] for name, value in split_up.items()}) for number in range(parts)
-    ]

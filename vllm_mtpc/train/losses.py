@@ -23,21 +23,23 @@ Means are over windows with a token at k; positions without one are marginalised
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
-
-if TYPE_CHECKING:
-    from vllm_mtpc.heads.base import Head
-    from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.base import Head
+from vllm_mtpc.hf import Target
+from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
 COPIES = 4  # logits, log-softmax, its exponential and a gradient exist at once
+WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -130,17 +132,11 @@ def chunk_size(options: TrainOptions, vocab_size: int) -> int:
     """Windows whose logits exist at once."""
     if options.chunk_windows:
         return options.chunk_windows
-    bytes_per_window = options.window * options.num_components * vocab_size * 4 * COPIES
-    return max(1, CHUNK_BYTES // bytes_per_window)
+    return max(1, CHUNK_BYTES // (options.window * options.num_components * vocab_size * 4 * COPIES))
 
 
 def step_loss(
-    head: Head,
-    drafted: Tensor,
-    tokens: Tensor,
-    counts: Tensor,
-    log_p: Callable[[slice], Tensor],
-    options: TrainOptions,
+    head: Head, drafted: Tensor, tokens: Tensor, counts: Tensor, log_p: Callable[[slice], Tensor], options: TrainOptions
 ) -> Tensor:
     """L of the windows of a step, chunk by chunk, each recomputed in the backward pass where there are several.
 
@@ -148,19 +144,80 @@ def step_loss(
     some windows, asked for only where the options need it.
     """
 
-    def chunk_loss(hidden: Tensor, piece: slice) -> Tensor:
+    def chunk_loss(piece: slice) -> Tensor:
         target = log_p(piece) if options.needs_law else None
         # The head's products alone are cast: its logits return as float32, and so the circuit is.
-        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            params = head(hidden)
+        with torch.autocast(drafted.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+            params = head(drafted[piece])
         return window_loss(head.circuit, params, tokens[piece], target, options, counts)
 
     size = chunk_size(options, head.vocab_size)
-    pieces = [slice(first, min(first + size, len(tokens))) for first in range(0, len(tokens), size)]
-    total = drafted.new_zeros((), dtype=torch.float32)
-    for piece in pieces:
-        if len(pieces) > 1 or options.checkpoint_circuit:
-            total = total + checkpoint(chunk_loss, drafted[piece], piece, use_reentrant=False)
-        else:
-            total = total + chunk_loss(drafted[piece], piece)
-    return total
+    return in_chunks(chunk_loss, len(tokens), size, options.checkpoint_circuit)
+
+
+def in_chunks(loss: Callable[[slice], Tensor], windows: int, size: int, recompute: bool = False) -> Tensor:
+    """The sum of a loss over chunks of `size` windows; each is computed again in the backward pass where there are
+    several, so that one exists at a time, or with `recompute`."""
+    pieces = [slice(first, min(first + size, windows)) for first in range(0, windows, size)]
+    recompute = recompute or len(pieces) > 1
+    return sum(checkpoint(loss, piece, use_reentrant=False) if recompute else loss(piece) for piece in pieces)
+
+
+class Drafter(nn.Module):
+    """The head, with draft layers where it has some. The target stays outside: it is neither trained nor sharded."""
+
+    def __init__(self, head: Head, target: Target, options: TrainOptions, layers: DraftLayers | None = None) -> None:
+        super().__init__()
+        self.head = head
+        self.layers = layers
+        self.options = options
+        self._target = [target]  # in a list, so that it is no submodule
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The loss (nats, scalar) and, when watched, the expected tokens of a step started at these windows."""
+        device, window = self.target.device, self.options.window
+        if not len(batch.row):  # other processes have windows in this step, and wait for this one's gradient
+            batch = _masked(batch, window)
+        tokens, counts, row, start = (part.to(device) for part in (batch.tokens, batch.counts, batch.row, batch.start))
+        hidden = batch.hidden.to(device)
+        if self.layers is None:
+            drafted = verified = hidden
+        else:  # `hidden` is what enters the draft layers
+            drafted, verified = self.layers.draft(hidden, batch.document), self.layers.verifier(hidden, batch.document)
+
+        def law(piece: slice) -> Tensor:
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                states = window_states(verified, row[piece], start[piece], window)
+                return self.target.logits(states).log_softmax(-1)
+
+        read = drafted[row, start]
+        # Draft states in the head's dtype, as when it is served; autocast takes care of the products.
+        read = read.to(next(self.head.parameters()).dtype)
+        loss = step_loss(self.head, read, tokens, counts, law, self.options)
+        if not watch:
+            return loss, None
+        with torch.no_grad():
+            some = slice(0, WATCHED)
+            return loss, watched_tokens(self.head, read[some], tokens[some], law(some))
+
+
+def _masked(batch: Windows, window: int) -> Windows:
+    """A batch without windows as one window without tokens: no loss, a gradient of zero."""
+    hidden, document = batch.hidden, batch.document
+    if not len(hidden):
+        hidden, document = hidden.new_zeros(1, *hidden.shape[1:]), document.new_zeros(1, *document.shape[1:])
+    tokens, first = batch.tokens.new_full((1, window), -1), torch.zeros(1, dtype=torch.long)
+    return batch._replace(tokens=tokens, row=first, start=first, hidden=hidden, document=document)
+
+
+def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, law: Tensor) -> Tensor:
+    """Sums [2] over windows [B]: tokens a step started there is expected to gain at T=1 on this text, and windows."""
+    log_q = conditionals(head.circuit, head(hidden), tokens)
+    ratio = (_at(log_q, tokens) - _at(law, tokens))[:, 1:].clamp(max=0).exp()
+    alive = ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)
+    windows = (tokens[:, 0] >= 0).sum()
+    return torch.stack([alive.sum() + windows, windows.to(alive.dtype)])

@@ -13,9 +13,6 @@ from vllm_mtpc.errors import UsageError, one_line
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import option_fields
 
-REGENERATE_OPTIONS = (
-    "regenerate_prompt_tokens", "regenerate_crops", "regenerate_tokens", "regenerate_greedy_share", "regenerate_memory",
-)  # fmt: skip
 STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
 DEFAULT_METHOD = "mtpc"  # of heads by their own names; `head` names any other family itself
 
@@ -156,7 +153,8 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
             raise ValueError(f"init={self.init!r} beside init_from, whose weights the head starts with: remove one")
         if self.validation_data and self.given("validation_share"):
             raise ValueError("validation_share beside validation_data, which is all that is held out: remove one")
-        if not self.regenerate and (name := self.given(*REGENERATE_OPTIONS)):
+        of_responses = [name for name in type(self).model_fields if name.startswith("regenerate_")]
+        if not self.regenerate and (name := self.given(*of_responses)):
             raise ValueError(f"{name} without regenerate: remove {name}, or set regenerate to a number of responses")
         names = [*self.data, *self.validation_data]
         if self.given("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
@@ -169,9 +167,8 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
 
     def given(self, *names: str) -> str | None:
         """The first of the options that was given another value than its default."""
-        fields = type(self).model_fields
-        changed = (n for n in names if n in self.model_fields_set and getattr(self, n) != fields[n].default)
-        return next(changed, None)
+        given, fields = self.model_fields_set.intersection(names), type(self).model_fields
+        return next((name for name in names if name in given and getattr(self, name) != fields[name].default), None)
 
     @property
     def job(self) -> Any:
@@ -217,8 +214,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{file}: cannot be read as YAML ({reason}); correct the file") from None
+        raise UsageError(f"{file}: cannot be read as YAML ({' '.join(str(error).split())}); correct the file") from None
     if not isinstance(values, dict):
         raise UsageError(f"{file}: holds {type(values).__name__}; expected are lines 'option: value'")
     return values

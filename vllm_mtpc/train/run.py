@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 import sys
 import time
@@ -14,24 +15,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_mtpc.data.sources import size_of
+from vllm_mtpc.checkpoint import read_config, resolve_head
+from vllm_mtpc.checkpoint.locate import check_out
+from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
+from vllm_mtpc.data.sources import Documents, load_documents, size_of
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, UsageError, install
-from vllm_mtpc.train import prepare
-from vllm_mtpc.train.card import program
-from vllm_mtpc.train.fingerprints import data_fingerprint
+from vllm_mtpc.hf import Target, choose_device, load_target
+from vllm_mtpc.hf.model import target_config
+from vllm_mtpc.train.cache import data_fingerprint
+from vllm_mtpc.train.card import typed
 from vllm_mtpc.train.job import held_out_prompts
-from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
-from vllm_mtpc.train.memory import peak_memory_bytes
+from vllm_mtpc.train.loop import METRICS_FILE, Trainer, peak_memory_bytes, read_metrics
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
 from vllm_mtpc.train.state import paths
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from vllm_mtpc.hf import Target
-
 AGAIN = "the same command with --resume"
+SEQ_LEN = 1024  # tokens of a row where none are named
+WINDOW_BYTES = 16  # of data for each window of a run: a window starts at a token, and few tokens have more bytes
+LEAST_BYTES = 16 << 20  # read in any case, so that what is held out is varied
+
+
+def _quiet(*args: Any, **kwargs: Any) -> None:
+    """What processes other than the first one print."""
 
 
 def train(options: TrainOptions, command: str | None = None, again: str = AGAIN) -> Path:
@@ -41,11 +50,11 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     Raises an MtpcError for anything a user can mend, and SystemExit where a signal ended the steps; what was written
     before stays valid.
     """
-    prepare.check_before_work(options)
-    options = prepare.settled(options)
+    check_before_work(options)
+    options = settled(options)
     accelerator = make_accelerator(options)
     say = print if accelerator.is_main_process else _quiet
-    target = prepare.read_target(options, accelerator.device)
+    target = read_target(options, accelerator.device)
     job = options.job(options, target)
     say(f"target {options.target}: vocabulary {target.vocab_size}, hidden size {target.hidden_size}, {target.dtype}")
     if options.dry_run:
@@ -54,10 +63,10 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
             say(f"untrained head written: {options.out}")
         return options.out
     started = time.monotonic()
-    data = _read_data(options, target, say)
-    prompts = held_out_prompts(options, target, data.held_out)
+    rows, report, held_out = read_data(options, target, say)
+    prompts = held_out_prompts(options, target, held_out)
     with accelerator.main_process_first():  # one process writes the cache, the others find it
-        source = job.source(data.rows)
+        source = job.source(rows)
     windows = job.windows(source, accelerator.process_index, accelerator.num_processes)
     steps = options.max_steps or max(1, int(windows.steps_per_epoch() * options.epochs))
     trainer = Trainer(options, accelerator, job.drafter(), windows, steps)
@@ -71,43 +80,21 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     trained = trainer.weights()
     accelerator.end_training()  # the other processes need not wait for what follows
     if accelerator.is_main_process:
-        run = {"minutes": round((time.monotonic() - started) / 60, 1), **_run(trainer, data)}
+        peak = peak_memory_bytes(accelerator.device)
+        now = {"tokens_per_second": trainer.tokens_per_second, "peak_memory_bytes": peak}
+        lines = read_metrics(options.out / METRICS_FILE) or [now]  # of a finished run that is resumed they may be gone
+        run = {
+            "minutes": round((time.monotonic() - started) / 60, 1),
+            "steps": trainer.step,
+            "tokens": report.tokens,
+            "documents": report.documents,
+            "data_sha256": data_fingerprint(rows),
+            "tokens_per_second": lines[-1]["tokens_per_second"],
+            "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
+            "processes": accelerator.num_processes,
+        }
         job.finish(trained, prompts, run | ({"command": command} if command else {}))
     return options.out
-
-
-def _read_data(options: TrainOptions, target: Target, say: Callable[..., None]) -> prepare.Data:
-    """The data of the run, and a line on what it is."""
-    most, size = prepare.most_bytes(options), size_of(options.data)
-    if most and most < size:
-        say(f"data: about {most / 1e6:,.0f} of {size / 1e6:,.0f} MB are read, spread over all of it: what "
-            f"{options.max_steps:,} steps need")  # fmt: skip
-    data = prepare.read_data(options, target)
-    report = data.report
-    say(f"data: {report.tokens:,} tokens of {report.documents:,} documents in {report.rows:,} rows, "
-        f"{report.padding:.1%} padding, {report.dropped:,} documents too short")  # fmt: skip
-    if report.warning:
-        say(f"warning: {report.warning}", file=sys.stderr)
-    return data
-
-
-def _run(trainer: Trainer, data: prepare.Data) -> dict[str, Any]:
-    """What provenance.json says of a run."""
-    metrics = read_metrics(trainer.options.out / METRICS_FILE)
-    now = {  # a finished run that is resumed logs nothing, and its metrics may be gone
-        "tokens_per_second": trainer.tokens_per_second,
-        "peak_memory_bytes": peak_memory_bytes(trainer.accelerator.device),
-    }
-    lines = metrics or [now]
-    return {
-        "steps": trainer.step,
-        "tokens": data.report.tokens,
-        "documents": data.report.documents,
-        "data_sha256": data_fingerprint(data.rows),
-        "tokens_per_second": lines[-1]["tokens_per_second"],
-        "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
-        "processes": trainer.accelerator.num_processes,
-    }
 
 
 def make_accelerator(options: TrainOptions) -> Accelerator:
@@ -115,20 +102,16 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    if options.device.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise UsageError(f"device {options.device!r}: torch sees no CUDA device; set device to auto")
-        if ":" in options.device:
-            torch.cuda.set_device(options.device)
-    elif options.device not in ("auto", "cpu"):
-        raise UsageError(f"device {options.device!r}: allowed are auto, cpu, cuda and cuda:N")
+    device = choose_device(options.device)
+    if options.device.startswith("cuda:"):
+        torch.cuda.set_device(device)
     if options.track != "none" and find_spec(options.track) is None:
         raise UsageError(f"track {options.track!r} is not installed; type: pip install {options.track}")
     plugin = None
     if options.parallel == "fsdp":
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     accelerator = Accelerator(
-        cpu=options.device == "cpu",
+        cpu=options.device.startswith("cpu"),
         mixed_precision="no",  # the head's products alone are cast (train/losses.py): the circuit stays in float32
         log_with=None if options.track == "none" else options.track,
         project_dir=str(options.out),
@@ -140,8 +123,78 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     return accelerator
 
 
-def _quiet(*args: Any, **kwargs: Any) -> None:
-    """What processes other than the first one print."""
+def read_target(options: TrainOptions, device: torch.device) -> Target:
+    """The target, its packing checked. Raises UsageError."""
+    from vllm_mtpc.hf.attention import check_packing
+
+    dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype, None)
+    if not isinstance(dtype, (str, torch.dtype)):
+        raise UsageError(f"target_dtype {options.target_dtype!r}: allowed are auto, float32, bfloat16, float16")
+    target = load_target(options.target, dtype, device, options.attention)
+    check_packing(target.backbone, target.attention, device)
+    return target
+
+
+def read_data(
+    options: TrainOptions, target: Target, say: Callable[..., None] = _quiet
+) -> tuple[Rows, PackingReport, Documents]:
+    """The documents to train on, packed, what became of them, and those held out. Raises UsageError without any.
+
+    Of more data than the steps need, so much is read; but a folder of states is of all data, whatever the run that made
+    it needed.
+    """
+    most, size = None, size_of(options.data)
+    if options.max_steps is not None and not options.cache:
+        most = max(LEAST_BYTES, WINDOW_BYTES * options.max_steps * options.windows_per_step)
+    if most and most < size:
+        say(f"data: about {most / 1e6:,.0f} of {size / 1e6:,.0f} MB are read, spread over all of it: what "
+            f"{options.max_steps:,} steps need")  # fmt: skip
+
+    def load(data: list[str], most_bytes: int | None) -> Documents:
+        more = {"split": options.split, "most_bytes": most_bytes, "vocab_size": target.vocab_size}
+        return load_documents(data, target.tokenizer, **more)
+
+    documents = load(options.data, most)
+    if options.validation_data:
+        held_out = load(options.validation_data, LEAST_BYTES)
+    else:
+        documents, held_out = split_validation(documents, options.validation_share, options.seed)
+    rows, report = pack(documents, options.seq_len, options.window, options.seed)
+    say(f"data: {report.tokens:,} tokens of {report.documents:,} documents in {report.rows:,} rows, "
+        f"{report.padding:.1%} padding, {report.dropped:,} documents too short")  # fmt: skip
+    if report.warning:
+        say(f"warning: {report.warning}", file=sys.stderr)
+    return rows, report, held_out
+
+
+def check_before_work(options: TrainOptions) -> None:
+    """What can be refused before anything is loaded."""
+    if options.init_from:
+        read_config(resolve_head(options.init_from))
+    if options.out.exists() and not options.out.is_dir():
+        raise UsageError(f"out={options.out} is a file; name a folder")
+    check_out(options.out)
+    for key, folder in (("out", options.out), ("cache", options.cache)):
+        if folder:  # nothing is made yet
+            there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+            if not there.is_dir():
+                raise UsageError(f"{key}={folder}: {there} is a file; name another folder")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise UsageError(f"{key}={folder}: no right to write to {there}; name another folder")
+    size_of([*options.data, *options.validation_data])
+
+
+def settled(options: TrainOptions) -> TrainOptions:
+    """The options with a seq_len that the target reads, by its config alone. Raises UsageError."""
+    longest = getattr(target_config(options.target).get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    if options.seq_len is None:
+        return options.model_copy(update={"seq_len": min(SEQ_LEN, longest)})
+    if options.seq_len > longest:
+        raise UsageError(
+            f"seq_len={options.seq_len}, but the target reads at most {longest} tokens; set seq_len to that or less, "
+            "or leave it out"
+        )
+    return options
 
 
 def on_ray(options: TrainOptions) -> Path:
@@ -155,8 +208,11 @@ def on_ray(options: TrainOptions) -> Path:
     from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
-    values = absolute(options).model_dump(mode="json") | {"ray_workers": 0}
-    command = shlex.join([*program(sys.argv[0]), *map(str, map(public, sys.argv[1:]))])
+    # Paths in full: a worker starts in a folder of its own.
+    folders = {"out": options.out.resolve(), "cache": options.cache and options.cache.resolve()}
+    whole = options.model_copy(update={**paths(options.model_dump()), **folders, "ray_workers": 0})
+    values = whole.model_dump(mode="json")
+    command = shlex.join(map(public, typed()))
     has_gpu = torch.cuda.is_available() and options.device != "cpu"
     trainer = TorchTrainer(
         _ray_worker,
@@ -191,9 +247,3 @@ def cause(error: Exception) -> Exception:
 
 def _ray_worker(values: dict[str, Any]) -> None:
     train(parse(values["options"]), values["command"])
-
-
-def absolute(options: TrainOptions) -> TrainOptions:
-    """The options with paths that do not depend on the folder a worker starts in."""
-    folders = {"out": options.out.resolve(), "cache": options.cache and options.cache.resolve()}
-    return options.model_copy(update=paths(options.model_dump()) | folders)

@@ -1,31 +1,42 @@
 """The trainer's state on disk: one file, replaced in one step, so that a killed run goes on where it was saved.
 
 A state holds the full weights and moments on the host, whatever they were sharded over, and nothing that depends on
-the number of processes: the order of the windows follows from the seed and the step.
+the number of processes: the order of the windows follows from the seed and the step. It is saved every so many minutes,
+and when the run is told to end (`Stopping`).
 """
 
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from vllm_mtpc.data.names import resolved
-from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.errors import CheckpointError, first_line
 from vllm_mtpc.files import replacing
 from vllm_mtpc.train.options import STATE_FILE as FILE
 from vllm_mtpc.train.options import TrainOptions
 
+if TYPE_CHECKING:
+    from typing import Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SECONDS = 2.0  # a signal to all processes reaches those of torchrun twice, the second time from its agent
 # What may change between a run and its continuation: how long, how fast, where; not what is learnt.
 FREE = {
     "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "track", "device", "parallel", "ray_workers",
     "chunk_windows", "checkpoint_circuit", "cache", "grad_accumulation", "evaluation_sequences", "evaluation_tokens",
-    "evaluation_prompt_tokens",
-    "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run",
+    "evaluation_prompt_tokens", "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run",
 }  # fmt: skip
 NAMES = ("target", "data", "validation_data", "init_from")  # may be paths: the same ones, however they are written
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
@@ -38,11 +49,11 @@ def identity(options: TrainOptions) -> dict[str, Any]:
 
 def paths(values: dict[str, Any]) -> dict[str, Any]:
     """Those of an identity's values that may be paths, in full."""
-    full = {}
-    for key in NAMES:
-        value = values.get(key)
-        full[key] = [resolved(name) for name in value] if isinstance(value, list) else value and resolved(value)
-    return full
+    given = {key: values.get(key) for key in NAMES}
+    return {
+        key: [resolved(name) for name in value] if isinstance(value, list) else value and resolved(value)
+        for key, value in given.items()
+    }
 
 
 def save_state(
@@ -73,8 +84,6 @@ def save_state(
         raise CheckpointError(
             f"{folder}: the trainer's state cannot be written ({'no space left' if is_full else error}); {before}"
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions) -> int:
@@ -95,13 +104,8 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
 def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
     """The first option of a state's run that these options have otherwise, of those that decide what is learnt."""
     ours, theirs = identity(options), values["options"]
-    ours_in_full, theirs_in_full = paths(ours), values["paths"]
-    changed = (
-        key
-        for key in ours
-        if ours[key] != theirs.get(key) and not (key in NAMES and ours_in_full[key] == theirs_in_full[key])
-    )
-    return min(changed, default=None)
+    full, before = {**ours, **paths(ours)}, {**theirs, **values["paths"]}
+    return min((key for key in ours if ours[key] != theirs.get(key) and full[key] != before.get(key)), default=None)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -114,5 +118,56 @@ def read_state(folder: Path) -> dict[str, Any]:
         values.setdefault("paths", paths(values["options"]))  # states had none at first: paths from this folder
         return {key: values[key] for key in ("step", "options", "paths", "weights", "moments")}
     except Exception as error:  # torch.load raises many kinds on a damaged file
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(f"{file} is damaged ({reason}); delete it and train again without --resume") from None
+        raise CheckpointError(
+            f"{file} is damaged ({first_line(error)}); delete it and train again without --resume"
+        ) from None
+
+
+class Stopping:
+    """A context for a training loop: `due` is asked after each step, `saved` told of each state.
+
+    SIGTERM and SIGINT let the step at hand end; another one ends the process at once. All processes of a run save and
+    end after the same step, whichever of them was told. Ray Train runs the loop of its workers in a thread, which gets
+    no signals, and ends workers itself: there the minutes alone decide.
+    """
+
+    def __init__(self, minutes: float, processes: int) -> None:
+        self.signal = 0  # that all processes end for
+        self._told, self._told_at = 0, 0.0  # of this process
+        self._seconds, self._saved_at = 60 * minutes, time.monotonic()
+        # On the host whatever the device: asking it does not wait for the device.
+        self._group = dist.new_group(backend="gloo") if processes > 1 else None
+
+    def __enter__(self) -> Self:
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._tell) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _tell(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._told:
+            self._told, self._told_at = number, now
+            text = f"\n{signal.Signals(number).name}: ending after this step; again: at once, without saving\n"
+            os.write(2, text.encode())  # a print may be under way
+        elif now - self._told_at > SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def due(self) -> bool:
+        """Whether the state is to be saved after this step; the same in all processes, as is `signal` then."""
+        wanted = [int(time.monotonic() - self._saved_at >= self._seconds), self._told]
+        if self._group is not None:
+            flags = torch.tensor(wanted)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
+            wanted = flags.tolist()
+        self.signal = wanted[1]
+        return any(wanted)
+
+    def saved(self) -> None:
+        """The minutes start anew."""
+        self._saved_at = time.monotonic()

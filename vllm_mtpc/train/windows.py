@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_mtpc.data.rows import Rows, eligible
 from vllm_mtpc.errors import MtpcError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.data.rows import Rows
     from vllm_mtpc.train.cache import HiddenSource
-
-BLOCK_BYTES = 1 << 30
 
 
 class Windows(NamedTuple):
@@ -37,6 +35,11 @@ class Windows(NamedTuple):
     document: Tensor  # [R, S] int32, of those rows
     counts: Tensor  # [n] int64, windows of the whole step, over all processes, with a token at k
     draws: Tensor | None = None  # [B, ...] float32, random numbers of each window, where the head asks for some
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Windows:
+        """The same step with what is of each window changed: moved, or only some of them taken."""
+        own = {name: getattr(self, name) for name in ("tokens", "row", "start", "draws")}
+        return self._replace(**{name: change(value) for name, value in own.items() if value is not None})
 
 
 def window_tokens(rows: Rows, row: Tensor, start: Tensor, window: int) -> Tensor:
@@ -53,14 +56,6 @@ def window_states(hidden: Tensor, row: Tensor, start: Tensor, window: int) -> Te
     """The target's states [B, n, D] that predict x_1 .. x_n; beyond the row, the last one (those are masked)."""
     at = (start[:, None] + torch.arange(window, device=start.device)).clamp(max=hidden.shape[1] - 1)
     return hidden[row[:, None], at]
-
-
-def eligible(rows: Rows) -> Tensor:
-    """Where a window may start, [N, S] bool: the next token is in the same document and trained."""
-    starts = torch.zeros_like(rows.trained, dtype=torch.bool)
-    same = (rows.document[:, 1:] == rows.document[:, :-1]) & (rows.document[:, 1:] >= 0)
-    starts[:, :-1] = same & rows.trained[:, 1:]
-    return starts
 
 
 class WindowSource:
@@ -84,8 +79,7 @@ class WindowSource:
         self.per_row = self.starts.sum(1)  # [N]
         if not int(self.per_row.sum()):
             raise MtpcError("no window can start anywhere in the data: give documents of two tokens or more")
-        usable = int((self.per_row > 0).sum())
-        self.block_rows = min(block_rows, usable)
+        self.block_rows = block_rows
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the block at hand, and their hidden states
 
     def blocks(self, epoch: int) -> list[Tensor]:
@@ -98,8 +92,8 @@ class WindowSource:
         """Full steps in a block; a block too small for one still makes one."""
         return max(1, int(self.per_row[block].sum()) // self.windows_per_step)
 
-    def steps_per_epoch(self, epoch: int = 0) -> int:
-        return sum(self.steps_of(block) for block in self.blocks(epoch))
+    def steps_per_epoch(self) -> int:
+        return sum(self.steps_of(block) for block in self.blocks(0))
 
     def batches(self, first_step: int = 0) -> Iterator[Windows]:
         """Steps without end, from step `first_step` on; earlier ones cost no hidden state."""
@@ -143,8 +137,3 @@ class WindowSource:
     def _seed(self, *place: int) -> int:
         text = "/".join(map(str, (self.seed, *place)))  # sums of them would collide
         return random.Random(text).getrandbits(63)
-
-
-def default_block_rows(seq_len: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Rows whose hidden states take 1 GiB."""
-    return max(1, BLOCK_BYTES // (seq_len * hidden_size * dtype.itemsize))

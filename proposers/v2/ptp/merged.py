@@ -24,9 +24,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.config.plan import Bucket
-from vllm_mtpc.proposers.v2.ptp.batch import RowBatch
-from vllm_mtpc.proposers.v2.ptp.sizes import Layout, dynamic_layout, static_layout, survival_of
-from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
+from vllm_mtpc.proposers.v2.ptp.groups import Layout, dynamic_layout, static_layout, survival_of
+from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator, RowBatch
 
 
 class Drafted(NamedTuple):
@@ -51,8 +50,9 @@ class MergedSpeculator(PtpSpeculator):
     def num_rows(self) -> int:
         return self.max_num_tokens + self.plan.max_rows
 
-    def model_state_cls(self, base: type) -> type:
-        speculator = self
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        student = super().load_draft_model(target_model, target_attn_layer_names)
+        speculator, base = self, target_model.get_model_state_cls()
 
         class WithStep(base):
             """Shows the batch of a step to the speculator before the target runs."""
@@ -61,20 +61,16 @@ class MergedSpeculator(PtpSpeculator):
                 speculator.step = input_batch
                 super().preprocess_state(input_batch, *args, **kwargs)
 
-        return WithStep
-
-    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        student = super().load_draft_model(target_model, target_attn_layer_names)
+        target_model.get_model_state_cls = lambda: WithStep
         self.target_forward = target_model.forward
         target_model.forward = self.forward  # after the copy: the student's forward is the model's own
         return student
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        width = self.scratch.table_width
-        sequences = self.max_num_reqs + self.plan.max_groups
-        self.sequence_tables = torch.zeros(sequences, width, dtype=torch.int32, device=self.device)
-        for group in (group for groups in self.aux_groups for group in groups):
+        width = self.scratch.tables.shape[1]
+        self.sequence_tables = torch.zeros(len(self.sequence_ends), width, dtype=torch.int32, device=self.device)
+        for group in self.aux_groups[0]:
             builder = group.get_metadata_builder(0)
             if getattr(builder, "reorder_batch_threshold", None) is not None:
                 raise ServeConfigError(
@@ -89,99 +85,83 @@ class MergedSpeculator(PtpSpeculator):
                 )
 
     @torch.inference_mode()
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor | None, positions: Tensor, **kwargs: Any) -> Tensor:
         """In the place of the target's forward: states [num_tokens_after_padding, D] of its rows."""
         step, self.step, self.drafted = self.step, None, None
         bucket = self.plan.bucket(step.num_reqs) if step is not None else None
         if bucket is None:
-            return self.target_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
-        embeds = self.target.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        layout = self._layout(bucket, step)
-        hidden = self._merged_pass(step, embeds[: step.num_tokens], positions, layout)
+            return self.target_forward(input_ids, positions, **kwargs)
+        embeds = kwargs.get("inputs_embeds")
+        embeds = self.target.embed_input_ids(input_ids) if embeds is None else embeds
+        hidden = self._merged_pass(step, embeds, positions, self._layout(bucket, step))
         padding = positions.shape[-1] - step.num_tokens
         real = hidden[: step.num_tokens]
         return torch.cat([real, real.new_zeros(padding, real.shape[1])]) if padding else real
 
     def _layout(self, bucket: Bucket, step: InputBatch) -> Layout:
-        num_reqs = step.num_reqs
         if self.plan.dynamic:
-            slots = step.idx_mapping[:num_reqs]
-            return dynamic_layout(bucket, self.confidence[slots], self.survival, self.head)
+            confidence = self.confidence[step.idx_mapping[: step.num_reqs]]
+            return dynamic_layout(bucket, confidence, self.survival, self.head)
         if bucket not in self.layouts:
             self.layouts[bucket] = static_layout(bucket, self.device)
-        return self.layouts[bucket].of(num_reqs)
+        return self.layouts[bucket].of(step.num_reqs)
 
     def _merged_pass(self, step: InputBatch, embeds: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """States of the target's rows and, behind them, of the groups' rows; keeps the latter for `propose`."""
         num_reqs, real = step.num_reqs, step.num_tokens
         states = self.sampler.sampling_states
         batch = RowBatch(step, states.temperature.gpu, states.seeds.gpu)
-        rows = num_reqs * layout.rows
         first = step.logits_indices[step.cu_num_logits[:num_reqs].long()]  # [R] row of x
         position = step.positions[first]  # [R]
         drafted = (step.cu_num_logits[1 : num_reqs + 1] - step.cu_num_logits[:num_reqs] - 1).long()  # [R] drafts
         prefix = position[:, None] + 1 + torch.minimum(layout.accepted, drafted[:, None])  # [R, G]
-        at = prefix.gather(1, layout.group) + layout.offset  # [R, B] index of the token whose u a row carries
+        in_group = prefix.gather(1, layout.group)  # [R, B]
+        at = in_group + layout.offset  # [R, B] index of the token whose u a row carries
+        keys = at - 1
 
-        total = real + rows
-        self.embeds[:real] = embeds
-        self.embeds[real:total] = self._embed(at - 1, batch).flatten(0, 1)
+        total = real + num_reqs * layout.rows
+        self.embeds[:real] = embeds[:real]
+        self.embeds[real:total] = self._embed(keys, batch).flatten(0, 1)
         self.row_positions[:real] = positions[:real]
-        self.row_positions[real:total] = (at - 1 if self.is_onehot else at).flatten().clamp(max=self.max_model_len - 1)
+        self.row_positions[real:total] = (keys if self.is_onehot else at).flatten().clamp(max=self.max_model_len - 1)
         self.gate.rows = self.row_index[real:total]
 
         num_groups = num_reqs * layout.num_groups
-        tables = self.block_tables.input_block_tables[0][:num_reqs]
-        of_groups, source, target = self.scratch.attach(
+        tables, writes = self.block_tables.input_block_tables[0][:num_reqs], self.writes
+        of_groups, writes.source, writes.target = self.scratch.attach(
             prefix.flatten(), tables.repeat_interleave(layout.num_groups, dim=0)
         )
         group = (self.group_index[:num_reqs, None] * layout.num_groups + layout.group).flatten()
         self.row_slots[:real] = self.block_tables.slot_mappings[0, :real]
-        in_group = prefix.gather(1, layout.group).flatten()
-        self.row_slots[real:total] = self.scratch.slots(group, in_group, at.flatten())
-        writes = self.writes
+        self.row_slots[real:total] = self.scratch.slots(group, in_group.flatten(), at.flatten())
         writes.num_real, writes.real_slots = real, self.row_slots[:real]
-        writes.source, writes.target = source, target
 
+        # Sequences: those of the target, then the groups of each request.
         sequences = num_reqs + num_groups
         self.sequence_tables[:num_reqs, : tables.shape[1]] = tables
         self.sequence_tables[num_reqs:sequences] = of_groups
         self.sequence_ends[:num_reqs] = step.seq_lens[:num_reqs]
         self.sequence_ends[num_reqs:sequences] = (prefix + layout.sizes).flatten()
-        ends_upper = step.seq_lens_cpu_upper_bound[:num_reqs]
-        starts, starts_cpu = self._starts(step, layout, real)
-        self.metadata = self._metadata(
+        starts = starts_cpu = self.starts[: sequences + 1]
+        starts[: num_reqs + 1] = step.query_start_loc[: num_reqs + 1]
+        starts[num_reqs + 1 :] = real + layout.sizes.flatten().cumsum(0)
+        if self.device.type != "cpu":
+            ends = real + layout.sizes_cpu.repeat(num_reqs).cumsum(0, dtype=torch.int32)
+            starts_cpu = torch.cat([torch.from_numpy(step.query_start_loc_np[: num_reqs + 1]), ends])
+        upper, is_prefilling = step.seq_lens_cpu_upper_bound[:num_reqs], torch.from_numpy(step.is_prefilling_np)
+        self._set_metadata(
             total,
-            starts,
-            starts_cpu,
-            max(int(step.num_scheduled_tokens.max()), layout.longest),
-            self.sequence_ends[:sequences],
-            torch.cat([ends_upper, (ends_upper + layout.longest).repeat_interleave(layout.num_groups)]),
-            self.sequence_tables[:sequences],
-            torch.cat([torch.from_numpy(step.is_prefilling_np), torch.zeros(num_groups, dtype=torch.bool)]),
+            torch.cat([upper, (upper + layout.longest).repeat_interleave(layout.num_groups)]),
+            query_start_loc_gpu=starts,
+            query_start_loc_cpu=starts_cpu,
+            max_query_len=max(int(step.num_scheduled_tokens.max()), layout.longest),
+            seq_lens=self.sequence_ends[:sequences],
+            block_tables=[self.sequence_tables[:sequences]],
+            is_prefilling=torch.cat([is_prefilling, torch.zeros(num_groups, dtype=torch.bool)]),
         )
         hidden = self._forward(total)
         self.drafted = Drafted(hidden[real:], layout, position)
         return hidden
-
-    def _starts(self, step: InputBatch, layout: Layout, real: int) -> tuple[Tensor, Tensor]:
-        """Where the rows of each sequence start [R + R * G + 1], on the device and on the host."""
-        num_reqs, num_groups = step.num_reqs, step.num_reqs * layout.num_groups
-        starts = self.starts[: num_reqs + num_groups + 1]
-        starts[: num_reqs + 1] = step.query_start_loc[: num_reqs + 1]
-        starts[num_reqs + 1 :] = real + layout.sizes.flatten().cumsum(0)
-        if self.device.type == "cpu":
-            return starts, starts
-        host = torch.from_numpy(step.query_start_loc_np[: num_reqs + 1])
-        sizes = layout.sizes_cpu.repeat(num_reqs)
-        return starts, torch.cat([host, real + sizes.cumsum(0, dtype=torch.int32)])
 
     def _draft(self, batch: RowBatch, drafts: Tensor) -> None:
         """Out of the group behind what was accepted; zeros stay behind its last row."""
@@ -190,7 +170,7 @@ class MergedSpeculator(PtpSpeculator):
             return
         layout, num_reqs = drafted.layout, batch.num_reqs
         accepted = (batch.num_sampled[:num_reqs].long() - 1).clamp(min=0)  # [R]
-        start, size = layout.start_of(accepted), layout.size_of(accepted)  # [R]
+        start, size = layout.behind(accepted)  # [R]
         row = self.draft_index + self.is_onehot  # [K] row within the group: o-ptp leaves the first one out
         is_real = row < size[:, None]  # [R, K]
         index = self.row_index[:num_reqs, None] * layout.rows + (start[:, None] + row).clamp(max=layout.rows - 1)

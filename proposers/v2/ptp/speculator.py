@@ -5,13 +5,14 @@ Algorithm (per request, after every target pass): the target has chosen the toke
     [ x_1 | u_2 u_3 .. ]        x_1 as the target reads it, then uniform numbers in place of tokens, with the LoRA
 
 behind the request's committed tokens. x_1's own row gives the target's distribution of x_2, from which u_2 picks: the
-first draft is what the verifier will pick. The others come from the auxiliary rows (`vllm_mtpc.heads.ptp.trust`): o-ptp
-the argmax of the row that carries their own u, c-ptp by their u from the row before. The verifier picks with the same
-u, a hash of (seed, position) made anew by both (`coupled.py`): a draft is accepted where the student is right.
+first draft is what the verifier will pick. The others come from the auxiliary rows
+(`vllm_mtpc.heads.ptp.distribution`): o-ptp the argmax of the row that carries their own u, c-ptp by their u from the
+row before. The verifier picks with the same u, a hash of (seed, position) made anew by both (`verification.py`): a
+draft is accepted where the student is right.
 
 Differences from DraftModelSpeculator:
   * The draft model is the target: same weights, same attention layers, same KV cache, whose committed tokens it reads.
-  * What it writes goes to blocks set aside for it (`scratch.py`), never to a request's, so no lookahead slots exist.
+  * What it writes goes to blocks set aside for it (`groups.py`), never to a request's, so no lookahead slots exist.
   * Slots and positions are apart: an auxiliary row sits where the token would sit that predicts the same token.
   * No `draft_logits`: verification compares tokens.
 """
@@ -19,7 +20,8 @@ Differences from DraftModelSpeculator:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,22 +38,64 @@ from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.checkpoint.ptp import load_ptp
+from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
 from vllm_mtpc.heads.ptp.embedding import lookup
-from vllm_mtpc.heads.ptp.trust import draft_tokens, reads_u
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.heads.load import kept
-from vllm_mtpc.proposers.v2.coupled import with_coupled_sampler
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.lora import Gate
-from vllm_mtpc.proposers.v2.ptp.attention import builder_config, check_attention
-from vllm_mtpc.proposers.v2.ptp.batch import RowBatch
-from vllm_mtpc.proposers.v2.ptp.scratch import Scratch
-from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
-from vllm_mtpc.proposers.v2.shared_modules import eager_priorities
+from vllm_mtpc.proposers.v2.ptp.groups import Scratch
+from vllm_mtpc.proposers.v2.ptp.tree import Writes, check_attention, student_tree
+from vllm_mtpc.proposers.v2.shared_modules import changed, eager_priorities
+from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of, with_verifier
 
 # Attention backends whose metadata is where its tensors are: others plan each pass on the host.
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
 UNINFORMED = 0.5  # on every row, for a head that was trained without u
+
+
+@dataclass
+class RowBatch:
+    """R requests; S are the slots of vLLM's states. What sampling tells (None: it is still to come) is for drafts."""
+
+    input_batch: InputBatch
+    temperature: Tensor  # [S]
+    seeds: Tensor  # [S]
+    num_sampled: Tensor | None = None  # [R], 0: the prompt is not read to its end
+    num_rejected: Tensor | None = None  # [R]
+    last_sampled: Tensor | None = None  # [S, 1]
+    next_prefill_tokens: Tensor | None = None  # [lookahead, S]
+
+    @cached_property
+    def num_reqs(self) -> int:
+        return self.input_batch.num_reqs
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R]"""
+        return self.input_batch.idx_mapping[: self.num_reqs]
+
+    @cached_property
+    def prefix(self) -> Tensor:
+        """Committed tokens [R] of each request, x_1 not among them."""
+        ends = self.input_batch.query_start_loc[1 : self.num_reqs + 1]
+        return self.input_batch.positions[(ends - self.num_rejected[: self.num_reqs] - 1).long()] + 1
+
+    @cached_property
+    def first(self) -> Tensor:
+        """x_1 [R]; of requests whose prompt is not read to its end, the next token of it."""
+        is_sampled = self.num_sampled[: self.num_reqs] > 0
+        return torch.where(is_sampled, self.last_sampled[self.slots, 0], self.next_prefill_tokens[0, self.slots].long())
+
+    @cached_property
+    def is_greedy(self) -> Tensor:
+        """[R]"""
+        return self.temperature[self.slots] == 0
+
+    def u(self, keys: Tensor) -> Tensor:
+        """u [R, A] of the tokens that follow positions keys[R, A]."""
+        requests = self.slots[:, None].expand_as(keys).flatten()
+        return u_of(self.seeds, self.temperature, requests, keys.flatten()).view_as(keys)
 
 
 class PtpSpeculator(DraftModelSpeculator):
@@ -89,72 +133,54 @@ class PtpSpeculator(DraftModelSpeculator):
         self.embedding, self.late = head.embedding, head.late
         self.table = head.embedding.table() if self.speculative_config.u_table else None
         base = resolve_model_state_cls(self.vllm_config, target_model)
-        state = self.model_state_cls(
-            with_coupled_sampler(base, self.speculative_config, self.device, partial(setattr, self, "sampler"))
-        )
+        on_sampler = partial(setattr, self, "sampler")
+        state = with_verifier(CoupledRejectionSampler, base, self.speculative_config, self.device, on_sampler)
         target_model.get_model_state_cls = lambda: state
         student = student_tree(target_model, head.lora, scale, self.gate, self.writes)
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
         student.kept = kept(parts if self.table is None else [*parts, self.table])
         return student
 
-    def model_state_cls(self, base: type) -> type:
-        """The ModelState class of the engine; `base` brings the u-coupled sampler."""
-        return base
-
-    def set_attn(
-        self,
-        model_state: Any,
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
-        target_input_buffers: Any,
-        target_attn_groups: Any,
-    ) -> None:
-        super().set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
-        self.aux_groups, _, _ = init_attn_backend(
-            kv_cache_config, builder_config(self.vllm_config, self.max_num_reqs + self.plan.max_groups), self.device
-        )
-        groups = [group for groups in self.aux_groups for group in groups]
-        check_attention(kv_cache_config, groups)
+    def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:
+        super().set_attn(model_state, kv_cache_config, block_tables, *args)
+        plan, config = self.plan, self.vllm_config
+        # What the metadata builders of our passes see: more sequences than the engine has, and no graphs.
+        scheduler = changed(config.scheduler_config, max_num_seqs=self.max_num_reqs + plan.max_groups)
+        compilation = changed(config.compilation_config, cudagraph_mode=CUDAGraphMode.NONE)
+        config = changed(config, scheduler_config=scheduler, compilation_config=compilation)
+        self.aux_groups, _, _ = init_attn_backend(kv_cache_config, config, self.device)
+        check_attention(kv_cache_config, self.aux_groups)
         block_size = block_tables.block_sizes[0]
-        reserved = self.plan.num_blocks(block_size)
-        self.scratch = Scratch(
-            max(0, kv_cache_config.num_blocks - reserved),
-            block_size,
-            self.plan.blocks_per_group(block_size),
-            self.plan.max_groups,
-            block_tables.input_block_tables[0].shape[1],
-            self.device,
-        )
+        reserved = plan.num_blocks(block_size)
+        own = torch.arange(reserved, device=self.device) + max(0, kv_cache_config.num_blocks - reserved)
+        own = own.view(plan.max_groups, plan.blocks_per_group(block_size))
+        self.scratch = Scratch(own, block_size, block_tables.input_block_tables[0].shape[1])
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        groups = [group for groups in self.aux_groups for group in groups]
-        is_fit = all(group.backend.get_name() in CAPTURED for group in groups)
+        is_fit = all(group.backend.get_name() in CAPTURED for group in self.aux_groups[0])
         mode = cudagraph_mode if is_fit else CUDAGraphMode.NONE
-        for group in groups if mode.decode_mode() == CUDAGraphMode.FULL else ():
+        for group in self.aux_groups[0] if mode.decode_mode() == CUDAGraphMode.FULL else ():
             # FlashAttention 3: no schedule made ahead for each step, where a captured pass would not look
             group.get_metadata_builder(0).aot_schedule = False
-        buckets = [self.plan.bucket(batch) for batch in range(self.max_num_reqs + 1)]
-        rows = [0, *(bucket.sizes[0] if bucket else 0 for bucket in buckets[1:])]
-        self.graphs = DraftGraphs(
-            self.vllm_config,
-            self.device,
-            mode,
-            rows,
-            lambda batch, size: batch <= len(self.copied) and batch * (1 + size) <= len(self.embeds),
-        )
+        buckets = [self.plan.bucket(batch) for batch in range(1, self.max_num_reqs + 1)]
+        rows = [0, *(bucket.sizes[0] if bucket else 0 for bucket in buckets)]
+
+        def fits(num_reqs: int, size: int) -> bool:
+            return num_reqs <= len(self.copied) and num_reqs * (1 + size) <= len(self.embeds)
+
+        self.graphs = DraftGraphs(self.vllm_config, self.device, mode, rows, fits)
 
     def capture(self) -> None:
+        def prepare(num_reqs: int, size: int) -> Callable[[], None]:
+            self._pad(0, num_reqs, 1 + size)
+            self._set_pass(size, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
+            return partial(run, num_reqs * (1 + size))
+
+        def run(num_rows: int) -> None:
+            self.states[:num_rows] = self._forward(num_rows)
+
         if self.graphs.needs_capture():
-            self.graphs.capture_drafts(self._prepare_capture)
-
-    def _prepare_capture(self, num_reqs: int, size: int) -> Callable[[], None]:
-        self._pad(0, num_reqs, 1 + size)
-        self._set_pass(size, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
-        return partial(self._pass, num_reqs * (1 + size))
-
-    def _pass(self, num_rows: int) -> None:
-        self.states[:num_rows] = self._forward(num_rows)
+            self.graphs.capture_drafts(prepare)
 
     @torch.inference_mode()
     def propose(
@@ -182,8 +208,8 @@ class PtpSpeculator(DraftModelSpeculator):
         if dummy_run:
             self.drafted = None
         else:
-            states = num_sampled, num_rejected, last_sampled, next_prefill_tokens
-            self._draft(RowBatch(input_batch, temperature, seeds, *states), drafts)
+            states = temperature, seeds, num_sampled, num_rejected, last_sampled, next_prefill_tokens
+            self._draft(RowBatch(input_batch, *states), drafts)
         return drafts
 
     def _draft(self, batch: RowBatch, drafts: Tensor) -> None:
@@ -197,16 +223,15 @@ class PtpSpeculator(DraftModelSpeculator):
         skip = 2 if self.is_onehot else 1  # o-ptp: the first auxiliary row only says which token x_2 is
         keys = batch.prefix[:, None] + self.draft_index[1:count]
         rows = hidden[:, skip : skip + count - 1]  # [R, count - 1, D]
-        if self.late is None:
-            logits = self._logits(torch.cat([hidden[:, :1], rows], dim=1))
-            first_logits, logits = logits[:, 0], logits[:, 1:]
-        else:
-            first_logits, logits = self.target.compute_logits(hidden[:, 0]), None
-        drafts[:, 0] = self._first_draft(first_logits, batch)
-        if count > 1 and logits is None:
-            drafts[:, 1:count], _ = self._chain(rows, drafts[:, 0], keys, batch)
-        elif count > 1:
-            drafts[:, 1:count] = self._pick(logits, keys, batch)
+        if self.late is not None:
+            drafts[:, 0] = self._first_draft(self.target.compute_logits(hidden[:, 0]), batch)
+            if count > 1:
+                drafts[:, 1:count], _ = self._chain(rows, drafts[:, 0], keys, batch)
+            return
+        logits = self._logits(torch.cat([hidden[:, :1], rows], dim=1))  # one product for all
+        drafts[:, 0] = self._first_draft(logits[:, 0], batch)
+        if count > 1:
+            drafts[:, 1:count] = self._pick(logits[:, 1:], keys, batch)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """The target's logits [R, k, V] of states [R, k, D]."""
@@ -216,15 +241,14 @@ class PtpSpeculator(DraftModelSpeculator):
         """States [R, 1 + size, D] of [x_1 | u ..] behind each request's prefix."""
         num_reqs, prefix, width = batch.num_reqs, batch.prefix, 1 + size
         rows = num_reqs * width
-        index = self.row_index[:rows].view(num_reqs, width)
-        at = prefix[:, None] + index[0]  # [R, 1 + size]: slots follow each other
-        keys = prefix[:, None] + index[0, :size]  # an auxiliary row carries the u of the token at its slot
+        at = prefix[:, None] + self.row_index[:width]  # [R, 1 + size]: slots follow each other
+        keys = at[:, :size]  # an auxiliary row carries the u of the token at its slot
         embeds = self.embeds[:rows].view(num_reqs, width, -1)
         embeds[:, 0] = self.target.embed_input_ids(batch.first)
         embeds[:, 1:] = self._embed(keys, batch)
         positions = self.row_positions[:rows].view(num_reqs, width)
         positions[:, 0] = prefix
-        positions[:, 1:] = at[:, 1:] - 1 if self.is_onehot else at[:, 1:]
+        positions[:, 1:] = keys if self.is_onehot else at[:, 1:]
         positions.clamp_(max=self.max_model_len - 1)
 
         _, self.copied[:num_reqs], _ = self.scratch.attach(prefix, self.block_tables.input_block_tables[0][:num_reqs])
@@ -235,13 +259,11 @@ class PtpSpeculator(DraftModelSpeculator):
         graph = self.graphs.find(num_reqs, size)
         if graph is None:
             self._set_pass(size, upper)
-            hidden = self._forward(rows)
-        else:
-            self._pad(num_reqs, graph.num_reqs, width)
-            self._set_pass(size, torch.cat([upper, upper.new_full((graph.num_reqs - num_reqs,), width)]))
-            self.graphs.run_fullgraph(graph)
-            hidden = self.states[:rows]
-        return hidden.view(num_reqs, width, -1)
+            return self._forward(rows).view(num_reqs, width, -1)
+        self._pad(num_reqs, graph.num_reqs, width)
+        self._set_pass(size, torch.cat([upper, upper.new_full((graph.num_reqs - num_reqs,), width)]))
+        self.graphs.run_fullgraph(graph)
+        return self.states[:rows].view(num_reqs, width, -1)
 
     def _pad(self, num_reqs: int, padded: int, width: int) -> None:
         """Rows of requests num_reqs .. padded - 1: they read their own rows, and write to no slot."""
@@ -263,23 +285,22 @@ class PtpSpeculator(DraftModelSpeculator):
         self.gate.rows = aux_rows[: num_reqs * size]
         writes = self.writes
         writes.num_real, writes.source, writes.target = 0, self.copied[:num_reqs], self.scratch.own[:num_reqs, 0]
-        self.metadata = self._metadata(
+        self._set_metadata(
             num_reqs * width,
-            starts[: num_reqs + 1],
-            torch.arange(num_reqs + 1, dtype=torch.int32) * width,
-            width,
-            self.group_ends[:num_reqs],
             upper,
-            self.scratch.tables[:num_reqs],
+            query_start_loc_gpu=starts[: num_reqs + 1],
+            query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * width,
+            max_query_len=width,
+            seq_lens=self.group_ends[:num_reqs],
+            block_tables=[self.scratch.tables[:num_reqs]],
+            is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
         )
 
     def _fill_memory(self) -> None:
         """What the largest pass allocates besides buffers, while vLLM measures how much is left for the KV cache."""
-        rows = self.embeds.shape[0]  # of drafts, and those of the target where they share a pass
-        self.writes.source, self.gate.rows = None, self.row_index[: self.plan.max_rows]
-        context = set_forward_context(None, self.vllm_config, num_tokens=rows, slot_mapping={}, skip_compiled=True)
-        with context, self.priorities.set_priority():
-            hidden = self.model(input_ids=None, positions=self.row_positions[:rows], inputs_embeds=self.embeds[:rows])
+        # rows of drafts, and those of the target where they share a pass
+        self.metadata, self.writes.source, self.gate.rows = None, None, self.row_index[: self.plan.max_rows]
+        hidden = self._forward(len(self.embeds))
         drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
         logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
         if reads_u(self.head):
@@ -304,47 +325,32 @@ class PtpSpeculator(DraftModelSpeculator):
         drafts = self.late.draft(hidden, first, self.target.embed_input_ids, choose)
         return drafts, torch.stack(logits, dim=1)
 
-    def _metadata(
-        self,
-        num_rows: int,
-        starts: Tensor,  # [S + 1] of the rows of each sequence
-        starts_cpu: Tensor,
-        longest: int,  # rows of the longest sequence
-        ends: Tensor,  # [S] tokens each sequence sees at its end
-        ends_upper: Tensor,  # [S], on the host
-        table: Tensor,  # [S, W] block tables
-        is_prefilling: Tensor | None = None,
-    ) -> dict[str, Any]:
-        """What attention reads in a pass of the student over the first rows of the buffers, as sequences."""
-        num_seqs = ends.shape[0]
-        return build_attn_metadata(
+    def _set_metadata(self, num_rows: int, upper: Tensor, **given: Any) -> None:
+        """What attention reads in a pass over the first rows of the buffers, as S sequences.
+
+        upper [S], on the host: bounds on the tokens that each sees at its end; given: the rest by vLLM's names.
+        """
+        self.metadata = build_attn_metadata(
             attn_groups=self.aux_groups,
-            num_reqs=num_seqs,
+            num_reqs=len(upper),
             num_tokens=num_rows,
-            query_start_loc_gpu=starts,
-            query_start_loc_cpu=starts_cpu,
-            max_query_len=longest,
-            seq_lens=ends,
-            max_seq_len=int(ends_upper.max()),
-            block_tables=[table],
-            slot_mappings=self._slots(num_rows),
+            max_seq_len=int(upper.max()),
+            slot_mappings=self.row_slots[None, :num_rows],
             kv_cache_config=self.kv_cache_config,
-            seq_lens_cpu_upper_bound=ends_upper,
+            seq_lens_cpu_upper_bound=upper,
             positions=self.row_positions[:num_rows],
-            is_prefilling=torch.zeros(num_seqs, dtype=torch.bool) if is_prefilling is None else is_prefilling,
+            **given,
         )
 
-    def _slots(self, num_rows: int) -> Tensor:
-        return self.row_slots[None, :num_rows]  # one KV cache group
-
     def _forward(self, num_rows: int) -> Tensor:
-        """States [T, D] of that pass."""
+        """States [T, D] of that pass; without metadata nothing is read or written of the KV cache."""
+        slots = self.row_slots[None, :num_rows]  # one KV cache group
+        slots = {} if self.metadata is None else build_slot_mappings_by_layer(slots, self.kv_cache_config)
         context = set_forward_context(
             self.metadata,
             self.vllm_config,
             num_tokens=num_rows,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=build_slot_mappings_by_layer(self._slots(num_rows), self.kv_cache_config),
+            slot_mapping=slots,
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
             skip_compiled=True,
         )

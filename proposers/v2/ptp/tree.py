@@ -1,5 +1,6 @@
 """The student: the target's module tree once more (`shared_modules.py`), with adapters on linear layers (`GatedLinear`)
-and attention layers that write keys and values in an order of their own (`GroupAttention`)."""
+and attention layers that write keys and values in an order of their own (`GroupAttention`), which not every attention
+backend can do."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left
 from vllm_mtpc.proposers.v2.shared_modules import copied, with_kernel
 
@@ -68,3 +71,26 @@ def student_tree(target: nn.Module, lora: dict[str, Tensor], scale: float, gate:
     student = copied(target, "", replace)
     refuse_left(left, target)
     return student
+
+
+def check_attention(kv_cache_config: KVCacheConfig, attn_groups: list[list[Any]]) -> None:
+    """Raises ServeConfigError for attention that groups of rows cannot use, and several groups of layers."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        raise ServeConfigError(
+            f"method 'ptp' on a target with layers of kind {kinds}: allowed are targets whose layers all have full "
+            "attention; serve it with an MtPC head"
+        )
+    for group in attn_groups[0]:
+        name = group.backend.get_name()
+        if group.kernel_block_size is not None:
+            raise ServeConfigError(
+                f"method 'ptp': attention backend {name} splits blocks of {specs[0].block_size} tokens; allowed is a "
+                f"block size of its own; add --block-size {group.kernel_block_size}"
+            )
+        if group.backend.forward_includes_kv_cache_update:
+            raise ServeConfigError(
+                f"method 'ptp': attention backend {name} writes the KV cache inside its kernel; allowed are those that "
+                "write it first; add --attention-backend FLASH_ATTN"
+            )

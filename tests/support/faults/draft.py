@@ -48,7 +48,7 @@ def note_drafts() -> Callable[[], None]:
     from vllm_mtpc.proposers.heads import load
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer as Owner
 
-    propose, lend = Owner.propose_drafts, load._lm_head
+    propose, lend = Owner.propose, load._lm_head
     shapes: list[tuple[int, ...]] = []
 
     def _lm_head(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
@@ -60,16 +60,16 @@ def note_drafts() -> Callable[[], None]:
 
         return noting
 
-    def propose_drafts(self: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
+    def noted(self: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
         shapes.clear()
         drafts = propose(self, *args, **kwargs)
         engine.RECORDED.append((drafts, list(shapes)))
         return drafts
 
-    Owner.propose_drafts, load._lm_head = propose_drafts, _lm_head
+    Owner.propose, load._lm_head = noted, _lm_head
 
     def undo() -> None:
-        Owner.propose_drafts, load._lm_head = propose, lend
+        Owner.propose, load._lm_head = propose, lend
 
     return undo
 

@@ -22,10 +22,10 @@ def scored_unmasked() -> Undo:
     from vllm_mtpc.proposers.heads.grammar import Masks
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
-    around, propose = Masks.around, MtpcProposer.propose_drafts
+    around, propose = Masks.around, MtpcProposer.propose
     running: list[MtpcProposer] = []
 
-    def propose_drafts(self: MtpcProposer, *args: Any) -> Any:
+    def noting(self: MtpcProposer, *args: Any) -> Any:
         running[:] = [self]
         return propose(self, *args)
 
@@ -40,10 +40,10 @@ def scored_unmasked() -> Undo:
 
         return scored
 
-    Masks.around, MtpcProposer.propose_drafts = faulty, propose_drafts
+    Masks.around, MtpcProposer.propose = faulty, noting
 
     def undo() -> None:
-        Masks.around, MtpcProposer.propose_drafts = around, propose
+        Masks.around, MtpcProposer.propose = around, propose
 
     return undo
 

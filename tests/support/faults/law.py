@@ -57,8 +57,8 @@ def other_temperature() -> Undo:
 
 def one_stream() -> Undo:
     """Drafts of requests that are verified by rejection are drawn from the noise that samples."""
-    from vllm_mtpc.proposers.v2.seeded import DRAFTING
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+    from vllm_mtpc.proposers.v2.verification import DRAFTING
 
     original = MtpcSpeculator._draft
 

@@ -13,7 +13,7 @@ from tests.support import engine
 def _noting() -> Callable[[], None]:
     """Notes, for every request of every step, where its text ends, the state its head reads and what was drafted."""
     from vllm_mtpc.proposers.v2.layered import LayeredSpeculator as Owner
-    from vllm_mtpc.proposers.v2.seeded import DRAFTING
+    from vllm_mtpc.proposers.v2.verification import DRAFTING
 
     original = Owner.propose
 
@@ -41,7 +41,7 @@ def _without_adapters() -> Callable[[], None]:
 
 def _stale_trunk() -> Callable[[], None]:
     """Rows read the state of the row before them."""
-    from vllm_mtpc.proposers.v2.draft_layers import DraftLayers
+    from vllm_mtpc.proposers.v2.layered import DraftLayers
 
     original = DraftLayers.forward
     return engine.replaced(

@@ -17,7 +17,7 @@ def coupled_without_drafts() -> Callable[[], None]:
     """Plain vLLM whose sampler picks with u: what every run with drafts must say."""
     import vllm.v1.worker.gpu.model_runner as runner
 
-    from vllm_mtpc.proposers.v2.coupled import CoupledSampler
+    from vllm_mtpc.proposers.v2.verification import CoupledSampler
 
     return engine.replaced(runner, "Sampler", CoupledSampler)
 
@@ -61,7 +61,7 @@ def record_groups() -> Callable[[], None]:
         if drafted is not None and not kwargs.get("dummy_run"):
             layout, num_sampled = drafted.layout, args[4]
             accepted = (num_sampled[: input_batch.num_reqs].long() - 1).clamp(min=0)
-            start, size = layout.start_of(accepted), layout.size_of(accepted)
+            start, size = layout.behind(accepted)
             for row in range(input_batch.num_reqs):
                 if int(num_sampled[row]) == 0 or int(size[row]) == 0:
                     continue
@@ -160,15 +160,15 @@ def replayed() -> Callable[[], None]:
 
 def squared_u() -> Callable[[], None]:
     """A fault: u is no longer uniform, for drafter and verifier alike, so that only the law can tell."""
-    from vllm_mtpc.proposers.v2 import coupled
-    from vllm_mtpc.proposers.v2.ptp import batch
+    from vllm_mtpc.proposers.v2 import verification
+    from vllm_mtpc.proposers.v2.ptp import speculator
 
-    original = coupled.u_of
+    original = verification.u_of
 
     def u_of(*args: Any) -> torch.Tensor:
         return original(*args) ** 2
 
-    undo = [engine.replaced(module, "u_of", u_of) for module in (coupled, batch)]
+    undo = [engine.replaced(module, "u_of", u_of) for module in (verification, speculator)]
     return lambda: [back() for back in undo] and None
 
 

@@ -29,5 +29,5 @@ def _inject(owner: type, name: str) -> None:
     setattr(owner, name, faulty)
 
 
-_inject(MtpcProposer, "propose_drafts")
+_inject(MtpcProposer, "propose")
 _inject(MtpcSpeculator, "propose")

@@ -14,9 +14,9 @@ def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Und
     """The target's tokens are drawn with other noise: of the step's first row, or of another stream."""
 
     def inject() -> Undo:
-        from vllm_mtpc.proposers.v2 import seeded
+        from vllm_mtpc.proposers.v2 import verification
 
-        verify, sample = seeded.Coupling._verify, seeded.gumbel_sample
+        verify, sample = verification.Verifier._verify, verification.gumbel_sample
         first_rows: list[Any] = []
 
         def _verify(self: Any, logits: Any, draft_logits: Any, drafts: Any, pos: Any, begins: Any, *args: Any) -> Any:
@@ -28,10 +28,10 @@ def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Und
             at = first_rows[0] if of_first_row else pos
             return sample(logits, slots, temperature, seeds, at, **{**given, **replaced})
 
-        seeded.Coupling._verify, seeded.gumbel_sample = _verify, gumbel_sample
+        verification.Verifier._verify, verification.gumbel_sample = _verify, gumbel_sample
 
         def undo() -> None:
-            seeded.Coupling._verify, seeded.gumbel_sample = verify, sample
+            verification.Verifier._verify, verification.gumbel_sample = verify, sample
 
         return undo
 
@@ -40,16 +40,16 @@ def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Und
 
 def other_numbers() -> Undo:
     """Model Runner V1: the number of a token is that of the one behind."""
-    from vllm_mtpc.proposers.v1 import seeded
+    from vllm_mtpc.proposers.v1 import runner
 
-    draw = seeded.draw
-    return engine.replaced(seeded, "draw", lambda logits, numbers: draw(logits, numbers.roll(-1) + 1))
+    draw = runner.draw
+    return engine.replaced(runner, "draw", lambda logits, numbers: draw(logits, numbers.roll(-1) + 1))
 
 
 def drafts_of_their_own() -> Undo:
     """Model Runner V2: drafts of coupled requests take noise of the drafting stream as well."""
-    from vllm_mtpc.proposers.v2.seeded import DRAFTING
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+    from vllm_mtpc.proposers.v2.verification import DRAFTING
 
     draft = MtpcSpeculator._draft
 
@@ -62,17 +62,17 @@ def drafts_of_their_own() -> Undo:
 
 def numbers_of_their_own() -> Undo:
     """The same on V1."""
-    from vllm_mtpc.proposers.v1 import seeded
+    from vllm_mtpc.proposers.v1 import proposer
 
-    read_ahead = seeded.read_ahead
-    return engine.replaced(seeded, "read_ahead", lambda generator, count: read_ahead(generator, count) ^ 1)
+    read_ahead = proposer.read_ahead
+    return engine.replaced(proposer, "read_ahead", lambda generator, count: read_ahead(generator, count) ^ 1)
 
 
 def noted_seeds() -> Undo:
     """Notes (module, seed, position of the step's first row) of every row whose seed is made a step's."""
-    from vllm_mtpc.proposers.v2 import speculator, stepped
+    from vllm_mtpc.proposers.v2 import speculator, verification
 
-    original = stepped.step_seeds
+    original = verification.step_seeds
 
     def noting(module: Any) -> Any:
         def step_seeds(seeds: Any, anchor: Any) -> Any:
@@ -83,9 +83,9 @@ def noted_seeds() -> Undo:
         return step_seeds
 
     def undo() -> None:
-        speculator.step_seeds = stepped.step_seeds = original
+        speculator.step_seeds = verification.step_seeds = original
 
-    for module in (speculator, stepped):
+    for module in (speculator, verification):
         module.step_seeds = noting(module)
     return undo
 
@@ -107,14 +107,14 @@ def note_lengths_v1() -> Undo:
     """The same on V1."""
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
-    propose = MtpcProposer.propose_drafts
+    propose = MtpcProposer.propose
 
     def noting(self: Any, *args: Any, **more: Any) -> Any:
         drafts = propose(self, *args, **more)
         engine.RECORDED.append((len(drafts), max(map(len, drafts))))
         return drafts
 
-    return engine.replaced(MtpcProposer, "propose_drafts", noting)
+    return engine.replaced(MtpcProposer, "propose", noting)
 
 
 INJECTED = {

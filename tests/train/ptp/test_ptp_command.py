@@ -17,7 +17,7 @@ from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, job
 from vllm_mtpc.train.options import parse
-from vllm_mtpc.train.ptp.losses import loss_name
+from vllm_mtpc.train.ptp.drafter import loss_name
 from vllm_mtpc.train.ptp.run import u_lines
 
 torch.set_num_threads(1)

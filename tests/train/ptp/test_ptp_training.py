@@ -11,16 +11,13 @@ from accelerate import Accelerator
 
 from tests.support.training import losses, random_documents
 from vllm_mtpc.data.rows import pack
-from vllm_mtpc.heads.ptp.law import edges, u_inside
-from vllm_mtpc.heads.ptp.trust import conditional
+from vllm_mtpc.heads.ptp.distribution import conditional, edges, u_inside
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train.loop import Trainer, read_metrics, split
+from vllm_mtpc.train.loop import Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, parse
-from vllm_mtpc.train.ptp.drafter import PtpDrafter, drafts
-from vllm_mtpc.train.ptp.losses import row_losses
+from vllm_mtpc.train.ptp.drafter import PtpDrafter, drafts, drawing, law_of, row_losses
 from vllm_mtpc.train.ptp.run import PtpJob
-from vllm_mtpc.train.ptp.source import drawing, law_of
 from vllm_mtpc.train.windows import Windows, WindowSource
 
 torch.set_num_threads(1)
@@ -101,8 +98,9 @@ def test_splitting_a_step_changes_nothing(tiny_target: Target, tmp_path: Path, c
         with torch.no_grad():
             for value in drafter.parameters():
                 value.add_(0.05 * torch.randn(value.shape, generator=torch.Generator().manual_seed(5)))
-        for piece in split(batch, drafter.options.grad_accumulation):
-            drafter(piece)[0].backward()
+        parts = drafter.options.grad_accumulation
+        for part in range(parts):
+            drafter(batch.each(lambda value, part=part, parts=parts: value[part::parts]))[0].backward()
         gradients.append([value.grad for value in drafter.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
@@ -127,7 +125,7 @@ def test_a_step_is_the_same_for_two_processes(tiny_target: Target, tmp_path: Pat
 
 def test_u_of_a_window_picks_its_text(tiny_target: Target, tmp_path: Path) -> None:
     drafter, batch = first(options_for(tiny_target, tmp_path, top_k=6, windows_per_step=80), tiny_target)
-    text = drafter._text(batch, torch.arange(len(batch.row)))
+    text = drafter._text(batch)
     states = batch.hidden.prefix.hidden[:, :-1]
     laws = law_of(drafter.head, states, drafter.options)
     checked = masked = 0
@@ -189,7 +187,7 @@ def test_inverse_u_lies_inside_the_students_own_intervals(tiny_target: Target, t
     with torch.no_grad():
         for value in drafter.parameters():
             value.add_(0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(6)))
-        text = drafter._text(batch, torch.arange(len(batch.row)))
+        text = drafter._text(batch)
         row, start, prefix = batch.row, batch.start, batch.hidden.prefix
         laws = drafter.head.logits(drafter.head.aux(prefix, row, start, text.u[:, :-1])).log_softmax(-1)
     assert torch.equal(pick(laws.flatten(0, 1), text.u[:, 1:].flatten()).view(-1, 3)[text.usable[:, 1:]],
@@ -203,7 +201,7 @@ def test_own_text_is_judged_by_the_target(tiny_target: Target, tmp_path: Path) -
     """u of the student's continuation lies where the target, reading that continuation, picks it."""
     drafter, batch = first(options_for(tiny_target, tmp_path, **CASES["own"]), tiny_target)
     with torch.no_grad():
-        text = drafter._text(batch, torch.arange(len(batch.row)))
+        text = drafter._text(batch)
     found = batch.hidden.prefix
     for window in range(6):
         row, start = int(batch.row[window]), int(batch.start[window])

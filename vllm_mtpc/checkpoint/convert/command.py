@@ -1,7 +1,7 @@
 """`vllm-mtpc convert`: a checkpoint of the papers' authors as a head folder.
 
-Two kinds are known by what the file holds: PTP checkpoints (`state_dict`, see convert_ptp) and MtPC heads
-(`model_state_dict` with a config.yaml beside, see convert_mtpc).
+Two kinds are known by what the file holds: PTP checkpoints (`state_dict`, see convert/ptp.py) and MtPC heads
+(`model_state_dict` with a config.yaml beside, see convert/mtpc.py).
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from vllm_mtpc.checkpoint.convert.options import SHARED, ConvertOptions
+from vllm_mtpc.checkpoint.convert.source import SHARED, ConvertOptions, load, locate
 from vllm_mtpc.checkpoint.locate import check_out
 from vllm_mtpc.errors import CheckpointError, one_line
 from vllm_mtpc.flags import add_flags, typed
 
 if TYPE_CHECKING:
     import argparse
-
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.config.ptp import PtpConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,31 +37,24 @@ def convert(options: ConvertOptions) -> str:
     """Write the head folder `options.out`; returns what it is, in words. Raises CheckpointError or HeadConfigError."""
     from vllm_mtpc.checkpoint.convert.mtpc import convert_mtpc
     from vllm_mtpc.checkpoint.convert.ptp import convert_ptp
-    from vllm_mtpc.checkpoint.convert.source import load, locate
 
     check_out(options.out)
-    source = locate(options.ckpt)
-    options = options.model_copy(update={"ckpt": source.file})
-    file: Any = load(source.file)
+    path, label = locate(options.ckpt)
+    options = options.model_copy(update={"ckpt": path})
+    file: Any = load(path)
     kinds = [key for key in ("state_dict", "model_state_dict") if isinstance(file, dict) and key in file]
     if len(kinds) != 1:
         raise CheckpointError(
-            f"{source.file}: has {' and '.join(map(repr, kinds)) or 'no state_dict'}; allowed: one of 'state_dict' "
+            f"{path}: has {' and '.join(map(repr, kinds)) or 'no state_dict'}; allowed: one of 'state_dict' "
             "(PTP, Lightning) and 'model_state_dict' (MtPC); name a checkpoint of their authors' code"
         )
     if kinds == ["state_dict"]:
-        return _ptp_summary(convert_ptp(options, file))
+        config = convert_ptp(options, file)
+        measured = "" if config.accepted else ", acceptance not measured"
+        return f"{config.variant}, {config.u_embedding}, window {config.window}{measured}"
     if foreign := sorted(options.model_fields_set - set(SHARED)):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise CheckpointError(f"{source.file}: is an MtPC head; {flags}: of PTP checkpoints only; leave it out")
-    return _mtpc_summary(convert_mtpc(options, file, source.label))
-
-
-def _ptp_summary(config: PtpConfig) -> str:
-    measured = "" if config.accepted else ", acceptance not measured"
-    return f"{config.variant}, {config.u_embedding}, window {config.window}{measured}"
-
-
-def _mtpc_summary(config: HeadConfig) -> str:
+        raise CheckpointError(f"{path}: is an MtPC head; {flags}: of PTP checkpoints only; leave it out")
+    config = convert_mtpc(options, file, label)
     lora = f", {config.lora_layers} draft layers" if config.lora_layers else ""
     return f"{config.circuit}, window {config.window}, {config.num_components} components{lora}"

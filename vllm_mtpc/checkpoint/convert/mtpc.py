@@ -16,29 +16,25 @@ here (tensors, keys, wirings) is refused by name.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.card import front_matter
-from vllm_mtpc.checkpoint.convert.lora import stored_adapters
-from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, target_values
-from vllm_mtpc.checkpoint.convert.sums import sum_tensors
-from vllm_mtpc.checkpoint.convert.tensors import Tensors, sort_tensors
+from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, ConvertOptions, adapters_of, target_config
+from vllm_mtpc.checkpoint.convert.tensors import Tensors, sort_tensors, sum_tensors
 from vllm_mtpc.checkpoint.convert.yaml import Settings
-from vllm_mtpc.checkpoint.locate import hub_name, verifier_name
-from vllm_mtpc.checkpoint.save import save_head
-from vllm_mtpc.checkpoint.tensors import FLOATS
+from vllm_mtpc.checkpoint.load import FLOATS, check_adapter_shapes, module_names
+from vllm_mtpc.checkpoint.locate import verifier_name
+from vllm_mtpc.checkpoint.save import converted_card, save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.heads import build_head
-
-if TYPE_CHECKING:
-    from vllm_mtpc.checkpoint.convert.options import ConvertOptions
+from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, Adapters
 
 # Their kinds of circuits that are built here; others (random-btree) have no position order.
 KINDS = ("fully-factorized", "cp", "hmm", "btree")
@@ -57,6 +53,9 @@ _HEAD_KEYS = (  # of mt_head.hyperparameters; those not read say how training st
     "transformer_n_layer",
     "type",
 )
+_ADAPTERS = "adaptor.hyperparameters"
+_ADAPTER_KEYS = ("layers_to_transform", "lora_alpha", "lora_dropout", "r", "target_modules")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class _Head(NamedTuple):
@@ -78,10 +77,10 @@ def convert_mtpc(options: ConvertOptions, file: Mapping[str, Any], label: str) -
     settings = Settings.read(path.with_name(SETTINGS_FILE))
     given = _read_settings(settings, path.with_name(SETTINGS_FILE))
     found = sort_tensors(path, file["model_state_dict"])
-    target = target_values(options.target)
+    target = target_config(options.target)
     _check_sizes(path, given, tuple(found.leaf.shape), target)
     tensors, record = _tensors(path, given, found)
-    adapters = stored_adapters(path, found.lora, settings, target)
+    adapters = _adapters(path, found.lora, settings, target)
     config = HeadConfig.create(
         circuit=given.circuit,
         window=given.window,
@@ -89,20 +88,25 @@ def convert_mtpc(options: ConvertOptions, file: Mapping[str, Any], label: str) -
         target=target,
         verifier=verifier_name(options.target, options.out),
         lora_layers=adapters.num_layers if adapters else 0,
-        trained_temperature=options.temperature,
-        trained_top_k=options.top_k,
-        trained_top_p=options.top_p,
+        **options.trained_sampling,
     )
     with torch.device("meta"):
         head = build_head(config)
     head.load_state_dict(tensors, assign=True)
     if found.skipped:
-        names = printable(_some(found.skipped), 300)
+        more = f" and {len(found.skipped) - 2} more" if len(found.skipped) > 2 else ""
+        names = printable(", ".join(found.skipped[:2]) + more, 300)
         print(f"warning: {path}: weights of the target left out: {names}", file=sys.stderr)
     step = {"global_step": file["global_step"]} if isinstance(file.get("global_step"), int) else {}
     record = {"from": label, "trained_on": settings.value("lm.model.from_huggingface"), **step, **record}
-    card = _card(label, config)
-    save_head(options.out, config, head, {"converted": record}, card, _dtype(tensors), adapters)
+    lora = f", {config.lora_layers} draft layers with LoRA" if config.lora_layers else ""
+    verifier = config.speculators_config.verifier.name_or_path
+    about = f"Converted from `{label}` by `vllm-mtpc convert`; target `{verifier}`{lora}."
+    card = converted_card(config, f"MtPC head: {config.circuit}, n={config.window}, r={config.num_components}", about)
+    # the narrowest type that holds every tensor exactly (float64: rounded to float32)
+    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    dtype = dtype if dtype in FLOATS else torch.float32
+    save_head(options.out, config, head, {"converted": record}, card, dtype, adapters)
     return config
 
 
@@ -169,22 +173,31 @@ def _tensors(path: Path, given: _Head, found: Tensors) -> tuple[dict[str, Tensor
     return {"leaf_weight": leaf, **sums}, {"fold_order": position, **({"inner_bias": biases} if biases else {})}
 
 
-def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The narrowest type that holds every tensor exactly (float64: rounded to float32)."""
-    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
-    return dtype if dtype in FLOATS else torch.float32
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-def _card(label: str, config: HeadConfig) -> str:
-    verifier = config.speculators_config.verifier.name_or_path
-    lora = f", {config.lora_layers} draft layers with LoRA" if config.lora_layers else ""
-    return (
-        f"{front_matter(['mtpc', 'speculative-decoding'], hub_name(verifier))}\n\n"
-        f"# MtPC head: {config.circuit}, n={config.window}, r={config.num_components}\n\n"
-        f"Converted from `{label}` by `vllm-mtpc convert`; target `{verifier}`{lora}. "
-        "The output is the target's own, whatever the head drafts.\n"
-    )
+def _adapters(path: Path, lora: Mapping[str, Tensor], settings: Settings, target: Mapping[str, Any]) -> Adapters | None:
+    """The adapters of a checkpoint, None without; raises CheckpointError where they are not of the last layers."""
+    given = settings.section(_ADAPTERS, _ADAPTER_KEYS)
+    if not lora and not given:
+        return None
+    rank, alpha = given.get("r"), given.get("lora_alpha")
+    if not lora or type(rank) is not int or type(alpha) not in (int, float) or alpha <= 0:
+        raise CheckpointError(
+            f"{path}: has {len(lora)} adapter tensors, but config.yaml says {_ADAPTERS}: r = {rank}, lora_alpha = "
+            f"{alpha}; keep the checkpoint and its own config.yaml together"
+        )
+    tensors = adapters_of(path, lora)
+    layers = sorted({int(match[1]) for match in map(_LAYER.search, tensors) if match})
+    total, stated = target.get("num_hidden_layers"), given.get("layers_to_transform")
+    end = max(layers, default=-1) + 1 if total is None else total
+    if (
+        layers != list(range(end - len(layers), end))
+        or len(layers) not in ALLOWED_LAYERS
+        or stated not in (None, layers)
+    ):
+        raise CheckpointError(
+            f"{path}: adapters on layers {layers} of {total}, config.yaml says {stated}; allowed: the last "
+            f"{', '.join(map(str, ALLOWED_LAYERS))} layers of the target, and the same in both; name the target it was "
+            "trained on"
+        )
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    check_adapter_shapes(path, shapes, layers, rank, target["hidden_size"])
+    return Adapters(layers, rank, alpha, module_names(tensors), tensors)

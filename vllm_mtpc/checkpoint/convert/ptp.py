@@ -10,35 +10,26 @@ Weights of the target in such a file are left out: a head uses its target's own.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from vllm_mtpc.checkpoint.card import front_matter
-from vllm_mtpc.checkpoint.convert.source import load, target_config
-from vllm_mtpc.checkpoint.locate import hub_name, verifier_name
+import torch
+from torch import Tensor
+
+from vllm_mtpc.checkpoint.convert.source import ConvertOptions, adapters_of, load, target_config
+from vllm_mtpc.checkpoint.locate import verifier_name
+from vllm_mtpc.checkpoint.ptp import save_ptp
+from vllm_mtpc.checkpoint.save import converted_card
+from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import check_lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm_mtpc.checkpoint.convert.options import ConvertOptions
-    from vllm_mtpc.config.ptp import PtpConfig
-    from vllm_mtpc.heads.ptp.embedding import AuxEmbedding
+from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 
 DEFAULT_WINDOW = 16  # auxiliary rows the authors train with
-_ADAPTER = re.compile(r"(base_model\.model\..*\.lora_[AB])(?:\.default)?\.weight")
-
-
-class _Layout(NamedTuple):
-    student: str  # prefix of the model that drafts
-    embedding: str  # prefix of its u-embedding
-
-
-LAYOUTS = {"official": _Layout("model.", "model.u_embed."), "fork": _Layout("student.", "student.u_adapter.")}
+# prefixes of the model that drafts and of its u-embedding
+LAYOUTS = {"official": ("model.", "model.u_embed."), "fork": ("student.", "student.u_adapter.")}
 
 
 class _Theirs(NamedTuple):
@@ -60,16 +51,15 @@ def convert_ptp(options: ConvertOptions, file: Mapping[str, Any]) -> PtpConfig:
 
     Raises CheckpointError or HeadConfigError.
     """
-    import torch
-
-    from vllm_mtpc.checkpoint.ptp import save_ptp
-    from vllm_mtpc.config.ptp import PtpConfig
-
-    target = target_config(options.target)
-    state = _state(options.ckpt, file)
-    layout = _layout(options.ckpt, state, options.layout)
-    lora = _adapters(options.ckpt, state, LAYOUTS[layout].student)
-    u_embedding, features, tensors = _embedding(options, state, LAYOUTS[layout].embedding)
+    path, target = options.ckpt, target_config(options.target)
+    state = file["state_dict"]
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: its 'state_dict' is none; name a checkpoint that Lightning wrote (.ckpt)")
+    state = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    check_lengths(path, state)
+    layout = _layout(path, state, options.layout)
+    lora = _adapters(path, state, LAYOUTS[layout][0])
+    u_embedding, features, tensors = _embedding(options, state, LAYOUTS[layout][1])
     counts = None if options.histogram is None else _histogram(options.histogram)
     window = options.window or (len(counts) - 1 if counts else DEFAULT_WINDOW)
     config = PtpConfig.create(
@@ -81,10 +71,8 @@ def convert_ptp(options: ConvertOptions, file: Mapping[str, Any]) -> PtpConfig:
         u_features=features,
         lora_rank=next((*value.shape, 0)[0] for name, value in sorted(lora.items()) if ".lora_A." in name),
         lora_alpha=options.lora_alpha,
-        trained_temperature=options.temperature,
-        trained_top_k=options.top_k,
-        trained_top_p=options.top_p,
         accepted=counts and accepted_drafts(counts, window),
+        **options.trained_sampling,
     )
     if counts and config.accepted is None:
         print(
@@ -92,16 +80,12 @@ def convert_ptp(options: ConvertOptions, file: Mapping[str, Any]) -> PtpConfig:
             file=sys.stderr,
         )
     is_half = all(value.dtype is torch.float16 for value in [*lora.values(), *tensors.values()])
-    embedding = _fill(options.ckpt, config, tensors)
-    record = {"converted": _record(options, file, layout)}
+    dtype = torch.float16 if is_half else torch.float32
+    progress = {key: file[key] for key in ("epoch", "global_step") if isinstance(file.get(key), int)}
+    settings = options.model_dump(mode="json", include={"variant", "lora_alpha", "temperature", "top_k", "top_p"})
+    record = {"from": path.name, "layout": layout, **progress, "settings": settings}
     save_ptp(
-        options.out,
-        config,
-        lora,
-        embedding,
-        record,
-        _card(options, config),
-        torch.float16 if is_half else torch.float32,
+        options.out, config, lora, _fill(path, config, tensors), {"converted": record}, _card(options, config), dtype
     )
     return config
 
@@ -113,33 +97,20 @@ def accepted_drafts(counts: list[float], window: int) -> list[float] | None:
     for all: P(g drafts) = P(1 + g right) / P(at least 1 right). A count over more tokens than `window` is cut there,
     which is exact, since rows see only rows before them; one over fewer says nothing of the last drafts: None.
     """
-    first, later = counts[0], counts[1:]
+    later = counts[1:]
     total = sum(later)
-    if len(later) < window or total <= 0 or first < 0:
+    if len(later) < window or total <= 0:
         return None
     kept = [share / total for share in later]
     return [*kept[: window - 1], sum(kept[window - 1 :])]
 
 
-def _state(path: Path, file: Mapping[str, Any]) -> dict[str, Tensor]:
-    import torch
-
-    state = file["state_dict"]
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: its 'state_dict' is none; name a checkpoint that Lightning wrote (.ckpt)")
-    found = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
-    check_lengths(path, found)
-    return found
-
-
 def _layout(path: Path, state: Mapping[str, Tensor], asked: str) -> str:
     """The layout whose u-embedding the file has."""
-    found = [name for name, layout in LAYOUTS.items() if any(key.startswith(layout.embedding) for key in state)]
-    if asked == "auto" and len(found) == 1:
-        return found[0]
-    if asked in found:
-        return asked
-    shown = " or ".join(f"{layout.embedding}* ({name})" for name, layout in LAYOUTS.items())
+    found = [name for name, (_, prefix) in LAYOUTS.items() if any(key.startswith(prefix) for key in state)]
+    if asked in found or (asked == "auto" and len(found) == 1):
+        return found[0] if asked == "auto" else asked
+    shown = " or ".join(f"{prefix}* ({name})" for name, (_, prefix) in LAYOUTS.items())
     if asked == "auto" and found:
         raise CheckpointError(f"{path}: has tensors of both layouts; name one: --layout {' or --layout '.join(found)}")
     has = f"has a u-embedding of layout {found[0]}" if found else f"has no u-embedding, {shown}"
@@ -148,15 +119,8 @@ def _layout(path: Path, state: Mapping[str, Tensor], asked: str) -> str:
 
 def _adapters(path: Path, state: Mapping[str, Tensor], student: str) -> dict[str, Tensor]:
     """The student's adapters by PEFT's names on disk."""
-    lora: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if not key.startswith(student) or ".lora_" not in key:
-            continue
-        place = key.find("base_model.model.")
-        match = _ADAPTER.fullmatch(key[place:]) if place >= 0 else None
-        if match is None:
-            raise CheckpointError(f"{path}: {key} is no adapter PTP heads have; allowed: A and B of linear layers")
-        lora[f"{match[1]}.weight"] = value
+    lora = {name: value for name, value in state.items() if name.startswith(student) and ".lora_" in name}
+    lora = adapters_of(path, lora)
     if not any(".lora_A." in name for name in lora):
         raise CheckpointError(
             f"{path}: has no adapters (lora_A, lora_B): it trained the model's own weights, and a PTP head shares its "
@@ -192,10 +156,6 @@ def _embedding(
 
 def _fill(path: Path, config: PtpConfig, tensors: dict[str, Tensor]) -> AuxEmbedding:
     """The u-embedding of the file; raises CheckpointError where it is not one of the target's width."""
-    import torch
-
-    from vllm_mtpc.heads.ptp.embedding import build_embedding
-
     with torch.device("meta"):
         embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
     for name, value in embedding.state_dict().items():
@@ -210,8 +170,6 @@ def _fill(path: Path, config: PtpConfig, tensors: dict[str, Tensor]) -> AuxEmbed
 
 def _histogram(path: Path) -> list[float]:
     """Shares of windows with 0, 1, ... leading tokens right."""
-    import torch
-
     counts = load(path)
     fits = isinstance(counts, torch.Tensor) and counts.dim() == 1 and counts.numel() >= 3
     if not fits or not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()) or counts.sum() <= 0:
@@ -221,22 +179,13 @@ def _histogram(path: Path) -> list[float]:
     return (counts.double() / counts.double().sum()).tolist()
 
 
-def _record(options: ConvertOptions, file: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """Where the head comes from, for provenance.json."""
-    progress = {key: file[key] for key in ("epoch", "global_step") if isinstance(file.get(key), int)}
-    settings = options.model_dump(mode="json", include={"variant", "lora_alpha", "temperature", "top_k", "top_p"})
-    return {"from": options.ckpt.name, "layout": layout, **progress, "settings": settings}
-
-
 def _card(options: ConvertOptions, config: PtpConfig) -> str:
     top_k, top_p = config.trained_top_k or "off", "off" if config.trained_top_p == 1 else config.trained_top_p
-    verifier = config.speculators_config.verifier.name_or_path
-    return (
-        f"{front_matter(['mtpc', 'ptp', 'speculative-decoding'], hub_name(verifier))}\n\n"
-        f"# PTP head: {config.variant}, n={config.window}\n\n"
-        f"Converted from `{options.ckpt.name}` by `vllm-mtpc convert`; target `{verifier}`, adapters of rank "
-        f"{config.lora_rank} on every layer, u-embedding `{config.u_embedding}`, drafts for temperature "
-        f"{config.trained_temperature}, top-k {top_k}, top-p {top_p}. The output is the target's own, whatever the "
-        "head drafts.\n\n"
-        f"```bash\nvllm serve {options.out.name}\n```\n"
+    about = (
+        f"Converted from `{options.ckpt.name}` by `vllm-mtpc convert`; target "
+        f"`{config.speculators_config.verifier.name_or_path}`, adapters of rank {config.lora_rank} on every layer, "
+        f"u-embedding `{config.u_embedding}`, drafts for temperature {config.trained_temperature}, top-k {top_k}, "
+        f"top-p {top_p}."
     )
+    card = converted_card(config, f"PTP head: {config.variant}, n={config.window}", about)
+    return f"{card}\n```bash\nvllm serve {options.out.name}\n```\n"

@@ -1,4 +1,4 @@
-"""What `vllm-mtpc convert` reads: a checkpoint's file, found or downloaded, and the config of its target.
+"""What `vllm-mtpc convert` is asked, and what it reads: a checkpoint's file, and the config of its target.
 
 Files are read with `torch.load(weights_only=True, mmap=True)` and nothing else: no pickled object is ever run, and of a
 file that also holds an optimiser's state only the tensors that are used are read.
@@ -6,38 +6,67 @@ file that also holds an optimiser's state only the tensors that are used are rea
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_mtpc.checkpoint.locate import PICKLE_SUFFIXES
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_mtpc.checkpoint.locate import HUB_NAME, PICKLE_SUFFIXES
 from vllm_mtpc.errors import CheckpointError, first_line
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SETTINGS_FILE = "config.yaml"  # beside an MtPC checkpoint
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SHARED = ("ckpt", "target", "out", "temperature", "top_k", "top_p")  # what an MtPC head does not say itself
+_ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
 
 
-class Source(NamedTuple):
-    """A checkpoint on this machine."""
+class ConvertOptions(BaseModel):
+    """What is to be converted. A field is a flag of `vllm-mtpc convert`, ckpt its argument."""
 
-    file: Path
-    label: str  # what provenance calls it: a file's name, or repository@commit/file
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ckpt: Path = Field(
+        description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml beside it, the folder of "
+        "both (the last step is taken) or a hub repository"
+    )
+    target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
+    out: Path = Field(description="folder of the head")
+    temperature: float = Field(1.0, gt=0, description="temperature of the text (PTP: of u's picks) it was trained on")
+    top_k: int = Field(0, ge=0, description="top-k of that text; 0: off")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that text; 1: off")
+    layout: Literal["auto", "official", "fork"] = Field("auto", description="PTP: names in the file")
+    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="PTP: what the rows were trained to give")
+    window: int | None = Field(
+        None, ge=2, description="PTP: n, auxiliary rows (default: as the histogram's, or 16, what the authors train)"
+    )
+    u_embedding: str | None = Field(None, description="PTP: name of the u-embedding, where its tensors fit several")
+    lora_alpha: float = Field(8.0, gt=0, description="PTP: of the adapters; PEFT's default, which the authors leave")
+    histogram: Path | None = Field(None, description="PTP: correct_count_hist.pt, shares of 0, 1, ... correct tokens")
+
+    @property
+    def trained_sampling(self) -> dict[str, Any]:
+        """As a head's config says it."""
+        return {f"trained_{name}": getattr(self, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def locate(ckpt: Path) -> Source:
+def locate(ckpt: Path) -> tuple[Path, str]:
     """The checkpoint named by a file, a folder of model@STEP.pt files (the last step) or a hub repository of them.
 
-    Raises CheckpointError when there is none.
+    And what provenance calls it: a file's name, or repository@commit/file. Raises CheckpointError when there is none.
     """
     if ckpt.is_file():
-        return Source(ckpt, ckpt.name)
+        return ckpt, ckpt.name
     if ckpt.is_dir():
         name = _last_step(str(ckpt), os.listdir(ckpt))
-        return Source(ckpt / name, name)
-    if _HUB_NAME.fullmatch(str(ckpt)) and ckpt.suffix not in PICKLE_SUFFIXES:
+        return ckpt / name, name
+    if HUB_NAME.fullmatch(str(ckpt)) and ckpt.suffix not in PICKLE_SUFFIXES:
         return _download(str(ckpt))
     raise CheckpointError(
         f"{ckpt} is not a file; name a Lightning checkpoint (.ckpt), a model@STEP.pt or its folder, or a hub repository"
@@ -53,42 +82,42 @@ def load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds; a user needs one line whatever is wrong with the file
-        reason = first_line(error)
         raise CheckpointError(
-            f"{path}: cannot be read as tensors alone ({reason}); other pickled objects are never loaded: where you "
-            "trust the file, load it, save its state dict again with torch.save and convert that"
+            f"{path}: cannot be read as tensors alone ({first_line(error)}); other pickled objects are never loaded: "
+            "where you trust the file, load it, save its state dict again with torch.save and convert that"
         ) from None
 
 
-def target_config(name: str) -> Any:
-    """The config of a target's language model, no weights read; raises CheckpointError."""
-    from transformers import AutoConfig
+def adapters_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters by PEFT's names on disk; raises CheckpointError for what is none."""
+    found = {}
+    for name, value in tensors.items():
+        if (match := _ADAPTER.search(name)) is None:
+            raise CheckpointError(f"{path}: {name} is no adapter heads have; allowed: lora_A, lora_B of linear layers")
+        found[f"{match[0]}.weight"] = value
+    return found
+
+
+def target_config(name: str) -> dict[str, Any]:
+    """The config of a target's language model, no weights read; raises CheckpointError.
+
+    Of a model that transformers does not know (EvaByte, Byte-Llama) its config.json is taken as it is.
+    """
+    from transformers import AutoConfig, PretrainedConfig
 
     try:  # False: a model with code of its own is an error, not a question on the terminal
-        return AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
+        return AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config().to_dict()
     except (OSError, ValueError, KeyError) as error:  # transformers raises all of these on bad input
-        reason = first_line(error)
+        values, reason = {}, first_line(error)
+    with contextlib.suppress(OSError, ValueError):
+        values, _ = PretrainedConfig.get_config_dict(name)
+    values = values.get("text_config", values)
+    if not {"vocab_size", "hidden_size"} <= values.keys():
         raise CheckpointError(
             f"target {name}: no config that transformers can read ({reason}); name the folder or hub repository of the "
             "model the checkpoint was trained on"
-        ) from None
-
-
-def target_values(name: str) -> dict[str, Any]:
-    """As target_config, as a dict, and also of a model that transformers does not know (EvaByte, Byte-Llama)."""
-    from transformers import PretrainedConfig
-
-    try:
-        return target_config(name).to_dict()
-    except CheckpointError:
-        try:
-            values, _ = PretrainedConfig.get_config_dict(name)
-        except (OSError, ValueError):
-            values = {}
-        values = values.get("text_config", values)
-        if not {"vocab_size", "hidden_size"} <= values.keys():
-            raise
-        return values
+        )
+    return values
 
 
 def _last_step(place: str, names: Iterable[str]) -> str:
@@ -98,19 +127,18 @@ def _last_step(place: str, names: Iterable[str]) -> str:
     return steps[max(steps)]
 
 
-def _download(repo: str) -> Source:
+def _download(repo: str) -> tuple[Path, str]:
     try:
         from huggingface_hub import HfApi, hf_hub_download
 
         info = HfApi().model_info(repo)
         name = _last_step(repo, [sibling.rfilename for sibling in info.siblings or []])
         hf_hub_download(repo, SETTINGS_FILE, revision=info.sha)
-        return Source(Path(hf_hub_download(repo, name, revision=info.sha)), f"{repo}@{info.sha}/{name}")
+        return Path(hf_hub_download(repo, name, revision=info.sha)), f"{repo}@{info.sha}/{name}"
     except CheckpointError:
         raise
     except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
-        reason = first_line(error)
         raise CheckpointError(
-            f"{repo}: not a file or folder here, and not to be had from the hub ({reason}); correct its name, or "
-            f"download its model@STEP.pt and {SETTINGS_FILE} into one folder and name that"
+            f"{repo}: not a file or folder here, and not to be had from the hub ({first_line(error)}); correct its "
+            f"name, or download its model@STEP.pt and {SETTINGS_FILE} into one folder and name that"
         ) from None

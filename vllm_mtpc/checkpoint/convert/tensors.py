@@ -1,4 +1,7 @@
-"""The tensors of an MtPC checkpoint, sorted by what their names say; a name that says nothing is refused."""
+"""The tensors of an MtPC checkpoint, sorted by what their names say, and its sums in our order.
+
+A name that says nothing is refused, but for the biases of an HMM, which are known by their shapes whatever their names.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from vllm_mtpc.errors import CheckpointError
@@ -19,6 +23,8 @@ _WIRING = re.compile(r"circuit\._circuit\._address_book\._in_fold_idx_(\d+)_0")
 # Of training, or constants of the circuit.
 _UNUSED = ("_exp_gamma_weights", "circuit._autoregressive_mar_mask", "circuit._univariate_mar_mask")
 _WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")  # what DDP and torch.compile put in front
+_OWNER = re.compile(r"mt_head\._sum_weights_heads\.(\d+)\.")
+_NUMBER = re.compile(r"(?<=[._])\d+(?=[._]|$)")
 _TARGET = "lm."
 _TARGET_OWN = ("lora_", "modules_to_save")  # below _TARGET, but trained: not the target's weights
 
@@ -43,8 +49,7 @@ def sort_tensors(path: Path, state: Any) -> Tensors:
         )
     named = {_WRAPPERS.sub("", str(name), count=1): value for name, value in state.items() if value is not None}
     check_lengths(path, named)
-    found = Tensors(None, {}, None, {}, {}, {}, [])
-    foreign = []
+    found, foreign = Tensors(named.get(LEAF), {}, named.get(_SCOPE), {}, {}, {}, []), []
     for name, value in named.items():
         if not isinstance(value, Tensor):
             foreign.append(name)
@@ -62,9 +67,14 @@ def sort_tensors(path: Path, state: Any) -> Tensors:
         elif name not in (LEAF, _SCOPE, *_UNUSED):
             foreign.append(name)
     refuse_names(path, foreign)
-    leaf, scope = named.get(LEAF), named.get(_SCOPE)
-    _check_kinds(path, {LEAF: leaf, **{f"sum head {k}": value for k, value in found.sums.items()}})
-    return found._replace(leaf=leaf, scope=scope)
+    for name, value in {LEAF: found.leaf, **{f"sum head {k}": value for k, value in found.sums.items()}}.items():
+        if value is None:
+            raise CheckpointError(f"{path}: has no {name}; name a checkpoint of an MtPC head with a linear expander")
+        if value.dim() != 4 or not value.is_floating_point():
+            raise CheckpointError(
+                f"{path}: {name} is {value.dtype} {tuple(value.shape)}; expected: float, 4 dimensions; copy it again"
+            )
+    return found
 
 
 def refuse_names(path: Path, names: list[str]) -> None:
@@ -76,11 +86,114 @@ def refuse_names(path: Path, names: list[str]) -> None:
         )
 
 
-def _check_kinds(path: Path, tensors: Mapping[str, Tensor | None]) -> None:
-    for name, value in tensors.items():
-        if value is None:
-            raise CheckpointError(f"{path}: has no {name}; name a checkpoint of an MtPC head with a linear expander")
-        if value.dim() != 4 or not value.is_floating_point():
+def sum_tensors(
+    path: Path, circuit: str, fold: list[int], r: int, found: Tensors, needs_bias: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """root_weight, inner_weight and inner_bias as far as the circuit has them; names of biases by ours.
+
+    `fold` is that of the leaves by position. Raises CheckpointError for another circuit, and for tensors not known.
+    """
+    n, width = len(fold), found.leaf.shape[3]
+    shapes = _sum_shapes(path, circuit, n, r)
+    _check_wiring(path, circuit, fold, found.wiring)
+    given = {k: tuple(value.shape) for k, value in sorted(found.sums.items())}
+    wanted = {k: (*shape, width) for k, shape in enumerate(shapes)}
+    if given != wanted and not (circuit == "ff" and given == {0: (1, 1, 1, width)}):  # a softmax over one input is 1
+        raise CheckpointError(
+            f"{path}: sum heads of shapes {given}, expected {wanted} for {circuit}, n={n}, r={r}; name the checkpoint "
+            "that its config.yaml belongs to"
+        )
+    if circuit != "hmm":
+        refuse_names(path, list(found.unknown))
+    if not shapes:
+        return {}, {}
+    inner = len(shapes) - 1
+    tensors = {"root_weight": found.sums[inner][0, 0]}
+    if not inner:
+        return tensors, {}
+    order = list(range(inner))[:: -1 if circuit == "hmm" else 1]
+    biases = _biases(path, shapes, found.unknown, needs_bias)
+    weight = tensors["inner_weight"] = torch.cat([found.sums[k] for k in order])
+    if biases:
+        tensors["inner_bias"] = torch.cat([found.unknown[biases[k]].reshape(shapes[k]) for k in order])
+    else:
+        tensors["inner_bias"] = weight.new_zeros(weight.shape[:3])
+    return tensors, {f"inner_bias[{at}]": biases[k] for at, k in enumerate(order) if k in biases}
+
+
+def _sum_shapes(path: Path, circuit: str, n: int, r: int) -> list[tuple[int, int, int]]:
+    """Folds, outputs and inputs of a circuit's sums in their order, from the leaves to the root."""
+    if circuit == "ff":
+        return []
+    root = (1, 1, r)
+    if circuit == "cp":
+        return [root]
+    if circuit == "hmm":  # the deepest one leads to the last token
+        return [(1, r, r)] * (n - 1) + [root]
+    if n & (n - 1):
+        raise CheckpointError(
+            f"{path}: btree over {n} tokens; allowed: 2, 4, 8, ... tokens, of others the file does not say which fold "
+            "is which region; train such a head here"
+        )
+    return [(n >> height, r, r) for height in range(1, n.bit_length() - 1)] + [root]
+
+
+def _check_wiring(path: Path, circuit: str, fold: list[int], wiring: Mapping[int, Tensor]) -> None:
+    """Raise CheckpointError where layers are known to read other folds than the circuit says; `fold` by position."""
+    n, expected = len(fold), {}
+    if circuit == "hmm":
+        expected[1] = torch.tensor([[fold[-1]]])
+        expected |= {2 * k: torch.tensor([[0, 1 + fold[n - 1 - k]]]) for k in range(1, n)}
+    if circuit == "btree":  # neighbours, of the leaves as of the regions above them
+        expected[1] = torch.tensor(fold).view(-1, 2)
+        expected |= {2 * k + 1: torch.arange(n >> k).view(-1, 2) for k in range(1, n.bit_length() - 1)}
+    for layer, wanted in expected.items():
+        if (given := wiring.get(layer)) is not None and given.tolist() != wanted.tolist():
             raise CheckpointError(
-                f"{path}: {name} is {value.dtype} {tuple(value.shape)}; expected: float, 4 dimensions; copy it again"
+                f"{path}: layer {layer} of its {circuit} reads folds {given.tolist()}, expected {wanted.tolist()}: its "
+                "tokens are in another order; convert a head whose circuit goes from left to right"
             )
+
+
+def _biases(
+    path: Path, shapes: list[tuple[int, int, int]], unknown: Mapping[str, Tensor], needed: bool
+) -> dict[int, str]:
+    """Names of biases by the number of their sum head: they have its shape, and its number where several fit.
+
+    Raises CheckpointError unless all sums below the root have biases or none; the root's is dropped if it says nothing.
+    """
+    found: dict[int, str] = {}
+    for name, value in unknown.items():
+        size = [length for length in value.shape if length > 1]
+        fitting = [k for k, shape in enumerate(shapes) if size == [length for length in shape if length > 1]]
+        owner, numbers = _OWNER.match(name), _NUMBER.findall(name)
+        if owner or (len(fitting) > 1 and numbers):
+            fitting = [k for k in fitting if k == int(owner[1] if owner else numbers[-1])]
+        if not fitting or not value.is_floating_point():
+            refuse_names(path, [f"{name} {tuple(value.shape)}"])
+        if len(fitting) > 1 or fitting[0] in found:
+            other = f" as {found[fitting[0]]} does" if fitting[0] in found else ""
+            raise CheckpointError(
+                f"{path}: {name} {tuple(value.shape)} fits sum heads {', '.join(map(str, fitting))}{other}; it is not "
+                "known which it belongs to; name it ..._K with the number K of its head, and convert again"
+            )
+        found[fitting[0]] = name
+    inner = len(shapes) - 1
+    if (name := found.pop(inner, None)) is not None:
+        value = unknown[name].flatten()
+        if bool((value != value[0]).any()):  # equal ones leave a softmax as it is
+            raise CheckpointError(
+                f"{path}: {name} is a bias of the root, which heads here do not have; allowed: equal values; train it "
+                "without"
+            )
+    if found and (missing := sorted(set(range(inner)) - found.keys())):
+        raise CheckpointError(
+            f"{path}: sum heads {', '.join(map(str, sorted(found)))} have a bias ({', '.join(found.values())}), but "
+            f"{', '.join(map(str, missing))} have none; copy the checkpoint again"
+        )
+    if needed and not found:
+        raise CheckpointError(
+            f"{path}: config.yaml says init_hmm_identity, but no sum head has a bias, so what was added is not known; "
+            "set mt_head.hyperparameters.init_hmm_identity to false there if nothing was"
+        )
+    return found

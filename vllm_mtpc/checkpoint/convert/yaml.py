@@ -40,7 +40,11 @@ class Settings:
 
     def value(self, path: str, default: Any = None) -> Any:
         """The scalar or list of scalars at `path`; `default` where there is none. Raises CheckpointError."""
-        return self._plain(path, self._at(path, default))
+        node = self._at(path, default)
+        parts = self._guarded(path, lambda: list(node)) if isinstance(node, ListConfig) else [node]
+        if any(isinstance(part, (DictConfig, ListConfig)) for part in parts):
+            raise CheckpointError(f"{self._source}: {path}: a value or a list of values is expected; correct it")
+        return parts if isinstance(node, ListConfig) else node
 
     def section(self, path: str, known: Collection[str]) -> dict[str, Any]:
         """The mapping at `path` ({}: none), nulls left out; raises CheckpointError for a key that is not known."""
@@ -59,12 +63,6 @@ class Settings:
 
     def _at(self, path: str, default: Any) -> Any:
         return self._guarded(path, lambda: OmegaConf.select(self._root, path, default=default, throw_on_missing=True))
-
-    def _plain(self, path: str, node: Any) -> Any:
-        parts = self._guarded(path, lambda: list(node)) if isinstance(node, ListConfig) else [node]
-        if any(isinstance(part, (DictConfig, ListConfig)) for part in parts):
-            raise CheckpointError(f"{self._source}: {path}: a value or a list of values is expected; correct it")
-        return parts if isinstance(node, ListConfig) else node
 
     def _guarded(self, path: str, read: Callable[[], Any]) -> Any:
         try:

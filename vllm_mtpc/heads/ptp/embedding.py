@@ -16,13 +16,11 @@ and those that the authors' code offers beside them, so that checkpoints of it c
     quarter-cos     cos(pi i u)
 
 u is used in float32 whatever the dtype of the weights: in half precision two values of u on either side of an edge of
-the target's distribution are one. Adding an embedding: its features and its line in _EMBEDDINGS.
+the target's distribution are one. Adding an embedding: its name in EMBEDDINGS,
+and its features in _FEATURES.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +28,16 @@ from torch.nn import functional as F
 
 from vllm_mtpc.errors import HeadConfigError
 
-__all__ = ["EMBEDDING", "EMBEDDINGS", "AuxEmbedding", "build_embedding", "check_embedding", "default_options", "lookup"]
-
 TABLE_SIZE = 256
 MAX_FEATURES = 4096
+EMBEDDING = "ieee"
+EMBEDDINGS = (
+    *("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp"),  # of the paper
+    *("interpolation", "round", "sawtooth", "quarter-cos"),
+)
+# Features or rows of each where the config does not say how many; of _FIXED it never does.
+_COUNTS = dict.fromkeys(EMBEDDINGS, 32) | {"scalar": 1, "scalar-mlp": 1, "interpolation": 3}
+_FIXED = ("ieee", "scalar", "scalar-mlp")
 
 
 class AuxEmbedding(nn.Module):
@@ -62,14 +66,14 @@ def lookup(table: Tensor, u: Tensor) -> Tensor:
 class _Features(AuxEmbedding):
     """Fixed features of u, then one linear layer, or two with a GELU between them."""
 
-    def __init__(self, features: Callable[[Tensor, int], Tensor], count: int, hidden: int | None, size: int) -> None:
+    def __init__(self, name: str, count: int, hidden: int | None, size: int) -> None:
         super().__init__()
-        self._features, self.count = features, count
+        self.name, self.count = name, count
         self.inner = None if hidden is None else nn.Linear(count, hidden)
         self.outer = nn.Linear(count if hidden is None else hidden, size)
 
     def embed(self, u: Tensor) -> Tensor:
-        values = self._features(u, self.count)  # [..., n]
+        values = _FEATURES[self.name](u[..., None], self.count)  # [..., n]
         if self.inner is not None:
             values = F.gelu(_linear(values, self.inner))
         return _linear(values, self.outer)
@@ -104,69 +108,37 @@ def _steps(u: Tensor, count: int) -> Tensor:
 
 def _ieee(u: Tensor, count: int) -> Tensor:
     shifts = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=u.device)
-    return (u.view(torch.int32)[..., None] >> shifts & 1).float()
-
-
-def _scalar(u: Tensor, count: int) -> Tensor:
-    return u[..., None]
-
-
-def _threshold(u: Tensor, count: int) -> Tensor:
-    return (u[..., None] <= _steps(u, count) / count).float()
+    return (u.view(torch.int32) >> shifts & 1).float()
 
 
 def _arithmetic(u: Tensor, count: int) -> Tensor:
-    shifted = u[..., None] * torch.exp2(_steps(u, count) - 1)  # exact: powers of two
+    shifted = u * torch.exp2(_steps(u, count) - 1)  # exact: powers of two
     return (shifted - shifted.floor() <= 0.5).float()
 
 
-def _sawtooth(u: Tensor, count: int) -> Tensor:
-    return torch.remainder(u[..., None], 1 / _steps(u, count))
-
-
-def _quarter_cos(u: Tensor, count: int) -> Tensor:
-    return torch.cos(torch.pi * _steps(u, count) * u[..., None])
-
-
-class _Entry(NamedTuple):
-    features: Callable[[Tensor, int], Tensor] | None  # None: learned rows
-    count: int  # features or rows
-    is_free: bool = True  # the config says how many there are
-    is_mlp: bool = False
-
-
-_EMBEDDINGS = {
-    "ieee": _Entry(_ieee, 32, is_free=False),
-    "scalar": _Entry(_scalar, 1, is_free=False),
-    "scalar-mlp": _Entry(_scalar, 1, is_free=False, is_mlp=True),
-    "threshold": _Entry(_threshold, 32),
-    "threshold-mlp": _Entry(_threshold, 32, is_mlp=True),
-    "arithmetic": _Entry(_arithmetic, 32),
-    "arithmetic-mlp": _Entry(_arithmetic, 32, is_mlp=True),
-    "interpolation": _Entry(None, 3),
-    "round": _Entry(None, 32),
-    "sawtooth": _Entry(_sawtooth, 32),
-    "quarter-cos": _Entry(_quarter_cos, 32),
+_FEATURES = {  # (u[..., 1] float32, n) -> [..., n]; what is not here has learned rows
+    "ieee": _ieee,
+    "scalar": lambda u, count: u,
+    "threshold": lambda u, count: (u <= _steps(u, count) / count).float(),
+    "arithmetic": _arithmetic,
+    "sawtooth": lambda u, count: torch.remainder(u, 1 / _steps(u, count)),
+    "quarter-cos": lambda u, count: torch.cos(torch.pi * _steps(u, count) * u),
 }
-EMBEDDINGS = tuple(_EMBEDDINGS)
-EMBEDDING = "ieee"
 
 
 def check_embedding(name: str, features: int | None, hidden: int | None) -> None:
     """Raise HeadConfigError unless `name` is known and features and hidden (None: not given) are exactly its own."""
-    if name not in _EMBEDDINGS:
+    if name not in _COUNTS:
         raise HeadConfigError(f"unknown u_embedding {name!r}; allowed: {', '.join(EMBEDDINGS)}; set it to one of them")
-    entry = _EMBEDDINGS[name]
-    example = entry.count if entry.is_free else None
-    for key, value, own, shown in (
-        ("u_features", features, entry.is_free, example),
-        ("u_hidden", hidden, entry.is_mlp, 64),
-    ):
-        if value is not None and not own:
+    own = default_options(name, 64)
+    for key, value in (("u_features", features), ("u_hidden", hidden)):
+        if value is not None and key not in own:
             raise HeadConfigError(f"{key}={value} is not an option of u_embedding {name!r}; remove {key}")
-        if value is None and own:
-            raise HeadConfigError(f"u_embedding {name!r} needs {key}; add it to the config, for example {key}={shown}")
-    if entry.is_free and not 1 <= features <= MAX_FEATURES:
+        if value is None and key in own:
+            raise HeadConfigError(
+                f"u_embedding {name!r} needs {key}; add it to the config, for example {key}={own[key]}"
+            )
+    if features is not None and not 1 <= features <= MAX_FEATURES:
         raise HeadConfigError(f"u_features={features}: allowed are 1 to {MAX_FEATURES}; set u_features to that")
     if name == "interpolation" and features < 2:
         raise HeadConfigError(f"u_features={features}: u_embedding 'interpolation' needs 2 rows; set u_features to 2")
@@ -174,22 +146,18 @@ def check_embedding(name: str, features: int | None, hidden: int | None) -> None
 
 def default_options(name: str, hidden_size: int) -> dict[str, int]:
     """`u_features` and `u_hidden` of an embedding where none are named; nothing for an unknown one."""
-    entry = _EMBEDDINGS.get(name)
-    if entry is None:
-        return {}
-    return ({"u_features": entry.count} if entry.is_free else {}) | ({"u_hidden": hidden_size} if entry.is_mlp else {})
+    options = {"u_features": _COUNTS[name]} if name in _COUNTS and name not in _FIXED else {}
+    return options | ({"u_hidden": hidden_size} if name in _COUNTS and name.endswith("-mlp") else {})
 
 
 def build_embedding(
     name: str, hidden_size: int, features: int | None = None, hidden: int | None = None
 ) -> AuxEmbedding:
     """An untrained embedding on the current default device and dtype; options not given take their defaults."""
-    defaults = default_options(name, hidden_size)
-    features = defaults.get("u_features") if features is None else features
-    hidden = defaults.get("u_hidden") if hidden is None else hidden
-    check_embedding(name, features, hidden)
-    entry = _EMBEDDINGS[name]
-    count = entry.count if features is None else features
-    if entry.features is None:
+    given = {key: value for key, value in (("u_features", features), ("u_hidden", hidden)) if value is not None}
+    options = default_options(name, hidden_size) | given
+    check_embedding(name, options.get("u_features"), options.get("u_hidden"))
+    count, plain = options.get("u_features", _COUNTS[name]), name.removesuffix("-mlp")
+    if plain not in _FEATURES:
         return _Rows(name == "interpolation", count, hidden_size)
-    return _Features(entry.features, count, hidden, hidden_size)
+    return _Features(plain, count, options.get("u_hidden"), hidden_size)

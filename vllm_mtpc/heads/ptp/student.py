@@ -2,19 +2,24 @@
 
 Source: "Parallel Token Prediction for Language Models", arXiv 2512.21323. Real tokens run through the plain target, so
 one prefix serves every window that starts in it; auxiliary rows run through copies of the layers that share the
-target's weights and add their own low-rank ones (as in `vllm_mtpc.heads.adapters`). Both passes run the target's own
-forward, with the attention of `vllm_mtpc.heads.ptp.windows`.
+target's weights and add their own low-rank ones (as in `vllm_mtpc.heads.adapters`).
 
 A window at index t holds rows j = 0 .. n - 1 that carry u_(t+1+j). The position of a row is the index of the token it
 predicts, less one: t + j where row j names token t + 1 + j itself (o-ptp), t + 1 + j where it gives the distribution of
 the next token (c-ptp). Behind the final norm the rows of drafts may go through a late network
 (`vllm_mtpc.heads.ptp.late`).
+
+Many short windows are computed in one pass. The rows of window b see the tokens of the document at (row_b, start_b) up
+to start_b, whose keys and values a pass over the packed rows has left, and the window's own rows up to themselves.
+Windows that share a packed row share one matrix product with its keys; no window computes a score with another. That
+is one of transformers' attention functions, so every layer's projections, norms and rotary positions are the model's.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +28,96 @@ from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import AdaptedLayers, layered_backbone, sharing_copy, view_of
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
-from vllm_mtpc.heads.ptp.windows import IMPLEMENTATION, SHARE, Layout, Prefix, Record, register
-
-__all__ = ["Prefix", "Student"]
 
 UNINFORMED = 0.5  # what every row carries where u tells nothing: greedy decoding, the independent baseline
+IMPLEMENTATION = "mtpc_windows"  # the name of `windows_attention` among transformers' attention functions
+
+
+class Prefix(NamedTuple):
+    """What the target has computed of R packed rows of S tokens."""
+
+    hidden: Tensor  # [R, S, D] after the final norm, what Target.hidden gives
+    keys: list[Tensor]  # by layer, [R, G, S, d], rotated
+    values: list[Tensor]  # by layer, [R, G, S, d]
+    positions: Tensor  # [R, S] int64, from 0 in each document
+    documents: Tensor  # [R, S] int64, -1: padding
+
+
+class Record:
+    """Has the target's own attention do the work, and keeps what it is given: keys and values by layer."""
+
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation, eager)
+        self.keys.append(key)
+        self.values.append(value)
+        return function(module, query, key, value, mask, **kwargs)
+
+
+class Layout:
+    """B windows of n rows each, laid out as G packed rows of W places; built once per pass."""
+
+    def __init__(self, prefix: Prefix, row: Tensor, start: Tensor, length: int) -> None:
+        self.prefix, self.length = prefix, length
+        self.rows, group = row.unique(return_inverse=True)  # [G], [B]
+        counts = torch.bincount(group, minlength=len(self.rows))
+        self.width = int(counts.max())
+        order = group.argsort(stable=True)
+        within = torch.empty_like(group)
+        within[order] = torch.arange(len(group), device=group.device) - (counts.cumsum(0) - counts)[group[order]]
+        self.place = group * self.width + within  # [B], of G * W
+        index = torch.arange(prefix.documents.shape[1], device=row.device)
+        seen = prefix.documents[row] == prefix.documents[row, start][:, None]  # [B, S]
+        hidden = torch.ones(len(self.rows) * self.width, len(index), dtype=torch.bool, device=row.device)
+        hidden[self.place] = ~(seen & (index <= start[:, None]))
+        self.hidden = hidden.view(len(self.rows), 1, 1, self.width, 1, -1)  # [G, 1, 1, W, 1, S]
+        self.later = torch.ones(length, length, dtype=torch.bool, device=row.device).triu(1)
+        self.full = len(self.rows) == len(prefix.hidden)
+        self.layer = 0
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """query [1, H, B * n, d], key and value [1, G, B * n, d]. Returns [1, B * n, H, d]."""
+        if kwargs.get("s_aux") is not None:
+            raise HeadConfigError("this target has attention sinks, which PTP heads do not support; name another")
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        keys, values = self.prefix.keys[self.layer], self.prefix.values[self.layer]
+        if not self.full:
+            keys, values = keys[self.rows], values[self.rows]
+        self.layer += 1
+        own_keys, own_values = self._placed(key), self._placed(value)  # [P, g, W, n, d], P packed rows, g key heads
+        packed, groups, width, length, size = own_keys.shape
+        query = self._placed(query * scale).view(packed, groups, -1, width, length, size)  # [P, g, h, W, n, d]
+        before = (query.flatten(2, 4) @ keys.mT).view(*query.shape[:5], -1)  # [P, g, h, W, n, S]
+        own = query @ own_keys[:, :, None].mT  # [P, g, h, W, n, n]
+        if cap := kwargs.get("softcap"):
+            before, own = (cap * torch.tanh(scores / cap) for scores in (before, own))
+        before, own = before.masked_fill(self.hidden, -torch.inf), own.masked_fill(self.later, -torch.inf)
+        weights = torch.cat([before, own], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
+        before, own = weights.split([keys.shape[2], length], -1)
+        read = (before.flatten(2, 4) @ values).view(query.shape) + own @ own_values[:, :, None]
+        read = read.permute(0, 3, 4, 1, 2, 5).reshape(packed * width, length, -1, size)  # [P * W, n, H, d]
+        return read[self.place].flatten(0, 1)[None], None
+
+    def _placed(self, states: Tensor) -> Tensor:
+        """[1, H, B * n, d] of the windows as [P, H, W, n, d] at their places; zeros where there is none."""
+        states = states[0].unflatten(1, (-1, self.length)).transpose(0, 1)  # [B, H, n, d]
+        placed = states.new_zeros(len(self.rows) * self.width, *states.shape[1:]).index_copy(0, self.place, states)
+        return placed.unflatten(0, (-1, self.width)).transpose(1, 2)
+
+
+def windows_attention(*args: Any, windows: Record | Layout, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Attention function of transformers: what the Record or Layout of the pass does."""
+    return windows.attend(*args, **kwargs)
 
 
 class Student(AdaptedLayers):
@@ -40,9 +130,11 @@ class Student(AdaptedLayers):
     """
 
     def __init__(self, target: Any, config: Any) -> None:
+        from transformers import AttentionInterface
+
         super().__init__(target)
-        register()
-        backbone = check_target(target, config)
+        AttentionInterface.register(IMPLEMENTATION, windows_attention)
+        backbone = _check_target(target, config)
         self.config = config
         plain, adapted = (view_of(backbone, [_with_windows(layer) for layer in backbone.layers]) for _ in range(2))
         self.adapt(adapted, config.lora_rank, config.lora_alpha)
@@ -50,11 +142,6 @@ class Student(AdaptedLayers):
         self.embedding = _scaled_embedding(config, backbone).to(target.device)
         late = build_late(config.hidden_size, config.late_width)
         self.late = None if late is None else late.float().to(target.device)
-
-    @property
-    def shift(self) -> int:
-        """Position of row 0 of a window, less that of the token it starts at."""
-        return 0 if self.config.variant == "o-ptp" else 1
 
     @torch.no_grad()
     def prefix(self, tokens: Tensor, documents: Tensor | None = None) -> Prefix:
@@ -67,26 +154,22 @@ class Student(AdaptedLayers):
         else:
             documents, positions = documents.to(target.device, torch.long), packed["position_ids"]
         record = Record(target.backbone.config._attn_implementation)
-        hidden = self._plain[0](input_ids=tokens, use_cache=False, **packed, **{SHARE: record}).last_hidden_state
+        hidden = self._plain[0](input_ids=tokens, use_cache=False, windows=record, **packed).last_hidden_state
         return Prefix(hidden, record.keys, record.values, positions, documents)
 
     def aux(self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor) -> Tensor:
         """States [B, n, D], after the final norm, of windows at (row[B], start[B]) whose rows carry u[B, n]."""
-        device = self.target.device
-        u = u.to(device, torch.float32)
-        if not self.config.informed:
-            u = torch.full_like(u, UNINFORMED)
-        embeds = self.embedding(u).to(self.target.dtype)
-        return self._windows(self._adapted[0], prefix, row.to(device), start.to(device), self.shift, embeds)
+        u = u.to(self.target.device, torch.float32)
+        embeds = self.embedding(u if self.config.informed else torch.full_like(u, UNINFORMED))
+        return self._windows(self._adapted[0], prefix, row, start, 1 - self.first_row, embeds.to(self.target.dtype))
 
     forward = aux
 
     @torch.no_grad()
     def plain(self, prefix: Prefix, row: Tensor, start: Tensor, tokens: Tensor) -> Tensor:
         """States [B, m, D] of the plain target where the text goes on with tokens[B, m] behind (row, start)."""
-        device = self.target.device
-        embeds = self._plain[0].get_input_embeddings()(tokens.to(device, torch.long))
-        return self._windows(self._plain[0], prefix, row.to(device), start.to(device), 1, embeds)
+        embeds = self._token_embeddings(tokens.to(self.target.device, torch.long))
+        return self._windows(self._plain[0], prefix, row, start, 1, embeds)
 
     @property
     def first_row(self) -> int:
@@ -97,21 +180,21 @@ class Student(AdaptedLayers):
         """States [B, m, D] for lm_head of aux's hidden[B, m, D] where the text goes on with x_1 .. = tokens[B, n]."""
         if self.late is None:
             return hidden
-        first, rows = self.first_row, hidden[:, self.first_row :]
+        before, rows = hidden.tensor_split([self.first_row], 1)
         front = self._token_embeddings(tokens[:, : rows.shape[1]].clamp(min=0))
-        return torch.cat([hidden[:, :first], self.late(rows, front)], 1)
+        return torch.cat([before, self.late(rows, front)], 1)
 
     def chain(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Drafts [B, K] by the late network; hidden[B, K, D] of their rows, x_1 first[B], as `LateNetwork.draft`."""
         return self.late.draft(hidden, first.to(hidden.device), self._token_embeddings, choose)
 
-    @torch.no_grad()
-    def _token_embeddings(self, tokens: Tensor) -> Tensor:
-        return self._plain[0].get_input_embeddings()(tokens)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] float32: the target's own lm_head."""
         return self.target.logits(hidden)
+
+    @torch.no_grad()
+    def _token_embeddings(self, tokens: Tensor) -> Tensor:
+        return self._plain[0].get_input_embeddings()(tokens)
 
     @torch.no_grad()
     def take(self, lora: Mapping[str, Tensor], embedding: AuxEmbedding, late: LateNetwork | None = None) -> None:
@@ -128,38 +211,39 @@ class Student(AdaptedLayers):
         self, view: nn.Module, prefix: Prefix, row: Tensor, start: Tensor, shift: int, embeds: Tensor
     ) -> Tensor:
         count, length, _ = embeds.shape
-        offsets = torch.arange(shift, shift + length, device=row.device)
-        arguments: dict[str, Any] = {
-            "inputs_embeds": embeds.flatten(0, 1)[None],  # [1, B * n, D]
-            "position_ids": (prefix.positions[row, start][:, None] + offsets).flatten()[None],
+        row, start = row.to(embeds.device), start.to(embeds.device)
+        at = prefix.positions[row, start][:, None] + torch.arange(shift, shift + length, device=row.device)
+        states = view(
+            inputs_embeds=embeds.flatten(0, 1)[None],  # [1, B * n, D]
+            position_ids=at.flatten()[None],
             # transformers hands a mask of four dimensions on as it is: it need not build one
-            "attention_mask": embeds.new_zeros(1, 1, 1, 1),
-            SHARE: Layout(prefix, row, start, length),
-        }
-        return view(**arguments, use_cache=False).last_hidden_state.view(count, length, -1)
+            attention_mask=embeds.new_zeros(1, 1, 1, 1),
+            use_cache=False,
+            windows=Layout(prefix, row, start, length),
+        ).last_hidden_state
+        return states.view(count, length, -1)
 
 
-def check_target(target: Any, config: Any) -> nn.Module:
+def _check_target(target: Any, config: Any) -> nn.Module:
     """The target's backbone; raises HeadConfigError where a PTP head cannot stand on it."""
     backbone, text = layered_backbone(target), target.config
-    kinds = set(getattr(text, "layer_types", None) or [_kind(text)])
-    if kinds != {"full_attention"}:
+    of_all = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
+    others = set(getattr(text, "layer_types", None) or [of_all]) - {"full_attention"}
+    if others:
         raise HeadConfigError(
-            f"target {target.name} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}; a PTP head "
-            "needs full_attention in every layer; name another target"
+            f"target {target.name} has layers of kind {', '.join(sorted(others))}; a PTP head needs full_attention in "
+            "every layer; name another target"
         )
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": len(backbone.layers)}
-    wanted = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "layers": config.num_layers}
-    for name, size in sizes.items():
-        if size != wanted[name]:
+    for name, size, wanted in (
+        ("hidden_size", target.hidden_size, config.hidden_size),
+        ("vocab_size", target.vocab_size, config.vocab_size),
+        ("layers", len(backbone.layers), config.num_layers),
+    ):
+        if size != wanted:
             raise HeadConfigError(
-                f"target {target.name} has {name}={size}, the head was made for {wanted[name]}; name its own target"
+                f"target {target.name} has {name}={size}, the head was made for {wanted}; name its own target"
             )
     return backbone
-
-
-def _kind(text: Any) -> str:
-    return "sliding_attention" if getattr(text, "sliding_window", None) is not None else "full_attention"
 
 
 def _with_windows(layer: nn.Module) -> nn.Module:
@@ -171,13 +255,12 @@ def _with_windows(layer: nn.Module) -> nn.Module:
     return layer
 
 
+@torch.no_grad()
 def _scaled_embedding(config: Any, backbone: nn.Module) -> AuxEmbedding:
     """An untrained embedding whose values are as large as those of the target's tokens."""
     embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
-    with torch.no_grad():
-        wanted = backbone.get_input_embeddings().weight.float().std().cpu()
-        factor = wanted / embedding.table().std().clamp(min=1e-6)
-        last = getattr(embedding, "outer", embedding)
-        for value in last.parameters():
-            value.mul_(factor)
+    wanted = backbone.get_input_embeddings().weight.float().std().cpu()
+    factor = wanted / embedding.table().std().clamp(min=1e-6)
+    for value in getattr(embedding, "outer", embedding).parameters():
+        value.mul_(factor)
     return embedding.float()

@@ -31,7 +31,7 @@ class SuffixTable(nn.Module):
             raise CheckpointError(
                 f"keys of expand_input_ids_dict have more than {max_length} tokens; restore config.json"
             )
-        powers = torch.tensor([_wrapped(pow(_BASE, j, 1 << 64)) for j in range(max_length)])
+        powers = torch.tensor([1, *[_BASE] * (max_length - 1)]).cumprod(0)
         keys = torch.tensor([[*key, *[ABSENT] * (max_length - len(key))] for key in subwords])
         hashes, order = ((keys + 1) * powers).sum(1).sort()
         if (hashes[1:] == hashes[:-1]).any():
@@ -70,8 +70,3 @@ def read_table(entry: object) -> tuple[dict[tuple[int, ...], int], set[int]]:
         raise CheckpointError(
             'expand_input_ids_dict of config.json is not [{"1,2,3": 4, ...}, [5, ...]]; restore config.json'
         ) from None
-
-
-def _wrapped(value: int) -> int:
-    """An unsigned 64-bit number as torch's signed one."""
-    return value - (1 << 64) if value >= 1 << 63 else value

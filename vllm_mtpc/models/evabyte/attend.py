@@ -6,11 +6,18 @@ tokens or summaries of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment, SummaryPlan
+
+PAGE = 16  # FlashAttention takes pages of multiples of this many entries
+BLOCK = 256  # tokens; its summaries are a page where a chunk has 16 tokens or fewer
 
 
 def write_tokens(cache: Tensor, key: Tensor, value: Tensor, plan: EvaPlan) -> None:
@@ -73,3 +80,63 @@ def _gather(cache: Tensor, blocks: Tensor, start: int, count: int, per_block: in
     pages = cache[blocks[first : -(-(start + count) // per_block)]]  # [P, H, N, 2D]
     entries = pages.transpose(0, 1).flatten(1, 2)
     return entries[:, start - first * per_block :][:, :count]
+
+
+def fits(dtype: torch.dtype, window_size: int, tokens: int, states: int) -> bool:
+    """Whether FlashAttention can read caches with so many tokens or summaries in a block here."""
+    return (
+        current_platform.is_cuda()
+        and dtype in (torch.float16, torch.bfloat16)
+        and tokens % PAGE == 0
+        and states % PAGE == 0
+        and window_size % tokens == 0
+    )
+
+
+def flash_attention(head_size: int) -> Callable[..., Any]:
+    """vLLM's FlashAttention of the version that this GPU takes."""
+    from functools import partial
+
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    return partial(flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=head_size))
+
+
+def attend_paged(
+    query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan, flash: Callable[..., Any]
+) -> Tensor:
+    """As `attend`, in two calls of vLLM's paged FlashAttention, merged by log-sum-exp; other rows are undefined.
+
+    One call reads the tokens of each segment's own window (causal), one the summaries of earlier windows (all of them).
+    Their pages are those of the two caches as they are; nothing is gathered. Shapes are static and nothing waits for
+    the host. The arguments are tested against a paged attention written down in tests/models; no GPU has run it yet.
+    """
+    from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+    from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+    def part(pages: Tensor, used: Tensor, most: int, block_table: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp over keys and values [blocks, N, H, D], views of [blocks, H, N, 2D]."""
+        key, value = map(canonicalize_singleton_dim_strides, pages.transpose(1, 2).chunk(2, dim=-1))
+        return flash(
+            q=query,
+            k=key,
+            v=value,
+            cu_seqlens_q=plan.segment_start,
+            max_seqlen_q=plan.max_rows,
+            seqused_k=used,
+            max_seqlen_k=most,
+            softmax_scale=query.shape[-1] ** -0.5,
+            causal=causal,
+            block_table=block_table,
+            return_softmax_lse=True,
+        )[:2]
+
+    most = min(plan.max_seq_len, plan.window_size)
+    own, own_lse = part(cache, plan.segment_tokens, most, plan.window_blocks, causal=True)
+    if plan.max_seq_len <= plan.window_size:
+        return own
+    most = plan.max_seq_len // plan.chunk_size
+    earlier, earlier_lse = part(summaries, plan.segment_chunks, most, places.segment_blocks, causal=False)
+    out = torch.empty_like(query)
+    merge_attn_states(out, earlier, earlier_lse, own, own_lse)
+    return out

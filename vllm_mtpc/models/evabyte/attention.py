@@ -19,16 +19,10 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from vllm_mtpc.models.evabyte import paged
-from vllm_mtpc.models.evabyte.attend import attend, write_summaries, write_tokens
+from vllm_mtpc.models.evabyte import attend
 from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
 from vllm_mtpc.models.evabyte.window import WindowSpec, frees_windows
 from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder
@@ -40,6 +34,8 @@ class _StepBuilder(PlanBuilder):
     Plans of decode steps lie at fixed addresses: a captured graph reads them there. Its plan is that of the largest
     text, and rows that pad a batch belong to no request.
     """
+
+    make: Callable[..., Any]  # the plan of a step
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -58,26 +54,20 @@ class _StepBuilder(PlanBuilder):
         tokens = states if frees_windows(vllm_config, config.window_size) else block
         # V1 asks with the specs of a whole group, of tokens and of summaries, whose dtype is one
         spec = next(iter(getattr(kv_cache_spec, "kv_cache_specs", {}).values()), kv_cache_spec)
-        fits = paged.fits(spec.dtype, config.window_size, tokens, states)
+        fits = attend.fits(spec.dtype, config.window_size, tokens, states)
         return AttentionCGSupport.UNIFORM_BATCH if fits else AttentionCGSupport.NEVER
 
-    def plan(
-        self, starts: Tensor, ends: Tensor, block_table: Tensor, slots: Tensor, max_query_len: int, max_seq_len: int
-    ) -> Any:
-        """The plan of R requests: starts [R + 1] of their rows, ends [R] positions, block_table [R, M], slots [T]."""
-        raise NotImplementedError
+    def plan(self, step: CommonAttentionMetadata) -> Any:
+        return self.make(step, block_size=self.kv_cache_spec.block_size, **self.sizes)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        common = common_attn_metadata
-        slots = common.slot_mapping[: common.num_actual_tokens]
-        table, rows = common.block_table_tensor, common.max_query_len
-        made = self.plan(common.query_start_loc, common.seq_lens, table, slots, rows, common.max_seq_len)
-        if rows > self.max_rows or current_platform.is_cpu():
+        made = self.plan(common_attn_metadata)
+        if common_attn_metadata.max_query_len > self.max_rows or current_platform.is_cpu():
             return made
         if not self.buffers:
-            self._allocate(table)
+            self._allocate(common_attn_metadata)
         kept = {name: buffer[: len(getattr(made, name))] for name, buffer in self.buffers.items()}
         for name, buffer in kept.items():
             buffer.copy_(getattr(made, name))
@@ -86,13 +76,22 @@ class _StepBuilder(PlanBuilder):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         return self.build(0, replace(common_attn_metadata, max_seq_len=self.max_seq_len))
 
-    def _allocate(self, table: Tensor) -> None:
+    def _allocate(self, step: CommonAttentionMetadata) -> None:
         """Buffers as large as the largest plan of a decode step."""
-        requests, rows = self.max_num_seqs, self.max_rows
+        requests, rows, table = self.max_num_seqs, self.max_rows, step.block_table_tensor
         starts = torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=table.device)
-        slots = torch.zeros(requests * rows, dtype=torch.int64, device=table.device)
-        tables = table.new_zeros(requests, table.shape[1])
-        largest = self.plan(starts, torch.full_like(starts[1:], rows), tables, slots, rows, self.max_seq_len)
+        largest = self.plan(
+            replace(
+                step,
+                query_start_loc=starts,
+                seq_lens=torch.full_like(starts[1:], rows),
+                block_table_tensor=table.new_zeros(requests, table.shape[1]),
+                slot_mapping=torch.zeros(requests * rows, dtype=torch.int64, device=table.device),
+                num_actual_tokens=requests * rows,
+                max_query_len=rows,
+                max_seq_len=self.max_seq_len,
+            )
+        )
         # vLLM's block tables lie at fixed addresses already
         self.buffers = {
             field.name: torch.zeros_like(value)
@@ -104,43 +103,27 @@ class _StepBuilder(PlanBuilder):
 class EvaPlanBuilder(_StepBuilder):
     """What concerns tokens."""
 
-    def plan(
-        self, starts: Tensor, ends: Tensor, block_table: Tensor, slots: Tensor, max_query_len: int, max_seq_len: int
-    ) -> EvaPlan:
-        block_size = self.kv_cache_spec.block_size
-        return make_plan(
-            starts, ends, block_table, slots, max_query_len, max_seq_len, block_size=block_size, **self.sizes
-        )
+    make = staticmethod(make_plan)
 
 
 class SummaryPlanBuilder(_StepBuilder):
     """What summaries need beside it, from their group's block table."""
 
-    def plan(
-        self, starts: Tensor, ends: Tensor, block_table: Tensor, slots: Tensor, max_query_len: int, max_seq_len: int
-    ) -> SummaryPlan:
-        block_size = self.kv_cache_spec.block_size
-        return make_summary_plan(
-            starts, ends, block_table, len(slots), max_query_len, block_size=block_size, **self.sizes
-        )
+    make = staticmethod(make_summary_plan)
 
 
 class EvaBackend(PlanBackend):
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return EvaPlanBuilder
+    builder = EvaPlanBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         """The smallest on a GPU is the block size there where the user names none; tokens of windows have a C-th."""
         is_any = isinstance(kv_cache_spec, WindowSpec) or not current_platform.is_cuda()
-        return [MultipleOf(1 if is_any else paged.BLOCK)]
+        return [MultipleOf(1 if is_any else attend.BLOCK)]
 
 
 class SummaryBackend(EvaBackend):
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return SummaryPlanBuilder
+    builder = SummaryPlanBuilder
 
 
 class SummaryCache(PagedCache):
@@ -172,7 +155,7 @@ class EvaAttention(PagedCache):
     def flash(self) -> Callable[..., Any] | None:
         """FlashAttention where it can read the two caches, which are known from the first step on."""
         entries = self.kv_cache.shape[2], self.rfa.kv_cache.shape[2]
-        return paged.flash_attention(self.head_size) if paged.fits(self.dtype, self.window_size, *entries) else None
+        return attend.flash_attention(self.head_size) if attend.fits(self.dtype, self.window_size, *entries) else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mu: Tensor, phi: Tensor) -> Tensor:
         """Attention [T, H * D] of query, key, value [T, H * D] (rotated), with mu, phi [H, D]; fills the caches."""
@@ -184,11 +167,11 @@ class EvaAttention(PagedCache):
         rows = len(plan.token_block)
         query, key, value = (x.view(-1, self.num_heads, self.head_size) for x in (query, key, value))
         caches = self.kv_cache, self.rfa.kv_cache
-        write_tokens(caches[0], key[:rows], value[:rows], plan)
-        write_summaries(caches[1], caches[0], mu, phi, plan, places)
+        attend.write_tokens(caches[0], key[:rows], value[:rows], plan)
+        attend.write_summaries(caches[1], caches[0], mu, phi, plan, places)
         if self.flash is None:
-            return attend(query, *caches, plan, places).flatten(1)
-        return paged.attend(query, *caches, plan, places, self.flash, self.head_size**-0.5).flatten(1)
+            return attend.attend(query, *caches, plan, places).flatten(1)
+        return attend.attend_paged(query, *caches, plan, places, self.flash).flatten(1)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mu: Tensor, phi: Tensor, layer_name: str) -> Tensor:

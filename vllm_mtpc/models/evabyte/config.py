@@ -19,44 +19,38 @@ _ONLY = {
 }
 
 
+_SIZES = {  # of EvaByte-6.5B, and what else has a default
+    "vocab_size": 320,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_pred_heads": 8,
+    "window_size": 2048,
+    "chunk_size": 16,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "hidden_act": "silu",
+}
+
+
 class EvaByteConfig(PretrainedConfig):
-    """Sizes of an EvaByte; defaults are EvaByte-6.5B's. Keys of the original config that are not named are kept."""
+    """Sizes of an EvaByte. Keys of the original config that are not named are kept."""
 
     model_type = "evabyte"
 
     def __init__(
         self,
-        vocab_size: int = 320,
-        hidden_size: int = 4096,
-        intermediate_size: int = 11008,
-        num_hidden_layers: int = 32,
-        num_attention_heads: int = 32,
         num_key_value_heads: int | None = None,
-        num_pred_heads: int = 8,
-        window_size: int = 2048,
-        chunk_size: int = 16,
-        max_position_embeddings: int = 32768,
-        rms_norm_eps: float = 1e-5,
-        rope_theta: float = 100000.0,
         rope_parameters: dict[str, Any] | None = None,
-        hidden_act: str = "silu",
         tie_word_embeddings: bool = False,
         **others: Any,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads or num_attention_heads
-        self.num_pred_heads = num_pred_heads
-        self.window_size = window_size
-        self.chunk_size = chunk_size
-        self.max_position_embeddings = max_position_embeddings
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_theta = rope_theta
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": rope_theta}
-        self.hidden_act = hidden_act
+        for name, default in _SIZES.items():
+            setattr(self, name, others.pop(name, default))
+        self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": self.rope_theta}
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
 
 

@@ -25,24 +25,20 @@ from vllm_mtpc.models.evabyte.attention import EvaAttention
 
 
 class EvaByteAttention(LlamaAttention):
-    """q, k, v, o projections and rotary embedding around EvaAttention. Differs from the parent's by what is inside."""
+    """q, k, v, o projections and rotary embedding around EvaAttention. Differs from the parent's by what is inside.
+
+    others: of the parent's attention layer, which this one does not build.
+    """
 
     def __init__(
-        self,
-        config: Any,
-        hidden_size: int,
-        num_heads: int,
-        max_position_embeddings: int,
-        quant_config: Any,
-        prefix: str,
-        **others: Any,  # of the parent's attention layer, which this one does not build
+        self, config: Any, hidden_size: int, num_heads: int, quant_config: Any, prefix: str, **others: Any
     ) -> None:
         nn.Module.__init__(self)
         self.total_num_heads = num_heads
         self.num_heads = num_heads // get_tensor_model_parallel_world_size()
         self.head_dim = hidden_size // num_heads
         self.q_size = self.kv_size = self.num_heads * self.head_dim
-        self.max_position_embeddings = max_position_embeddings
+        self.max_position_embeddings = config.max_position_embeddings
         self.qkv_proj = QKVParallelLinear(
             hidden_size, self.head_dim, num_heads, bias=False, quant_config=quant_config, prefix=f"{prefix}.qkv_proj"
         )

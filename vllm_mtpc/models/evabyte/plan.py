@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 class Segment(NamedTuple):
@@ -84,55 +85,14 @@ def segments_of(max_query_len: int, window_size: int) -> int:
     return (max(max_query_len, 1) + window_size - 2) // window_size + 1
 
 
-def make_summary_plan(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    num_rows: int,
-    max_query_len: int,
-    *,
-    window_size: int,
-    chunk_size: int,
-    block_size: int,
-) -> SummaryPlan:
-    """The plan of the same step for summaries, `block_size` tokens in a block; num_rows = T."""
-    ends = seq_lens.long()
-    starts = ends - (query_start_loc[1:] - query_start_loc[:-1])
-    chunk, request = _completed_chunks(starts // chunk_size, ends // chunk_size, num_rows // chunk_size)
-    states = block_size // chunk_size
-    place = chunk.clamp(min=0)
-    block = block_table[request, place // states].long()
-    return SummaryPlan(
-        states=states,
-        chunk_block=torch.where(chunk >= 0, block, 0),
-        chunk_state=place % states,
-        block_table=block_table,
-        segment_blocks=block_table.repeat_interleave(segments_of(max_query_len, window_size), dim=0),
-    )
-
-
-def make_plan(
-    query_start_loc: Tensor,  # [R + 1] int32
-    seq_lens: Tensor,  # [R] int32, positions of each request after this step
-    block_table: Tensor,  # [R, M] int32
-    slot_mapping: Tensor,  # [T] int64, -1: no slot
-    max_query_len: int,  # bound on the rows of a request
-    max_seq_len: int,
-    *,
-    window_size: int,
-    chunk_size: int,
-    block_size: int,
-) -> EvaPlan:
-    """The plan of a step; shapes depend on R, T and max_query_len only."""
-    slots = slot_mapping.clamp(min=0)
-    rows = query_start_loc[1:] - query_start_loc[:-1]
-    ends = seq_lens.long()
-    starts = ends - rows
-    chunk, request = _completed_chunks(starts // chunk_size, ends // chunk_size, len(slots) // chunk_size)
+def make_plan(step: CommonAttentionMetadata, window_size: int, chunk_size: int, block_size: int) -> EvaPlan:
+    """The plan of a step of R requests and T rows; shapes depend on R, T and max_query_len only."""
+    block_table, slots = step.block_table_tensor, step.slot_mapping[: step.num_actual_tokens].clamp(min=0)
+    starts, ends, chunk, request = _completed_chunks(step, chunk_size)
     of_chunk = (chunk * chunk_size).clamp(min=0)[:, None] + torch.arange(chunk_size, device=slots.device)
     chunk_block = block_table[request[:, None], of_chunk // block_size].long()
 
-    per_request = segments_of(max_query_len, window_size)
+    per_request = segments_of(step.max_query_len, window_size)
     window = (starts // window_size)[:, None] + torch.arange(per_request, device=slots.device)  # [R, S]
     low = torch.maximum(window * window_size, starts[:, None])
     high = torch.minimum((window + 1) * window_size, ends[:, None])
@@ -158,20 +118,38 @@ def make_plan(
         segment_chunks=torch.where(tokens > 0, window * (window_size // chunk_size), 0).flatten().to(torch.int32),
         window_blocks=window_blocks,
         segments_per_request=per_request,
-        max_rows=min(max_query_len, window_size),
-        max_seq_len=max_seq_len,
+        max_rows=min(step.max_query_len, window_size),
+        max_seq_len=step.max_seq_len,
     )
 
 
-def _completed_chunks(first: Tensor, last: Tensor, whole_chunks: int) -> tuple[Tensor, Tensor]:
-    """Chunks first[r] to last[r] - 1 of all requests, listed: (chunk [n], -1 beyond the last one; request [n]).
+def make_summary_plan(step: CommonAttentionMetadata, window_size: int, chunk_size: int, block_size: int) -> SummaryPlan:
+    """The plan of the same step for summaries, with their block table, `block_size` tokens in a block of them."""
+    _, _, chunk, request = _completed_chunks(step, chunk_size)
+    block_table, states, place = step.block_table_tensor, block_size // chunk_size, chunk.clamp(min=0)
+    block = block_table[request, place // states].long()
+    return SummaryPlan(
+        states=states,
+        chunk_block=torch.where(chunk >= 0, block, 0),
+        chunk_state=place % states,
+        block_table=block_table,
+        segment_blocks=block_table.repeat_interleave(segments_of(step.max_query_len, window_size), dim=0),
+    )
 
-    n = whole_chunks + R bounds their number: q rows complete at most q / C chunks and one they did not begin.
+
+def _completed_chunks(step: CommonAttentionMetadata, chunk_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions [R] of each request before and after the step, int64; the chunks that it completes, of all requests.
+
+    Those are listed: (chunk [n], -1 beyond the last one; request [n]). n = T // C + R bounds their number: q rows
+    complete at most q / C chunks and one they did not begin.
     """
-    until = (last - first).cumsum(0)
-    candidate = torch.arange(whole_chunks + len(first), device=first.device)
+    ends = step.seq_lens.long()
+    starts = ends - (step.query_start_loc[1:] - step.query_start_loc[:-1])
+    last = ends // chunk_size
+    until = (last - starts // chunk_size).cumsum(0)
+    candidate = torch.arange(step.num_actual_tokens // chunk_size + len(ends), device=ends.device)
     request = torch.searchsorted(until, candidate, right=True)
-    is_real = request < len(first)
-    request = request.clamp(max=len(first) - 1)
+    is_real = request < len(ends)
+    request = request.clamp(max=len(ends) - 1)
     chunk = last[request] - until[request] + candidate
-    return torch.where(is_real, chunk, -1), request
+    return starts, ends, torch.where(is_real, chunk, -1), request

@@ -13,22 +13,13 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-_NAMED = (
-    "<pad>",
-    "<bos>",
-    "<eos>",
-    "<unk>",
-    "<sep>",
-    "<repo_name>",
-    "<file_sep>",
-    "<t2v_token>",
-    "<v2t_token>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
+SPECIAL_TOKENS = (
+    *("<pad>", "<bos>", "<eos>", "<unk>", "<sep>", "<repo_name>", "<file_sep>", "<t2v_token>", "<v2t_token>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *(f"<extra_id_{i}>" for i in range(12, 64)),
 )
-SPECIAL_TOKENS = (*_NAMED, *(f"<extra_id_{i}>" for i in range(len(_NAMED), 64)))
 DEFAULT_EOS = 2
 
 # A system turn always, empty where there is none; then users and assistants.
@@ -55,7 +46,7 @@ CHAT_TEMPLATE = """
 def build_tokenizer(eos_token_id: int = DEFAULT_EOS, **options: Any) -> PreTrainedTokenizerFast:
     """The tokenizer; `eos_token_id` names the special token that ends an answer (11, <|eot_id|>, for EvaByte-SFT)."""
     vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
-    vocab |= {character: len(SPECIAL_TOKENS) + byte for byte, character in enumerate(_byte_characters())}
+    vocab |= {character: len(SPECIAL_TOKENS) + byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,13 +66,6 @@ def build_tokenizer(eos_token_id: int = DEFAULT_EOS, **options: Any) -> PreTrain
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def _byte_characters() -> list[str]:
-    """The characters that ByteLevel shows bytes 0..255 as: printable Latin-1 as itself, the rest from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 class EvaByteTokenizer:

@@ -1,30 +1,148 @@
-"""What one training step of a PTP head runs: from windows to the loss, as one module.
+"""What one training step of a PTP head runs: from windows to the loss, as one module; what windows are cut from.
 
 A window at t holds the text's tokens x_1 .. x_n behind it and u_1 .. u_n, each inside the interval of its token under
 the target's processed distribution. Rows of o-ptp name x_1 .. x_n from u_1 .. u_n; rows of c-ptp give the
 distributions of x_2 .. x_n from u_1 .. u_(n-1). From the first token on that has no mass, or is not trained on, rows
 carry no loss. A row that names x_k counts gamma^(k-1) / sum, divided by the windows of the step that have an x_k.
+
+The target is frozen, so a block of rows is run once and held while steps draw windows from it.
+
+Losses are between a row's distribution P and the target's token or distribution Q (arXiv 2512.21323, section 2.2 and
+appendix C.2). Each is (logits[..., V], tokens[...], log_q[..., V]) -> [...] in nats; log_q is None where the loss needs
+no distribution of the target.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 
+from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.eval.ptp_acceptance import draft
-from vllm_mtpc.heads.ptp.law import STEPS, edges, u_inside
-from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.heads.ptp.distribution import STEPS, edges, log_likelihood, processed, u_inside
+from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.train.losses import WATCHED, in_chunks
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.losses import NEED_LAW, loss_name, row_losses
-from vllm_mtpc.train.ptp.source import Block, law_of
 from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
-WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
+LAW_BYTES = 1 << 28  # of a distribution over the vocabulary that exists at once
+LAW_SHARE = 0.1  # of the distribution itself beside what u says, so that no token is impossible
+FLOOR = math.log(1e-6)  # of log Q in the reverse KL: Q is zero outside top-k and top-p
+
+
+def cross_entropy(logits: Tensor, tokens: Tensor, log_q: Tensor | None) -> Tensor:
+    """-log P(x)."""
+    return F.cross_entropy(logits.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
+
+
+def binary_cross_entropy(logits: Tensor, tokens: Tensor, log_q: Tensor | None) -> Tensor:
+    """Binary cross entropy of every token, sigmoid(logit) against 1{it is x}, summed."""
+    return F.softplus(logits).sum(-1) - logits.gather(-1, tokens[..., None])[..., 0]
+
+
+def kl(logits: Tensor, tokens: Tensor, log_q: Tensor) -> Tensor:
+    """KL(Q || P)."""
+    return (log_q.exp() * (log_q.clamp(min=torch.finfo(log_q.dtype).min) - logits.log_softmax(-1))).sum(-1)
+
+
+def reverse_kl(logits: Tensor, tokens: Tensor, log_q: Tensor) -> Tensor:
+    """KL(P || Q), Q not below 1e-6."""
+    log_p = logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q.clamp(min=FLOOR))).sum(-1)
+
+
+LOSSES = {
+    "ce": cross_entropy,
+    "bce": binary_cross_entropy,
+    "kl": kl,
+    "reverse-kl": reverse_kl,
+    "inverse": cross_entropy,  # u lies inside the student's own intervals
+}
+NEED_LAW = {"kl", "reverse-kl"}
+OF_VARIANT = {"o-ptp": ("ce", "bce", "kl"), "c-ptp": ("kl", "reverse-kl", "inverse")}  # the first is the default
+
+
+def loss_name(options: TrainOptions) -> str:
+    """The loss of a run, with its default."""
+    return options.ptp_loss or OF_VARIANT[options.variant][0]
+
+
+def row_losses(
+    name: str, logits: Tensor, tokens: Tensor, log_q: Tensor | None, u: Tensor | None = None, trust: float | None = None
+) -> Tensor:
+    """[...] of one of LOSSES; tokens below 0 where none is known.
+
+    With ``trust`` the cross entropy is that of what u[...], inside the tokens' intervals, says of them
+    (`vllm_mtpc.heads.ptp.distribution`).
+    """
+    tokens = tokens.clamp(min=0)
+    if name == "ce" and trust is not None:
+        return -log_likelihood(logits, u, tokens, trust, LAW_SHARE)
+    return LOSSES[name](logits, tokens, log_q)
+
+
+class Block(NamedTuple):
+    """Packed rows as the target has read them."""
+
+    prefix: Prefix
+    left: Tensor  # [R, S - 1] float64, where the interval of token t + 1 begins under the target's distribution at t
+    right: Tensor  # [R, S - 1] float64, where it ends
+
+
+class PrefixSource:
+    """Blocks of rows, computed when they are asked for."""
+
+    def __init__(self, student: Student, rows: Rows, options: TrainOptions, batch_rows: int = 8) -> None:
+        self.student, self.rows, self.options, self.batch_rows = student, rows, options, batch_rows
+
+    def hidden(self, row_indices: Tensor) -> Block:
+        """The block of rows[row_indices]."""
+        tokens, documents = self.rows.tokens[row_indices], self.rows.document[row_indices]
+        parts = zip(tokens.split(self.batch_rows), documents.split(self.batch_rows), strict=True)
+        return _joined([self._batch(*part) for part in parts])
+
+    @torch.no_grad()
+    def _batch(self, tokens: Tensor, documents: Tensor) -> Block:
+        prefix = self.student.prefix(tokens, documents)
+        following, states = tokens[:, 1:].to(prefix.hidden.device), prefix.hidden[:, :-1]
+        places = max(1, LAW_BYTES // (16 * self.student.target.vocab_size))
+        found = [
+            edges(law_of(self.student, some, self.options), token)
+            for some, token in zip(states.flatten(0, 1).split(places), following.flatten().split(places), strict=True)
+        ]
+        left, right = (torch.cat(parts).view(following.shape) for parts in zip(*found, strict=True))
+        return Block(prefix, left, right)
+
+
+def law_of(student: Student, hidden: Tensor, options: TrainOptions) -> Tensor:
+    """log Q [..., V] float32, the target's processed distribution at its states hidden[..., D]."""
+    return processed(student.logits(hidden), options.temperature, options.top_k, options.top_p)
+
+
+def drawing(window: int, beta: float) -> Callable[[int, int], Tensor]:
+    """The random numbers of windows: [B, 2, n], places Beta(b, b) in an interval, and uniform ones; all in [0, 1)."""
+
+    def draw(seed: int, count: int) -> Tensor:
+        generator = np.random.default_rng(seed)
+        numbers = np.stack([generator.beta(beta, beta, (count, window)), generator.random((count, window))], 1)
+        return torch.from_numpy(numbers.astype(np.float32)).clamp(max=1 - 2**-24)
+
+    return draw
+
+
+def _joined(blocks: list[Block]) -> Block:
+    hidden, keys, values, positions, documents = zip(*(block.prefix for block in blocks), strict=True)
+    by_layer = [[torch.cat(parts) for parts in zip(*some, strict=True)] for some in (keys, values)]
+    prefix = Prefix(torch.cat(hidden), *by_layer, torch.cat(positions), torch.cat(documents))
+    return Block(prefix, torch.cat([block.left for block in blocks]), torch.cat([block.right for block in blocks]))
 
 
 class Text(NamedTuple):
@@ -47,114 +165,93 @@ class PtpDrafter(nn.Module):
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """The loss (nats, scalar) and, when watched, sums [2]: tokens of steps started at these windows, windows."""
-        student, options = self.head, self.options
-        device, counts = student.target.device, batch.counts.to(student.target.device)
+        student, first = self.head, 1 - self.head.first_row  # tokens of a window before the first that a row names
+        device = student.target.device
         if not len(batch.row):  # other processes have windows in this step, and wait for this one's gradient
             return sum(value.sum() for value in student.parameters()) * 0.0, torch.zeros(2, device=device)
-        weights = options.gamma ** torch.arange(len(counts), device=device)[self.first :]
-        weights = weights / weights.sum() / counts[self.first :].clamp(min=1)
-        size = options.chunk_windows or default_chunk(student, batch)
-        pieces = torch.arange(len(batch.row)).split(size)
-        total = torch.zeros((), device=device)
-        for piece in pieces:
-            if len(pieces) == 1:
-                total = total + self._loss(batch, piece, weights)
-            else:  # computed again in the backward pass, so that one chunk exists at a time
-                total = total + checkpoint(self._loss, batch, piece, weights, use_reentrant=False)
-        return total, self._watched(batch) if watch else None
+        batch, counts = batch.each(lambda value: value.to(device)), batch.counts.to(device)
+        weights = self.options.gamma ** torch.arange(first, len(counts), device=device)
+        weights = weights / weights.sum() / counts[first:].clamp(min=1)
 
-    @property
-    def first(self) -> int:
-        """Tokens of a window before the first that a row names."""
-        return 0 if self.head.config.variant == "o-ptp" else 1
+        def loss(piece: slice) -> Tensor:
+            return self._loss(batch.each(lambda value: value[piece]), weights)
 
-    def _loss(self, batch: Windows, piece: Tensor, weights: Tensor) -> Tensor:
-        student, options, first = self.head, self.options, self.first
-        row, start, block = *_places(batch, piece, student), batch.hidden
+        size = self.options.chunk_windows or default_chunk(student, batch)
+        return in_chunks(loss, len(batch.row), size), self._watched(batch) if watch else None
+
+    def _loss(self, batch: Windows, weights: Tensor) -> Tensor:
+        student, first, prefix = self.head, 1 - self.head.first_row, batch.hidden.prefix
         with torch.no_grad():
-            text = self._text(batch, piece)
+            text = self._text(batch)
         log_q = None
         if self.loss in NEED_LAW:
             states = text.states
             if states is None:
-                states = window_states(block.prefix.hidden, row, start, batch.tokens.shape[1])
-            log_q = law_of(student, states[:, first:], options)
-        with torch.autocast(row.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            states = student.aux(block.prefix, row, start, text.u[:, : text.u.shape[1] - first])
+                states = window_states(prefix.hidden, batch.row, batch.start, batch.tokens.shape[1])
+            log_q = law_of(student, states[:, first:], self.options)
+        with torch.autocast(batch.row.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+            states = student.aux(prefix, batch.row, batch.start, text.u[:, : text.u.shape[1] - first])
         logits = student.logits(student.states(states, text.tokens))
         tokens, u, trust = text.tokens[:, first:], text.u[:, first:], student.config.law_trust
         values = row_losses(self.loss, logits, tokens, log_q, u, trust)
         return (values.masked_fill(~text.usable[:, first:], 0) * weights).sum()
 
-    def _text(self, batch: Windows, piece: Tensor) -> Text:
-        draws = batch.draws[piece].to(self.head.target.device)
+    def _text(self, batch: Windows) -> Text:
         if self.options.proposals == "student":
-            return self._own_text(batch, piece, draws)
-        if self.loss == "inverse":
-            return self._inverse_text(batch, piece, draws[:, 0])
-        return self._given_text(batch, piece, draws[:, 0])
+            return self._own_text(batch)
+        return self._inverse_text(batch) if self.loss == "inverse" else self._given_text(batch, batch.draws[:, 0])
 
-    def _given_text(self, batch: Windows, piece: Tensor, inner: Tensor) -> Text:
+    def _given_text(self, batch: Windows, inner: Tensor) -> Text:
         """The text of the data, u inside the target's intervals."""
-        row, start = _places(batch, piece, self.head)
-        tokens, block = batch.tokens[piece].to(row.device), batch.hidden
-        at = (start[:, None] + torch.arange(tokens.shape[1], device=row.device)).clamp(max=block.left.shape[1] - 1)
-        left, right = block.left[row[:, None], at], block.right[row[:, None], at]
+        tokens, block = batch.tokens, batch.hidden
+        left, right = (
+            window_states(edge, batch.row, batch.start, tokens.shape[1]) for edge in (block.left, block.right)
+        )
         usable = (tokens >= 0) & (right - left >= 1 / STEPS)
         return Text(tokens, u_inside(left, right, inner), _leading(usable), None)
 
-    def _own_text(self, batch: Windows, piece: Tensor, draws: Tensor) -> Text:
+    def _own_text(self, batch: Windows) -> Text:
         """What the student makes of fresh u, u drawn again inside the target's intervals of it."""
-        student, options, block = self.head, self.options, batch.hidden
-        row, start = _places(batch, piece, student)
-        tokens, fresh = batch.tokens[piece].to(row.device), draws[:, 1]
-        state = block.prefix.hidden[row, start]
-        made = drafts(student, block, row, start, fresh, law_of(student, state, options))  # [B, n]
-        read = student.plain(block.prefix, row, start, made[:, :-1])
-        states = torch.cat([state[:, None], read], 1)
+        student, options, prefix, row, start = self.head, self.options, batch.hidden.prefix, batch.row, batch.start
+        inner, fresh = batch.draws[:, 0], batch.draws[:, 1]
+        state = prefix.hidden[row, start]
+        made = drafts(student, batch.hidden, row, start, fresh, law_of(student, state, options))  # [B, n]
+        states = torch.cat([state[:, None], student.plain(prefix, row, start, made[:, :-1])], 1)
         left, right = edges(law_of(student, states, options), made)
-        usable = (tokens >= 0) & (right - left >= 1 / STEPS)
-        return Text(made, u_inside(left, right, draws[:, 0]), _leading(usable), states)
+        usable = (batch.tokens >= 0) & (right - left >= 1 / STEPS)
+        return Text(made, u_inside(left, right, inner), _leading(usable), states)
 
-    def _inverse_text(self, batch: Windows, piece: Tensor, inner: Tensor) -> Text:
+    def _inverse_text(self, batch: Windows) -> Text:
         """The text of the data, u inside the student's own intervals: u_k needs the row before it (no teacher)."""
-        student, block = self.head, batch.hidden
-        row, start = _places(batch, piece, student)
-        tokens = batch.tokens[piece].to(row.device)
+        student, prefix, row, start = self.head, batch.hidden.prefix, batch.row, batch.start
+        tokens, inner = batch.tokens, batch.draws[:, 0]
         chosen, u = tokens.clamp(min=0), torch.zeros_like(inner)
-        law = law_of(student, block.prefix.hidden[row, start], self.options)
+        law = law_of(student, prefix.hidden[row, start], self.options)
         for k in range(tokens.shape[1]):
             u[:, k] = u_inside(*edges(law, chosen[:, k]), inner[:, k])
             if k + 1 < tokens.shape[1]:
-                states = student.aux(block.prefix, row, start, u[:, : k + 1])
+                states = student.aux(prefix, row, start, u[:, : k + 1])
                 law = student.logits(student.states(states, chosen)[:, -1]).log_softmax(-1)
         return Text(tokens, u, _leading(tokens >= 0), None)
 
     @torch.no_grad()
     def _watched(self, batch: Windows) -> Tensor:
         """Sums [2]: 1 and the leading drafts that are the text, u uniform inside its intervals; and windows."""
-        piece = torch.arange(min(WATCHED, len(batch.row)))
-        row, start = _places(batch, piece, self.head)
-        text = self._given_text(batch, piece, batch.draws[piece, 1].to(row.device))
-        law = law_of(self.head, batch.hidden.prefix.hidden[row, start], self.options)
-        made = drafts(self.head, batch.hidden, row, start, text.u, law, text.tokens[:, 0])
+        batch = batch.each(lambda value: value[:WATCHED])
+        text = self._given_text(batch, batch.draws[:, 1])
+        law = law_of(self.head, batch.hidden.prefix.hidden[batch.row, batch.start], self.options)
+        made = drafts(self.head, batch.hidden, batch.row, batch.start, text.u, law, text.tokens[:, 0])
         right = _leading((made == text.tokens)[:, 1:] & text.usable[:, 1:])
         windows = text.usable[:, 0].sum()
         return torch.stack([right.sum() + windows, windows]).float()
 
 
 def drafts(
-    student: Student,
-    block: Block,
-    row: Tensor,
-    start: Tensor,
-    u: Tensor,
-    first_law: Tensor,
-    known: Tensor | None = None,
+    student: Student, block: Block, row: Tensor, start: Tensor, u: Tensor, law: Tensor, known: Tensor | None = None
 ) -> Tensor:
     """Tokens [B, n] that the student makes of u[B, n] behind (row, start).
 
-    first_law: log Q [B, V] of the first token, which c-ptp leaves to the target (o-ptp names it itself); known[B]: that
+    law: log Q [B, V] of the first token, which c-ptp leaves to the target (o-ptp names it itself); known[B]: that
     token, where the verifier has said it.
     """
     first, length = student.first_row, u.shape[1] - 1
@@ -164,7 +261,7 @@ def drafts(
     elif first:
         token = student.logits(hidden[:, 0]).argmax(-1)
     else:
-        token = pick(first_law, u[:, 0].contiguous()) if student.config.informed else first_law.argmax(-1)
+        token = pick(law, u[:, 0].contiguous()) if student.config.informed else law.argmax(-1)
     return torch.cat([token[:, None], draft(student, hidden[:, first:], u[:, 1:], False, token)], 1)
 
 
@@ -175,11 +272,6 @@ def default_chunk(student: Student, batch: Windows) -> int:
     scores = 3 * text.num_attention_heads * (batch.document.shape[1] + batch.tokens.shape[1])
     row = 4 * (3 * student.target.vocab_size + student.config.num_layers * (16 * text.hidden_size + 4 * inner + scores))
     return max(1, CHUNK_BYTES // (row * batch.tokens.shape[1]))
-
-
-def _places(batch: Windows, piece: Tensor, student: Student) -> tuple[Tensor, Tensor]:
-    device = student.target.device
-    return batch.row[piece].to(device), batch.start[piece].to(device)
 
 
 def _leading(right: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Training of PTP heads: what the run is given for them."""
+"""Training of PTP heads: what the run is given for them, and their model card."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,15 +13,13 @@ from vllm_mtpc.checkpoint.ptp import load_ptp, load_student, save_ptp
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.ptp_acceptance import measure_ptp
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
 from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.train.card import Words, card
 from vllm_mtpc.train.job import Job
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.card import ptp_card
-from vllm_mtpc.train.ptp.drafter import PtpDrafter
-from vllm_mtpc.train.ptp.losses import OF_VARIANT, loss_name
-from vllm_mtpc.train.ptp.source import PrefixSource, default_block_rows, drawing
+from vllm_mtpc.train.ptp.drafter import OF_VARIANT, PrefixSource, PtpDrafter, drawing, loss_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,19 +31,33 @@ if TYPE_CHECKING:
 # Shuffled u has to cost an informed head at least this share of its right drafts, or u is hardly used.
 SHUFFLE_COST = 0.1
 LAW = ("temperature", "top_k", "top_p")  # of the distribution that u picks from
-OF_CONFIG = (
-    "variant", "window", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust", "lora_rank",
-    "num_speculative_tokens",
-)  # fmt: skip
+OF_HEAD = ("variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust")
+DEFINITIONS = """\
+- *Tokens/step* includes the target's own token of every step; plain decoding is 1.0, the most is the window. It is that
+  of one target pass per step, with all drafts of a full chain each time.
+- *Accepted up to k* is unconditional: the share of steps in which drafts 1 to k are all accepted.
+- T=0 is greedy, with u = 0.5 on every row. Contexts are the target's own continuations of held-out prompts.
+- *With the u of other windows* is the check that drafts follow u: it has to be clearly lower.
+- s.e.: standard error over sequences. They are computed on transformers.
+"""
+LOSSES = {
+    "ce": "cross entropy of the token that u picks",
+    "bce": "binary cross entropy of the token that u picks against every other",
+    "kl": "KL(target || student) of the next token's distribution",
+    "reverse-kl": "KL(student || target) of the next token's distribution",
+    "inverse": "likelihood of the text, u inside the student's own intervals (no teacher)",
+}
+PROPOSALS = {
+    "teacher": "the target's own text",
+    "dataset": "any text",
+    "student": "continuations that the student picked",
+}
 
 
 class PtpJob(Job):
     """A PTP head of either variant."""
 
-    own = (
-        "variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust", "ptp_loss",
-        "proposals", "u_beta", "temperature", "top_k", "top_p",
-    )  # fmt: skip
+    own = (*OF_HEAD, "ptp_loss", "proposals", "u_beta", *LAW)
     noun, chosen_by = "PTP heads", "head ptp"
     defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012
     needs_v2 = True
@@ -58,7 +71,7 @@ class PtpJob(Job):
             target={**target.config.to_dict(), "architectures": target.model.config.architectures, **sizes},
             verifier=self.verifier,
             lora_alpha=float(options.lora_alpha),
-            **{name: getattr(options, name) for name in OF_CONFIG},
+            **{name: getattr(options, name) for name in (*OF_HEAD, "window", "lora_rank", "num_speculative_tokens")},
             **{f"trained_{name}": getattr(options, name) for name in LAW},
         )
         self.student = Student(target, self.config)
@@ -96,8 +109,10 @@ class PtpJob(Job):
     def source(self, rows: Rows) -> PrefixSource:
         return PrefixSource(self.student, rows, self.options)
 
-    def block_rows(self, source: PrefixSource, world: int) -> int:
-        return default_block_rows(self.student, self.options.seq_len)
+    def numbers_held(self) -> int:
+        """Of states, keys and values."""
+        row = self.student.prefix(torch.zeros(1, 2, dtype=torch.long))
+        return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *row.keys, *row.values))
 
     def described(self) -> dict[str, Any]:
         config = self.config
@@ -108,13 +123,9 @@ class PtpJob(Job):
             **{name: getattr(config, f"trained_{name}") for name in LAW},
         }
 
-    def record(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-        values = super().record(results, run)
-        for name in self.options.of_others:
-            del values["settings"][name]
-        return values
-
     def save(self, record: dict[str, Any]) -> None:
+        for name in self.options.of_others:
+            del record["settings"][name]
         config, student, dtype = self.config, self.student, getattr(torch, self.options.dtype)
         if results := record["figures"]:
             config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
@@ -133,7 +144,7 @@ class PtpJob(Job):
         student, results, ways = load_student(self.options.out, self.target), {}, self.samplings()
         for name, some in samples.items():
             how = {"num_drafts": self.options.window - 1, "seed": self.options.seed}
-            results[name] = measure_ptp(student, some, ways[name], **how).as_dict()
+            results[name] = asdict(measure_ptp(student, some, ways[name], **how))
         return results
 
     def lines(self, results: Mapping[str, Any]) -> list[str]:
@@ -169,3 +180,64 @@ def u_lines(options: TrainOptions, results: Mapping[str, Any]) -> list[str]:
             "learning_rate or lora_rank"
         )
     return lines
+
+
+def ptp_card(record: Mapping[str, Any]) -> str:
+    """README.md of a PTP head, from its provenance."""
+    head, start = record["head"], record["settings"]["init_from"]
+    what = ", independent baseline" if is_baseline(head) else ""
+    if shuffled := record["figures"].get("t0"):  # greedy rows all carry u = 0.5: there is nothing to shuffle
+        shuffled = {**shuffled, "shuffled_accuracy": None}
+        record = {**record, "figures": {**record["figures"], "t0": shuffled}}
+    words = Words(
+        method="ptp",
+        tags=["mtpc", "ptp", "speculative-decoding"],
+        title=f"PTP head: {head['variant']}, n={head['window']}, LoRA rank {head['lora_rank']}{what}",
+        about=_about(head),
+        columns={"t1": f"T={head['temperature']:g}", "t0": "T=0"},
+        rows={"accuracy": "Drafts that are right", "shuffled_accuracy": "With the u of other windows"},
+        definitions=DEFINITIONS,
+        loss=loss_sentence(record["settings"]),
+        start=f"the head `{start}`" if start else "adapters of zero effect",
+    )
+    return card(record, words)
+
+
+def is_baseline(head: Mapping[str, Any]) -> bool:
+    return not head["informed"] and head["law_trust"] is None
+
+
+def _about(head: Mapping[str, Any]) -> list[str]:
+    how = [f"temperature {head['temperature']:g}"]
+    how += [f"top-k {head['top_k']}"] if head["top_k"] else []
+    how += [f"top-p {head['top_p']:g}"] if head["top_p"] < 1 else []
+    parts = [
+        f"A head for parallel token prediction (arXiv 2512.21323) with the target `{head['target']}`: adapters of the "
+        f"target (rank {head['lora_rank']}) that act on auxiliary rows alone, and an embedding "
+        f"(`{head['u_embedding']}`) of the random numbers that pick the target's tokens. It drafts up to "
+        f"{head['drafts']} tokens at once; the target verifies them with the same random numbers, so the output is the "
+        f"target's own. Trained for {', '.join(how)}; with other settings fewer drafts are accepted."
+    ]
+    if head["late_width"]:
+        parts.append(
+            f"Behind the target's final norm its rows go through a small network of width {head['late_width']}, one "
+            "after another, which the paper does not have."
+        )
+    if head["law_trust"] is not None:
+        rows = "" if head["informed"] else "; the rows themselves are not told them"
+        trust = f"{head['law_trust']:g}{rows}"
+        parts.append(f"The random numbers pick drafts from the distributions that its rows give, trusted to {trust}.")
+    if is_baseline(head):
+        parts.append("Its rows are not told the random numbers: it is a baseline that predicts every token alone.")
+    return parts
+
+
+def loss_sentence(settings: Mapping[str, Any]) -> str:
+    """The loss in a sentence, from the options of a run."""
+    name = settings["ptp_loss"] or OF_VARIANT[settings["variant"]][0]
+    inside = "" if settings["informed"] else " (not told to the rows)"
+    return (
+        f"{LOSSES[name]}, on {PROPOSALS[settings['proposals']]}, u at Beta({settings['u_beta']:g}, "
+        f"{settings['u_beta']:g}) inside the token's interval{inside}; position k weighted by "
+        f"{settings['gamma']:g}^(k-1)."
+    )

@@ -1,9 +1,17 @@
-"""Where the auxiliary rows of a merged pass stand: which group each belongs to, and how far into it."""
+"""Groups of auxiliary rows: where their rows stand, how many each has, and which blocks of the KV cache are theirs.
+
+A group reads its request's own blocks, and writes to blocks that belong to nobody. The block in which its first row
+falls holds tokens of the request as well; it is copied, whole, before the group writes behind them, however a backend
+lays out its inside. So the KV cache of requests is that of committed tokens and of the drafts under verification, and
+positions beyond a request's blocks have a place that is not another's.
+
+    request      [ block 7 ][ block 2 ][ block 9: x x . . ]
+    its group    [ block 7 ][ block 2 ][ copy:    x x u u ][ own: u . . . ]
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +23,38 @@ if TYPE_CHECKING:
     from vllm_mtpc.config.ptp import PtpConfig
 
 
-@dataclass(frozen=True)
-class Layout:
+class Scratch:
+    """Block tables and slots of groups; own [groups, P] are the blocks that belong to each.
+
+    `table_width`: blocks of a request's row in vLLM's block table.
+    """
+
+    def __init__(self, own: Tensor, block_size: int, table_width: int) -> None:
+        self.own, self.block_size, self.num_real = own, block_size, table_width
+        max_groups, blocks = own.shape
+        self.extra = torch.arange(blocks, device=own.device)
+        self.tables = torch.zeros(max_groups, table_width + blocks, dtype=torch.int32, device=own.device)
+
+    def attach(self, prefix: Tensor, request_tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Block tables [G, W] of groups that see prefix[G] tokens, and the blocks to copy: from [G], to [G].
+
+        request_tables [G, table_width]: the block tables of the groups' requests.
+        """
+        groups = prefix.shape[0]
+        tables = self.tables[:groups]
+        tables[:, : self.num_real].copy_(request_tables[:, : self.num_real])
+        first = prefix.long() // self.block_size  # [G] block the first row falls in
+        source = request_tables.gather(1, first.clamp(max=self.num_real - 1)[:, None])[:, 0].long()
+        tables.scatter_(1, first[:, None] + self.extra, self.own[:groups].to(torch.int32))
+        return tables, source, self.own[:groups, 0]
+
+    def slots(self, group: Tensor, prefix: Tensor, position: Tensor) -> Tensor:
+        """Slots [T] int64 of rows at position[T] (>= prefix[T]) in groups group[T] that see prefix[T] tokens."""
+        block = position // self.block_size - prefix // self.block_size
+        return self.own[group, block] * self.block_size + position % self.block_size
+
+
+class Layout(NamedTuple):
     """B rows in G groups, for each of R requests; where all requests have the same, tensors are expanded views."""
 
     rows: int  # B
@@ -36,31 +74,32 @@ class Layout:
     def of(self, num_reqs: int) -> Layout:
         """The same groups for each of num_reqs requests."""
         parts = {name: getattr(self, name) for name in ("accepted", "sizes", "group", "offset")}
-        return replace(self, **{name: part[:1].expand(num_reqs, -1) for name, part in parts.items()})
+        return self._replace(**{name: part[:1].expand(num_reqs, -1) for name, part in parts.items()})
 
-    def size_of(self, accepted: Tensor) -> Tensor:
-        """Rows [R] of the group behind accepted[R] drafts; 0 where there is none."""
+    def behind(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """First row and number of rows [R] of the group behind accepted[R] drafts; no rows where there is none."""
         group = self.index_of[accepted]
-        return torch.where(group >= 0, self.sizes.gather(1, group.clamp(min=0)[:, None])[:, 0], 0)
+        index, ends = group.clamp(min=0)[:, None], self.sizes.cumsum(1)
+        sizes = self.sizes.gather(1, index)[:, 0]
+        return ends.gather(1, index)[:, 0] - sizes, torch.where(group >= 0, sizes, 0)
 
-    def start_of(self, accepted: Tensor) -> Tensor:
-        """First row [R] of that group."""
-        before = self.sizes.cumsum(1) - self.sizes
-        return before.gather(1, self.index_of[accepted].clamp(min=0)[:, None])[:, 0]
+
+def _layout(rows: int, longest: int, accepted: Tensor, sizes: Tensor, index_of: Tensor, sizes_cpu: Tensor) -> Layout:
+    """A request's rows follow each other, group by group."""
+    ends = sizes.cumsum(1)
+    row = torch.arange(rows, device=sizes.device).expand(len(sizes), -1).contiguous()
+    group = torch.searchsorted(ends, row, right=True).clamp(max=sizes.shape[1] - 1)
+    offset = row - (ends - sizes).gather(1, group)
+    return Layout(rows, longest, accepted, sizes, group, offset, index_of, sizes_cpu)
 
 
 def static_layout(bucket: Bucket, device: torch.device) -> Layout:
     """The layout of one request; groups without rows are left out."""
-    groups = bucket.groups
-    sizes = torch.tensor([bucket.sizes[d] for d in groups])
-    index_of = torch.full((len(bucket.sizes),), -1)
-    index_of[list(groups)] = torch.arange(len(groups))
-    group = torch.arange(len(groups)).repeat_interleave(sizes)
-    offset = torch.cat([torch.arange(size) for size in sizes.tolist()])
-    parts = (torch.tensor(groups), sizes, group, offset)
-    accepted, on_device, group, offset = (part[None].to(device) for part in parts)
-    longest = int(sizes.max())
-    return Layout(bucket.rows, longest, accepted, on_device, group, offset, index_of.to(device), sizes)
+    groups = torch.tensor(bucket.groups)
+    sizes, index_of = torch.tensor(bucket.sizes)[groups], torch.full((len(bucket.sizes),), -1)
+    index_of[groups] = torch.arange(len(groups))
+    on_device = (part.to(device) for part in (groups[None], sizes[None], index_of))
+    return _layout(bucket.rows, int(sizes.max()), *on_device, sizes)
 
 
 def survival_of(head: PtpConfig, device: torch.device) -> Tensor:
@@ -74,15 +113,9 @@ def dynamic_layout(bucket: Bucket, confidence: Tensor, survival: Tensor, head: P
 
     survival: of `survival_of`, made once: a list copied to the device in a step would wait for it.
     """
-    device = confidence.device
     sizes = dynamic_sizes(confidence, survival, bucket.rows, variant=head.variant, window=head.window)  # [R, K + 1]
-    ends = sizes.cumsum(1)
-    row = torch.arange(bucket.rows, device=device).expand(len(sizes), -1).contiguous()
-    group = torch.searchsorted(ends, row, right=True).clamp(max=sizes.shape[1] - 1)
-    offset = row - (ends - sizes).gather(1, group)
-    each = torch.arange(sizes.shape[1], device=device)
-    accepted = each.expand_as(sizes)
-    return Layout(bucket.rows, bucket.rows, accepted, sizes, group, offset, each, torch.empty(0))
+    each = torch.arange(sizes.shape[1], device=confidence.device)
+    return _layout(bucket.rows, bucket.rows, each.expand_as(sizes), sizes, each, torch.empty(0))
 
 
 def dynamic_sizes(confidence: Tensor, survival: Tensor, budget: int, variant: str, window: int) -> Tensor:

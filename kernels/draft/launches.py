@@ -1,0 +1,427 @@
+"""The kernels of both paths, and what they are made of: `draft_rows` alone, or the others (README.md).
+
+Vectors [R] and the stack are those of `filter.kernel`; a tile is [R, BLOCK], components by tokens. Strides of a leaf
+are given in multiples of UNIT (`kernel.Drafter`).
+
+Between launches a circuit's state lies in memory, [1 + DEPTH, B, R]: weights, then the stack. What is known of part of
+a conditional is a record of 5 + R numbers: its best token's noised value, that token, the moments (maximum of
+log q / T, sum of exp(. - maximum) and of its square), the token's evidence. All are in the dtype of the value: float32
+holds tokens below 2^24.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_mtpc.kernels.filter import kernel as machine
+
+RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, beside one for each component
+
+
+@triton.jit
+def load_tile(leaf_ptr, z_stride, token, vocab_size, r, R: tl.constexpr):
+    """Logits [R, BLOCK] of tokens [BLOCK], float32: -inf beyond the vocabulary, 0 in the rows beyond r."""
+    z = tl.arange(0, R)
+    inside = (z[:, None] < r) & (token[None, :] < vocab_size)
+    offset = z[:, None].to(tl.int64) * z_stride + token[None, :]
+    x = tl.load(leaf_ptr + offset, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(z[:, None] < r, x, 0.0)
+
+
+@triton.jit
+def add_block(tile, top, total):
+    """Maxima and sums of exp(. - maximum) [R] of the rows, with the tile's tokens among them."""
+    new_top = tl.maximum(top, tl.max(tile, axis=1))
+    shift = machine.finite(new_top)
+    mass = tl.sum(tl.exp(tile - shift[:, None]), axis=1)
+    return new_top, total * tl.exp(top - shift) + mass
+
+
+@triton.jit
+def mixture(tile, weights, norm):
+    """log q [BLOCK] of the tile's tokens; -inf where it is not a number."""
+    x = tl.where(tile > float("-inf"), tile - norm[:, None], float("-inf")) + weights[:, None]
+    log_q = machine.log_sum_exp(x, 0)
+    return tl.where(log_q > float("-inf"), log_q, float("-inf"))
+
+
+@triton.jit
+def rounded(log_q, cache_ptr):
+    """log q as the cache holds it, float32: with what is stored the draft is scored, so from that it is drawn."""
+    return log_q.to(cache_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def add_moments(log_q, scale, top, first, second):
+    """The moments, with the block's tokens among them."""
+    x = log_q * scale
+    new_top = tl.maximum(top, tl.max(x, axis=0))
+    shift = machine.finite(new_top)
+    mass = tl.exp(x - shift)
+    old = tl.exp(top - shift)
+    return new_top, first * old + tl.sum(mass, axis=0), second * old * old + tl.sum(mass * mass, axis=0)
+
+
+@triton.jit
+def confidence(first, second, temperature, DRAW: tl.constexpr):
+    """sum_v q_T(v)^2 of a draft that is drawn, max_v q_T(v) of one that is the argmax; 0 without any mass."""
+    value = 1.0 / first
+    if DRAW:
+        value = tl.where(temperature > 0.0, second / (first * first), value)
+    return tl.where(first > 0.0, value, 0.0)
+
+
+@triton.jit
+def request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW: tl.constexpr):
+    """Slot (-1: a padded row), temperature of the noise, 1 / temperature of the confidence, seed, position."""
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+    seed = tl.load(seed_ptr + slot, mask=slot >= 0, other=0)
+    scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)
+    if not DRAW:
+        temperature = temperature * 0.0
+    return slot, temperature, scale, seed, tl.load(pos_ptr + row).to(tl.int64)
+
+
+@triton.jit
+def evidence(leaf_ptr, z_stride, token, norm, r, R: tl.constexpr):
+    """log p(token | z) [R], finite beyond r."""
+    z = tl.arange(0, R)
+    x = tl.load(leaf_ptr + z.to(tl.int64) * z_stride + token, mask=z < r, other=0.0).to(tl.float32)
+    return tl.where(x > float("-inf"), x - norm, float("-inf"))
+
+
+@triton.jit
+def start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R: tl.constexpr, DEPTH: tl.constexpr):
+    """Weights [R] and stack at the first draft, once the verifier's token was seen; inner_ptr: of the row."""
+    z = tl.arange(0, R)
+    message = tl.load(evidence_ptr + row * r + z, mask=z < r, other=0.0).to(tl.float32)
+    weights = machine.normalise(machine.load_vector(root_ptr + row * r, r, R))
+    stack = tl.full([DEPTH, R], float("-inf"), tl.float32)
+    for k in range(2):
+        weights, stack = machine.advance(program_ptr, k, weights, stack, message, inner_ptr, r, R, DEPTH)
+    return weights, stack
+
+
+@triton.jit
+def state_at(state_ptr, row, num_rows, R: tl.constexpr, DEPTH: tl.constexpr):
+    """Where weights [R] and stack [DEPTH, R] of a row are."""
+    weights = state_ptr + row * R + tl.arange(0, R)
+    return weights, weights[None, :] + (1 + tl.arange(0, DEPTH)[:, None]).to(tl.int64) * num_rows * R
+
+
+@triton.jit
+def keep_record(record_ptr, value, token, top, first, second, message, R: tl.constexpr):
+    tl.store(record_ptr, value)
+    tl.store(record_ptr + 1, token)
+    tl.store(record_ptr + 2, top)
+    tl.store(record_ptr + 3, first)
+    tl.store(record_ptr + 4, second)
+    tl.store(record_ptr + RECORD + tl.arange(0, R), message)
+
+
+@triton.jit
+def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr):
+    """Of the records [count, num_rows, 5 + R] of a row: the one of the largest value; the moments of all together."""
+    part = tl.arange(0, COUNT)
+    mask = part < count
+    at = record_ptr + (part.to(tl.int64) * num_rows + row) * (RECORD + R)
+    _, winner = tl.max(tl.load(at, mask=mask, other=float("-inf")), axis=0, return_indices=True)
+    tops = tl.load(at + 2, mask=mask, other=float("-inf")).to(tl.float32)
+    top = tl.max(tops, axis=0)
+    old = tl.exp(tops - machine.finite(top))
+    first = tl.sum(old * tl.load(at + 3, mask=mask, other=0.0).to(tl.float32), axis=0)
+    second = tl.sum(old * old * tl.load(at + 4, mask=mask, other=0.0).to(tl.float32), axis=0)
+    return record_ptr + (winner.to(tl.int64) * num_rows + row) * (RECORD + R), top, first, second
+
+
+@triton.jit(
+    do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "num_inner"],
+    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "token_ptr", "confidence_ptr"],
+)
+def draft_rows(
+    leaf_ptr,
+    leaf_stride,
+    k_stride,
+    z_stride,
+    evidence_ptr,
+    root_ptr,
+    inner_ptr,
+    program_ptr,
+    slot_ptr,
+    temperature_ptr,
+    seed_ptr,
+    pos_ptr,
+    token_ptr,
+    token_stride,
+    confidence_ptr,
+    confidence_stride,
+    cache_ptr,
+    cache_stride,
+    cache_k_stride,
+    num_drafts,
+    num_inner,
+    r,
+    vocab_size,
+    NOISED_ARGMAX: tl.constexpr,
+    DRAW: tl.constexpr,
+    USE_FP64: tl.constexpr,
+    R: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """All drafts of one request; a leaf of one block is read once and stays in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
+    inner_ptr += row * num_inner * r * r
+    weights, stack = start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
+    leaf_ptr += row * leaf_stride * UNIT
+    z_stride *= UNIT
+    in_block = tl.arange(0, BLOCK)
+    for k in range(num_drafts):
+        leaf = leaf_ptr + k * k_stride * UNIT
+        top = tl.full([R], float("-inf"), tl.float32)
+        total = tl.full([R], 0.0, tl.float32)
+        if BLOCKS == 1:
+            tile = load_tile(leaf, z_stride, in_block, vocab_size, r, R)
+            top, total = add_block(tile, top, total)
+        else:
+            for block in range(BLOCKS):
+                token = block * BLOCK + in_block
+                top, total = add_block(load_tile(leaf, z_stride, token, vocab_size, r, R), top, total)
+        norm = machine.finite(top) + tl.log(total)
+
+        largest = tl.full([], float("-inf"), tl.float64 if USE_FP64 else tl.float32)
+        chosen = tl.full([], 0, tl.int64)
+        q_top = tl.full([], float("-inf"), tl.float32)
+        first = tl.full([], 0.0, tl.float32)
+        second = tl.full([], 0.0, tl.float32)
+        for block in range(BLOCKS):
+            token = block * BLOCK + in_block
+            if BLOCKS == 1:
+                log_q = mixture(tile, weights, norm)
+            else:
+                log_q = mixture(load_tile(leaf, z_stride, token, vocab_size, r, R), weights, norm)
+            mask = token < vocab_size
+            if cache_ptr is not None:
+                log_q = rounded(log_q, cache_ptr)
+                cached = cache_ptr + slot * cache_stride + k * cache_k_stride
+                tl.store(cached + token, log_q, mask=mask & (slot >= 0))
+            q_top, first, second = add_moments(log_q, scale, q_top, first, second)
+            value, index = NOISED_ARGMAX(
+                log_q, token, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
+            )
+            is_better = value > largest
+            largest = tl.where(is_better, value, largest)
+            chosen = tl.where(is_better, (block * BLOCK + index).to(tl.int64), chosen)
+
+        tl.store(token_ptr + row * token_stride + k, chosen)
+        tl.store(confidence_ptr + row * confidence_stride + k, confidence(first, second, temperature, DRAW))
+        if k + 1 < num_drafts:
+            message = evidence(leaf, z_stride, chosen, norm, r, R)
+            weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)
+
+
+@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts"])
+def leaf_blocks(
+    leaf_ptr,
+    leaf_stride,
+    k_stride,
+    z_stride,
+    top_ptr,
+    total_ptr,
+    num_drafts,
+    r,
+    vocab_size,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Maximum and sum of every component in one block of one leaf."""
+    block, k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    tile = load_tile(leaf, z_stride.to(tl.int64) * UNIT, token, vocab_size, r, R)
+    top, total = add_block(tile, tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32))
+    at = ((row * num_drafts + k) * tl.num_programs(0) + block) * R + tl.arange(0, R)
+    tl.store(top_ptr + at, top)
+    tl.store(total_ptr + at, total)
+
+
+@triton.jit(do_not_specialize=["num_drafts", "num_inner"])
+def start_rows(
+    evidence_ptr,
+    root_ptr,
+    inner_ptr,
+    program_ptr,
+    top_ptr,
+    total_ptr,
+    norm_ptr,
+    state_ptr,
+    num_drafts,
+    num_inner,
+    r,
+    num_blocks,
+    R: tl.constexpr,
+    DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Normalisers [R] of one leaf from those of its blocks; beside the first leaf the state it is read with."""
+    k, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    z = tl.arange(0, R)
+    top, total = tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32)
+    for first in range(0, num_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)[:, None]
+        at = ((row * num_drafts + k) * num_blocks + block) * R + z[None, :]
+        tops = tl.load(top_ptr + at, mask=block < num_blocks, other=float("-inf"))
+        totals = tl.load(total_ptr + at, mask=block < num_blocks, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        shift = machine.finite(new_top)
+        total = total * tl.exp(top - shift) + tl.sum(totals * tl.exp(tops - shift[None, :]), axis=0)
+        top = new_top
+    norm = machine.finite(top) + tl.log(total)
+    tl.store(norm_ptr + (row * num_drafts + k) * R + z, norm)
+    if k == 0:
+        inner_ptr += row * num_inner * r * r
+        weights, stack = start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
+        weights_at, stack_at = state_at(state_ptr, row, tl.num_programs(1), R, DEPTH)
+        tl.store(weights_at, weights)
+        tl.store(stack_at, stack)
+
+
+@triton.jit(
+    do_not_specialize=["leaf_stride", "k_stride", "z_stride", "k", "num_drafts"],
+    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr"],
+)
+def draft_blocks(
+    leaf_ptr,
+    leaf_stride,
+    k_stride,
+    z_stride,
+    norm_ptr,
+    weights_ptr,
+    slot_ptr,
+    temperature_ptr,
+    seed_ptr,
+    pos_ptr,
+    cache_ptr,
+    cache_stride,
+    cache_k_stride,
+    record_ptr,
+    k,
+    num_drafts,
+    r,
+    vocab_size,
+    begin,
+    NOISED_ARGMAX: tl.constexpr,
+    DRAW: tl.constexpr,
+    USE_FP64: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """One block of the conditional of draft k: into the cache, and its record [blocks, B, 5 + R].
+
+    begin, where it is not None: the first token of this rank; its cache has a row per request instead of slots.
+    """
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
+    z = tl.arange(0, R)
+    weights = tl.load(weights_ptr + row * R + z)
+    norm = tl.load(norm_ptr + (row * num_drafts + k) * R + z)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    mask = token < vocab_size
+    leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
+    z_stride = z_stride.to(tl.int64) * UNIT
+    log_q = mixture(load_tile(leaf, z_stride, token, vocab_size, r, R), weights, norm)
+    if cache_ptr is not None:
+        log_q = rounded(log_q, cache_ptr)
+        cached = cache_ptr + (slot if begin is None else row) * cache_stride + k.to(tl.int64) * cache_k_stride
+        tl.store(cached + token, log_q, mask=mask & (slot >= 0))
+    top, first, second = add_moments(
+        log_q, scale, tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    )
+    key = token if begin is None else token + begin
+    value, index = NOISED_ARGMAX(log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64)
+    chosen = block * BLOCK + index
+    message = evidence(leaf, z_stride, chosen, norm, r, R)
+    record_ptr += (block * tl.num_programs(1) + row) * (RECORD + R)
+    keep_record(record_ptr, value, chosen if begin is None else chosen + begin, top, first, second, message, R)
+
+
+@triton.jit
+def nominate(record_ptr, nominee_ptr, num_blocks, R: tl.constexpr, BLOCKS: tl.constexpr):
+    """What a rank hands in for a draft: one record [5 + R] from those of its blocks."""
+    row = tl.program_id(0).to(tl.int64)
+    at, top, first, second = best(record_ptr, num_blocks, row, tl.num_programs(0), R, BLOCKS)
+    message = tl.load(at + RECORD + tl.arange(0, R))
+    keep_record(nominee_ptr + row * (RECORD + R), tl.load(at), tl.load(at + 1), top, first, second, message, R)
+
+
+@triton.jit(
+    do_not_specialize=["k", "num_drafts", "num_inner"],
+    do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "confidence_ptr"],
+)
+def choose(
+    record_ptr,
+    inner_ptr,
+    program_ptr,
+    state_ptr,
+    slot_ptr,
+    temperature_ptr,
+    token_ptr,
+    token_stride,
+    confidence_ptr,
+    confidence_stride,
+    k,
+    num_drafts,
+    num_inner,
+    r,
+    count,
+    DRAW: tl.constexpr,
+    R: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Draft k and its confidence from the records of all blocks, or of all ranks; then the state of draft k + 1."""
+    row = tl.program_id(0).to(tl.int64)
+    at, _, first, second = best(record_ptr, count, row, tl.num_programs(0), R, COUNT)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
+    tl.store(token_ptr + row * token_stride + k, tl.load(at + 1).to(tl.int64))
+    tl.store(confidence_ptr + row * confidence_stride + k, confidence(first, second, temperature, DRAW))
+    if k + 1 < num_drafts:
+        message = tl.load(at + RECORD + tl.arange(0, R)).to(tl.float32)
+        inner_ptr += row * num_inner * r * r
+        weights_at, stack_at = state_at(state_ptr, row, tl.num_programs(0), R, DEPTH)
+        weights, stack = tl.load(weights_at), tl.load(stack_at)
+        weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)
+        tl.store(weights_at, weights)
+        tl.store(stack_at, stack)
+
+
+@triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["slot_ptr"])
+def spread(
+    log_q_ptr,
+    slot_ptr,
+    cache_ptr,
+    cache_stride,
+    cache_k_stride,
+    num_drafts,
+    rows,
+    width,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    """Conditionals [ranks, B, K, width] of all ranks, `rows` columns each, into the cache."""
+    block, k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    mask = (token < vocab_size) & (slot >= 0)
+    rank = (token // rows).to(tl.int64)
+    at = ((rank * tl.num_programs(2) + row) * num_drafts + k) * width + token % rows
+    log_q = tl.load(log_q_ptr + at, mask=mask, other=0.0)
+    tl.store(cache_ptr + slot * cache_stride + k.to(tl.int64) * cache_k_stride + token, log_q, mask=mask)

@@ -1,0 +1,94 @@
+"""What vLLM's configuration needs for the models of this package: checks, the tokenizer, how EvaByte is compiled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+
+from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.models.byte_llama import config as byte_llama
+from vllm_mtpc.models.evabyte import config as evabyte
+from vllm_mtpc.models.evabyte.attend import BLOCK
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+
+class ByteLlamaHook(VerifyAndUpdateConfig):
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        byte_llama.check_config(model_config.hf_config)
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        check_limits(vllm_config, "a byte-level Llama")
+        if vllm_config.model_config.enable_prompt_embeds:
+            raise ServeConfigError(
+                "--enable-prompt-embeds with a byte-level Llama: an embedding needs the ids before it; leave it out"
+            )
+
+
+class EvaByteHook(VerifyAndUpdateConfig):
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Refuse variants that are not implemented; take this package's tokenizer unless another is asked for."""
+        evabyte.check_config(model_config.hf_config)
+        if model_config.tokenizer_mode == "auto" and model_config.tokenizer == model_config.model:
+            model_config.tokenizer_mode = "evabyte"
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Refuse what EVA's caches cannot do; compiled around the attention, decode steps in CUDA graphs, unless the
+        user has none."""
+        check_limits(vllm_config, "EvaByte")
+        _check_caches(vllm_config)
+        compilation = vllm_config.compilation_config
+        if compilation.splitting_ops is None:  # one compiled piece serves all layers
+            compilation.splitting_ops = ["vllm::mtpc_eva_attention"]
+        if compilation.cudagraph_mode != CUDAGraphMode.NONE:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def check_limits(vllm_config: VllmConfig, model: str) -> None:
+    """Raise ServeConfigError for pipeline parallelism and for PTP heads, whose rows are no tokens; `model` names it."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        raise ServeConfigError(
+            f"--pipeline-parallel-size {stages} with {model} is not served; allowed: 1; use tensor parallelism"
+        )
+    if getattr(vllm_config.speculative_config, "method", None) == "ptp":
+        raise ServeConfigError(
+            f"speculative_config: method 'ptp' with {model} is not served; allowed: 'mtpc'; use an MtPC head"
+        )
+
+
+def _check_caches(vllm_config: VllmConfig) -> None:
+    cache, parallel, config = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.model_config.hf_config
+    block = cache.block_size if cache.user_specified_block_size else 0
+    unit = BLOCK if current_platform.is_cuda() else config.chunk_size
+    wants_groups = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
+    window, heads, ranks = config.window_size, config.num_attention_heads, parallel.tensor_parallel_size
+    if block % unit:
+        raise ServeConfigError(
+            f"--block-size {block} with EvaByte: a block holds whole chunks, and whole pages of summaries on a GPU; "
+            f"allowed: multiples of {unit}; leave it out"
+        )
+    if wants_groups and block and window % block:
+        raise ServeConfigError(
+            f"--no-disable-hybrid-kv-cache-manager with --block-size {block}: windows are freed as whole blocks; "
+            f"allowed: divisors of {window}; leave the block size out"
+        )
+    if cache.cache_dtype not in ("auto", "float16", "bfloat16"):
+        raise ServeConfigError(
+            f"--kv-cache-dtype {cache.cache_dtype} with EvaByte: summaries are computed from the cache; allowed: "
+            "auto; leave it out"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ServeConfigError("context parallelism with EvaByte is not served; allowed: tensor parallelism")
+    if heads % ranks:
+        raise ServeConfigError(
+            f"--tensor-parallel-size {ranks} with EvaByte's {heads} heads; allowed: divisors of {heads}"
+        )
