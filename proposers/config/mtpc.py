@@ -26,8 +26,6 @@ from vllm_mtpc.proposers.config.refusals import refuse
 if TYPE_CHECKING:
     from typing import Self
 
-# Weights of the head. auto: the target's, on a CPU bfloat16 where it multiplies that; fp8: its unembeddings in float8
-HeadDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 # Of every family, in the `user_keys` of its class.
 COMMON_KEYS = ("method", "model", "revision", "num_speculative_tokens", "num_speculative_tokens_per_batch_size")
 
@@ -57,7 +55,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     method: Literal["mtpc"] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     head: SkipValidation[HeadConfig] = None  # type: ignore[assignment]
-    head_dtype: HeadDtype = "auto"
+    # Weights. auto: the target's dtype, on a CPU bfloat16 where it multiplies that; fp8: unembeddings in float8
+    head_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = "auto"
     # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: as few or many as pay
     min_survival: float | None = Field(default=None, ge=0, lt=1)
     mask_drafts: bool = True  # structured requests' drafts are masked with their grammar
@@ -80,7 +79,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
     def compute_hash(self) -> str:
         """Key of compiled targets: with draft layers their graph hands out the states that enter one of its layers."""
-        return f"{SpeculativeConfig.compute_hash(self)}-{getattr(self.head, 'lora_layers', 0)}"
+        return f"{SpeculativeConfig.compute_hash(self)}-{self.draft_layers}"
 
     @classmethod
     def create(cls, *, target_model_config: ModelConfig, target_parallel_config: ParallelConfig, **given: Any) -> Self:
@@ -134,9 +133,14 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         """Multiplications of the head's leaves for one draft, by those of the target for one row."""
         return schedule.load_of(self.head, self.target_model_config.hf_text_config)
 
+    @property
+    def draft_layers(self) -> int:
+        """How many LoRA draft layers the head reads."""
+        return getattr(self.head, "lora_layers", 0)  # only MtPC heads have any
+
     def speculator(self) -> str:
         """The class that drafts on Model Runner V2, by its name in `vllm_mtpc.proposers.v2`."""
-        return "layered.LayeredSpeculator" if self.head.lora_layers else "speculator.MtpcSpeculator"
+        return "layered.LayeredSpeculator" if self.draft_layers else "speculator.MtpcSpeculator"
 
     def drafts_in_words(self, is_v2: bool) -> str:
         """How many drafts there will be, in a line."""
