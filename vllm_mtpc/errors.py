@@ -61,7 +61,7 @@ class EngineFailed(RuntimeError):
     """An engine's process ended before it had answered. The message ends with the last lines of its log."""
 
     @property
-    def cause(self) -> str:
+    def reason(self) -> str:  # Ray writes an attribute `cause` of its own
         """The last exception in the log, without its traceback and the advice behind it; else the last line."""
         lines = [line.strip() for line in str(self).splitlines() if line.strip()]
         raised = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]

@@ -103,10 +103,10 @@ def test_without_plain_there_is_nothing_to_compare(way) -> None:
 
 def test_the_cause_is_the_exception_not_the_advice_behind_it() -> None:
     end = "log:\n  File x, line 3\npydantic_core.ValidationError: 1 error\nmethod\n  For further information visit z"
-    assert EngineFailed(end).cause == "pydantic_core.ValidationError: 1 error"
-    assert EngineFailed("(EngineCore pid=3) ValueError: too long\nend").cause.endswith("ValueError: too long")
+    assert EngineFailed(end).reason == "pydantic_core.ValidationError: 1 error"
+    assert EngineFailed("(EngineCore pid=3) ValueError: too long\nend").reason.endswith("ValueError: too long")
     more = (
         "ValidationError: 1 validation error for ModelConfig\n  Value error, Unknown dtype\n    For further information"
     )
-    assert EngineFailed(more).cause == "ValidationError: 1 validation error for ModelConfig Value error, Unknown dtype"
-    assert EngineFailed("exit code -9\nKilled").cause == "Killed"
+    assert EngineFailed(more).reason == "ValidationError: 1 validation error for ModelConfig Value error, Unknown dtype"
+    assert EngineFailed("exit code -9\nKilled").reason == "Killed"

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
                 bar.update(result["lines"])
     except EngineFailed as error:
         print(error, file=sys.stderr)
-        raise UsageError(f"the engine does not start: {error.cause}") from None
+        raise UsageError(f"the engine does not start: {error.reason}") from None
     print(_summary(total, time.monotonic() - started, sum(engines.values(), Acceptance()), options.output))
     return 0
 

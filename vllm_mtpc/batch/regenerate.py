@@ -125,7 +125,7 @@ def _engine(
         except EngineFailed as error:
             raise UsageError(
                 f"vLLM ended with exit code {child.process.returncode} before it had answered {left} of "
-                f"{len(requests)} prompts: {error.cause}; its log is {log}; what was answered is kept, run again to "
+                f"{len(requests)} prompts: {error.reason}; its log is {log}; what was answered is kept, run again to "
                 "continue"
             ) from None
     log.unlink(missing_ok=True)

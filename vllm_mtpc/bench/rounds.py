@@ -109,7 +109,7 @@ class Comparison:
         if decoding.is_plain:
             raise error
         self.progress.skip(planned - self.made[decoding.name])
-        self.missing.append(Missing(decoding.name, f"its engine failed: {error.cause}"))
+        self.missing.append(Missing(decoding.name, f"its engine failed: {error.reason}"))
         self.progress.say(f"{decoding.name}: {error}")
 
 
