@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from pydantic_core import to_json
 
 from vllm_mtpc.bench.serve import server
 from vllm_mtpc.engine.child import Child
@@ -28,7 +29,7 @@ def measured(outputs: list[list[int]]) -> Measured:
 def test_a_pass_survives_the_pipe(tmp_path: Path) -> None:
     one = measured([[1, 2, 3, 4], [5, 6, 7, 8]])
     with (tmp_path / "answers").open("w+b") as answers:
-        answers.write(to_json(one))
+        answers.write(json.dumps(one, default=asdict).encode())
         answers.seek(0)
         assert Child(None, answers, tmp_path / "log").answer(Measured) == one
     assert (one.tokens_per_second, one.first_token_seconds, one.token_seconds) == (4.0, 0.5, 0.25)

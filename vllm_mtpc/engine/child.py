@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TextIO
 
 from pydantic import TypeAdapter
-from pydantic_core import to_json
 
 from vllm_mtpc.engine.process import engine_environment, failure, group
 
@@ -33,7 +33,7 @@ class Child:
     def send(self, item: Any) -> None:
         """One more item, to a job that was started without any."""
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(to_json(item) + b"\n")
+            self.process.stdin.write(_line(item))
             self.process.stdin.flush()
 
     def answer(self, kind: Any = Any) -> Any:
@@ -64,7 +64,7 @@ def started(
     what = {"job": name, "engine": engine, "on_cpu": on_cpu or {}, "given": given or {}}
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as told, os.fdopen(reading, encoding="utf-8") as answers:
-        told.writelines(to_json(line) + b"\n" for line in (what, *(items or ())))
+        told.writelines(map(_line, (what, *(items or ()))))
         told.seek(0)
         stdin = subprocess.PIPE if items is None else told
         command = [sys.executable, "-m", "vllm_mtpc.engine.child", str(writing)]
@@ -74,6 +74,10 @@ def started(
             if items is None:
                 child.send(what)
             yield child
+
+
+def _line(what: Any) -> bytes:
+    return json.dumps(what, default=asdict).encode() + b"\n"
 
 
 def main(file: int) -> None:
@@ -86,7 +90,7 @@ def main(file: int) -> None:
     llm = LLM(**{**defaults, **what["engine"]})
     with os.fdopen(file, "wb") as answers:
         for answer in resolve_name(what["job"])(llm, map(json.loads, sys.stdin), **what["given"]):
-            answers.write(to_json(answer) + b"\n")
+            answers.write(_line(answer))
             answers.flush()
 
 

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pydantic_core import to_json
+    from pydantic import TypeAdapter
 
     from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.engine import provenance
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             "definitions": DEFINITIONS.splitlines(),
             "settings": {key: value for key, value in vars(args).items() if key not in ("run", "json")},
             "num_drafts": drafts,
-            "results": json.loads(to_json(results, inf_nan_mode="null")),
+            "results": json.loads(TypeAdapter(Any).dump_json(results)),
         }
         write_json(args.json, report)
     return 0
