@@ -33,11 +33,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
+from vllm_mtpc.cli import guard
 from vllm_mtpc.data import prompts
-from vllm_mtpc.engine import offline, provenance
-from vllm_mtpc.engine.passes import Setting
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine.passes import Setting, launched
 from vllm_mtpc.errors import EngineFailed
-from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, write_json
 
 PROG = "python -m benchmarks.soak"
@@ -239,7 +239,7 @@ def reference(target: str, asked: list[list[int]], logs: Path) -> list[list[int]
     engine = {"model": target, "dtype": "float32", "max_model_len": 320, "max_num_seqs": 16, "enforce_eager": True}
     engine |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
     setting = Setting("reference", clients=16, temperature=0.0, max_tokens=LONGEST, prompts=len(asked))
-    with offline.launched(engine, asked, logs / "plain.log") as plain:
+    with launched(engine, asked, logs / "plain.log") as plain:
         return plain.measure(setting).outputs
 
 

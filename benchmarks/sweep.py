@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.counters import DEFINITIONS
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, print_table, write_json
 from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
 from vllm_mtpc.train.state import NAMES, changed_option, identity, read_state

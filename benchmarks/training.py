@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_mtpc.cli import guard
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, print_table, write_json
 
 TOLERANCE = 1e-4  # relative; sums of a thousand float32 terms in another order differ by about 1e-6

@@ -24,7 +24,7 @@ from vllm_mtpc import demo
 from vllm_mtpc.bench import decodings, report, rounds, serve
 from vllm_mtpc.bench.decodings import OWN, Decoding
 from vllm_mtpc.data import prompts
-from vllm_mtpc.engine import offline
+from vllm_mtpc.engine import passes
 from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.report import check_folder, print_table
@@ -74,12 +74,12 @@ def measure(lines: Lines, logs: Path) -> tuple[rounds.Comparison, Measured, list
     texts = prompts.held_out(ROUNDS * max(cell.prompts for cell in CELLS))
     comparison = rounds.Comparison(lines)
     with ExitStack() as stack:
-        running: dict[Decoding, offline.Resident] = {}
+        running: dict[Decoding, passes.Resident] = {}
         for one in (decodings.plain(), *heads):
             lines.say(f"starting {one.name} ({one.group}), offline")
             drafts = {} if one.is_plain else {"speculative_config": one.speculative}
             log = logs / f"{one.name}.log"
-            running[one] = stack.enter_context(offline.launched({**engine, **drafts}, texts, log, one.environment))
+            running[one] = stack.enter_context(passes.launched({**engine, **drafts}, texts, log, one.environment))
         words = decodings.command({**engine, "model": demo.path("btree"), "served_model_name": "demo"})
         lines.say(f"starting vllm serve {' '.join(words)}")
         client = stack.enter_context(serve.server(words, logs / "serve.log"))
@@ -106,9 +106,9 @@ def show(comparison: rounds.Comparison, served: Measured, alone: Sequence[rounds
     for one in alone:
         where = f"{one.decoding.name}, {one.cell.name} ({one.decoding.group})"
         print(f"{where}: {one.measured.tokens_per_step:.2f} tokens/step (its interpreted speed says nothing)")
-    wordy = max(range(len(served.texts)), key=lambda index: len(served.texts[index].split()))
+    wordy = max(range(len(served.answers)), key=lambda index: len(served.answers[index].text.split()))
     print("\nThe server's answer with most words, after its prompt:\n")
-    print(prompts.held_out(wordy + 1)[wordy] + "|" + served.texts[wordy])
+    print(prompts.held_out(wordy + 1)[wordy] + "|" + served.answers[wordy].text)
     checked = [tuple(row["identical"]) for row in found if row["identical"]]
     checked += [same(served, plain), *(same(one.measured, plain) for one in alone if one.cell.greedy)]
     right, total = (sum(numbers) for numbers in zip(*checked, strict=True))

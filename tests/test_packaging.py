@@ -246,7 +246,7 @@ PLUGIN = "from vllm_mtpc.plugin import register; register(); import vllm_mtpc.pr
 def test_child_of_a_server_has_the_plugin(installed: Path, folder: Path) -> None:
     """The chain of `vllm-mtpc batch` and of an app on Ray: watcher, then server, both `python -m` in the folder."""
     python = installed / "python"
-    command = [str(word) for word in (python, "-m", "vllm_mtpc.engine.parent", python, "-c", PLUGIN)]
+    command = [str(word) for word in (python, "-m", "vllm_mtpc.engine.process", python, "-c", PLUGIN)]
     environment = {**os.environ, "PYTHONPATH": ""}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mtpc.cli import main
+from vllm_mtpc.cli import guard, main
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, check_folder, write_json
 
 
@@ -28,7 +27,7 @@ def test_the_folder_of_a_result_is_made_and_nothing_else_is_left(tmp_path):
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path, tmp_path / "file" / "x.json", tmp_path / "file" / "deep" / "x.json"):
-        with pytest.raises(UsageError, match=r"--json .*: cannot be written \(.+\); name another file"):
+        with pytest.raises(UsageError, match=r"--json .*: cannot be written to \(.+\); name another file"):
             check_file(place)
     for place in (tmp_path / "file", tmp_path / "file" / "deep"):
         with pytest.raises(UsageError, match=r"--out .*; name a"):

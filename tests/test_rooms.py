@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up: a room imports those before it. A room is a folder of the package, or a file beside the folders.
 ROOMS = (
-    *("errors", "families", "files", "progress", "flags", "guard"),
+    *("errors", "families", "files", "progress", "flags"),
     *("kernels", "circuits", "heads", "config", "checkpoint", "hf"),
     *("proposers.config", "proposers.heads", "proposers.v1", "proposers.v2", "proposers.seam", "models", "plugin"),
     *("engine", "report", "demo", "data", "eval", "batch", "plots", "train", "bench", "ray_serve", "cli", "benchmarks"),

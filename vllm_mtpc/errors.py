@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
+
+_EXCEPTION = re.compile(r"(?:\(.*?\) |ERROR .*?\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)\b")  # as logs have it
 
 
 def printable(text: str, limit: int) -> str:
@@ -56,6 +59,16 @@ class UsageError(MtpcError):
 
 class EngineFailed(RuntimeError):
     """An engine's process ended before it had answered. The message ends with the last lines of its log."""
+
+    @property
+    def cause(self) -> str:
+        """The last exception in the log, without its traceback and the advice behind it; else the last line."""
+        lines = [line.strip() for line in str(self).splitlines() if line.strip()]
+        raised = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+        if not raised:
+            return lines[-1][:300]
+        said = [line for line in lines[raised[-1] :] if not line.startswith("For further information")]
+        return " ".join(said[: 3 if "validation error" in said[0] else 1])[:300]  # pydantic's goes on below
 
 
 def install(extra: str) -> str:

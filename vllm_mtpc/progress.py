@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,6 +15,8 @@ LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {elapsed} so far{postfix}"
 class Bar(tqdm):
     """tqdm; where stderr is no terminal, a line at most every 15 s."""
 
+    _last = ""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         if not sys.stderr.isatty():
             has_total = bool(args) or options.get("total") is not None
@@ -23,18 +24,10 @@ class Bar(tqdm):
             options["bar_format"] = LINE if has_total else LINE_WITHOUT_TOTAL
         super().__init__(*args, **options)
 
-    @staticmethod
-    def status_printer(file: TextIO) -> Callable[[str], None]:
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if sys.stderr.isatty():
-            return tqdm.status_printer(file)
-
-        last = ""
-
-        def write(text: str) -> None:
-            nonlocal last
-            if text.strip() and text != last:
-                file.write(text.strip() + "\n")
-                file.flush()
-            last = text
-
-        return write
+            super().display(msg, pos)
+        elif (line := (str(self) if msg is None else msg).strip()) not in ("", self._last):
+            self._last = line
+            self.fp.write(line + "\n")
+            self.fp.flush()

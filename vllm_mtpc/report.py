@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,31 +28,32 @@ def check_file(file: Path | None, flag: str = "--json") -> None:
         return
     if file.resolve().parent == provenance.RESULTS and (provenance.commit() or "").endswith(provenance.CHANGED):
         raise UsageError(f"{flag} {file}: the checkout differs from its commit; commit first, or name another folder")
-    try:
+    with _refused(f"{flag} {file}", "file"):
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
             file.open("xb").close()
             file.unlink()
         elif file.is_dir() or not os.access(file, os.W_OK):  # not opened: it may be a pipe that somebody reads
             raise OSError(0, "a folder" if file.is_dir() else "no right to write it")
-    except FileExistsError:
-        raise UsageError(f"{flag} {file}: cannot be written (its folder is a file); name another file") from None
-    except OSError as error:
-        raise UsageError(f"{flag} {file}: cannot be written ({error.strerror}); name another file") from None
 
 
 def check_folder(folder: Path | None, flag: str = "--out") -> None:
     """Makes a folder that results are to be written to; none given, nothing done. Raises UsageError."""
     if folder is None:
         return
-    try:
+    with _refused(f"{flag} {folder}", "folder"):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(0, "no right to write to it")
-    except FileExistsError:
-        raise UsageError(f"{flag} {folder}: is a file; name a folder") from None
+
+
+@contextmanager
+def _refused(place: str, kind: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise UsageError(f"{flag} {folder}: cannot be written to ({error.strerror}); name another folder") from None
+        reason = "a file is in the place of a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"{place}: cannot be written to ({reason}); name another {kind}") from None
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_mtpc.demo import stdlib
-from vllm_mtpc.demo.stdlib import HOLDOUT, MIN_BYTES
+from vllm_mtpc import demo
+from vllm_mtpc.demo import HOLDOUT, MIN_BYTES
 
 EOS = 256
 VOCAB_SIZE = 257
@@ -55,10 +55,10 @@ def split(documents: list[bytes]) -> Split:
 
 
 def load(root: Path | None = None, packages: Sequence[str] = ()) -> Corpus:
-    """The corpus; ``root`` and ``packages`` as of `stdlib.texts`."""
-    texts = stdlib.texts(root, packages)
+    """The corpus; ``root`` and ``packages`` as of `demo.texts`."""
+    texts = demo.texts(root, packages)
     rest = [text for index, text in enumerate(texts) if index % HOLDOUT != HOLDOUT - 1]
-    return corpus_of(rest, stdlib.held_out(texts), texts)
+    return corpus_of(rest, demo.held_out(texts), texts)
 
 
 def load_file(file: Path) -> Corpus:

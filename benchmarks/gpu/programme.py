@@ -23,10 +23,10 @@ import psutil
 
 from benchmarks.gpu.parts import Part, Programme
 from benchmarks.gpu.stages import STAGES
+from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.process import group, tail
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.guard import guard
 from vllm_mtpc.report import check_file, write_json
 
 LIMIT_S = 480.0

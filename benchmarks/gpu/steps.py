@@ -15,8 +15,9 @@ from typing import Any
 
 from benchmarks import synthetic
 from vllm_mtpc.bench.decodings import arguments
-from vllm_mtpc.engine import cells, provenance
-from vllm_mtpc.guard import guard
+from vllm_mtpc.cli import guard
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine.steps import measure
 from vllm_mtpc.report import write_json
 
 PROG = "python -m benchmarks.gpu.steps"
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         engine = arguments(str(folder / "SYNTHETIC-target"), "auto", longest, max(args.batch), on_gpu, args.engine)
         engine |= {"load_format": "dummy", "speculative_config": speculative(folder / "SYNTHETIC-head", window)}
         wanted = [(batch, window - 1) for batch in args.batch]
-        for cell in cells.measure(engine, wanted, STEPS, 1.0, args.json.with_suffix(f".n{window}.log")):
+        for cell in measure(engine, wanted, STEPS, 1.0, args.json.with_suffix(f".n{window}.log")):
             if cell["step_ms"] is not None:
                 found[cell["batch"], cell["batch"] * (1 + cell["drafts"])] = cell["step_ms"]
     values = {"target": f"SYNTHETIC, {args.shape}", **provenance.collect()}

@@ -85,7 +85,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, self.num_speculative_steps, logits_dtype, sizes)
         self.drafter = self._drafter(head)
-        program = () if self.drafter is None else (self.drafter.code, self.drafter.begins)
+        program = () if self.drafter is None else (self.drafter.program,)
         head.kept = kept((*head.parameters(), *program))
         base = resolve_model_state_cls(self.vllm_config, target_model)
         state = with_verifier(Verifier, base, self.speculative_config, self.device, partial(setattr, self, "states"))

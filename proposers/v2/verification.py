@@ -1,4 +1,4 @@
-"""Verification on Model Runner V2: by coupling for requests with a seed, by rejection for others.
+"""Sampling and verification on Model Runner V2: by coupling for requests with a seed and for PTP, else by rejection.
 
 Coupling: a request with a seed has the text that plain vLLM writes, whatever is drafted. Without drafts vLLM draws the
 token behind position i as the argmax over v of log p(v) + g(seed, i, v), with p the processed distribution and g Gumbel
@@ -8,6 +8,13 @@ and so equal the target's token with probability at least (1 - TV(p, q)) / (1 + 
 2024, Gumbel coupling); rejection keeps 1 - TV(p, q). The text depends on no draft: not on where steps begin, the
 schedule, budgets, cuts, preemption or the batch. Which request is coupled lies on the device, with its seed; drafts of
 the others take noise of another stream (DRAFTING), which rejection needs.
+
+Pick, for drafts that know the verifier's random numbers (Parallel Token Prediction): every output token is Pick(u, Q),
+the smallest token whose cumulative probability under the target's processed distribution Q exceeds u, a hash of the
+request's seed and the position of the row that gives Q. Drafts are accepted while they equal what is picked. So the
+tokens are those of decoding without drafts, whatever the drafts say, the batch holds, or steps divide; the drafter who
+computes the same u can be right always. At temperature 0 the token is the argmax, and u, which drafters read all the
+same, is 0.5. Fused samplers are never used: they draw numbers of their own.
 
 Forbidden drafts, where they are not masked with their grammar (`grammar.py`): vLLM 0.32 marks the first one and all
 behind it as -1, and takes the token in the first one's place from the target's distribution p. That is biased: the
@@ -36,6 +43,7 @@ import torch
 from torch import Tensor
 from vllm.config import SpeculativeConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -44,10 +52,13 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.kernels.couple import accept, warm_up
+from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 
 # Added to a draft's position: its noise is none that verification looks at. vLLM's own drafts add the same.
 DRAFTING = 1 << 30
+GREEDY_U = 0.5  # inside the argmax's interval wherever the argmax has more than half of the mass
 
 Verify = Literal["coupled", "rejection"] | None  # which requests are coupled: every one, none; None: those with a seed
 
@@ -72,6 +83,22 @@ def behind_the_first(invalid: Tensor) -> Tensor:
     kept = invalid.clone()
     kept[1:] &= invalid[:-1]
     return kept
+
+
+def u_of(seeds: Tensor, temperature: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
+    """u [T] of the tokens that follow positions pos[T], in the requests at slots[T] of seeds and temperature.
+
+    Drafter and verifier both take it from here.
+    """
+    return torch.where(temperature[slots] == 0, GREEDY_U, uniform(seeds[slots], pos))
+
+
+def choose(processed_logits: Tensor, states: SamplingStates, slots: Tensor, pos: Tensor) -> Tensor:
+    """Tokens [T] int64: Pick from processed_logits [T, V], argmax at temperature 0."""
+    logits = processed_logits.float()  # vLLM hands back the model's own dtype where nothing is to be processed
+    temperature = states.temperature.gpu
+    picked = pick(logits, u_of(states.seeds.gpu, temperature, slots, pos))
+    return torch.where(temperature[slots] == 0, logits.argmax(dim=-1), picked)
 
 
 class CoupledStates(SamplingStates):
@@ -187,6 +214,52 @@ class Verifier(RejectionSampler):
         tokens = self.tokens_of(processed_logits, expanded_idx_mapping, pos)
         width = self.num_speculative_steps + 1
         return processed_logits, *accept(tokens, verify_draft_sampled, cu_num_logits, width, others)
+
+
+class CoupledSampler(Sampler):
+    """vLLM's sampler, with Pick in the place of its random draw."""
+
+    def _sample_random(
+        self,
+        processed_logits: Tensor,  # [T, V], before top-k and top-p
+        expanded_idx_mapping: Tensor,  # [T] request slots
+        idx_mapping_np: np.ndarray,
+        pos: Tensor,  # [T]
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
+        return choose(processed_logits, self.sampling_states, expanded_idx_mapping, pos), processed_logits
+
+
+class CoupledRejectionSampler(Verifier):
+    """Accepts drafts while they are the tokens that `sampler` picks."""
+
+    def __init__(self, sampler: CoupledSampler, spec_config: SpeculativeConfig, device: torch.device) -> None:
+        if not isinstance(sampler, CoupledSampler):
+            self.refuse(type(sampler).__name__, spec_config)
+        super().__init__(sampler, spec_config, device)
+
+    @staticmethod
+    def prepared(sampler: Sampler, spec_config: SpeculativeConfig) -> CoupledSampler:
+        sampler.__class__ = CoupledSampler
+        return sampler
+
+    @staticmethod
+    def refuse(name: str, spec_config: SpeculativeConfig) -> None:
+        remedy = "remove --watermark-config" if "Watermark" in name else "use a target without a sampler of its own"
+        raise ServeConfigError(
+            f"method ptp with {name}: only vLLM's plain Sampler can be coupled to the drafts; {remedy}, or another "
+            "method"
+        )
+
+    def is_coupled(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), dtype=bool)
+
+    def tokens_of(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
+        return choose(processed_logits, self.sampler.sampling_states, slots, pos)
 
 
 def with_verifier(

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from vllm_mtpc.batch.lines import Line, read
-from vllm_mtpc.batch.output import Parts, cut, record
+from vllm_mtpc.batch.lines import Line, Output, cut, read, record
 from vllm_mtpc.errors import UsageError
 
 
@@ -97,21 +96,22 @@ def answers(lines):
 
 @pytest.mark.parametrize("where", ["{tmp_path}/out", "memory://{name}"])
 def test_answered_lines_are_not_cut_again(tmp_path, request, input_, where):
-    output = Parts(where.format(tmp_path=tmp_path, name=request.node.name.replace("/", "_")))
+    output = Output(where.format(tmp_path=tmp_path, name=request.node.name.replace("/", "_")))
     assert output.begin({"model": "m"}, input_) == set()
     parts = cut(input_.lines, set(), 4)
-    assert [len(part.lines) for part in parts] == [4, 4, 2]
-    output.write(parts[1].name, answers(parts[1].lines))
-    output.write(parts[1].name, answers(parts[1].lines))  # twice is once
+    assert [len(part) for part in parts.values()] == [4, 4, 2]
+    name = list(parts)[1]
+    output.write(name, answers(parts[name]))
+    output.write(name, answers(parts[name]))  # twice is once
     answered = output.begin({"model": "m"}, input_)
     assert answered == {"4", "5", "6", "7"}
-    left = [line.id for part in cut(input_.lines, answered, 4) for line in part.lines]
+    left = [line.id for part in cut(input_.lines, answered, 4).values() for line in part]
     assert left == ["0", "1", "2", "3", "8", "9"]
 
 
 def test_half_a_part_is_never_seen(tmp_path, input_, monkeypatch):
     """A full disk while a part is written: refused in one line, and nothing of it is there."""
-    output = Parts(str(tmp_path / "out"))
+    output = Output(str(tmp_path / "out"))
     output.begin({}, input_)
 
     def full(descriptor):
@@ -125,14 +125,14 @@ def test_half_a_part_is_never_seen(tmp_path, input_, monkeypatch):
 
 def test_answers_of_another_job_are_refused(tmp_path, input_):
     path = str(tmp_path / "out")
-    Parts(path).begin({"model": "m", "body": {}}, input_)
-    Parts(path).begin({"model": "m", "body": {}}, input_._replace(sha256="grown"))  # its lines have ids
+    Output(path).begin({"model": "m", "body": {}}, input_)
+    Output(path).begin({"model": "m", "body": {}}, input_._replace(sha256="grown"))  # its lines have ids
     with pytest.raises(UsageError, match="holds answers of another job"):
-        Parts(path).begin({"model": "other", "body": {}}, input_)
+        Output(path).begin({"model": "other", "body": {}}, input_)
     unnamed = str(tmp_path / "unnamed")
-    Parts(unnamed).begin({}, input_._replace(unnamed=1))
+    Output(unnamed).begin({}, input_._replace(unnamed=1))
     with pytest.raises(UsageError, match="an input that has changed"):
-        Parts(unnamed).begin({}, input_._replace(unnamed=1, sha256="grown"))
+        Output(unnamed).begin({}, input_._replace(unnamed=1, sha256="grown"))
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file; name a folder"):
-        Parts(str(tmp_path / "file"))
+        Output(str(tmp_path / "file"))

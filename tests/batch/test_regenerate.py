@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.models import make_target
-from vllm_mtpc.batch import output
 from vllm_mtpc.batch import regenerate as module
 from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.batch.prompts import collect
@@ -255,7 +254,7 @@ def test_full_disk(tmp_path, target, engine, monkeypatch):
 
     with monkeypatch.context() as patch:
         FullDisk.room = 500  # a wave of two lines and a part of the next
-        patch.setattr(output, "open", limited, raising=False)
+        patch.setattr(module, "open", limited, raising=False)
         with pytest.raises(UsageError, match=r"\(the disk is full\); the 2 responses in it are whole") as refused:
             regenerate(how)
     assert "\n" not in str(refused.value)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, Engines
 from vllm_mtpc.bench.report import rows
-from vllm_mtpc.bench.rounds import Comparison, Progress, bracketed, cause, interleaved
+from vllm_mtpc.bench.rounds import Comparison, Progress, bracketed, interleaved
 from vllm_mtpc.engine.passes import Setting
 from vllm_mtpc.errors import EngineFailed
 
@@ -103,6 +103,10 @@ def test_without_plain_there_is_nothing_to_compare(way) -> None:
 
 def test_the_cause_is_the_exception_not_the_advice_behind_it() -> None:
     end = "log:\n  File x, line 3\npydantic_core.ValidationError: 1 error\nmethod\n  For further information visit z"
-    assert cause(EngineFailed(end)) == "pydantic_core.ValidationError: 1 error"
-    assert cause(EngineFailed("(EngineCore pid=3) ValueError: too long\nend")).endswith("ValueError: too long")
-    assert cause(EngineFailed("exit code -9\nKilled")) == "Killed"
+    assert EngineFailed(end).cause == "pydantic_core.ValidationError: 1 error"
+    assert EngineFailed("(EngineCore pid=3) ValueError: too long\nend").cause.endswith("ValueError: too long")
+    more = (
+        "ValidationError: 1 validation error for ModelConfig\n  Value error, Unknown dtype\n    For further information"
+    )
+    assert EngineFailed(more).cause == "ValidationError: 1 validation error for ModelConfig Value error, Unknown dtype"
+    assert EngineFailed("exit code -9\nKilled").cause == "Killed"

@@ -341,7 +341,7 @@ def test_what_is_printable_stays_as_it_is() -> None:
 
 
 def test_a_path_in_an_error_of_the_file_system_is_printable(capsys) -> None:
-    from vllm_mtpc.guard import guard
+    from vllm_mtpc.cli import guard
 
     def call() -> int:
         raise FileNotFoundError(2, "No such file", "a\x1b[2J" * 1000)

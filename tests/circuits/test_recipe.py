@@ -70,7 +70,7 @@ circuits.CIRCUITS.update({{{recipe.LINE.strip()}}})
 from benchmarks import synthetic
 from vllm_mtpc.bench import draft_command, kernels_command
 from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.plots import heads as plots
+from vllm_mtpc.plots import draw as plots
 from vllm_mtpc.train import options
 assert all(part.CIRCUITS is circuits.CIRCUITS for part in (draft_command, kernels_command, synthetic))
 assert plots.CIRCUIT_LOOKS["{NAME}"] not in [plots.CIRCUIT_LOOKS[name] for name in ("ff", "cp", "hmm", "btree")]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 from vllm_mtpc.engine.counters import Acceptance
 
@@ -21,62 +20,52 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",position="2"} 1.0
 vllm:generation_tokens_total{engine="0",model_name="demo"} 25.0
 """
-
-
-@dataclass
-class Counter:
-    name: str
-    value: int
-    labels: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Vector:
-    name: str
-    values: list[int]
+LABELS = {"spec_decode_num_accepted_tokens_per_pos": "position", "spec_decode_drafts_cut": "by"}
 
 
 def test_server_text_is_read() -> None:
-    read = Acceptance.from_prometheus(PROMETHEUS)
+    read = Acceptance.read(PROMETHEUS)
     assert read == Acceptance(10, 30, 15, (9, 5, 1))
     assert read.tokens_per_step == 2.5
     assert read.per_position == (0.9, 0.5, 0.1)
 
 
 def test_engines_of_one_server_add_up() -> None:
-    both = Acceptance.from_prometheus(PROMETHEUS + PROMETHEUS.replace('engine="0"', 'engine="1"'))
+    both = Acceptance.read(PROMETHEUS + PROMETHEUS.replace('engine="0"', 'engine="1"'))
     assert both == Acceptance(20, 60, 30, (18, 10, 2))
 
 
-def test_offline_metrics_are_read() -> None:
-    prefix = "vllm:spec_decode_num_"
-    metrics = [
-        Counter("vllm:generation_tokens", 25),
-        Counter(prefix + "drafts", 10),
-        Counter(prefix + "draft_tokens", 30),
-        Counter(prefix + "accepted_tokens", 15),
-        Vector(prefix + "accepted_tokens_per_pos", [9, 5, 1]),
-    ]
-    assert Acceptance.from_llm(metrics) == Acceptance(10, 30, 15, (9, 5, 1))
-    metrics += [
-        Counter("vllm:spec_decode_steps", 60),
-        *(Counter("vllm:spec_decode_drafts_cut", cut, {"by": by}) for by, cut in (("schedule", 80), ("survival", 10))),
-    ]
-    assert Acceptance.from_llm(metrics) == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0))
+def test_metrics_of_this_process_are_read(monkeypatch) -> None:
+    registry = CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+
+    def count(name: str, **values: int) -> None:
+        counter = Counter(f"vllm:{name}", "", [label] if (label := LABELS.get(name)) else [], registry=registry)
+        for value, number in values.items():
+            (counter.labels(value.strip("_")) if label else counter).inc(number)
+
+    count("generation_tokens", all=25)
+    count("spec_decode_num_drafts", all=10)
+    count("spec_decode_num_draft_tokens", all=30)
+    count("spec_decode_num_accepted_tokens", all=15)
+    count("spec_decode_num_accepted_tokens_per_pos", _0=9, _1=5, _2=1)
+    assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1))
+    count("spec_decode_steps", all=60)
+    count("spec_decode_drafts_cut", schedule=80, survival=10)
+    assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0))
 
 
 def test_one_definition_over_all_steps() -> None:
-    """Ten steps in sixty drafted: the fifty others count, on a server and offline, through JSON and sums."""
+    """Ten steps in sixty drafted: the fifty others count, on a server and offline, and in sums."""
     text = PROMETHEUS + (
         'vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0\n'
         'vllm:spec_decode_drafts_cut_total{by="schedule",engine="0",model_name="demo"} 80.0\n'
         'vllm:spec_decode_drafts_cut_total{by="survival",engine="0",model_name="demo"} 10.0\n'
     )
-    read = Acceptance.from_prometheus(text)
+    read = Acceptance.read(text)
     assert read == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0))
     assert read.tokens_per_step == 1.25 and read.tokens_per_drafted_step == 2.5
     assert read.cut_line() == "drafts cut: schedule 67 %, survival 8 %, budget 0 %"
-    assert Acceptance.from_json(json.loads(json.dumps(asdict(read)))) == read
     assert (read + read).tokens_per_step == 1.25 and (read + read - read) == read
     assert Acceptance().cut_line() == ""
 
@@ -87,6 +76,6 @@ def test_what_came_before_is_subtracted() -> None:
 
 
 def test_plain_decoding_is_one_token_per_step() -> None:
-    plain = Acceptance.from_prometheus("vllm:generation_tokens_total 25.0\n")
+    plain = Acceptance.read("vllm:generation_tokens_total 25.0\n")
     assert plain.tokens_per_step == pytest.approx(1.0)
     assert plain.per_position == ()

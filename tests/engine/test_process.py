@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from pydantic_core import to_json
 
 from vllm_mtpc.bench.serve import server
+from vllm_mtpc.engine.child import Child
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.passes import Measured, Setting
+from vllm_mtpc.engine.passes import Answer, Measured, Setting
 from vllm_mtpc.engine.process import failure, group
 from vllm_mtpc.errors import EngineFailed
 
-SETTING = Setting("one client", clients=1, temperature=0.0, max_tokens=4, prompts=2, repeats=3)
+SETTING = Setting("one client", clients=1, temperature=0.0, max_tokens=4, prompts=2)
 
 
 def measured(outputs: list[list[int]]) -> Measured:
-    return Measured(SETTING, [1.0, 4.0, 2.0], [8, 8, 8], outputs, ["a", "b"], Acceptance(4, 8, 3, (2, 1)))
+    answers = [Answer(text, tokens, 0.5, 0.25) for text, tokens in zip("ab", outputs, strict=True)]
+    return Measured(SETTING, 2.0, answers, Acceptance(4, 8, 3, (2, 1)))
 
 
-def test_a_pass_survives_the_pipe() -> None:
+def test_a_pass_survives_the_pipe(tmp_path: Path) -> None:
     one = measured([[1, 2, 3, 4], [5, 6, 7, 8]])
-    assert Measured.from_json(json.loads(json.dumps(asdict(one)))) == one
-    assert one.tokens_per_second == 4.0  # the median repetition
+    with (tmp_path / "answers").open("w+b") as answers:
+        answers.write(to_json(one))
+        answers.seek(0)
+        assert Child(None, answers, tmp_path / "log").answer(Measured) == one
+    assert (one.tokens_per_second, one.first_token_seconds, one.token_seconds) == (4.0, 0.5, 0.25)
 
 
 def test_identical_outputs_are_counted() -> None:

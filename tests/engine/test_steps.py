@@ -77,7 +77,7 @@ def test_steps_that_read_a_prompt_are_not_timed_but_their_decoding_requests_coun
     run(runner, [scheduled({"a": 1, "b": 1})] * 3)
     steps = clock.read()
     assert (steps.count, steps.request_steps, steps.rows) == (3, 7, 7)
-    clock.clear()
+    clock.records.clear()
     assert clock.read() is None
 
 

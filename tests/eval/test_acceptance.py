@@ -6,15 +6,14 @@ import math
 import pytest
 import torch
 
-from tests.support.tiny import D, N, TableReader, TableTarget, V, acceptance, tiny_head
+from tests.support.tiny import D, N, TableSession, TableTarget, V, acceptance, tiny_head
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import acceptance as evaluate
+from vllm_mtpc.eval.acceptance import Rejection
 from vllm_mtpc.eval.decode import counted, decode
 from vllm_mtpc.eval.metrics import ratio
-from vllm_mtpc.eval.rejection import Rejection
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import Samples
+from vllm_mtpc.eval.text import Samples, Sampling
 
 CIRCUITS = ["ff", "cp", "hmm", "btree"]
 
@@ -145,14 +144,12 @@ def test_measure_agrees_with_a_simulated_server(temperature, drafts):
         tempered.lm_head = target.lm_head / temperature
         text = tempered.write(rows, length + drafts, greedy=False)
         samples = Samples(text.tokens, text.hidden, text.prompt_lengths, text.lengths - drafts)
-    measured = evaluate.measure(head, target, samples, sampling.greedy, temperature or 1.0, num_drafts=drafts)
+    measured = evaluate.measure(head, target, samples, sampling, num_drafts=drafts)
     generator = torch.Generator().manual_seed(2)
     texts = []
     for row in range(rows):
-        prompt = samples.tokens[row, :2].tolist()
-        states = target.states(torch.tensor([prompt]))
         drafting = Rejection(head, sampling, generator, drafts)
-        texts.append(decode("speculative", TableReader(target, prompt), states, drafting, length))
+        texts.append(decode("speculative", TableSession(target), samples.tokens[row, :2], drafting, length))
     served = counted(texts)
     if sampling.greedy:
         assert served.steps == measured.steps
@@ -184,9 +181,9 @@ def test_an_ended_text_starts_no_step():
 def test_what_cannot_be_measured_is_refused():
     head, target = tiny_head("cp"), TableTarget()
     with pytest.raises(UsageError, match="raise the number of new tokens"):
-        evaluate.measure(head, target, target.write(rows=2, length=N - 1, greedy=False), greedy=False)
+        evaluate.measure(head, target, target.write(rows=2, length=N - 1, greedy=False), Sampling(1.0))
     with pytest.raises(UsageError, match="allowed are 1 to 3"):
-        evaluate.measure(head, target, target.write(2, 20, False), False, num_drafts=N)
+        evaluate.measure(head, target, target.write(2, 20, False), Sampling(1.0), num_drafts=N)
 
 
 def test_standard_error_of_a_ratio():

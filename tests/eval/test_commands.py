@@ -62,7 +62,7 @@ def test_help_is_instant_and_evaluation_needs_no_vllm():
         "import sys",
         "from vllm_mtpc.eval import command, doctor, generate",
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)",
-        "from vllm_mtpc.eval import compare, loading, mtpc, ptp",
+        "from vllm_mtpc.eval import evaluator, loading, mtpc, ptp",
         "assert 'vllm' not in sys.modules",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
@@ -155,7 +155,7 @@ def test_prompts_stand_before_what_is_trained():
 def test_a_head_behind_draft_layers_reads_their_states():
     """Adapters that are zero leave the target's own states, so the figures are those without them."""
     from vllm_mtpc.eval.acceptance import measure
-    from vllm_mtpc.eval.sampling import Sampling
+    from vllm_mtpc.eval.text import Sampling
     from vllm_mtpc.heads.adapters import DraftLayers
 
     loaded = loading.load(HEAD)
@@ -163,11 +163,11 @@ def test_a_head_behind_draft_layers_reads_their_states():
     samples = text.generate(loaded.target, prompts, 24, Sampling(0.0), overhang=7)
     layers = DraftLayers(loaded.target, 1)
     read = text.with_draft_layers(samples, layers)
-    plain = measure(loaded.head, loaded.target, samples, greedy=True)
-    assert measure(loaded.head, loaded.target, read, greedy=True).tokens_per_step == pytest.approx(
+    plain = measure(loaded.head, loaded.target, samples, Sampling(0.0))
+    assert measure(loaded.head, loaded.target, read, Sampling(0.0)).tokens_per_step == pytest.approx(
         plain.tokens_per_step
     )
     for parameter in layers.parameters():
         torch.nn.init.normal_(parameter)
     changed = text.with_draft_layers(samples, layers)
-    assert measure(loaded.head, loaded.target, changed, greedy=True).tokens_per_step < plain.tokens_per_step
+    assert measure(loaded.head, loaded.target, changed, Sampling(0.0)).tokens_per_step < plain.tokens_per_step

@@ -6,16 +6,17 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from tests.support.tiny import N, TableReader, TableTarget, V, llama_target, tiny_head
+from tests.support.tiny import N, TableSession, TableTarget, V, llama_target, tiny_head
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import rejection as module
-from vllm_mtpc.eval.decode import Decoded, continue_prompt, decode
-from vllm_mtpc.eval.rejection import Rejection, verify
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.hf.session import Session
+from vllm_mtpc.eval import acceptance as module
+from vllm_mtpc.eval.acceptance import Rejection, verify
+from vllm_mtpc.eval.decode import Decoded, decode
+from vllm_mtpc.eval.text import Sampling
+from vllm_mtpc.hf import Session
 
 GREEDY = Sampling(0.0)
 DRAWS, LENGTH = 4000, 3
+PROMPT = torch.tensor([1, 2])
 
 
 @pytest.mark.parametrize(("drafts", "sliding_window"), [(None, None), (1, None), (None, 6)])
@@ -26,8 +27,8 @@ def test_greedy_speculative_is_plain_decoding(drafts, sliding_window):
         tiny_head("btree", hidden_size=32, vocab_size=32),
     )
     prompt = torch.tensor([3, 1, 4, 1, 5])
-    plain = continue_prompt("stp", target, prompt, Rejection(None, GREEDY), 60)
-    fast = continue_prompt("speculative", target, prompt, Rejection(head, GREEDY, num_drafts=drafts), 60)
+    plain = decode("stp", Session(target), prompt, Rejection(head, GREEDY), 60)
+    fast = decode("speculative", Session(target), prompt, Rejection(head, GREEDY, num_drafts=drafts), 60)
     assert fast.tokens == plain.tokens
     assert fast.nats == pytest.approx(plain.nats, abs=1e-3)
     assert len(plain.tokens) == 60 and plain.steps == 59 and plain.tokens_per_step == 1.0
@@ -41,15 +42,13 @@ def test_greedy_speculative_is_plain_decoding(drafts, sliding_window):
 
 def test_greedy_speculative_accepts_what_the_target_would_write():
     """A head that repeats the target's own greedy text is accepted in full; a stop token ends the text."""
-    target, prompt = TableTarget(), [1, 2]
-    states = target.states(torch.tensor([prompt]))
-    plain = decode("stp", TableReader(target, prompt), states, Rejection(None, GREEDY), 40)
+    target = TableTarget()
+    plain = decode("stp", TableSession(target), PROMPT, Rejection(tiny_head("hmm"), GREEDY), 40)
     stop = plain.tokens[5]
     first = plain.tokens.index(stop) + 1
     for mode in ("stp", "speculative"):
-        head = tiny_head("hmm")
-        states = target.states(torch.tensor([prompt]))
-        cut = decode(mode, TableReader(target, prompt), states, Rejection(head, GREEDY), 40, stops={stop})
+        drafting = Rejection(tiny_head("hmm"), GREEDY)
+        cut = decode(mode, TableSession(target), PROMPT, drafting, 40, stops={stop})
         assert cut.tokens == plain.tokens[:first]
 
 
@@ -63,10 +62,9 @@ def law(target: TableTarget, sampling: Sampling) -> torch.Tensor:
 def drawn(mode: str, target: TableTarget, sampling: Sampling, drafts: int | None = None) -> torch.Tensor:
     """Frequencies of the continuations, [V ** LENGTH]."""
     head, generator = tiny_head("btree"), torch.Generator().manual_seed(11)
-    states, counts = target.states(torch.tensor([[1, 2]])), torch.zeros(V**LENGTH)
-    drafting = Rejection(head, sampling, generator, drafts)
+    drafting, counts = Rejection(head, sampling, generator, drafts), torch.zeros(V**LENGTH)
     for _ in range(DRAWS):
-        text = decode(mode, TableReader(target, [1, 2]), states, drafting, LENGTH).tokens
+        text = decode(mode, TableSession(target), PROMPT, drafting, LENGTH).tokens
         counts[text[0] * V * V + text[1] * V + text[2]] += 1
     return counts / DRAWS
 
@@ -136,17 +134,16 @@ def test_verification_of_equal_laws_accepts_everything():
 
 
 def test_counters_of_a_text():
-    text = Decoded(tokens=[0] * 9, accepted=[3, 0, 1, 0], num_drafts=3, seconds=2.0)
-    assert text.tokens_per_step == 2.0
-    assert text.per_position == [0.5, 0.25, 0.25]
-    assert text.histogram == [0, 2, 1, 0, 1]
-    assert text.tokens_per_second == 4.0 and text.seconds_per_call == 0.5
+    text = Decoded(tokens=[0] * 9, accepted=[3, 0, 1, 0], nats=[1.0] * 9, num_drafts=3, seconds=2.0)
+    found = text.statistics()
+    assert text.tokens_per_step == found["tokens_per_step"] == 2.0
+    assert found["acceptance_per_position"] == [0.5, 0.25, 0.25]
+    assert found["histogram"] == [0, 2, 1, 0, 1]
+    assert found["tokens_per_second"] == 4.0 and found["seconds_per_call"] == 0.5
 
 
 def test_mtp_keeps_every_draft():
-    target = TableTarget()
-    states, drafting = target.states(torch.tensor([[1, 2]])), Rejection(tiny_head("cp"), GREEDY)
-    text = decode("mtp", TableReader(target, [1, 2]), states, drafting, 21)
+    text = decode("mtp", TableSession(TableTarget()), PROMPT, Rejection(tiny_head("cp"), GREEDY), 21)
     assert text.tokens_per_step == N and text.accepted == [N - 1] * 5 and len(text.tokens) == 21
 
 
@@ -173,10 +170,8 @@ def test_state_that_cannot_be_rolled_back_is_refused():
 
 
 def test_bad_requests_are_refused():
-    target = TableTarget()
-    states = target.states(torch.tensor([[1, 2]]))
     with pytest.raises(UsageError, match="allowed are stp, mtp, speculative"):
-        decode("fast", TableReader(target, [1, 2]), states, Rejection(None, GREEDY), 3)
+        decode("fast", TableSession(TableTarget()), PROMPT, Rejection(tiny_head("cp"), GREEDY), 3)
     with pytest.raises(UsageError, match="at least one token"):
         Session(llama_target()).start([torch.tensor([], dtype=torch.long)])
     with pytest.raises(UsageError, match="temperature=-1"):

@@ -23,13 +23,12 @@ from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import doctor
-from vllm_mtpc.eval.acceptance import collect, summarise
-from vllm_mtpc.eval.compare import Asked
+from vllm_mtpc.eval.acceptance import Rejection, collect, summarise
 from vllm_mtpc.eval.decode import continue_all
+from vllm_mtpc.eval.evaluator import Asked
 from vllm_mtpc.eval.loading import attach, load
 from vllm_mtpc.eval.mtpc import MtpcEvaluator, noise_given_text
-from vllm_mtpc.eval.rejection import Rejection
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.hf import load_target

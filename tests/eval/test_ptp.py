@@ -9,9 +9,8 @@ from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, continue_prompt, oracle, random_student
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import ptp_acceptance as ptp
-from vllm_mtpc.eval.coupling import Picker
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import Samples, generate
+from vllm_mtpc.eval.ptp_acceptance import request_u
+from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import conditional
 from vllm_mtpc.kernels.pick import pick
 
@@ -112,8 +111,7 @@ def test_two_passes_are_predicted_to_the_step(variant, sampling):
     padded = torch.nn.utils.rnn.pad_sequence(tokens, True, -1)
     hidden = target.hidden(padded.clamp(min=0))[:, :-1]
     samples = Samples(padded, hidden, prompt_lengths, prompt_lengths + 30)
-    pickers = [Picker(sampling, seed, target.device) for seed in seeds]
-    u = torch.stack([torch.cat([torch.zeros(1), picker.u(1, padded.shape[1] - 1)]) for picker in pickers])
+    u = torch.nn.functional.pad(request_u(sampling, seeds, 1, padded.shape[1] - 1, target.device), (1, 0))
     windows = ptp.collect(student, samples, sampling, u=u)
     steps = ptp.follow(windows, two_pass=True)
     accepted = [

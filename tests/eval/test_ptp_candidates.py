@@ -10,11 +10,9 @@ import torch
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import candidates
-from vllm_mtpc.eval.candidates import measure_candidates, write
-from vllm_mtpc.eval.ptp_acceptance import measure_ptp
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import generate
+from vllm_mtpc.eval import ptp_acceptance
+from vllm_mtpc.eval.ptp_acceptance import Written, measure_ptp
+from vllm_mtpc.eval.text import Sampling, generate
 
 V, LENGTH, TEXTS = 3, 3, 4000
 PROMPT = torch.tensor([1, 2])
@@ -38,9 +36,9 @@ def test_the_choice_does_not_bias_the_text_and_an_injected_one_does(variant, mon
     student = random_student(target, variant, window=4)
     law = {}
     longest = lambda off, accepted: accepted.argmax(1)  # noqa: E731  the candidate with most accepted drafts
-    for choice, choose in (("centre", candidates.choose), ("longest", longest)):
-        monkeypatch.setattr(candidates, "choose", choose)
-        found = write(student, [PROMPT] * TEXTS, 6, LENGTH, Sampling(1.0), seed=1)
+    for choice, choose in (("centre", ptp_acceptance.choose), ("longest", longest)):
+        monkeypatch.setattr(ptp_acceptance, "choose", choose)
+        found = Written(student, [PROMPT] * TEXTS, 6, LENGTH, Sampling(1.0), seed=1).run()
         law[choice] = chi_square(target, found.tokens)
     assert law["centre"] < 60  # 99.98 % of texts of the law itself
     assert law["longest"] > 500
@@ -50,7 +48,7 @@ def test_one_candidate_is_a_merged_pass():
     target, sampling = llama_target(vocab_size=8), Sampling(1.0)
     student = random_student(target, "c-ptp")
     prompts = [torch.tensor([1, 2]), torch.tensor([3, 4, 5])] * 40
-    one = measure_candidates(student, prompts, 1, 40, sampling)
+    one = Written(student, prompts, 1, 40, sampling).run().metrics()
     samples = generate(target, prompts, 40, sampling, torch.Generator().manual_seed(0), overhang=4, stops=set())
     figures = measure_ptp(student, samples, sampling)
     error = (one.standard_error**2 + figures.standard_error**2) ** 0.5
@@ -61,7 +59,7 @@ def test_one_candidate_is_a_merged_pass():
 def test_texts_are_as_long_as_asked_and_a_student_that_is_right_is_right():
     student = oracle("o-ptp", window=3)
     prompts = [torch.tensor([1, 2]), torch.tensor([3])]
-    found = write(student, prompts, 2, 7, Sampling(1.0))
+    found = Written(student, prompts, 2, 7, Sampling(1.0)).run()
     assert (found.tokens >= 0).sum(1).tolist() == [9, 8] and found.tokens[1, 0] == 3
     assert found.histogram.tolist() == [[0, 0, 2], [0, 0, 2]]  # 1 + 3 + 3 tokens
 
@@ -69,5 +67,5 @@ def test_texts_are_as_long_as_asked_and_a_student_that_is_right_is_right():
 @pytest.mark.parametrize(("count", "temperature"), [(0, 1.0), (4, 0.0)])
 def test_candidates_of_no_use_are_refused(count, temperature):
     with pytest.raises(UsageError, match="allowed are 1 and above") as caught:
-        measure_candidates(random_student(llama_target()), [PROMPT], count, 4, Sampling(temperature))
+        Written(random_student(llama_target()), [PROMPT], count, 4, Sampling(temperature))
     assert "\n" not in str(caught.value)

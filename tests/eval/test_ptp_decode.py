@@ -8,9 +8,10 @@ import torch
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, continue_prompt, random_student
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.coupling import Coupling, Picker
-from vllm_mtpc.eval.decode import continue_prompt as continued
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.decode import decode
+from vllm_mtpc.eval.ptp_acceptance import Coupling, request_u
+from vllm_mtpc.eval.text import Sampling
+from vllm_mtpc.hf import Session
 
 PROMPT = torch.tensor([1, 2, 3])
 WAYS = [Sampling(1.0), Sampling(0.8, 0.9, top_k=12), Sampling(0.0)]
@@ -43,7 +44,7 @@ def test_every_number_of_accepted_drafts_leaves_the_text(sampling):
             state["at"], state["step"] = state["at"] + right + 1, state["step"] + 1
             return torch.where(torch.arange(4) < right, truth, (truth + 1) % 32)
 
-    drafted = continued("speculative", student.target, PROMPT, Corrupt(student, sampling, 5), 60)
+    drafted = decode("speculative", Session(student.target), PROMPT, Corrupt(student, sampling, 5), 60)
     assert drafted.tokens == plain
     assert set(drafted.accepted[:-1]) == {0, 1, 2, 3, 4}
 
@@ -52,9 +53,10 @@ def test_seeds_give_different_texts_and_u_is_a_hash_of_the_position():
     student = random_student(llama_target())
     texts = [continue_prompt("speculative", student, PROMPT, 30, Sampling(1.0), seed).tokens for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
-    picker = Picker(Sampling(1.0), 3, student.target.device)
-    assert torch.equal(picker.u(5, 4)[1:], picker.u(6, 3)) and len(set(picker.u(0, 50).tolist())) == 50
-    assert (Picker(Sampling(0.0), 3, student.target.device).u(5, 4) == 0.5).all()
+    u = request_u(Sampling(1.0), [3, 4], 0, 50, student.target.device)
+    assert torch.equal(request_u(Sampling(1.0), [3], 5, 4, student.target.device)[0], u[0, 5:9])
+    assert len(set(u.flatten().tolist())) == 100
+    assert (request_u(Sampling(0.0), [3], 5, 4, student.target.device) == 0.5).all()
 
 
 def test_unverified_drafts_are_all_kept():

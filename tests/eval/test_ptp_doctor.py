@@ -20,9 +20,9 @@ from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import doctor, ptp, ptp_acceptance
-from vllm_mtpc.eval.compare import Asked
+from vllm_mtpc.eval.evaluator import Asked
 from vllm_mtpc.eval.ptp import PtpComparison, PtpEvaluator
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import load_target
 

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from tests.support.tiny import llama_target, tiny_head
-from vllm_mtpc.eval.acceptance import measure
+from vllm_mtpc.eval.acceptance import Rejection, measure
 from vllm_mtpc.eval.decode import continue_all, counted
-from vllm_mtpc.eval.rejection import Rejection
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import ends, generate, join, stop_ids
+from vllm_mtpc.eval.text import Sampling, ends, generate, join, stop_ids
 
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7], [1], [2, 9, 9, 9, 30], [11, 12, 13])]
 
@@ -100,7 +98,7 @@ def test_measured_and_simulated_agree_on_a_transformers_model(temperature):
     prompts = [(PROMPTS[row % 4] + row // 4) % 32 for row in range(20)]
     sampling = Sampling(temperature)
     samples = generate(target, prompts, 24, sampling, torch.Generator().manual_seed(5), overhang=3)
-    measured = measure(head, target, samples, sampling.greedy)
+    measured = measure(head, target, samples, sampling)
     drafting = Rejection(head, sampling, torch.Generator().manual_seed(6))
     served = counted(continue_all("speculative", target, prompts, drafting, 24))
     if sampling.greedy:

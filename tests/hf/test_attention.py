@@ -14,8 +14,7 @@ from transformers import AutoModel, GPT2Config, LlamaConfig, MistralConfig, Qwen
 
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf.attention import (
-    IMPLEMENTATION,
-    Backend,
+    IMPLEMENTATIONS,
     Packing,
     check_packing,
     choose_attention,
@@ -23,6 +22,7 @@ from vllm_mtpc.hf.attention import (
     xformers_attention,
 )
 
+IMPLEMENTATION = IMPLEMENTATIONS["xformers"]
 VOCAB = 31
 # Rows of several documents, of one that starts at 0, of one-token documents, with and without padding (-1).
 DOCUMENTS = torch.tensor(
@@ -251,8 +251,8 @@ def test_soft_caps_and_sinks_do_not_reach_xformers(stand_in: types.ModuleType) -
 
 
 def test_choice() -> None:
-    assert choose_attention("torch", "cpu") == Backend("torch", "sdpa")
-    assert choose_attention("auto", torch.device("cpu")) == Backend("torch", "sdpa")
+    assert choose_attention("torch", "cpu") == "torch"
+    assert choose_attention("auto", torch.device("cpu")) == "torch"
     with pytest.raises(UsageError, match=r"'flash' is not known; allowed: auto, torch, xformers"):
         choose_attention("flash", "cpu")
 
@@ -266,19 +266,19 @@ def test_xformers_by_name_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
 def test_xformers_by_name_on_a_cpu(stand_in: types.ModuleType) -> None:
     with pytest.raises(UsageError, match=r"the device is cpu.*--attention torch"):
         choose_attention("xformers", "cpu")
-    assert choose_attention("auto", "cpu").name == "torch"
+    assert choose_attention("auto", "cpu") == "torch"
 
 
 def test_old_and_unsupported_gpus(stand_in: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    assert choose_attention("auto", "cuda").name == "torch"
+    assert choose_attention("auto", "cuda") == "torch"
     with pytest.raises(UsageError, match=r"Old GPU has compute capability 6\.1"):
         choose_attention("xformers", "cuda")
     # New enough, but its kernels do not run: here because there is no CUDA device at all, or no real xformers.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "zeros", _fail)
-    assert choose_attention("auto", "cuda").name == "torch"
+    assert choose_attention("auto", "cuda") == "torch"
     with pytest.raises(UsageError, match=r"it fails on cuda \(no kernel image is available\)"):
         choose_attention("xformers", "cuda")
 
@@ -300,10 +300,10 @@ def test_real_xformers_equals_each_document_alone(
     monkeypatch.setattr("vllm_mtpc.hf.attention._say_fallback", _fail)  # else PyTorch might be compared with itself
     config, changes = MODELS[name]
     backend = choose_attention("auto", "cuda")
-    assert backend == choose_attention("xformers", "cuda") == Backend("xformers", IMPLEMENTATION)
+    assert backend == choose_attention("xformers", "cuda") == "xformers"
     changes = {**changes, "hidden_size": 128, "intermediate_size": 64}
     reference = backbone(config, **changes)
-    model = backbone(config, backend.implementation, **changes).to("cuda", dtype)
+    model = backbone(config, IMPLEMENTATION, **changes).to("cuda", dtype)
     arguments = packed_arguments(DOCUMENTS.cuda(), "xformers")
     states = model(input_ids=TOKENS.cuda(), use_cache=False, **arguments).last_hidden_state.cpu().float()
     real = DOCUMENTS >= 0

@@ -9,9 +9,8 @@ import pytest
 
 from vllm_mtpc import cli
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED
-from vllm_mtpc.plots import served as plots_served
-from vllm_mtpc.plots.served import plot_latency, plot_served, plot_shares
-from vllm_mtpc.plots.style import CIRCUIT_LOOKS
+from vllm_mtpc.plots import draw
+from vllm_mtpc.plots.draw import CIRCUIT_LOOKS, plot_latency, plot_served, plot_shares
 
 
 def row(decoding: str, temperature: float, clients: int, rate: float, **more: object) -> dict:
@@ -31,8 +30,8 @@ ROWS = [
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
     """Figures as they are when they are saved."""
-    figures, save = [], plots_served.save
-    monkeypatch.setattr(plots_served, "save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
+    figures, save = [], draw.save
+    monkeypatch.setattr(draw, "save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
     return figures
 
 
@@ -42,7 +41,7 @@ def test_throughput_over_the_time_of_a_token(tmp_path: Path, drawn: list) -> Non
     sampled, greedy = drawn[0].axes
     lines = {line.get_label(): line for line in sampled.lines}
     assert list(lines["btree"].get_xdata()) == [5.0, 10.0] and list(lines["btree"].get_ydata()) == [200.0, 400.0]
-    assert lines["btree"].get_color() == CIRCUIT_LOOKS["btree"].colour != lines["plain"].get_color()
+    assert lines["btree"].get_color() == CIRCUIT_LOOKS["btree"]["color"] != lines["plain"].get_color()
     assert [line.get_label() for line in greedy.lines] == ["plain"] and list(greedy.lines[0].get_xdata()) == [8.0]
 
 

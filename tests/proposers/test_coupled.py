@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +26,10 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.support.configs import spec_config
-from vllm_mtpc.proposers.v2 import coupled
-from vllm_mtpc.proposers.v2.coupled import CoupledRejectionSampler, CoupledSampler, u_of, with_coupled_sampler
+from vllm_mtpc.proposers.v2 import verification
+from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, CoupledSampler, u_of, with_verifier
 
+with_coupled_sampler = partial(with_verifier, CoupledRejectionSampler)
 torch.set_num_threads(1)
 V, SLOTS = 11, 6
 SIGNIFICANCE, CAUGHT = 1e-4, 1e-12  # seeds are fixed: a right sampler gives less than the first once in 10 000 seeds
@@ -266,7 +268,7 @@ def test_law_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(chisquare(counts[kept].numpy(), wanted * int(counts.sum())).pvalue)
 
     assert p_value() > SIGNIFICANCE
-    monkeypatch.setattr(coupled, "uniform", lambda seed, pos: uniform(seed, pos) * 0.9)
+    monkeypatch.setattr(verification, "uniform", lambda seed, pos: uniform(seed, pos) * 0.9)
     assert p_value() < CAUGHT
 
 

@@ -96,7 +96,7 @@ def test_an_imported_name_that_is_gone(check: ModuleType) -> None:
 @pytest.mark.parametrize(
     "file, old, new, attribute",
     [
-        (  # engine/cells.py writes it
+        (  # engine/steps.py writes it
             "v1/core/sched/scheduler.py",
             "self.dynamic_sd_lookup",
             "self.drafts_by_batch",

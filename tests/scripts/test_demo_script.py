@@ -13,7 +13,7 @@ import pytest
 from tests.support import fakes
 from vllm_mtpc.bench import serve
 from vllm_mtpc.data import prompts
-from vllm_mtpc.engine import offline
+from vllm_mtpc.engine import passes
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "demo.py"
 
@@ -31,9 +31,9 @@ def script(monkeypatch: pytest.MonkeyPatch):
         return module.engines_made.start(fakes.decoding(log.stem))
 
     def measured(self, setting):
-        return fakes.measured(setting, 1.0, module.wrong_served, first_token_seconds=0.01, token_seconds=0.001)
+        return fakes.measured(setting, 1.0, module.wrong_served)
 
-    monkeypatch.setattr(offline, "launched", launched)
+    monkeypatch.setattr(passes, "launched", launched)
     monkeypatch.setattr(serve, "server", lambda words, log: contextlib.nullcontext())
     monkeypatch.setattr(serve.Served, "measure", measured)
     monkeypatch.setattr(prompts, "held_out", lambda count: ["prompt"] * count)
@@ -81,5 +81,6 @@ def test_silence_is_broken(script, monkeypatch, capsys):
 
 def test_same_counts_answers_as_far_as_they_go(script):
     plain = fakes.measured(fakes.GREEDY, 1.0)
-    shorter = replace(plain, outputs=[plain.outputs[0][:2], [5]])
+    given = zip(plain.answers, (plain.outputs[0][:2], [5]), strict=True)
+    shorter = replace(plain, answers=[replace(answer, tokens=tokens) for answer, tokens in given])
     assert script.same(shorter, plain) == (1, 2)

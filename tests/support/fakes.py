@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_mtpc.bench.decodings import OWN, Decoding
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.passes import Measured, Setting
+from vllm_mtpc.engine.passes import Answer, Measured, Setting
 from vllm_mtpc.engine.steps import Steps
 from vllm_mtpc.errors import EngineFailed
 
@@ -28,8 +28,9 @@ def measured(setting: Setting, seconds: float, wrong: int = 0, **more: Any) -> M
     outputs = [[setting.first, 1, 2, 3], [setting.first, 5, 6, 7]]
     for answer in outputs[:wrong]:
         answer[-1] = 99
+    answers = [Answer(text, output, 0.02, 0.005) for text, output in zip("ab", outputs, strict=True)]
     values = {"acceptance": Acceptance(3, 6, 3, (2, 1)), "steps": Steps(4, 4, 10, 2.0, 1.5, 0.5), **more}
-    return Measured(setting, [seconds], [8], outputs, ["a", "b"], **values)
+    return Measured(setting, seconds, answers, **values)
 
 
 class Engines:

@@ -8,8 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.eval.acceptance import _at_contexts, circuit_params
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import Samples
+from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.hf import Target
 
@@ -67,11 +66,15 @@ class TableTarget:
         return Samples(text, hidden, torch.full((rows,), 2), torch.full((rows,), 2 + length))
 
 
-class TableReader:
-    """A ``Reader`` on a TableTarget."""
+class TableSession:
+    """What a decoding loop needs of a ``Session``, on a TableTarget."""
 
-    def __init__(self, target: TableTarget, prompt: list[int]):
-        self.target, self.tokens = target, list(prompt)
+    def __init__(self, target: TableTarget):
+        self.target = target
+
+    def start(self, prompts: list[torch.Tensor]) -> torch.Tensor:
+        self.tokens = prompts[0].tolist()
+        return self.target.states(prompts[0][None])
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
         self.tokens += tokens[0].tolist()

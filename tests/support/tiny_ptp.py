@@ -6,12 +6,11 @@ import torch
 
 from tests.support.tiny import llama_target
 from vllm_mtpc.config.ptp import PtpConfig
-from vllm_mtpc.eval.coupling import Coupling
-from vllm_mtpc.eval.decode import Decoded
-from vllm_mtpc.eval.decode import continue_prompt as continued
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.decode import Decoded, decode
+from vllm_mtpc.eval.ptp_acceptance import Coupling
+from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.student import Prefix, Student
-from vllm_mtpc.hf import Target
+from vllm_mtpc.hf import Session, Target
 from vllm_mtpc.kernels.pick import pick
 
 VARIANTS = ("o-ptp", "c-ptp")
@@ -67,4 +66,4 @@ def continue_prompt(
     mode: str, student: Student, prompt: torch.Tensor, new_tokens: int, sampling: Sampling, *given: int, **more: object
 ) -> Decoded:
     """A text of a student; ``given``: its seed, drafts."""
-    return continued(mode, student.target, prompt, Coupling(student, sampling, *given), new_tokens, **more)
+    return decode(mode, Session(student.target), prompt, Coupling(student, sampling, *given), new_tokens, **more)

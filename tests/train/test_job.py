@@ -7,7 +7,7 @@ import torch
 
 from tests.support.tiny import acceptance
 from tests.support.training import options_for, random_documents
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.train.circuit import CircuitJob
 from vllm_mtpc.train.job import held_out_prompts
 

@@ -24,8 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.eval.ptp_acceptance import measure_ptp
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import generate
+from vllm_mtpc.eval.text import Sampling, generate
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.train.loop import Trainer

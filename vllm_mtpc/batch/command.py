@@ -9,15 +9,17 @@ With `--ray` the engines are actors of Ray Data, on the nodes of a cluster; with
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.batch import lines, worker
 from vllm_mtpc.batch.options import BatchOptions
-from vllm_mtpc.batch.output import Part, Parts, cut
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import validated
 from vllm_mtpc.errors import EngineFailed, UsageError, install
@@ -27,6 +29,7 @@ from vllm_mtpc.progress import Bar
 if TYPE_CHECKING:
     import argparse
 
+Parts = dict[str, list[lines.Line]]
 EXAMPLE = "vllm-mtpc batch --input FILE --output FOLDER --model TARGET"
 
 
@@ -42,72 +45,56 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in typed(args, BatchOptions).items() if name != "engine"}
     options = validated(BatchOptions, {**given, "engine": dict(map(_pair, args.engine))}, EXAMPLE)
     read = lines.read(options.input, options.body)
-    output = Parts(options.output)
+    output = lines.Output(options.output)
     answered = output.begin({"model": options.model, "body": options.body}, read)
-    open_parts = cut(read.lines, answered, options.part_lines)
-    done = len(read.lines) - sum(len(part.lines) for part in open_parts)
+    open_parts = lines.cut(read.lines, answered, options.part_lines)
+    done = len(read.lines) - sum(map(len, open_parts.values()))
     if done:
         print(f"{done:,} of {len(read.lines):,} lines are answered already", file=sys.stderr)
     if not open_parts:
         print(f"nothing to do: {options.output} has the answers of all {len(read.lines):,} lines")
         return 0
-    results = _on_ray(options, open_parts) if options.is_on_ray else _here(options, open_parts)
-    total = Total()
+    if options.is_on_ray and find_spec("ray") is None:
+        raise UsageError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
+    results = (_on_ray if options.is_on_ray else _here)(options, open_parts)
+    started, total = time.monotonic(), Counter(lines=0, errors=0, tokens=0)
+    engines: dict[str, Acceptance] = {}  # what each has counted so far
     try:
         with Bar(total=len(read.lines), initial=done, desc="answers", unit="line") as bar:
             bar.set_postfix_str("engines start")
             for result in results:
                 output.write(result["name"], result["text"])
-                total.add(result)
-                bar.set_postfix_str(f"{total.tokens_per_second:,.0f} tokens/s, {total.errors} errors", refresh=False)
+                total.update({name: result[name] for name in total})
+                counted = Acceptance(**json.loads(result["acceptance"]))
+                before = engines.get(result["engine"], counted)
+                if (counted.steps, counted.drafts) >= (before.steps, before.drafts):  # they come in any order
+                    engines[result["engine"]] = counted
+                rate = total["tokens"] / max(time.monotonic() - started, 1e-9)
+                bar.set_postfix_str(f"{rate:,.0f} tokens/s, {total['errors']} errors", refresh=False)
                 bar.update(result["lines"])
     except EngineFailed as error:
         print(error, file=sys.stderr)
-        raise UsageError(f"the engine does not start: {_cause(error)}") from None
-    print(total.line(options.output))
+        raise UsageError(f"the engine does not start: {error.cause}") from None
+    print(_summary(total, time.monotonic() - started, sum(engines.values(), Acceptance()), options.output))
     return 0
 
 
-class Total:
-    """What was done in this run."""
-
-    def __init__(self) -> None:
-        self.started = time.monotonic()
-        self.first: float | None = None
-        self.lines = self.errors = self.tokens = 0
-        self._engines: dict[str, Acceptance] = {}
-
-    def add(self, result: dict[str, Any]) -> None:
-        self.lines += result["lines"]
-        self.errors += result["errors"]
-        self.tokens += result["tokens"]
-        now = Acceptance.from_json(json.loads(result["acceptance"]))
-        before = self._engines.get(result["engine"], Acceptance())
-        self._engines[result["engine"]] = max(
-            now, before, key=lambda one: (one.steps, one.drafts)
-        )  # they come in any order
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(time.monotonic() - self.started, 1e-9)
-
-    def line(self, output: str) -> str:
-        accepted = sum(self._engines.values(), Acceptance())
-        steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.steps or accepted.drafts else ""
-        if cut := accepted.cut_line():
-            steps += f" ({cut})"
-        seconds = time.monotonic() - self.started
-        return (
-            f"{self.lines:,} lines answered, {self.errors:,} of them with an error; {self.tokens:,} tokens in "
-            f"{seconds:.0f} s with the start of engines: {self.tokens_per_second:,.0f} tokens/s{steps}; {output}"
-        )
+def _summary(total: Counter[str], seconds: float, accepted: Acceptance, output: str) -> str:
+    steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.steps or accepted.drafts else ""
+    if cut := accepted.cut_line():
+        steps += f" ({cut})"
+    return (
+        f"{total['lines']:,} lines answered, {total['errors']:,} of them with an error; {total['tokens']:,} tokens in "
+        f"{seconds:.0f} s with the start of engines: {total['tokens'] / max(seconds, 1e-9):,.0f} tokens/s{steps}; "
+        f"{output}"
+    )
 
 
-def _here(options: BatchOptions, open_parts: list[Part]) -> Iterator[dict[str, Any]]:
+def _here(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
     engine = worker.Worker(options, worker.PROGRAM)
     pool = ThreadPoolExecutor(options.concurrent_parts)
     try:
-        asked = {pool.submit(engine.answer, part.lines): part.name for part in open_parts}
+        asked = {pool.submit(engine.answer, part): name for name, part in open_parts.items()}
         for future in as_completed(asked):
             yield {"name": asked[future], **future.result()}
     finally:
@@ -115,14 +102,38 @@ def _here(options: BatchOptions, open_parts: list[Part]) -> Iterator[dict[str, A
         engine.close()
 
 
-def _on_ray(options: BatchOptions, open_parts: list[Part]) -> Iterator[dict[str, Any]]:
-    from importlib.util import find_spec
+def _on_ray(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
+    """Engines as actors of Ray Data; answered parts, in the order in which they are.
 
-    if find_spec("ray") is None:
-        raise UsageError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
-    from vllm_mtpc.batch.on_ray import results
+    Each part is a block of its own, so it is handed back when it is answered, and asked again by Ray where its actor or
+    node has died. Answers come back to this process, which writes them: the output need not be seen by the nodes.
+    """
+    import ray
+    from ray.data import ActorPoolStrategy, DataContext
 
-    return results(options, open_parts, worker.PROGRAM)
+    if not ray.is_initialized():
+        ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = False
+    rows = [{"name": name, "lines": json.dumps(part)} for name, part in open_parts.items()]
+    asked = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+        worker.Worker,
+        fn_constructor_args=(options, worker.PROGRAM),
+        compute=ActorPoolStrategy(
+            size=min(options.replicas, len(rows)),
+            max_tasks_in_flight_per_actor=options.concurrent_parts,
+            max_concurrent_calls_per_actor=options.concurrent_parts,
+            enable_true_multi_threading=True,
+        ),
+        num_cpus=options.cpus,
+        num_gpus=options.num_gpus(bool(ray.cluster_resources().get("GPU"))),
+    )
+    try:
+        yield from asked.iter_rows()
+    except ray.exceptions.RayError as error:
+        raise EngineFailed(str(error)) from None
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -130,9 +141,3 @@ def _pair(word: str) -> tuple[str, str]:
     if not separator:
         raise UsageError(f"--engine {word}: KEY=VALUE is wanted; type: --engine max-model-len=4096 enforce-eager=true")
     return key.replace("-", "_"), value
-
-
-def _cause(error: EngineFailed) -> str:
-    """The line of an engine's last lines that says why."""
-    tail = str(error).splitlines()
-    return next((line.strip() for line in reversed(tail) if "Error" in line), tail[0])

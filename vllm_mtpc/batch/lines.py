@@ -1,4 +1,4 @@
-"""What a batch job reads. One JSON object per line, in any of three forms:
+"""What a batch job reads and writes. It reads one JSON object per line, in any of three forms:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}      OpenAI's batch format
     {"prompt": "text, or token ids", "id": "a", "max_tokens": 64, ...}                      /v1/completions
@@ -6,17 +6,25 @@
 
 Other keys of the short forms are the request's. A line without an id is called line-NUMBER. What is no request keeps
 its place with a fault, and is answered with it: one bad line does not end a job.
+
+It writes a folder of parts, each there as a whole or not at all, and `job.json`, what the job is: what a run that
+starts again finds there is not asked again. A line of a part is one of OpenAI's batch output: {"id", "custom_id",
+"response": {"status_code", "body"}, "error"}. A part is named by its ids, so that writing it twice is writing it once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.files import replace_file
 
+JOB = "job.json"
 SHORT_FORMS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
 
 
@@ -65,32 +73,37 @@ def read(path: str, defaults: dict[str, Any]) -> Input:
 
 def parse(text: str, number: int, defaults: dict[str, Any]) -> tuple[Line, bool]:
     """A line, and whether it has an id of its own."""
-    name = f"line-{number}"
+    name = None
     try:
         given = json.loads(text)
-    except json.JSONDecodeError as error:
-        return Line(name, fault=f"not JSON: {error}"), False
-    if not isinstance(given, dict):
-        return Line(name, fault=f"a JSON object is wanted, this is a {type(given).__name__}"), False
-    custom_id, id_ = given.pop("custom_id", None), given.pop("id", None)
-    id_ = id_ if custom_id is None else custom_id
-    is_named = id_ is not None
-    name = str(id_) if is_named else name
-    if "url" in given or "body" in given:
-        url, body = given.get("url"), given.get("body")
-        if not isinstance(url, str) or not url.startswith("/v1/") or given.get("method", "POST") != "POST":
-            return Line(name, fault=f"POST to a url that begins with /v1/ is wanted, not {url!r}"), is_named
-        if not isinstance(body, dict):
-            return Line(name, fault="body: a JSON object is wanted"), is_named
-    else:
-        key = next((key for key in SHORT_FORMS if key in given), None)
-        if key is None:
-            return Line(name, fault="no 'prompt', 'messages' or 'url' in it"), is_named
-        url, body = SHORT_FORMS[key], given
-    body = {**defaults, **body}
-    if body.get("stream"):
-        return Line(name, fault="stream: a batch has no streams; remove it"), is_named
-    return Line(name, url, body), is_named
+        if not isinstance(given, dict):
+            raise ValueError(f"a JSON object is wanted, this is a {type(given).__name__}")
+        ids = [given.pop(key, None) for key in ("custom_id", "id")]
+        name = next((str(one) for one in ids if one is not None), None)
+        url, body = _request(given)
+        body = {**defaults, **body}
+        if body.get("stream"):
+            raise ValueError("stream: a batch has no streams; remove it")
+        line = Line("", url, body)
+    except ValueError as error:
+        is_json = not isinstance(error, json.JSONDecodeError)
+        line = Line("", fault=str(error) if is_json else f"not JSON: {error}")
+    return line._replace(id=f"line-{number}" if name is None else name), name is not None
+
+
+def _request(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Where a line is sent, and its body. Raises ValueError, its fault."""
+    if "url" not in given and "body" not in given:
+        for key, url in SHORT_FORMS.items():
+            if key in given:
+                return url, given
+        raise ValueError("no 'prompt', 'messages' or 'url' in it")
+    url, body = given.get("url"), given.get("body")
+    if not isinstance(url, str) or not url.startswith("/v1/") or given.get("method", "POST") != "POST":
+        raise ValueError(f"POST to a url that begins with /v1/ is wanted, not {url!r}")
+    if not isinstance(body, dict):
+        raise ValueError("body: a JSON object is wanted")
+    return url, body
 
 
 def _texts(path: str) -> Iterator[str]:
@@ -109,7 +122,89 @@ def _texts(path: str) -> Iterator[str]:
                 yield from file
     except UsageError:
         raise
-    except ImportError as error:
-        raise UsageError(f"{path}: {error}") from None  # fsspec says what to install
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:  # ImportError: fsspec says what to install
         raise UsageError(f"{path}: cannot be read: {error}") from None
+
+
+class Output:
+    """The folder of parts."""
+
+    def __init__(self, path: str) -> None:
+        import fsspec
+
+        try:
+            self._system, self._place = fsspec.url_to_fs(path)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"{path}: {error}") from None
+        self.path = path
+        if self._system.isfile(self._place):
+            raise UsageError(f"--output {path} is a file; name a folder: the answers come in parts")
+
+    def begin(self, job: dict[str, Any], read: Input) -> set[str]:
+        """Ids that are answered already. Raises UsageError where the folder holds the answers of another job."""
+        wanted = {**job, "input_sha256": read.sha256 if read.unnamed else None}
+        try:
+            self._system.invalidate_cache()  # of what lies in the folder, from an earlier look
+            self._system.makedirs(self._place, exist_ok=True)
+            if not self._system.exists(f"{self._place}/{JOB}"):
+                self.write(JOB, json.dumps(wanted, indent=1) + "\n")
+                return set()
+            before = json.loads(self._system.cat_file(f"{self._place}/{JOB}"))
+            answered = self._answered()
+        except OSError as error:
+            raise UsageError(f"--output {self.path}: {error}") from None
+        for key, there, _ in differing(before, wanted):
+            what = "an input that has changed, or lines without ids" if key == "input_sha256" else f"{key} {there!r}"
+            raise UsageError(f"--output {self.path} holds answers of another job ({what}); name another folder")
+        return answered
+
+    def _answered(self) -> set[str]:
+        ids = set()
+        for file in self._system.ls(self._place, detail=False):  # no glob: a folder's name may hold brackets
+            name = file.rsplit("/", 1)[-1]
+            if name.startswith("part-") and name.endswith(".jsonl"):
+                with self._system.open(file, "rt", encoding="utf-8") as lines:
+                    ids |= {json.loads(line)["custom_id"] for line in lines}
+        return ids
+
+    def write(self, name: str, text: str) -> None:
+        """A part at once: object stores show an object when all of it is there, a local file is moved to its name."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        place = f"{self._place}/{name}"
+        try:
+            if isinstance(self._system, LocalFileSystem):
+                replace_file(Path(place), text.encode())
+            else:
+                self._system.pipe_file(place, text.encode())
+        except OSError as error:
+            raise UsageError(f"--output {self.path}: {error}; what was written is whole: type it again") from None
+
+
+def cut(lines: Iterable[Line], answered: set[str], size: int) -> dict[str, list[Line]]:
+    """Parts of the lines that have no answer, by their names: lines that are written together."""
+    open_ = [line for line in lines if line.id not in answered]
+    groups = [open_[start : start + size] for start in range(0, len(open_), size)]
+    return {f"part-{digest(line.id for line in group)[:16]}.jsonl": group for group in groups}
+
+
+def digest(ids: Iterable[str], between: str = "\n") -> str:
+    return hashlib.sha256(between.join(ids).encode()).hexdigest()
+
+
+def record(line: Line, status: int | None, body: Any, fault: str = "") -> dict[str, Any]:
+    """A line of a part. A fault is of this program, an error of the server is in its body, too."""
+    if not fault and status is not None and status >= 400:
+        error = body.get("error", body) if isinstance(body, dict) else body
+        fault = error.get("message", str(error)) if isinstance(error, dict) else str(error)
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": line.id,
+        "response": None if status is None else {"status_code": status, "body": body},
+        "error": {"code": str(status or "invalid_request"), "message": fault} if fault else None,
+    }
+
+
+def differing(given: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, given, wanted) of the settings that are not those that are wanted."""
+    return [(key, given.get(key), value) for key, value in wanted.items() if given.get(key) != value]

@@ -21,10 +21,7 @@ class BatchOptions(EngineOptions):
     ray: bool = Field(False, description="run on Ray, also with one engine")
     address: str | None = Field(None, description="of the Ray cluster; default: the one of this machine, or a new one")
 
-    @field_validator("body", mode="before")
-    @classmethod
-    def _body(cls, value: Any) -> Any:
-        return parse_mapping(value)
+    _body_from_json = field_validator("body", mode="before")(parse_mapping)
 
     @property
     def is_on_ray(self) -> bool:

@@ -6,10 +6,12 @@ its own, so that its memory is free again when the head is trained.
 
 from __future__ import annotations
 
-import re
+import errno
+import json
+import os
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,14 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from vllm_mtpc.batch.lines import differing, digest
 from vllm_mtpc.batch.options import RegenerateOptions
+from vllm_mtpc.engine.child import started
+from vllm_mtpc.engine.served import ON_CPU, waves
 from vllm_mtpc.errors import EngineFailed, UsageError, one_line
+from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
+from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:
     import argparse
+    from typing import Self
 
-    from vllm_mtpc.batch.output import Responses
     from vllm_mtpc.batch.prompts import Request
 
 
@@ -58,9 +65,8 @@ def regenerate(options: RegenerateOptions) -> Path:
     """
     if find_spec("vllm") is None:
         raise UsageError("responses are written by vllm, which is not installed; type: pip install vllm")
-    from vllm_mtpc.batch.output import Responses
     from vllm_mtpc.batch.prompts import collect
-    from vllm_mtpc.hf.names import tokenizer_if_any
+    from vllm_mtpc.hf.model import tokenizer_if_any
 
     tokenizer = tokenizer_if_any(options.target)
     requests = collect(options, tokenizer)
@@ -79,19 +85,17 @@ def regenerate(options: RegenerateOptions) -> Path:
 
 def _write(options: RegenerateOptions, left: list[Request], total: int, tokenizer: Any, output: Responses) -> int:
     """Writes the responses to `left` as they come; returns how many were skipped."""
-    from vllm_mtpc.progress import Bar
-
     by_id = {request.id: request for request in left}
     skipped = written = 0
-    started = time.monotonic()
+    begun = time.monotonic()
     with (
         Bar(total=total, initial=total - len(left), desc="responses", unit="response") as bar,
-        closing(_engine(options, left, tokenizer is not None)) as waves,
+        closing(_engine(options, left, tokenizer is not None)) as answered,
     ):
         bar.set_postfix_str("vLLM is starting")
-        for answers in waves:
+        for answers in answered:
             if not answers:  # the engine is ready: its start is no measure of its speed
-                started = time.monotonic()
+                begun = time.monotonic()
                 bar.unpause()
                 bar.set_postfix_str("writing")
                 continue
@@ -99,7 +103,7 @@ def _write(options: RegenerateOptions, left: list[Request], total: int, tokenize
             output.append([by_id[answer["id"]].line(answer, tokenizer) for answer in responses])
             skipped += len(answers) - len(responses)
             written += sum(len(answer["response_ids"]) for answer in responses)
-            bar.set_postfix_str(f"{written / max(time.monotonic() - started, 1e-3):,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"{written / max(time.monotonic() - begun, 1e-3):,.0f} tokens/s", refresh=False)
             bar.update(len(answers))
     return skipped
 
@@ -108,32 +112,100 @@ def _engine(
     options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
 ) -> Generator[list[dict[str, Any]]]:
     """Yields an empty wave when the engine is ready, then its answers wave by wave."""
-    from vllm_mtpc.engine.child import started
-    from vllm_mtpc.engine.writer import ON_CPU
-
     log = options.out.with_name(options.out.name + ".log")
     prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)
     engine, sampling = options.arguments(has_tokenizer)
     left = len(requests)
-    with started("vllm_mtpc.engine.writer:waves", engine, log, {"sampling": sampling}, prompts, ON_CPU) as child:
+    with started(waves, engine, log, {"sampling": sampling}, prompts, ON_CPU) as child:
         try:
             while left:
                 answers = child.answer()
                 yield answers
                 left -= len(answers)
-        except EngineFailed:
+        except EngineFailed as error:
             raise UsageError(
                 f"vLLM ended with exit code {child.process.returncode} before it had answered {left} of "
-                f"{len(requests)} prompts: {_reason(log)}; its log is {log}; what was answered is kept, run again to "
+                f"{len(requests)} prompts: {error.cause}; its log is {log}; what was answered is kept, run again to "
                 "continue"
             ) from None
     log.unlink(missing_ok=True)
 
 
-def _reason(log: Path) -> str:
-    """The end of an engine's log from its last error on, else its last line."""
-    from vllm_mtpc.engine.process import tail
+class Responses:
+    """The file, open at its end and without a torn last line. `done`: the ids it holds.
 
-    lines = [line for line in tail(log, 60).splitlines() if line.strip()]
-    errors = [number for number, line in enumerate(lines) if re.search(r"\w(Error|Exception)\b", line)]
-    return " ".join(lines[errors[-1] if errors else -1 :])[:500] or "its log is empty"
+    meta: how responses are made; ids: those of the run. Raises an MtpcError where the file is of another run.
+    """
+
+    def __init__(self, path: Path, meta: dict[str, Any], ids: set[str]) -> None:
+        from vllm_mtpc.checkpoint.save import package_versions
+
+        self.path = path
+        meta = json.loads(json.dumps({**meta, "prompts": digest(sorted(ids), "")}))
+        side = path.with_name(path.name + ".meta.json")
+        try:
+            if path.exists() and path.stat().st_size:
+                _check_meta(path, side, meta)
+                self.done = _read_ids(path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(side, (json.dumps({**meta, "versions": package_versions()}, indent=2) + "\n").encode())
+                self.done = set()
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise self._unwritable(error, "") from None
+        if strange := self.done - ids:
+            self._file.close()
+            raise UsageError(f"{path}: {len(strange)} responses are not of this run; name another file")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._file.close()
+
+    def append(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Adds whole lines and waits until they are on the disk; raises UsageError where they cannot be."""
+        data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass")
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._file.truncate(end)  # a torn line would be cut off when the run is continued
+            raise self._unwritable(error, f"; the {len(self.done)} responses in it are whole") from None
+        self.done.update(line["id"] for line in lines)
+
+    def _unwritable(self, error: OSError, more: str) -> UsageError:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        return UsageError(
+            f"{self.path} could not be written ({reason}){more}; correct that and run again: it continues"
+        )
+
+
+def _check_meta(path: Path, side: Path, meta: dict[str, Any]) -> None:
+    """Refuses a file made with other settings."""
+    if not side.exists():
+        raise UsageError(f"{path} is there without {side.name}; name another file, or remove it")
+    if found := differing(read_json(side), meta):
+        settings = ", ".join(f"{key} {theirs!r} (asked for: {ours!r})" for key, theirs, ours in found)
+        raise UsageError(
+            f"{path} was made with other settings: {settings}; give the same ones to continue it, or name another file"
+        )
+
+
+def _read_ids(path: Path) -> set[str]:
+    """Ids of the whole lines; a last line that was torn by an interruption is cut off."""
+    done, end = set(), 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            try:
+                done.add(json.loads(line)["id"])
+            except (ValueError, TypeError, KeyError):
+                raise UsageError(f"{path}:{number}: not a response; remove the line and run again") from None
+    os.truncate(path, end)
+    return done

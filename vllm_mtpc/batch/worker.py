@@ -16,9 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from vllm_mtpc.batch.lines import Line
+from vllm_mtpc.batch.lines import Line, record
 from vllm_mtpc.batch.options import BatchOptions
-from vllm_mtpc.batch.output import record
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.engine.server import PROGRAM, EngineServer
@@ -35,9 +34,10 @@ class Worker:
         self._options, self._program = options, program
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._server: EngineServer | None = None
+        self._slots = asyncio.Semaphore(options.in_flight)
+        self._reviving, self._taking_all = asyncio.Lock(), asyncio.Lock()
         self._is_closed = False
-        self._call(self._begin())
+        self._call(self._start())
 
     def answer(self, lines: list[Line]) -> dict[str, Any]:
         """{"text": the part's lines, "lines", "errors", "tokens", and the engine's counters so far}."""
@@ -56,20 +56,11 @@ class Worker:
     def _call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _begin(self) -> None:
-        self._slots = asyncio.Semaphore(self._options.in_flight)
-        self._reviving, self._taking_all = asyncio.Lock(), asyncio.Lock()
-        await self._start()
-
     async def _start(self) -> None:
         """Sets `_server` once it can be asked."""
         # It has no port; a key of other servers in our environment would have it refuse what we ask
         server = EngineServer(self._options.command, {API_KEY: "", **self._options.env}, self._program)
-        try:
-            await server.start(self._options.start_timeout_s)
-        except EngineFailed:
-            await server.stop()
-            raise
+        await server.start(self._options.start_timeout_s)
         self._server, self._name = server, uuid.uuid4().hex
 
     async def _revive(self, dead: EngineServer) -> None:
@@ -122,7 +113,7 @@ class Worker:
 
     async def _acceptance(self) -> Acceptance:
         try:
-            return Acceptance.from_prometheus(await self._server.text("/metrics"))
+            return Acceptance.read(await self._server.text("/metrics"))
         except EngineFailed:  # the counters of this engine are lost, the answers are not
             return Acceptance()
 

@@ -2,7 +2,7 @@
 
 Tokens per second of c requests with K drafts each: 1000 c E(K) / (step ms + draft ms), E(K) = 1 + sum over k <= K of
 P(drafts 1..k accepted), as the trainer measured it at the nearer of temperatures 0 and 1 (provenance.json). Costs come
-from a file of curves, measured on this machine by --measure (engine/cells.py) or elsewhere. It is an estimate: measure
+from a file of curves, measured on this machine by --measure (engine/steps.py) or elsewhere. It is an estimate: measure
 what it recommends with `vllm-mtpc bench serve`. The file that --measure writes and --curves reads is JSON:
 
     {"step_ms":  [[batch, rows, ms], ...],             a step of the target without its draft: rows = batch (1 + drafts)
@@ -24,7 +24,7 @@ import numpy as np
 from vllm_mtpc.bench.decodings import arguments, kind_of
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.cells import Cell, measure
+from vllm_mtpc.engine.steps import Cell, measure
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.flags import check_positive
 from vllm_mtpc.report import check_file, print_table, write_json

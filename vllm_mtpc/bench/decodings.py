@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mtpc.bench import serve
-from vllm_mtpc.engine import offline
 from vllm_mtpc.engine.options import flags
-from vllm_mtpc.engine.passes import Prompt
+from vllm_mtpc.engine.passes import Prompt, Resident, launched
 from vllm_mtpc.errors import UsageError
 
 LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most tokens/step on the demo of those tried
@@ -25,7 +24,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHON
 OWN = "own runner"
 V2_INTERPRETED = "V2, interpreted"
 CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
-Engine = offline.Resident | serve.Served
+Engine = Resident | serve.Served
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +164,7 @@ def start(
         with serve.server(command(engine), log, environment=decoding.environment) as client:
             yield serve.Served(client, prompts)
     else:
-        with offline.launched(engine, prompts, log, decoding.environment) as waiting:
+        with launched(engine, prompts, log, decoding.environment) as waiting:
             _ = waiting.about  # waits until it is ready
             yield waiting
 

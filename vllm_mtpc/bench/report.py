@@ -67,12 +67,12 @@ def _row(found: list[Pass], plain_bytes: int | None) -> Row:
         **_steps(found, accepted),
         "acceptance_per_position": [round(rate, 4) for rate in accepted.per_position],
         "identical": _identical(found),
-        "ttft_ms": _milliseconds([one.first_token_seconds for one in measured]),
-        "tpot_ms": _milliseconds([one.token_seconds for one in measured]),
+        "ttft_ms": round(1000 * median(one.first_token_seconds for one in measured), 3),
+        "tpot_ms": round(1000 * median(one.token_seconds for one in measured), 3),
         "gpu_mib_added": round((plain_bytes - own_bytes) / 2**20, 1) if is_known else None,
         "speedups": [round(value, 4) for value in speedups],
-        "seconds": [round(sum(one.seconds), 4) for one in measured],
-        "tokens": [sum(one.tokens) for one in measured],
+        "seconds": [round(one.seconds, 4) for one in measured],
+        "tokens": [one.tokens for one in measured],
     }
 
 
@@ -99,11 +99,6 @@ def _identical(found: list[Pass]) -> list[int] | None:
     if not pairs:
         return None
     return [sum(mine.identical(plain) for mine, plain in pairs), sum(len(plain.outputs) for _, plain in pairs)]
-
-
-def _milliseconds(seconds: Sequence[float | None]) -> float | None:
-    known = [value for value in seconds if value is not None]
-    return round(1000 * median(known), 3) if known else None
 
 
 def differing(found: Sequence[Row]) -> list[Row]:

@@ -9,7 +9,6 @@ plain first and last; a pass is compared with the mean of plain's passes, those 
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from collections import Counter
@@ -25,7 +24,6 @@ from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 
 Start = Callable[[Decoding], AbstractContextManager[Engine]]
-_EXCEPTION = re.compile(r"(?:\(.*?\) |ERROR .*?\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 HOW = {
     "interleaved": "every round runs each setting on all engines in turn, each second round in the opposite order; "
     "speed-up: by plain's pass of the same round, median of the rounds (least and most).",
@@ -111,15 +109,8 @@ class Comparison:
         if decoding.is_plain:
             raise error
         self.progress.skip(planned - self.made[decoding.name])
-        self.missing.append(Missing(decoding.name, f"its engine failed: {cause(error)}"))
+        self.missing.append(Missing(decoding.name, f"its engine failed: {error.cause}"))
         self.progress.say(f"{decoding.name}: {error}")
-
-
-def cause(error: EngineFailed) -> str:
-    """The last exception in the end of an engine's log, without its traceback; else the last line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = [line for line in lines if _EXCEPTION.match(line)]
-    return (raised or lines)[-1][:300]
 
 
 def interleaved(

@@ -65,7 +65,7 @@ class Client:
             return False
 
     def acceptance(self) -> Acceptance:
-        return Acceptance.from_prometheus(self.get("/metrics", timeout_s=30)[1])
+        return Acceptance.read(self.get("/metrics", timeout_s=30)[1])
 
     def model(self) -> str:
         """The name the server answers to."""
@@ -138,11 +138,8 @@ class Served:
 
         chosen = setting.chosen(self.prompts)
         request(chosen[0], 16)  # warm-up
-        before = self.client.acceptance()
-        seconds, repetitions = [], []
+        before, started = self.client.acceptance(), time.perf_counter()
         with ThreadPoolExecutor(setting.clients) as clients:
-            for _ in range(setting.repeats):
-                started = time.perf_counter()
-                repetitions.append(list(clients.map(request, chosen)))
-                seconds.append(time.perf_counter() - started)
-        return Measured.of(setting, seconds, repetitions, self.client.acceptance() - before)
+            answers = list(clients.map(request, chosen))
+        seconds = time.perf_counter() - started
+        return Measured(setting, seconds, answers, self.client.acceptance() - before)

@@ -177,7 +177,7 @@ def measure(
         except EngineFailed as error:  # of plain: nothing of its group can be compared
             if group == OWN:
                 raise
-            comparison.missing += [Missing(one.name, f"{group}: {rounds.cause(error)}") for one in members[group]]
+            comparison.missing += [Missing(one.name, f"{group}: {error.cause}") for one in members[group]]
     return comparison
 
 

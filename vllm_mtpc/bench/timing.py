@@ -99,11 +99,11 @@ def draft_kernel(
 
     The call drafts from `DraftParams` whose leaf has the shape [B, K, r, V].
     """
-    from vllm_mtpc.engine.noise import noise  # needs Triton
+    from vllm_mtpc.engine.noise import gumbel_noised_argmax  # needs Triton
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, drafts, r, vocab_size = shape
-    drafter = Drafter(program, r, vocab_size, device, noise())
+    drafter = Drafter(program, r, vocab_size, device, gumbel_noised_argmax)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     given = {
         "slots": slots,

@@ -22,10 +22,10 @@ def held_out(count: int, length: int = 200) -> list[str]:
 
     Each begins at a definition; the first definition of every document is passed over in favour of one in its middle.
     """
-    from vllm_mtpc.demo import stdlib
+    from vllm_mtpc import demo
 
     snippets: list[list[str]] = []
-    for document in stdlib.held_out(stdlib.texts()):
+    for document in demo.held_out(demo.texts()):
         cuts = [document[found.start() : found.start() + length] for found in _OPENING.finditer(document)]
         usable = [cut.decode("ascii") for cut in cuts if len(cut) == length and cut.isascii()]
         middle = len(usable) // 2
@@ -47,7 +47,7 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
     more than ``count``, those taken are spread evenly. Raises UsageError without a tokenizer and where none is left.
     """
     from vllm_mtpc.data.sources import read_records
-    from vllm_mtpc.hf.names import target_tokenizer
+    from vllm_mtpc.hf.model import target_tokenizer
 
     tokenizer = target_tokenizer(target)
     if data:

@@ -1,10 +1,22 @@
-"""The packaged demo: a small byte-level target, one trained MtPC head per circuit, and a PTP head of each variant."""
+"""The packaged demo: a small byte-level target, one trained MtPC head per circuit, and a PTP head of each variant.
 
+Its text is the source of the Python standard library, which is on every machine that can run this package.
+"""
+
+import importlib.util
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 CIRCUITS = ("ff", "cp", "hmm", "btree")
 PTP = ("o-ptp", "c-ptp")
 NAMES = ("target", *CIRCUITS, *PTP)
+HOLDOUT = 20  # every so many-th file is held out
+# Folders that are tests or somebody else's code, and not the library's own style.
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# The build's own configuration (paths of the machine that built the interpreter): not library text.
+SKIPPED_PREFIX = "_sysconfigdata"
+MIN_BYTES = 64
 
 
 def path(name: str) -> Path:
@@ -12,3 +24,31 @@ def path(name: str) -> Path:
     if name not in NAMES:
         raise ValueError(f"demo asset {name!r} does not exist: use one of {', '.join(NAMES)}")
     return Path(__file__).resolve().parent / "assets" / name
+
+
+def texts(root: Path | None = None, packages: Sequence[str] = ()) -> list[bytes]:
+    """Files in a fixed order (by relative posix path), then those of installed packages.
+
+    root: default: the running interpreter's standard library. Raises ValueError where it has no source files.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    roots = [root, *(Path(importlib.util.find_spec(name).submodule_search_locations[0]) for name in packages)]
+    found = []
+    for folder in roots:
+        files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
+        for name in sorted(files):
+            *folders, last = name.split("/")
+            if not SKIPPED_FOLDERS.intersection(folders) and not last.startswith(SKIPPED_PREFIX):
+                found.append(files[name].read_bytes())
+    found = [text for text in found if len(text) >= MIN_BYTES]
+    if len(found) < HOLDOUT:
+        raise ValueError(
+            f"the corpus folder {root} has {len(found)} Python files of {MIN_BYTES} bytes or more, at least {HOLDOUT} "
+            "are needed: use an interpreter whose standard library is installed as source files"
+        )
+    return found
+
+
+def held_out(found: Sequence[bytes]) -> list[bytes]:
+    """The texts that nothing is trained on."""
+    return list(found[HOLDOUT - 1 :: HOLDOUT])

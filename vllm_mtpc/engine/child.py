@@ -13,10 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from importlib import import_module
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TextIO
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from vllm_mtpc.engine.process import engine_environment, failure, group
 
@@ -30,20 +33,20 @@ class Child:
     def send(self, item: Any) -> None:
         """One more item, to a job that was started without any."""
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(item).encode() + b"\n")
+            self.process.stdin.write(to_json(item) + b"\n")
             self.process.stdin.flush()
 
-    def answer(self) -> Any:
-        """The next answer. Raises EngineFailed, with the end of the log, where the process has ended before."""
+    def answer(self, kind: Any = Any) -> Any:
+        """The next answer, of that type. Raises EngineFailed, with the end of the log, where the process has ended."""
         line = self._answers.readline()
         if not line:
             raise failure("the engine", self.process.wait(), self._log)
-        return json.loads(line)
+        return TypeAdapter(kind).validate_json(line)
 
 
 @contextlib.contextmanager
 def started(
-    job: str,
+    job: Callable[..., Iterator[Any]],
     engine: dict[str, Any],
     log: Path,
     given: Mapping[str, Any] | None = None,
@@ -53,15 +56,15 @@ def started(
 ) -> Iterator[Child]:
     """The process, which has ended on leaving; its engine is still starting.
 
-    job: "module:function"; engine: keyword arguments of `vllm.LLM`; on_cpu: more of them where vLLM runs on a CPU, as
-    defaults; given: keyword arguments of the job; items: None, and they are sent later; environment: added to that of
-    every engine.
+    engine: keyword arguments of `vllm.LLM`; on_cpu: more of them where vLLM runs on a CPU, as defaults; given: keyword
+    arguments of the job; items: None, and they are sent later; environment: added to that of every engine.
     """
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment(), **(environment or {})}
-    what = {"job": job, "engine": engine, "on_cpu": dict(on_cpu or {}), "given": dict(given or {})}
+    name = f"{job.__module__}:{job.__name__}"
+    what = {"job": name, "engine": engine, "on_cpu": on_cpu or {}, "given": given or {}}
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as told, os.fdopen(reading, encoding="utf-8") as answers:
-        told.writelines(json.dumps(line).encode() + b"\n" for line in (what, *(items or ())))
+        told.writelines(to_json(line) + b"\n" for line in (what, *(items or ())))
         told.seek(0)
         stdin = subprocess.PIPE if items is None else told
         command = [sys.executable, "-m", "vllm_mtpc.engine.child", str(writing)]
@@ -79,13 +82,12 @@ def main(file: int) -> None:
     from vllm.platforms import current_platform
 
     what = json.loads(sys.stdin.readline())
-    module, _, name = what["job"].partition(":")
-    job = getattr(import_module(module), name)
     defaults = {"disable_log_stats": False, **(what["on_cpu"] if current_platform.is_cpu() else {})}
     llm = LLM(**{**defaults, **what["engine"]})
-    with os.fdopen(file, "w", encoding="utf-8") as answers:
-        for answer in job(llm, map(json.loads, sys.stdin), **what["given"]):
-            print(json.dumps(answer), file=answers, flush=True)
+    with os.fdopen(file, "wb") as answers:
+        for answer in resolve_name(what["job"])(llm, map(json.loads, sys.stdin), **what["given"]):
+            answers.write(to_json(answer) + b"\n")
+            answers.flush()
 
 
 if __name__ == "__main__":

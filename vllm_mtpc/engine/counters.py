@@ -7,12 +7,9 @@ package (proposers/heads/counts.py), the rest by vLLM itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import astuple, dataclass
+from itertools import chain, zip_longest
 from typing import Any
-
-from pydantic import TypeAdapter
 
 DEFINITIONS = (
     "tokens/step: tokens a request gains in one forward pass of the target, the target's own token included, over all "
@@ -64,34 +61,32 @@ class Acceptance:
         return f"drafts cut: {shares}" if shares else ""
 
     def __add__(self, other: Acceptance, sign: int = 1) -> Acceptance:
-        def each(mine: tuple[int, ...], its: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(one + sign * two for one, two in zip_longest(mine, its, fillvalue=0))
+        def total(mine: Any, its: Any) -> Any:
+            if isinstance(mine, int):
+                return mine + sign * its
+            return tuple(total(*pair) for pair in zip_longest(mine, its, fillvalue=0))
 
-        return Acceptance(
-            self.drafts + sign * other.drafts,
-            self.draft_tokens + sign * other.draft_tokens,
-            self.accepted_tokens + sign * other.accepted_tokens,
-            each(self.accepted_per_position, other.accepted_per_position),
-            self.steps + sign * other.steps,
-            each(self.cut, other.cut),
-        )
+        return Acceptance(*map(total, astuple(self), astuple(other)))
 
     def __sub__(self, earlier: Acceptance) -> Acceptance:
         return self.__add__(earlier, -1)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
-        """From `dataclasses.asdict` through JSON, which knows no tuples."""
-        return TypeAdapter(cls).validate_python(data)
+    def read(cls, metrics: str | None = None) -> Acceptance:
+        """Counted since the start, summed over engines.
 
-    @classmethod
-    def _of(cls, samples: Iterable[tuple[str, Mapping[str, str], float]]) -> Acceptance:
-        """From samples (counter, labels, value), summed over engines."""
+        metrics: the text of a server's ``/metrics``; None: of the engines of this process, with
+        ``disable_log_stats=False`` (where ``llm.get_metrics()`` reads, too).
+        """
+        from prometheus_client import REGISTRY
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families = REGISTRY.collect() if metrics is None else text_string_to_metric_families(metrics)
         totals: Counter[tuple[str, str]] = Counter()
-        for name, labels, value in samples:
-            if name.startswith(_PREFIX):
-                label = labels.get("position") or labels.get("by") or ""
-                totals[name.removeprefix(_PREFIX).removesuffix("_total"), label] += int(value)
+        for sample in chain.from_iterable(family.samples for family in families):
+            if sample.name.startswith(_PREFIX) and not sample.name.endswith("_created"):
+                label = sample.labels.get("position") or sample.labels.get("by") or ""
+                totals[sample.name.removeprefix(_PREFIX).removesuffix("_total"), label] += int(sample.value)
         positions = sorted((label for name, label in totals if name == _POSITIONS), key=int)
         return cls(
             totals["num_drafts", ""],
@@ -101,22 +96,3 @@ class Acceptance:
             totals["steps", ""],
             tuple(totals["drafts_cut", by] for by in CUTS) if any(name == "drafts_cut" for name, _ in totals) else (),
         )
-
-    @classmethod
-    def from_llm(cls, metrics: Iterable[Any]) -> Acceptance:
-        """From ``llm.get_metrics()`` of an engine with ``disable_log_stats=False``."""
-        samples: list[tuple[str, Mapping[str, str], float]] = []
-        for metric in metrics:
-            if hasattr(metric, "value"):
-                samples.append((metric.name, metric.labels, metric.value))
-            elif hasattr(metric, "values"):
-                samples += [(metric.name, {"position": str(k)}, value) for k, value in enumerate(metric.values)]
-        return cls._of(samples)
-
-    @classmethod
-    def from_prometheus(cls, text: str) -> Acceptance:
-        """From the text of a server's ``/metrics``."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return cls._of((one.name, one.labels, one.value) for one in samples if not one.name.endswith("_created"))

@@ -13,6 +13,16 @@ from vllm_mtpc.errors import UsageError, one_line
 API_KEY = "VLLM_API_KEY"  # vLLM's own variable
 
 
+def parse_mapping(value: Any) -> Any:
+    """A mapping that may be JSON, for validators."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'not JSON ({error}); type it as \'{{"key": "value"}}\'') from None
+
+
 class EngineOptions(BaseModel):
     """One `vllm serve`, and what Ray sets aside for it."""
 
@@ -28,10 +38,7 @@ class EngineOptions(BaseModel):
     attempts: int = Field(3, ge=1, description="engines that a request is given to, one after the other died with it")
     engine: dict[str, Any] = Field({}, description="flags of `vllm serve`")
 
-    @field_validator("speculative_config", "env", mode="before")
-    @classmethod
-    def _mapping(cls, value: Any) -> Any:
-        return parse_mapping(value)
+    _from_json = field_validator("speculative_config", "env", mode="before")(parse_mapping)
 
     @property
     def command(self) -> list[str]:
@@ -72,16 +79,6 @@ def validated(model: type[Options], given: dict[str, Any], example: str) -> Opti
         raise UsageError(f"api_key: every user of a machine sees its command lines; type: {API_KEY}=... {example}")
     check_flags(options.command)
     return options
-
-
-def parse_mapping(value: Any) -> Any:
-    """A mapping that may be JSON, for validators."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f'not JSON ({error}); type it as \'{{"key": "value"}}\'') from None
 
 
 def flags(values: dict[str, Any]) -> list[str]:

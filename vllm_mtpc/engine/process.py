@@ -1,4 +1,9 @@
-"""Child processes that never outlive the run: a process group each, its output in a log, its end explained."""
+"""Child processes that never outlive the run: a process group each, its output in a log, its end explained.
+
+`python -m vllm_mtpc.engine.process COMMAND ...` is for a run that may be killed without a chance to end anything, as a
+replica of Ray Serve can be. Standard input is a pipe from the asking process: when it ends, by whatever death, the
+command's whole process group is ended. Should this process be killed instead, Linux tells the command.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,15 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from vllm_mtpc.errors import EngineFailed
+
+GRACE_S = 5.0  # from the end of the asking process
 
 
 def engine_environment() -> dict[str, str]:
@@ -44,40 +53,63 @@ def failure(what: str, code: int | None, log: Path) -> EngineFailed:
 
 @contextlib.contextmanager
 def group(
-    command: Sequence[str],
-    log: Path,
-    environment: dict[str, str],
-    pass_fds: Sequence[int] = (),
-    grace_s: float = 20.0,
-    stdin: int | IO[bytes] = subprocess.DEVNULL,
+    command: Sequence[str], log: Path, environment: dict[str, str], grace_s: float = 20.0, **more: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Runs ``command`` in a process group of its own and ends the whole group on leaving, whatever happened.
 
     The group is asked to end; what is left of it after ``grace_s`` is killed: an engine may outlive its front-end.
+    more: arguments of ``subprocess.Popen``.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=stdin,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
+        more = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, **more}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **more)
     try:
         yield process
     finally:
         if process.poll() is None:
-            end_group(process.pid, signal.SIGTERM)
+            _end_group(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=grace_s)
-        end_group(process.pid, signal.SIGKILL)
+        _end_group(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def end_group(leader: int, how: signal.Signals) -> None:
+def _end_group(leader: int, how: signal.Signals) -> None:
     """Signals a process group, if any of it is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, how)
+
+
+def main(command: list[str]) -> int:
+    """Runs a command until it ends, or the process behind standard input does."""
+
+    def end(*_: Any) -> None:
+        _end_group(child.pid, signal.SIGTERM)
+        killer = threading.Timer(GRACE_S, _end_group, (child.pid, signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        end()
+
+    on_start = _end_with_parent if sys.platform == "linux" else None
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_start)
+    signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=watch, daemon=True).start()
+    code = child.wait()
+    _end_group(child.pid, signal.SIGKILL)  # an engine may outlive its front-end
+    return code if code >= 0 else 128 - code
+
+
+def _end_with_parent() -> None:
+    import ctypes
+
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

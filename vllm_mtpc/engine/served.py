@@ -1,17 +1,22 @@
-"""Text that vLLM serves with a head, and what it counted: an engine in a process of its own."""
+"""Text that vLLM writes in a process of its own: served with a head, and what it counted; or prompts, wave by wave."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from vllm_mtpc.engine.child import started
 from vllm_mtpc.engine.counters import Acceptance
+
+WAVE, SMALLEST, LARGEST = 64, 16, 4096  # prompts: the first wave, and the bounds of the later ones
+WAVE_SECONDS = 30.0  # what an interruption may lose
+# A prompt read in chunks takes its generator back by an offset, which generators on a CPU do not have.
+# By itself vLLM would ask for nearly all memory, and refuse to start where some of it is in use.
+ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -42,41 +47,58 @@ def serve(
 ) -> list[Served]:
     """Serves every prompt at every temperature. ``engine``: keyword arguments of ``vllm.LLM``.
 
-    ``alone``: so many prompts are asked once more, one after the other: further answers, with ``at_once`` 1.
-
-    ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds).
+    ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds); ``alone``: so many
+    prompts are asked once more, one after the other: further answers, with ``at_once`` 1.
 
     Raises EngineFailed, with the end of the log, where the engine does not answer.
     """
-    asked = [list(pair) for pair in zip(map(list, prompts), seeds or [None] * len(prompts), strict=True)]
-    given = {"temperatures": list(temperatures), "sampling": {**(sampling or {}), "max_tokens": max_tokens}}
-    with started(f"{__name__}:answers", engine, log, {**given, "alone": alone}, asked) as child:
-        found = [child.answer() for _ in range(len(temperatures) * (1 + (alone > 0)))]
-    return TypeAdapter(list[Served]).validate_python(found)
+    asked = zip(prompts, seeds or [None] * len(prompts), strict=True)
+    given = {"temperatures": temperatures, "sampling": {**(sampling or {}), "max_tokens": max_tokens}, "alone": alone}
+    with started(answers, engine, log, given, asked) as child:
+        return [child.answer(Served) for _ in range(len(temperatures) * (1 + (alone > 0)))]
 
 
 def answers(
     llm: Any, items: Iterator[Any], temperatures: list[float], sampling: dict[str, Any], alone: int
-) -> Iterator[dict[str, Any]]:
-    """The job: (prompt, seed) pairs are answered at each temperature, and the first `alone` once more."""
-    from vllm import SamplingParams
-
+) -> Iterator[Served]:
+    """The job of `serve`: (prompt, seed) pairs are answered at each temperature, and the first `alone` once more."""
     dtype, asked = str(llm.llm_engine.model_config.dtype).removeprefix("torch."), list(items)
     for temperature in temperatures:
         for at_once, some in ((None, asked), (1, asked[:alone])):
-            if some:
-                prompts = [{"prompt_token_ids": prompt} for prompt, _ in some]
-                how = [SamplingParams(**sampling, temperature=temperature, seed=seed) for _, seed in some]
-                before, begun, size = Acceptance.from_llm(llm.get_metrics()), time.monotonic(), at_once or len(some)
-                found = []
-                for start in range(0, len(some), size):
-                    part = slice(start, start + size)
-                    found += llm.generate(prompts[part], how[part], use_tqdm=False)
-                yield {
-                    "temperature": temperature,
-                    "dtype": dtype,
-                    "at_once": at_once,
-                    "outputs": [list(one.outputs[0].token_ids) for one in found],
-                    "seconds": time.monotonic() - begun,
-                    "acceptance": asdict(Acceptance.from_llm(llm.get_metrics()) - before),
-                }
+            if not some:
+                continue
+            before, begun, size, outputs = Acceptance.read(), time.monotonic(), at_once or len(some), []
+            for start in range(0, len(some), size):
+                outputs += _generate(llm, some[start : start + size], {**sampling, "temperature": temperature})
+            seconds, counted = time.monotonic() - begun, Acceptance.read() - before
+            yield Served(temperature, [list(one.token_ids) for one in outputs], counted, dtype, seconds, at_once)
+
+
+def waves(llm: Any, items: Iterator[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """A job: answers to {"id", "prompt_ids"}, a list per wave; the first, empty, says that the engine is ready.
+
+    Answers are in any order; one without `response_ids` was skipped: its prompt leaves no room for a token.
+    """
+    yield []
+    room, size = llm.llm_engine.model_config.max_model_len - 1, WAVE
+    while requests := list(islice(items, size)):
+        begun = time.monotonic()
+        fitting = [one for one in requests if len(one["prompt_ids"]) <= room]
+        found = [{"id": one["id"]} for one in requests if len(one["prompt_ids"]) > room]
+        outputs = _generate(llm, [(one["prompt_ids"], int(one["id"][:8], 16)) for one in fitting], sampling)
+        for one, output in zip(fitting, outputs, strict=True):
+            ids = {"id": one["id"], "response_ids": list(output.token_ids)}
+            found.append({**ids, "finish_reason": output.finish_reason})
+        yield found
+        seconds = max(time.monotonic() - begun, 1e-3)
+        size = min(LARGEST, 4 * size, max(SMALLEST, int(size * WAVE_SECONDS / seconds)))
+
+
+def _generate(llm: Any, asked: Sequence[Any], sampling: dict[str, Any]) -> list[Any]:
+    """vLLM's outputs to (prompt, seed) pairs."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+    how = [SamplingParams(**sampling, seed=seed) for _, seed in asked]
+    outputs = llm.generate(prompts, how, use_tqdm=False) if asked else []
+    return [output.outputs[0] for output in outputs]

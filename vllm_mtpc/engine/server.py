@@ -34,8 +34,8 @@ class EngineGone(EngineFailed):
     """The server was gone when it was asked: the request has not reached it."""
 
 
-class ServerProcess:
-    """A process behind `python -m vllm_mtpc.engine.parent`, running until `stop`.
+class ServerProcess(subprocess.Popen):
+    """A command behind `python -m vllm_mtpc.engine.process`, running until `stop`.
 
     output: where its lines go, besides the last ones, which are kept for the message of EngineFailed.
     """
@@ -43,8 +43,8 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: TextIO | None = None) -> None:
         self._output = output
         self._tail: deque[str] = deque(maxlen=TAIL)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_mtpc.engine.parent", *command],
+        super().__init__(
+            [sys.executable, "-m", "vllm_mtpc.engine.process", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -56,32 +56,24 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read_output, daemon=True)
         self._reader.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def check_running(self) -> None:
         """Raises EngineFailed with its last lines where it has ended."""
-        if self.has_ended:
+        if self.poll() is not None:
             self._reader.join(1.0)  # its last lines are on their way
-            raise self.failed(f"ended with exit code {self._process.returncode}")
+            raise self.failed(f"ended with exit code {self.returncode}")
 
     def failed(self, what: str) -> EngineFailed:
         return EngineFailed(f"vllm serve {what}; its last lines:\n" + "\n".join(self._tail))
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # the watcher takes it as our end
-        self._process.wait()
+            self.stdin.close()  # the watcher takes it as our end
+        self.wait()
         self._reader.join(1.0)
 
     def _read_output(self) -> None:
         with contextlib.suppress(ValueError):  # closed while it is read
-            for line in self._process.stdout:
+            for line in self.stdout:
                 self._tail.append(line.rstrip())
                 if self._output is not None:
                     self._output.write(line)
@@ -109,7 +101,7 @@ class EngineServer:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self, timeout_s: float = 1800.0) -> None:
-        """Starts it and waits until it is healthy. Raises EngineFailed with its last lines."""
+        """Starts it and waits until it is healthy. Raises EngineFailed with its last lines; then it has ended."""
         import aiohttp
 
         socket = str(self._folder / "http")
@@ -117,12 +109,15 @@ class EngineServer:
         connector = aiohttp.UnixConnector(path=socket, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         deadline = time.monotonic() + timeout_s
-        while not await self._is_healthy():
-            self.check_running()
-            if time.monotonic() > deadline:
-                await self.stop()
-                raise self._process.failed(f"was not healthy after {timeout_s:.0f} s")
-            await asyncio.sleep(0.25)
+        try:
+            while not await self._is_healthy():
+                self.check_running()
+                if time.monotonic() > deadline:
+                    raise self._process.failed(f"was not healthy after {timeout_s:.0f} s")
+                await asyncio.sleep(0.25)
+        except EngineFailed:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         if self._session is not None:
@@ -133,7 +128,7 @@ class EngineServer:
 
     async def ended(self) -> None:
         """Returns when the server has ended by itself."""
-        while not self._process.has_ended:
+        while self._process.poll() is None:
             await asyncio.sleep(0.2)
 
     def check_running(self) -> None:

@@ -1,4 +1,4 @@
-"""Expected tokens/step of a head under the serving rule, computed on the target's own text.
+"""Circuits under the serving rule: expected tokens/step, computed on the target's own text, and the rule carried out.
 
 A step at position t knows h_t and the target's own token x_1; it drafts x_2..x_(1+K) from q(. | x_1.., h_t), and a
 draft is accepted with probability min(1, p/q). The text that comes out is the target's whatever is drafted, so it can
@@ -16,26 +16,25 @@ Steps do not start everywhere equally often: an accepted draft is skipped over. 
 the steps through each continuation (exactly, by the probability that a step starts at each position) and is the
 number of tokens by the number of steps, which is what a server counts. A server starts no step once a text has ended,
 and counts the accepted drafts of the last step also where its tokens are cut: so do these metrics.
+
+The rule carried out (``Rejection``) is standard rejection sampling (Leviathan et al., 2023): a forward of the target
+reads x_1 and its K drafts; drafts are accepted while u < p/q; the token that ends a step, recovered from max(p - q, 0)
+or drawn behind the last draft, is the next x_1.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
+from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.eval.metrics import Metrics, check_drafts, ratio
-from vllm_mtpc.eval.sampling import Sampling
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from vllm_mtpc.circuits import CircuitParams
-    from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.hf import Target
+from vllm_mtpc.eval.text import Samples, Sampling
+from vllm_mtpc.hf import Session, Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
 
@@ -55,21 +54,6 @@ class Contexts:
 def circuit_params(head: nn.Module, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
     """Parameters of the circuits at hidden[B, D], read in the head's own dtype as in serving."""
     return head(hidden.to(next(head.parameters()).dtype), num_positions)
-
-
-def num_positions(head: nn.Module, num_drafts: int | None) -> int:
-    """m = 1 + K positions a step looks at. Raises UsageError where the window has no K drafts."""
-    return head.circuit.window if num_drafts is None else check_drafts(head.circuit.window, num_drafts) + 1
-
-
-def _factors(log_q: Tensor, log_p: Tensor | None, tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Acceptance [B, K] of the text's tokens[B, K], and its average over the target's; log_q: [B, K, V]."""
-    if log_p is None:
-        hit = (log_q.argmax(-1) == tokens).float()
-        return hit, hit
-    log_q, chosen = sampling.draft_log_probs(log_q), tokens[..., None]
-    text = (log_q.gather(-1, chosen) - log_p.gather(-1, chosen))[..., 0].clamp(max=0).exp()
-    return text, torch.minimum(log_p, log_q).exp().sum(-1).clamp(max=1)
 
 
 def exact_counts(alive: Tensor) -> Tensor:
@@ -102,7 +86,7 @@ def collect(
     batch: int | None = None,
 ) -> Contexts:
     """Acceptance at every position where a server may start a step (``Samples.starts``)."""
-    m = num_positions(head, num_drafts)
+    m = 1 + check_drafts(head.circuit.window, num_drafts, head.circuit.window - 1)  # positions a step looks at
     first, count = samples.starts(m - 1)
     valid = torch.arange(int(count.max())) < count[:, None]  # [S, T]
     rows, columns = valid.nonzero(as_tuple=True)
@@ -126,13 +110,22 @@ def collect(
 
 
 def _at_contexts(log_q: Tensor, target: Target, states: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """Columns: K products along the text, K with the last factor averaged, nats of x_1, nats of x_1..x_m."""
-    log_p = None if sampling.greedy else sampling.log_probs(target.logits(states[:, 1:]))
-    factor, average = _factors(log_q[:, 1:], log_p, tokens[:, 1:], sampling)
-    text = factor.cumprod(-1)
-    before = torch.cat([torch.ones_like(text[:, :1]), text[:, :-1]], -1)
+    """Columns: K products along the text, K with the last factor averaged, nats of x_1, nats of x_1..x_m.
+
+    log_q[B, m, V] of a head along tokens[B, m], which states[B, m, D] of the target predict.
+    """
     nats = -target.logits(states[:, 0]).log_softmax(-1).gather(-1, tokens[:, :1])
     joint = -log_q.gather(-1, tokens[..., None]).sum((1, 2))[:, None]
+    log_q, drafts = log_q[:, 1:], tokens[:, 1:]
+    if sampling.greedy:
+        factor = average = (log_q.argmax(-1) == drafts).float()  # [B, K]
+    else:
+        log_p, log_q = sampling.log_probs(target.logits(states[:, 1:])), sampling.draft_log_probs(log_q)
+        chosen = drafts[..., None]
+        factor = (log_q.gather(-1, chosen) - log_p.gather(-1, chosen))[..., 0].clamp(max=0).exp()
+        average = torch.minimum(log_p, log_q).exp().sum(-1).clamp(max=1)
+    text = factor.cumprod(-1)
+    before = torch.cat([torch.ones_like(text[:, :1]), text[:, :-1]], -1)
     return torch.cat([text, before * average, nats, joint], -1)
 
 
@@ -160,13 +153,73 @@ def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:
 
 
 def measure(
-    head: nn.Module,
-    target: Target,
-    samples: Samples,
-    greedy: bool,
-    temperature: float = 1.0,
-    num_drafts: int | None = None,
+    head: nn.Module, target: Target, samples: Samples, sampling: Sampling, num_drafts: int | None = None
 ) -> Metrics:
-    """Metrics of ``head`` on texts of ``target`` that were drawn with the same sampling (``greedy``: argmax)."""
-    sampling = Sampling(0.0 if greedy else temperature)
+    """Metrics of ``head`` on texts of ``target`` that were drawn with the same sampling."""
     return summarise(collect(head, target, samples, sampling, num_drafts))
+
+
+class Rejection:
+    """``decode.Drafting`` of a circuit; the noise of all texts comes from one generator."""
+
+    def __init__(
+        self,
+        head: nn.Module,
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+        num_drafts: int | None = None,
+    ) -> None:
+        self.head, self.sampling, self.generator = head, sampling, generator
+        self.num_drafts = check_drafts(head.circuit.window, num_drafts, head.circuit.window - 1)
+
+    def start(self, session: Session, hidden: Tensor, length: int) -> Tensor:
+        self.session = session
+        return self.sampling.pick(self.sampling.log_probs(session.logits(hidden)), self.generator)
+
+    def step(self, mode: str, hidden: Tensor, first: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
+        if mode == "stp":
+            drafts, log_q = first.new_empty(1, 0), None
+        else:
+            drafts, log_q = self._draft(hidden, first)
+        states = self.session.read(torch.cat([first[:, None], drafts], 1))  # [1, 1 + K, D]
+        log_p = self.sampling.log_probs(self.session.logits(states))
+        if mode == "speculative":
+            count, first = verify(log_p, log_q, drafts, self.sampling, self.generator)
+            return drafts[0], int(count), first, states[0]
+        return drafts[0], drafts.shape[1], self.sampling.pick(log_p[:, -1], self.generator), states[0]
+
+    def _draft(self, hidden: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Drafts [1, K] behind first[1] = x_1 at hidden[1, D], and log [1, K, V] of what they were drawn from."""
+        params, circuit = circuit_params(self.head, hidden, self.num_drafts + 1), self.head.circuit
+        state, token = circuit.start(params), first
+        log_q, tokens = [], []
+        for k in range(1, self.num_drafts + 1):
+            state = circuit.observe(params, state, k - 1, token)
+            log_q.append(self.sampling.draft_log_probs(circuit.next_log_probs(params, state, k)))
+            token = self.sampling.pick(log_q[-1], self.generator)
+            tokens.append(token)
+        return torch.stack(tokens, 1), torch.stack(log_q, 1)
+
+
+def verify(
+    log_p: Tensor, log_q: Tensor, drafts: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rejection sampling of drafts[B, K]; log_p: [B, K + 1, V] of the target, log_q: [B, K, V] they were drawn from.
+
+    Returns how many drafts are accepted [B], and the token behind them [B]: recovered, or the bonus after K drafts.
+    """
+    if sampling.greedy:
+        choice = log_p.argmax(-1)  # [B, K + 1]
+        accepted = (choice[:, :-1] == drafts).long().cumprod(-1).sum(-1)
+        return accepted, choice.gather(1, accepted[:, None])[:, 0]
+    chosen = drafts[..., None]
+    keep = (log_p[:, :-1].gather(-1, chosen) - log_q.gather(-1, chosen))[..., 0].exp()  # [B, K]
+    uniform = torch.rand(keep.shape, generator=generator, device=keep.device)
+    accepted = (uniform < keep).long().cumprod(-1).sum(-1)
+    # Behind the last draft nothing was proposed: q = 0, and the "recovered" token is a draw from p.
+    q = torch.cat([log_q.exp(), torch.zeros_like(log_p[:, :1])], 1)
+    at = accepted[:, None, None].expand(-1, 1, log_p.shape[-1])
+    left = (log_p.exp().gather(1, at) - q.gather(1, at))[:, 0].clamp(min=0)  # [B, V]
+    # p = q up to rounding leaves nothing; the rejection was then rounding as well, and p itself is the distribution.
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, log_p.exp().gather(1, at)[:, 0])
+    return accepted, torch.multinomial(left, 1, generator=generator)[:, 0]

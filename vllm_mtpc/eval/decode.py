@@ -6,8 +6,8 @@
 - ``speculative``: the serving rule. Drafts are verified by the target, the leading ones that it accepts are kept, and
   the token that ends a step is the next x_1. The distribution of the text is the target's, greedy text is ``stp``'s.
 
-How a step drafts and verifies is a ``Drafting`` of the head's family: rejection sampling (``rejection.py``) or coupling
-(``coupling.py``). What is here is theirs in common: the steps, where a text ends, what is counted.
+How a step drafts and verifies is a ``Drafting`` of the head's family: rejection sampling (``acceptance.Rejection``) or
+coupling (``coupling.Coupling``). What is here is theirs in common: the steps, where a text ends, what is counted.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.metrics import Metrics, ratio, reached
+from vllm_mtpc.eval.metrics import Metrics
 from vllm_mtpc.eval.text import stop_ids
-from vllm_mtpc.hf.session import Session
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm_mtpc.hf import Target
-    from vllm_mtpc.hf.session import Reader
+from vllm_mtpc.hf import Session, Target
 
 MODES = ("stp", "mtp", "speculative")
 
@@ -40,8 +35,8 @@ class Drafting(Protocol):
 
     num_drafts: int  # K
 
-    def start(self, reader: Reader, hidden: Tensor, length: int) -> Tensor:
-        """x_1 [1] of a further text of which ``reader`` has read ``length`` tokens, the last one with hidden[1, D]."""
+    def start(self, session: Session, hidden: Tensor, length: int) -> Tensor:
+        """x_1 [1] of a further text of which ``session`` has read ``length`` tokens, the last one with hidden[1, D]."""
 
     def step(self, mode: str, hidden: Tensor, first: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
         """Drafts [K] behind x_1 first[1] at hidden[1, D] (none in mode stp), how many are kept, the next x_1 [1], and
@@ -68,44 +63,45 @@ class Decoded:
         """The target's own token included; plain decoding is 1.0."""
         return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
 
-    @property
-    def per_position(self) -> list[float]:
-        """P(drafts 1..k are all kept), k = 1..K, over steps."""
-        return [sum(count >= k for count in self.accepted) / max(1, self.steps) for k in range(1, self.num_drafts + 1)]
-
-    @property
-    def histogram(self) -> list[int]:
-        """Steps by the tokens they gained, 0..1 + K (index 0 is always empty: the target's token comes for free)."""
-        return [sum(1 + count == tokens for count in self.accepted) for tokens in range(self.num_drafts + 2)]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the tokens behind the first one, which comes with the prompt."""
-        return (len(self.tokens) - 1) / self.seconds if self.seconds else 0.0
-
-    @property
-    def seconds_per_call(self) -> float:
-        return self.seconds / self.steps if self.steps else 0.0
+    def statistics(self) -> dict[str, Any]:
+        """What `vllm-mtpc generate` prints and writes; times in seconds, bits under the target at temperature 1."""
+        steps, drafts, kept = self.steps, self.num_drafts, self.accepted
+        return {
+            "num_tokens": len(self.tokens),
+            "steps": steps,
+            "tokens_per_step": self.tokens_per_step,
+            # P(drafts 1..k are all kept), k = 1..K, over steps
+            "acceptance_per_position": [sum(n >= k for n in kept) / max(1, steps) for k in range(1, drafts + 1)],
+            # steps by the tokens they gained, 0..1 + K (index 0 is always empty: the target's token comes for free)
+            "histogram": [sum(1 + n == tokens for n in kept) for tokens in range(drafts + 2)],
+            # of the tokens behind the first one, which comes with the prompt
+            "tokens_per_second": (len(self.tokens) - 1) / self.seconds if self.seconds else 0.0,
+            "seconds_per_call": self.seconds / steps if steps else 0.0,
+            "prompt_seconds": self.prompt_seconds,
+            "bits_per_token": bits([self]),
+        }
 
 
 @torch.inference_mode()
 def decode(
     mode: str,
-    reader: Reader,
-    states: Tensor,
+    session: Session,
+    prompt: Tensor,
     drafting: Drafting,
     new_tokens: int,
     stops: set[int] = frozenset(),
-    show: Callable[[Sequence[int]], object] | None = None,
+    show: Callable[[Sequence[int]], object] = lambda tokens: None,
 ) -> Decoded:
-    """Continues one text by up to ``new_tokens`` tokens.
+    """Continues prompt[P] (at least one token) by up to ``new_tokens`` tokens in a session that has read nothing.
 
-    ``reader`` has read the prompt, states[1, P, D] are what it returned. ``stops``: tokens that end the text. ``show``
-    is given the tokens as they come. Raises UsageError for an unknown mode.
+    ``stops``: tokens that end the text. ``show`` is given the tokens as they come. Raises UsageError for another mode.
     """
     if mode not in MODES:
         raise UsageError(f"mode {mode!r}: allowed are {', '.join(MODES)}")
     done = Decoded(num_drafts=0 if mode == "stp" else drafting.num_drafts)
+    started = time.perf_counter()
+    states = session.start([prompt])  # [1, P, D]
+    done.prompt_seconds = time.perf_counter() - started
     started = time.perf_counter()
     hidden = states[:, -1]  # [1, D]: the last token that belongs to the text
 
@@ -114,41 +110,21 @@ def decode(
         room = new_tokens - len(done.tokens)
         stop = next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))
         kept = list(tokens[: min(room, stop)])
-        log_p = reader.logits(hidden[: len(kept)]).log_softmax(-1)
+        log_p = session.logits(hidden[: len(kept)]).log_softmax(-1)
         done.nats += (-log_p[range(len(kept)), kept]).tolist()
         done.tokens += kept
-        if show:
-            show(kept)
+        show(kept)
         return len(done.tokens) < new_tokens and not any(token in stops for token in kept)
 
-    first = drafting.start(reader, hidden, states.shape[1])
+    first = drafting.start(session, hidden, states.shape[1])
     goes_on = emit(first.tolist(), hidden)
     while goes_on:
         drafts, accepted, first, read = drafting.step(mode, hidden, first)
         done.accepted.append(accepted)
-        reader.crop(len(drafts) - accepted)
+        session.crop(len(drafts) - accepted)
         hidden = read[accepted : accepted + 1]
         goes_on = emit([*drafts[:accepted].tolist(), int(first)], read)
     done.seconds = time.perf_counter() - started
-    return done
-
-
-def continue_prompt(
-    mode: str,
-    target: Target,
-    prompt: Tensor,
-    drafting: Drafting,
-    new_tokens: int,
-    stops: set[int] = frozenset(),
-    show: Callable[[Sequence[int]], object] | None = None,
-) -> Decoded:
-    """``decode`` behind prompt[P] (at least one token) on a target, the reading of the prompt timed apart."""
-    session = Session(target)
-    started = time.perf_counter()
-    states = session.start([prompt])
-    seconds = time.perf_counter() - started
-    done = decode(mode, session, states, drafting, new_tokens, stops, show)
-    done.prompt_seconds = seconds
     return done
 
 
@@ -158,7 +134,7 @@ def continue_all(
     """Every prompt continued, one after the other, up to the target's own stop tokens; ``label``: of a progress bar."""
     stops = stop_ids(target)
     bar = tqdm(prompts, desc=label, unit="text", disable=None if label else True)
-    return [continue_prompt(mode, target, prompt, drafting, new_tokens, stops) for prompt in bar]
+    return [decode(mode, Session(target), prompt, drafting, new_tokens, stops) for prompt in bar]
 
 
 def counted(texts: Sequence[Decoded]) -> Metrics:
@@ -168,18 +144,11 @@ def counted(texts: Sequence[Decoded]) -> Metrics:
         raise UsageError(
             "every text ended with its first token, so no step was drafted; raise the number of new tokens"
         )
-    value, error = ratio(steps + torch.tensor([sum(text.accepted) for text in texts]), steps)
-    kept = torch.tensor([count for text in texts for count in text.accepted])
-    return Metrics(
-        tokens_per_step=value,
-        standard_error=error,
-        per_position=reached(torch.bincount(kept, minlength=texts[0].num_drafts + 1)),
-        anywhere=math.nan,  # steps start where they start
-        sequences=len(texts),
-        contexts=int(steps.sum()),
-        steps=steps.sum().item(),
-        target_bits=bits(texts),
-    )
+    accepted = [torch.tensor(text.accepted, dtype=torch.long) for text in texts]
+    tokens = steps + torch.stack([counts.sum() for counts in accepted])
+    histogram = torch.bincount(torch.cat(accepted), minlength=texts[0].num_drafts + 1)
+    more = {"anywhere": math.nan, "contexts": int(steps.sum())}  # steps start where they start
+    return Metrics.of(steps, tokens, histogram, target_bits=bits(texts), **more)
 
 
 def bits(texts: Sequence[Decoded]) -> float:

@@ -10,24 +10,30 @@ import importlib.util
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import CheckpointError, UsageError, install
-from vllm_mtpc.eval.arguments import add_head
+from vllm_mtpc.eval.command import add_head
 from vllm_mtpc.files import read_json
 from vllm_mtpc.flags import check_positive
 from vllm_mtpc.report import check_file, console, write_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.eval.compare import Asked, Cause, Comparison
-    from vllm_mtpc.eval.evaluator import Evaluator
+    from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator
 
 MAX_NUM_SEQS = 16
 CPU_CACHE_BYTES = 256 << 20
 PROMPT_BYTES = 1 << 16  # of data for each prompt, where there is more
+ALONE = 8  # prompts that are also asked one after the other, with default options
+# Why a draft was not verified -> the option that decides it, and what keeps the draft
+OPTIONS = {
+    "schedule": ("num_speculative_tokens_per_batch_size", '"off", with "min_survival": 0 on Model Runner V1'),
+    "survival": ("min_survival", "0"),
+    "budget": ("max_num_batched_tokens", "more than running requests x (1 + drafts)"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,8 @@ class Diagnosis:
     comparisons: list[Comparison]
     cause: Cause | None
     verdict: str
-    notes: list[str] = field(default_factory=list)
-    as_served: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # lines, rows of JSON
+    notes: list[str]
+    as_served: list[tuple[str, dict[str, Any]]]  # lines, rows of JSON
 
     @property
     def healthy(self) -> bool:
@@ -46,35 +52,42 @@ class Diagnosis:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_head(parser)
-    parser.add_argument("--data", nargs="+", metavar="DATA", help="prompts come from it (default: packaged ones)")
-    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="default: 32")
-    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="P", help="of a prompt of text (default: 64)")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of an answer (default: 128)")
-    parser.add_argument(
-        "--temperature", type=float, nargs="+", metavar="T", help="default: 0 1 (PTP heads: 0, as trained)"
-    )
-    parser.add_argument(
-        "--draft-pass", choices=("two-pass", "merged"), help="PTP heads: how they are served (default: two-pass)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts and of the engine")
-    parser.add_argument(
-        "--engine", default="{}", metavar="JSON", help='more of vllm.LLM, as {"tensor_parallel_size": 2}'
-    )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="keep vLLM's log there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there as well")
+    add("--data", nargs="+", metavar="DATA", help="prompts come from it (default: packaged ones)")
+    add("--prompts", type=int, default=32, metavar="N", help="default: 32")
+    add("--prompt-tokens", type=int, default=64, metavar="P", help="of a prompt of text (default: 64)")
+    add("--max-tokens", type=int, default=128, metavar="N", help="of an answer (default: 128)")
+    add("--temperature", type=float, nargs="+", metavar="T", help="default: 0 1 (PTP heads: 0, as trained)")
+    add("--draft-pass", choices=("two-pass", "merged"), help="PTP heads: how they are served (default: two-pass)")
+    add("--seed", type=int, default=0, help="of the choice of prompts and of the engine")
+    add("--engine", default="{}", metavar="JSON", help='more of vllm.LLM, as {"tensor_parallel_size": 2}')
+    add("--log", type=Path, metavar="FILE", help="keep vLLM's log there")
+    add("--json", type=Path, metavar="FILE", help="write the findings there as well")
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_mtpc.engine import provenance
+
     diagnosis = diagnose(args)
     _print(diagnosis)
     if args.json:
-        write_json(args.json, _report(args, diagnosis))
+        report = {
+            **provenance.collect(),
+            "head": args.head,
+            "healthy": diagnosis.healthy,
+            "cause": diagnosis.cause.name if diagnosis.cause else None,
+            "verdict": diagnosis.verdict,
+            "notes": diagnosis.notes,
+            "comparisons": [_row(comparison) for comparison in diagnosis.comparisons],
+            "as_served": [row for _, row in diagnosis.as_served],
+        }
+        write_json(args.json, report)
     return 0 if diagnosis.healthy else 1
 
 
-def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_target: str | None = None) -> Diagnosis:
-    """Serves, predicts, compares. ``serve_head`` and ``serve_target`` inject a fault: vLLM serves those instead.
+def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagnosis:
+    """Serves, predicts, compares. ``serve_target`` injects a fault: vLLM serves that target instead.
 
     Raises UsageError where vLLM is missing or fails, and what loading the head or its target raises.
     """
@@ -83,21 +96,22 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     check_file(args.log, "--log")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
-    from vllm_mtpc.eval import as_served
-    from vllm_mtpc.eval.compare import Asked
-    from vllm_mtpc.eval.loading import drafts_of, evaluator_of, load, resolve, target_of
+    from vllm_mtpc.eval.evaluator import Asked
+    from vllm_mtpc.eval.loading import load, resolve, target_of
+    from vllm_mtpc.eval.metrics import check_drafts
+    from vllm_mtpc.families import FAMILIES
 
     folder, config = resolve(args.head)
-    family = evaluator_of(config)
+    family = FAMILIES[config.speculators_model_type].evaluator
     family.check_options(args)
     target = target_of(folder, config, args.target)
-    drafts = drafts_of(config, args.num_drafts)
+    drafts = check_drafts(config.window, args.num_drafts, config.num_speculative_tokens)
     prompts, limit = _prompts(args, target, drafts)
     length = min(limit, max(map(len, prompts)) + args.max_tokens + 4 * (drafts + 1))
     engine = _engine(args, serve_target or target, length)
-    engine["speculative_config"] = {
+    every = {
         "method": config.speculators_model_type,
-        "model": serve_head or str(folder),
+        "model": str(folder),
         "num_speculative_tokens": drafts,
         "num_speculative_tokens_per_batch_size": "off",  # what is expected is expected of K drafts in every step
         **family.serving(args, config, drafts, engine["max_num_seqs"]),
@@ -107,14 +121,17 @@ def diagnose(args: argparse.Namespace, serve_head: str | None = None, serve_targ
     seeds = [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None
     asked = Asked(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
     temperatures = args.temperature or [0.0, temperature]
-    served = _serve(engine, asked, temperatures, args, refusal=family.refusal)
+    served = _serve(engine | {"speculative_config": every}, asked, temperatures, args, 0, family.refusal)
     if served is None:
         evaluator = load(args.head, args.target, args.dtype, args.device)
         raise UsageError(evaluator.unserved(asked, max(temperatures), args))
     beside = []
-    if family.has_defaults:
-        by_default = _serve(_with_defaults(engine, args), asked, temperatures, args, alone=as_served.ALONE)
-        beside = as_served.compared(by_default, served, min(MAX_NUM_SEQS, len(prompts)))
+    if family.has_defaults:  # as a user gets it who names nothing but the head (and the drafts that doctor was told)
+        given = ("method", "model", *(["num_speculative_tokens"] if args.num_drafts else []))
+        default = engine | {"speculative_config": {name: every[name] for name in given}}
+        whole = {one.temperature: one for one in served}
+        for one in _serve(default, asked, temperatures, args, ALONE, None):
+            beside.append(_as_served(one, len(prompts), whole[one.temperature]))
     # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device)
     comparisons = [evaluator.compare(asked, one) for one in served]
@@ -141,41 +158,26 @@ def _engine(args: argparse.Namespace, target: str, length: int) -> dict[str, Any
     return engine | more
 
 
-def _with_defaults(engine: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The engine as a user gets it who names nothing but the head (and the drafts that doctor was told)."""
-    ours = engine["speculative_config"]
-    named = ("method", "model", *(["num_speculative_tokens"] if args.num_drafts else []))
-    return {**engine, "speculative_config": {name: ours[name] for name in named}}
-
-
 def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[list[int]], int]:
     """Token ids of the prompts, and the most tokens the target can read.
 
     vLLM cuts drafts short that would reach past the longest length it serves; texts that come within two steps of it
     are refused, so that this is not taken for a fault of the head.
     """
+    from vllm_mtpc.data.prompts import held_out
+    from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.eval.loading import prompts
-    from vllm_mtpc.hf.names import target_config, target_tokenizer
+    from vllm_mtpc.hf import check_length
+    from vllm_mtpc.hf.model import target_config, target_tokenizer
 
-    config = target_config(target).get_text_config()
-    tokenizer = target_tokenizer(target)
+    config, tokenizer = target_config(target).get_text_config(), target_tokenizer(target)
     if args.data:
-        from vllm_mtpc.data.sources import load_documents
-
         documents = load_documents(args.data, tokenizer, most_bytes=PROMPT_BYTES * args.prompts)
         found = [prompt.tolist() for prompt in prompts(documents, args.prompts, args.prompt_tokens, args.seed)]
     else:
-        from vllm_mtpc.data.prompts import held_out
-
         found = [tokenizer(text).input_ids[: args.prompt_tokens] for text in held_out(args.prompts)]
-    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    longest = max(map(len, found))
-    if longest + args.max_tokens + 2 * (drafts + 1) > limit:
-        raise UsageError(
-            f"a prompt of {longest} tokens, {args.max_tokens} new ones and {2 * (drafts + 1)} of drafts are more than "
-            f"the {limit} positions of target {target}; lower --max-tokens"
-        )
-    return found, limit
+    check_length(target, config, found, args.max_tokens + 2 * (drafts + 1), "--max-tokens")
+    return found, getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def _serve(
@@ -183,8 +185,8 @@ def _serve(
     asked: Asked,
     temperatures: list[float],
     args: argparse.Namespace,
-    alone: int = 0,
-    refusal: str | None = None,
+    alone: int,
+    refusal: str | None,
 ) -> list[Served] | None:
     """The answers; None where the engine's log says ``refusal``. Raises UsageError where the engine fails otherwise."""
     from vllm_mtpc.engine.served import serve
@@ -205,7 +207,7 @@ def _serve(
 
 
 def _verdict(comparisons: list[Comparison], cause: Cause | None) -> str:
-    from vllm_mtpc.eval.compare import TOLERANCE
+    from vllm_mtpc.eval.evaluator import TOLERANCE
 
     if cause is not None:
         worst = max(comparisons, key=lambda comparison: abs(comparison.difference))
@@ -219,36 +221,65 @@ def _verdict(comparisons: list[Comparison], cause: Cause | None) -> str:
 
 def _notes(evaluator: Evaluator, args: argparse.Namespace, comparisons: list[Comparison]) -> list[str]:
     """What the head's files say otherwise."""
-    from vllm_mtpc.eval.compare import ERRORS, TOLERANCE
+    from vllm_mtpc.eval.evaluator import ERRORS, TOLERANCE
 
     notes = []
     verifier = evaluator.config.speculators_config.verifier.name_or_path
     if args.target and args.target != verifier:
         notes.append(f"the head names another verifier ({verifier}) than --target {args.target}.")
     for comparison in comparisons:
-        temperature, kind = comparison.sampling.temperature, comparison.recorded
-        value, error = _recorded(
-            evaluator.folder, f"t{temperature:g}", f"{kind}tokens_per_step", f"{kind}standard_error"
-        )
-        if value is None or comparison.differs:
-            continue
+        temperature = f"{comparison.sampling.temperature:g}"
+        value, error = _recorded(evaluator.folder, f"t{temperature}", comparison.recorded)
         got, spread = comparison.served.acceptance.tokens_per_drafted_step, comparison.predicted.standard_error
-        if abs(got - value) > max(TOLERANCE * value, ERRORS * ((error or 0.0) ** 2 + spread**2) ** 0.5):
+        noise = max(TOLERANCE * value, ERRORS * (error**2 + spread**2) ** 0.5)
+        if value and not comparison.differs and abs(got - value) > noise:
             notes.append(
-                f"the head's provenance says {value:.2f} tokens/step at T={temperature:g}: these prompts are not like "
+                f"the head's provenance says {value:.2f} tokens/step at T={temperature}: these prompts are not like "
                 "those it was measured on."
             )
     return notes
 
 
-def _recorded(folder: Path, temperature: str, *names: str) -> list[float | None]:
-    """Numbers among the metrics of a head's provenance; None where there are none."""
+def _recorded(folder: Path, temperature: str, kind: str) -> tuple[float, float]:
+    """Tokens/step among the metrics of a head's provenance, and their standard error; 0 where there are none."""
     try:
         found = read_json(folder / "provenance.json")["figures"][temperature]
-        values = [found.get(name) for name in names]
+        values = found.get(f"{kind}tokens_per_step"), found.get(f"{kind}standard_error")
     except (CheckpointError, AttributeError, KeyError, TypeError):
-        return [None] * len(names)
-    return [value if isinstance(value, (int, float)) else None for value in values]
+        values = None, None
+    value, error = (number if isinstance(number, (int, float)) else 0.0 for number in values)
+    return value, error
+
+
+def _as_served(default: Served, prompts: int, whole: Served) -> tuple[str, dict[str, Any]]:
+    """A line and a row of JSON of answers with default options.
+
+    Those of several requests at once stand beside ``whole``, those with every draft verified.
+    """
+    counted, at_once = default.acceptance, default.at_once or min(MAX_NUM_SEQS, prompts)
+    shares = counted.cut_shares
+    most = max(shares, key=lambda name: shares[name], default=None)
+    option, keep = OPTIONS[most] if most is not None and shares[most] >= 0.02 else (None, None)
+    row: dict[str, Any] = {
+        "temperature": default.temperature,
+        "requests_at_once": at_once,
+        "tokens_per_step": counted.tokens_per_step,
+        "tokens_per_second": default.tokens_per_second,
+        "drafts_cut": shares,
+        "costliest_option": option,
+        "every_draft_verified": None,
+    }
+    line = (
+        f"T={default.temperature:g}, {at_once} at once: {counted.tokens_per_step:.2f} tokens/step over all steps, "
+        f"{default.tokens_per_second:.0f} tok/s"
+    )
+    if default.at_once is None:
+        tokens, rate = whole.acceptance.tokens_per_step, whole.tokens_per_second
+        row["every_draft_verified"] = {"tokens_per_step": tokens, "tokens_per_second": rate}
+        line += f" (every draft verified: {tokens:.2f}, {rate:.0f} tok/s)"
+    if cut := counted.cut_line():
+        line += f"; {cut}"
+    return line + (f"; most by {option} ({keep} keeps them)" if option else ""), row
 
 
 def _row(comparison: Comparison) -> dict[str, Any]:
@@ -267,21 +298,6 @@ def _row(comparison: Comparison) -> dict[str, Any]:
             "greedy_ties": chain.ties,
             "sampled_surprise_in_standard_errors": chain.surprise,
         },
-    }
-
-
-def _report(args: argparse.Namespace, diagnosis: Diagnosis) -> dict[str, Any]:
-    from vllm_mtpc.engine import provenance
-
-    return {
-        **provenance.collect(),
-        "head": args.head,
-        "healthy": diagnosis.healthy,
-        "cause": diagnosis.cause.name if diagnosis.cause else None,
-        "verdict": diagnosis.verdict,
-        "notes": diagnosis.notes,
-        "comparisons": [_row(comparison) for comparison in diagnosis.comparisons],
-        "as_served": [row for _, row in diagnosis.as_served],
     }
 
 

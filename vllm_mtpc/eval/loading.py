@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from vllm_mtpc.checkpoint import find_head, read_config, resolve_head, resolve_verifier
+from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.metrics import check_drafts
+from vllm_mtpc.eval.evaluator import Evaluator
+from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.hf import Target, choose_device, load_target
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm_mtpc.config.base import AnyHeadConfig
-    from vllm_mtpc.data.sources import Documents
-    from vllm_mtpc.eval.evaluator import Evaluator
 
 
 def resolve(name: str) -> tuple[Path, AnyHeadConfig]:
@@ -28,19 +25,26 @@ def resolve(name: str) -> tuple[Path, AnyHeadConfig]:
     return folder, read_config(folder)
 
 
-def evaluator_of(config: AnyHeadConfig) -> type[Evaluator]:
-    """The evaluator of a config's family."""
-    return FAMILIES[config.speculators_model_type].evaluator
-
-
 def target_of(folder: Path, config: AnyHeadConfig, given: str | None) -> str:
     """The target's name: as given, or the head's verifier."""
     return given or resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
 
 
-def drafts_of(config: AnyHeadConfig, given: int | None) -> int:
-    """Drafts per step: as given, or as the head says. Raises UsageError where its window has not so many."""
-    return config.num_speculative_tokens if given is None else check_drafts(config.window, given)
+def prepare(args: Namespace) -> AnyHeadConfig:
+    """The config of ``args.head``; a temperature (a list), top_k and top_p not given become its family's defaults.
+
+    Raises UsageError for what the family does not have or is not allowed: nothing is loaded yet.
+    """
+    config = resolve(args.head)[1]
+    family = FAMILIES[config.speculators_model_type].evaluator
+    temperature, top_k, top_p = family.default_sampling(config)
+    args.temperature = [temperature, 0.0] if args.temperature is None else args.temperature
+    args.top_k = top_k if args.top_k is None else args.top_k
+    args.top_p = top_p if args.top_p is None else args.top_p
+    for value in args.temperature:
+        Sampling(value, args.top_p, top_k=args.top_k)
+    family.check_options(args)
+    return config
 
 
 def load(name: str, target: str | None = None, dtype: str = "auto", device: str = "auto") -> Evaluator:
@@ -61,7 +65,7 @@ def attach(folder: Path, target: Target) -> Evaluator:
                 f"head {folder} has {name}={ours}, but target {target.name} has {theirs}; give --target the one it was "
                 f"trained for ({config.speculators_config.verifier.name_or_path})"
             )
-    return evaluator_of(config).attach(folder, target)
+    return FAMILIES[config.speculators_model_type].evaluator.attach(folder, target)
 
 
 def prompts(documents: Documents, count: int, prompt_tokens: int, seed: int) -> list[Tensor]:

@@ -7,31 +7,24 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.circuits import CircuitParams
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import compare
-from vllm_mtpc.eval.acceptance import Contexts, collect, exact_counts, step_starts, summarise
-from vllm_mtpc.eval.compare import Asked, Cause, Comparison
+from vllm_mtpc.eval.acceptance import Contexts, Rejection, collect, exact_counts, step_starts, summarise
 from vllm_mtpc.eval.decode import bits, continue_all
-from vllm_mtpc.eval.evaluator import Evaluator
-from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares, shown_tokens, table
-from vllm_mtpc.eval.rejection import Rejection
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import Samples, bits_per_token, with_draft_layers
+from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, check_chain, continued, first_cause, nearest
+from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares, shown_tokens
+from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, with_draft_layers
 from vllm_mtpc.heads.adapters import DraftLayers
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from vllm_mtpc.circuits import CircuitParams
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.heads.base import Head
-    from vllm_mtpc.hf import Target
+from vllm_mtpc.heads.base import Head
+from vllm_mtpc.hf import Target
 
 UNVERIFIED = 16  # texts that the unverified ceiling is measured on, one after the other
 NEAR_CHANCE = 0.15  # of the way from chance to what is predicted
@@ -107,8 +100,8 @@ class MtpcEvaluator(Evaluator):
         config = self.config
         return f"{self.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={num_drafts} drafts"
 
-    def rows(self, results: Sequence[Evaluation]) -> list[tuple[str, list[str]]]:
-        columns: list[tuple[str, Callable[[Evaluation], str]]] = [
+    def rows(self, results: Sequence[Evaluation]) -> list[tuple[str, Callable[[Evaluation], str]]]:
+        return [
             ("tokens/step, expected ± s.e.", lambda r: shown_tokens(r.expected)),
             ("  given these very texts", lambda r: shown_tokens(r.along_text)),
             ("  simulated", lambda r: shown_tokens(r.simulated)),
@@ -123,13 +116,12 @@ class MtpcEvaluator(Evaluator):
             ("bits per byte, circuit's joint", lambda r: shown(r.expected.per_byte(r.expected.joint_bits))),
             ("texts, contexts", lambda r: f"{r.expected.sequences}, {r.expected.contexts:,}"),
         ]
-        return table(columns, results)
 
     def compare(self, asked: Asked, served: Served) -> Comparison:
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
-        samples = self._read(compare.continued(self.target, asked, served, lambda *_: sampling))
+        samples = self._read(continued(self.target, asked, served, lambda *_: sampling))
         contexts = collect(self.head, self.target, samples, sampling, asked.num_drafts)
-        chain = compare.check_chain(self.target, samples, sampling)
+        chain = check_chain(self.target, samples, sampling)
         predicted = summarise(contexts, overlap=False)
         return Comparison(served, sampling, samples, predicted, noise_given_text(contexts), chain)
 
@@ -138,20 +130,21 @@ class MtpcEvaluator(Evaluator):
         return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)
 
     def wrong_drafting(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
-        return compare.nearest(comparisons, self._rivals(num_drafts))
+        return nearest(comparisons, self._rivals(num_drafts))
 
     def other_head(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
-        for comparison in comparisons:
+        def wrong_state(comparison: Comparison) -> Cause | None:
             floor = self._chance(comparison, num_drafts)
             served, predicted = comparison.served.acceptance.per_position[0], comparison.predicted.per_position[0]
-            if served - floor < NEAR_CHANCE * (predicted - floor):
-                return Cause(
-                    "hidden state",
-                    f"drafts at position 1 are accepted in {served:.0%} of steps, as often as for unrelated contexts "
-                    f"({floor:.0%}): the head reads a wrong hidden state, or its weights are not those of "
-                    f"{self.folder}",
-                )
-        return Cause(
+            if served - floor >= NEAR_CHANCE * (predicted - floor):
+                return None
+            return Cause(
+                "hidden state",
+                f"drafts at position 1 are accepted in {served:.0%} of steps, as often as for unrelated contexts "
+                f"({floor:.0%}): the head reads a wrong hidden state, or its weights are not those of {self.folder}",
+            )
+
+        return first_cause(comparisons, wrong_state) or Cause(
             "head",
             "the target's text, the precision, the number of drafts and the hidden state are as they should be, so the "
             f"weights that were served are not those of {self.folder}: look for another head in the server's "
@@ -165,12 +158,11 @@ class MtpcEvaluator(Evaluator):
             noise = (floor * (1 - floor) / max(1.0, comparison.predicted.steps)) ** 0.5
             if predicted - floor > max(0.02, 3 * noise):
                 return None
-        verifier = self.config.speculators_config.verifier.name_or_path
         return Cause(
             "hidden state",
             f"served as predicted, but drafts are accepted no more often than for unrelated contexts ({floor:.0%}): "
             f"the head is untrained or was trained for other weights than {self.target.name} "
-            f"(its verifier: {verifier})",
+            f"(its verifier: {self.config.speculators_config.verifier.name_or_path})",
         )
 
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[Comparison], Metrics]]]:
@@ -182,18 +174,16 @@ class MtpcEvaluator(Evaluator):
             sentence = f"what is served is what the head does {sentence}"
             return Cause(name, sentence), lambda one: self._predict(one, head, change(one.samples), num_drafts)
 
-        for dtype in (torch.bfloat16, torch.float16):
-            name = str(dtype).removeprefix("torch.")
+        for name in ("bfloat16", "float16"):
             sentence = f"in {name}: precision costs this head its drafts; serve it in float32"
-            yield rival("precision", sentence, self.attach(self.folder, self.target, dtype).head)
+            yield rival("precision", sentence, self.attach(self.folder, self.target, getattr(torch, name)).head)
         for shift, side in ((1, "before"), (-1, "behind")):
             sentence = f"with the hidden state of the position {side} the right one"
-            yield rival(
-                "hidden state", sentence, self.head, lambda it, by=shift: replace(it, draft=it.read.roll(by, 1))
-            )
+            moved = lambda samples, by=shift: replace(samples, draft=samples.read.roll(by, 1))  # noqa: E731
+            yield rival("hidden state", sentence, self.head, moved)
         if self.draft_layers is not None:
             sentence = "with the target's own hidden state, without its draft layers"
-            yield rival("hidden state", sentence, self.head, lambda it: replace(it, draft=None))
+            yield rival("hidden state", sentence, self.head, lambda samples: replace(samples, draft=None))
         window = self.config.window
         orders = {f"shifted by {by}": [(k + by) % window for k in range(window)] for by in range(1, window)}
         for name, order in {**orders, "reversed": list(range(window))[::-1]}.items():
@@ -205,13 +195,10 @@ class MtpcEvaluator(Evaluator):
 
     def _chance(self, comparison: Comparison, num_drafts: int) -> float:
         """Acceptance at position 1 of drafts from hidden states of unrelated contexts, along the same text."""
-        samples = comparison.samples
-        known = (samples.tokens >= 0)[:, :-1]
-        states, generator = samples.read.clone(), torch.Generator().manual_seed(0)
-        order = torch.randperm(int(known.sum()), generator=generator)
-        states[known] = samples.read[known][order]
-        mixed = replace(samples, draft=states)
-        return self._predict(comparison, self.head, mixed, num_drafts).per_position[0]
+        samples, generator = comparison.samples, torch.Generator().manual_seed(0)
+        known, states = (samples.tokens >= 0)[:, :-1], samples.read.clone()
+        states[known] = samples.read[known][torch.randperm(int(known.sum()), generator=generator)]
+        return self._predict(comparison, self.head, replace(samples, draft=states), num_drafts).per_position[0]
 
 
 class _Reordered(torch.nn.Module):

@@ -11,32 +11,24 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.checkpoint.ptp import load_student
-from vllm_mtpc.eval import compare, ptp_acceptance
-from vllm_mtpc.eval.candidates import CandidateMetrics, measure_candidates
-from vllm_mtpc.eval.compare import Asked, Cause, Comparison
-from vllm_mtpc.eval.coupling import Coupling, Picker
-from vllm_mtpc.eval.evaluator import Evaluator
-from vllm_mtpc.eval.metrics import Metrics, ratio, reached, shown, shown_shares, shown_tokens, table
-from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import Samples, bits_per_token, generate
-from vllm_mtpc.heads.ptp.student import UNINFORMED
+from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.engine.served import Served
+from vllm_mtpc.eval import ptp_acceptance as rule
+from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, check_chain, continued, first_cause, nearest
+from vllm_mtpc.eval.metrics import Metrics, ratio, shown, shown_shares, shown_tokens
+from vllm_mtpc.eval.ptp_acceptance import CandidateMetrics, Coupling, PtpMetrics, Windows
+from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, generate
+from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
+from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.config.plan import VARIANTS, GroupTable, choose_groups, drafts_of_rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm_mtpc.config.ptp import PtpConfig
-    from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.heads.ptp.student import Student
-    from vllm_mtpc.hf import Target
 
 ROWS_PER_DRAFT = (2, 4)  # budgets shown: so many auxiliary rows per draft of a step
 NOT_PICKED = 0.01  # of the tokens may be others than u picks, by rounding
@@ -114,8 +106,8 @@ class PtpEvaluator(Evaluator):
         return Coupling(self.student, sampling, seed, num_drafts)
 
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> PtpEvaluation:
-        windows = ptp_acceptance.collect(self.student, samples, sampling, num_drafts, args.seed)
-        metrics = ptp_acceptance.summarise(windows)
+        windows = rule.collect(self.student, samples, sampling, num_drafts, args.seed)
+        metrics = rule.summarise(windows)
         counts = [] if sampling.greedy else args.candidates
         asked = (args.new_tokens, sampling, num_drafts, args.seed)
         return PtpEvaluation(
@@ -123,16 +115,16 @@ class PtpEvaluator(Evaluator):
             metrics,
             [self._merged(windows, metrics, factor * num_drafts) for factor in ROWS_PER_DRAFT],
             None,
-            [measure_candidates(self.student, samples.prompts, count, *asked) for count in counts],
+            [rule.Written(self.student, samples.prompts, count, *asked).run().metrics() for count in counts],
             bits_per_token(samples, self.target, len(samples.tokens)),
-            ptp_acceptance.uses_u(metrics),
+            rule.uses_u(metrics),
         )
 
     def _merged(self, windows: Windows, metrics: PtpMetrics, rows: int) -> Merged:
         config, num_drafts = self.config, windows.right.shape[-1]
         groups = choose_groups(metrics.histogram, num_drafts, rows, config.variant, config.window)
         after = drafts_of_rows(torch.tensor(groups.sizes), config.variant)
-        steps = ptp_acceptance.follow(windows, after=after)
+        steps = rule.follow(windows, after=after)
         return Merged(rows, groups, *ratio(steps.tokens, steps.count))
 
     def title(self, num_drafts: int) -> str:
@@ -141,11 +133,11 @@ class PtpEvaluator(Evaluator):
         sizes = f"n={config.window}, r={config.lora_rank}, K={num_drafts} drafts"
         return f"{self.folder}: {config.variant}{informed}, {sizes}"
 
-    def rows(self, results: Sequence[PtpEvaluation]) -> list[tuple[str, list[str]]]:
+    def rows(self, results: Sequence[PtpEvaluation]) -> list[tuple[str, Callable[[PtpEvaluation], str]]]:
         def two_passes(r: PtpEvaluation) -> str:
             return shown(r.figures.two_pass_tokens_per_step, r.figures.two_pass_standard_error)
 
-        columns: list[tuple[str, Callable[[PtpEvaluation], str]]] = [
+        return [
             ("tokens/step, merged pass, ideal ± s.e.", lambda r: shown_tokens(r.figures)),
             *(
                 (f"  with {merged.rows} auxiliary rows", lambda r, at=at: shown_tokens(r.merged[at]))
@@ -167,7 +159,6 @@ class PtpEvaluator(Evaluator):
                 for at, metrics in enumerate(max((r.candidates for r in results), key=len))
             ),
         ]
-        return table(columns, results)
 
     def warnings(self, results: Sequence[PtpEvaluation]) -> list[str]:
         trained, found = self.default_sampling(self.config), []
@@ -186,14 +177,18 @@ class PtpEvaluator(Evaluator):
 
     def compare(self, asked: Asked, served: Served) -> PtpComparison:
         """The text is continued as the server would have continued it."""
-        sampling, device = self.sampling(served.temperature, asked.top_p, asked.top_k), self.target.device
+        sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
+        pairs = zip(asked.prompts, served.outputs, strict=True)
+        longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + asked.num_drafts
+        # of the tokens behind the first one of each text
+        numbers = rule.request_u(sampling, asked.seeds, 1, longest, self.target.device)
 
         def coupled(first: int, lengths: list[int]) -> _Coupled:
-            return _Coupled(sampling, asked.seeds[first : first + len(lengths)], lengths, device)
+            return _Coupled(sampling, numbers[first : first + len(lengths)], torch.tensor(lengths) - 1)
 
-        samples = compare.continued(self.target, asked, served, coupled)
-        u = known_u(samples, asked.seeds, sampling)
-        windows = ptp_acceptance.collect(self.student, samples, sampling, asked.num_drafts, u=u)
+        samples = continued(self.target, asked, served, coupled)
+        u = torch.nn.functional.pad(numbers.cpu(), (1, 0), value=UNINFORMED)[:, : samples.tokens.shape[1]]
+        windows = rule.collect(self.student, samples, sampling, asked.num_drafts, u=u)
         two_pass = asked.draft_pass != "merged"
         return PtpComparison(
             served,
@@ -201,7 +196,7 @@ class PtpEvaluator(Evaluator):
             samples,
             predict(windows, two_pass),
             noise=0.0,
-            chain=compare.check_chain(self.target, samples, sampling),
+            chain=check_chain(self.target, samples, sampling),
             recorded="two_pass_" if two_pass else "",
             u=u,
             windows=windows,
@@ -215,23 +210,23 @@ class PtpEvaluator(Evaluator):
             return 0.0
         wrong = count = 0
         for numbers, (at, tokens, logits) in zip(u, samples.continuations(self.target), strict=True):
-            picked = pick(sampling.log_probs(logits), numbers[at].to(logits.device))
-            wrong, count = wrong + int((picked != tokens).sum()), count + len(tokens)
+            wrong += int((pick(sampling.log_probs(logits), numbers[at].to(logits.device)) != tokens).sum())
+            count += len(tokens)
         return wrong / max(1, count)
 
     def wrong_drafting(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
-        for comparison in comparisons:
-            if comparison.not_picked > NOT_PICKED:
-                return Cause(
-                    "u",
-                    f"{comparison.not_picked:.0%} of the sampled tokens are not what their u picks: the server draws "
-                    "other numbers, or does not verify by u",
-                )
+        def other_numbers(comparison: PtpComparison) -> Cause | None:
+            wrong = f"{comparison.not_picked:.0%} of the sampled tokens are not what their u picks"
+            sentence = f"{wrong}: the server draws other numbers, or does not verify by u"
+            return Cause("u", sentence) if comparison.not_picked > NOT_PICKED else None
+
+        if cause := first_cause(comparisons, other_numbers):
+            return cause
         # Greedy rows all carry one number: these comparisons have to agree as they are.
         sampled = _sampled(comparisons)
         if not sampled or any(one.differs for one in comparisons if one.sampling.greedy):
             return None
-        return compare.nearest(sampled, self._rivals(num_drafts))
+        return nearest(sampled, self._rivals(num_drafts))
 
     def other_head(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause:
         return Cause(
@@ -244,7 +239,7 @@ class PtpEvaluator(Evaluator):
     def knows_nothing(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
         """A head that is served as predicted, but whose drafts are no better than with the u of other windows."""
         sampled = _sampled(comparisons) if self.config.uses_u else []
-        if not sampled or any(ptp_acceptance.uses_u(ptp_acceptance.summarise(one.windows)) for one in sampled):
+        if not sampled or any(rule.uses_u(rule.summarise(one.windows)) for one in sampled):
             return None
         return Cause(
             "u",
@@ -254,7 +249,7 @@ class PtpEvaluator(Evaluator):
 
     def notes(self, comparisons: Sequence[PtpComparison]) -> list[str]:
         return [
-            _shuffled_line(f"T={one.sampling.temperature:g}", ptp_acceptance.summarise(one.windows))
+            _shuffled_line(f"T={one.sampling.temperature:g}", rule.summarise(one.windows))
             for one in _sampled(comparisons)
         ]
 
@@ -264,7 +259,7 @@ class PtpEvaluator(Evaluator):
         generator = torch.Generator(self.target.device).manual_seed(args.seed)
         prompts, drafts = [torch.tensor(prompt) for prompt in asked.prompts], asked.num_drafts
         samples = generate(self.target, prompts, args.max_tokens, sampling, generator, overhang=drafts)
-        metrics = ptp_acceptance.measure_ptp(self.student, samples, sampling, drafts, args.seed)
+        metrics = rule.measure_ptp(self.student, samples, sampling, drafts, args.seed)
         merged, two_pass = metrics.tokens_per_step, metrics.two_pass_tokens_per_step
         line = _shuffled_line(f"T={sampling.temperature:g}, without vLLM", metrics)
         print(f"{line}; {merged:.3f} tokens/step in a merged pass, {two_pass:.3f} in two")
@@ -282,47 +277,27 @@ class PtpEvaluator(Evaluator):
                     windows = one.windows._replace(right=one.windows.shuffled)
                 else:
                     numbers = {"u": one.u, "carried": one.u.roll(shift, 1)}
-                    windows = ptp_acceptance.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
+                    windows = rule.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
                 return predict(windows, one.two_pass)
 
             yield Cause("u", f"what is served is what the student does with {what} on its rows"), predicted
 
 
 class _Coupled:
-    """A ``Sampling`` whose tokens are picked by the u of requests with seeds, from lengths[B] on."""
+    """A ``Sampling`` whose tokens are picked by u[B, L], those of the first tokens by the columns at[B]."""
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        self.log_probs, self.lengths = sampling.log_probs, lengths
-        self.pickers = [Picker(sampling, seed, device) for seed in seeds]
-        self.made = 0
+    def __init__(self, sampling: Sampling, u: Tensor, at: Tensor) -> None:
+        self.sampling, self.log_probs, self.u, self.at = sampling, sampling.log_probs, u, at.to(u.device)
 
     def pick(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        rows = zip(self.pickers, log_probs, self.lengths, strict=True)
-        picked = [picker.pick(row[None], length + self.made) for picker, row, length in rows]
-        self.made += 1
-        return torch.cat(picked)
-
-
-def known_u(samples: Samples, seeds: Sequence[int], sampling: Sampling) -> Tensor:
-    """u [S, L] that picked tokens[:, k] in requests with these seeds, k >= 1; greedy: 0.5."""
-    count = samples.tokens.shape[1] - 1
-    rows = [Picker(sampling, seed, samples.tokens.device).u(1, count) for seed in seeds]
-    return torch.nn.functional.pad(torch.stack(rows), (1, 0), value=UNINFORMED)
+        u = self.u.gather(1, self.at[:, None])[:, 0]
+        self.at = self.at + 1
+        return rule.picked(self.sampling, log_probs, u)
 
 
 def predict(windows: Windows, two_pass: bool) -> Metrics:
     """Counters of a server with rows for every group."""
-    steps = ptp_acceptance.follow(windows, two_pass)
-    value, error = ratio(steps.tokens, steps.count)
-    return Metrics(
-        tokens_per_step=value,
-        standard_error=error,
-        per_position=reached(steps.histogram),
-        anywhere=math.nan,
-        sequences=len(windows.valid),
-        contexts=int(windows.valid.sum()),
-        steps=steps.count.sum().item(),
-    )
+    return Metrics.of(*rule.follow(windows, two_pass), anywhere=math.nan, contexts=int(windows.valid.sum()))
 
 
 def _sampled(comparisons: Sequence[PtpComparison]) -> list[PtpComparison]:

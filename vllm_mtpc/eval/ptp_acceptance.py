@@ -1,4 +1,4 @@
-"""Tokens/step of a PTP head under the serving rule, computed on the target's own text.
+"""PTP heads under the serving rule: tokens/step, computed on the target's own text, and the rule carried out.
 
 A server picks token x_k by u_k: x_k = Pick(u_k, Q_k), Q_k the target's processed distribution (Parallel Token
 Prediction, section 2.1). Given the text, u_k is uniform on the interval of x_k and independent of everything else; so a
@@ -16,51 +16,56 @@ Steps follow each other through each continuation, and tokens/step is the number
     two passes    window at t + 1, behind x_1, whose own row gives x_2 for certain; the student drafts K - 1 behind it
 
 A server starts no step once a text has ended and counts the drafts of its last step also past the end: so it is here.
+
+The rule carried out (``Coupling``): u_k is a hash of (seed, k - 1), so the text is a function of prompt and seed,
+whatever is drafted. A step is two passes: x_1 is read, its row gives x_2, the student the drafts behind (pass 1; here
+x_1 and the rows of u are two calls, which read one cache), then the target reads the drafts (pass 2); they are accepted
+while they are what it picks, and what it picks behind them is the next x_1. ``Written`` carries it out with several
+candidates per step, of which one is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
-from vllm_mtpc.eval.metrics import check_drafts, ratio, reached
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, ratio
+from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.ptp.distribution import STEPS, draft_tokens, edges, u_inside
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm_mtpc.eval.sampling import Sampling
-    from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.heads.ptp.student import UNINFORMED, Prefix, Student
+from vllm_mtpc.hf import Session
+from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.kernels.uniform import uniform
 
 CHUNK_ELEMENTS = 2**24  # scores or logits of one pass: 64 MiB in float32
 PREFIX_ELEMENTS = 2**26  # keys and values kept at once
 
 
-@dataclass(frozen=True)
-class PtpMetrics:
-    """What one head does at one temperature. s.e.: standard error over sequences."""
+@dataclass(frozen=True, kw_only=True)
+class PtpMetrics(StepMetrics):
+    """Of a PTP head; the steps are those of a merged pass, ideal."""
 
-    tokens_per_step: float  # merged pass, ideal; the target's own token included, plain decoding is 1.0
-    standard_error: float
-    per_position: list[float]  # unconditional: P(drafts 1..k are all accepted), k = 1..K, over steps
     histogram: list[float]  # P(exactly g of K drafts are accepted), g = 0..K, over steps
     two_pass_tokens_per_step: float
     two_pass_standard_error: float
     accuracy: float  # drafts that are the text's token, of all drafts of all windows, whatever those before them are
     shuffled_accuracy: float  # the same where rows carry the u of another window
     anywhere: float  # expected tokens of a step started at a uniformly chosen position
-    sequences: int
     contexts: int
-    steps: float  # number of merged steps
 
-    def as_dict(self) -> dict[str, object]:
-        """For provenance files."""
-        return asdict(self)
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateMetrics(StepMetrics):
+    """Of M candidates per step."""
+
+    candidates: int
 
 
 class Windows(NamedTuple):
@@ -77,7 +82,7 @@ class Windows(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Steps of some texts counted."""
+    """Steps of some texts counted, as ``StepMetrics.of`` takes them."""
 
     count: Tensor  # [S] float64
     tokens: Tensor  # [S] float64, the drafts of a last step included where they pass the end
@@ -110,16 +115,17 @@ def collect(
     what rows carry in their place.
     """
     config = student.config
-    drafts = config.num_speculative_tokens if num_drafts is None else check_drafts(config.window, num_drafts)
+    drafts = check_drafts(config.window, num_drafts, config.num_speculative_tokens)
     first, count = samples.starts(drafts)
     u = u_of_text(student, samples, sampling, seed) if u is None else u.cpu().float()
     carried = u if carried is None else carried.cpu().float()
     shape = (len(count), int(count.max()) + 1, drafts)
-    right, shuffled = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    right, shuffled = torch.zeros(2, *shape, dtype=torch.bool)
     generator, rows = torch.Generator().manual_seed(seed), draft_rows(student, drafts)
     # Where not the rows alone make drafts good (a late network, `law_trust`), u is foreign to Pick as well.
     is_plain = student.late is None and config.law_trust is None
-    for texts in _texts(student, samples):
+    prefix_elements = 2 * student.target.config.num_hidden_layers * student.target.hidden_size * samples.tokens.shape[1]
+    for texts in _parts(len(count), PREFIX_ELEMENTS, prefix_elements):
         tokens, columns = samples.tokens[texts], torch.arange(shape[1])
         row, column = ((columns <= count[texts, None]) & (count[texts, None] > 0)).nonzero(as_tuple=True)
         if not len(row):
@@ -141,16 +147,16 @@ def collect(
 
 def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int) -> Tensor:
     """u [S, L] float32, on the CPU: uniform inside the intervals of the tokens behind each prompt; greedy: 0.5."""
-    u = torch.full(samples.tokens.shape, 0.5)
+    u = torch.full(samples.tokens.shape, UNINFORMED)
     if sampling.greedy:
         return u
     generator = torch.Generator().manual_seed(seed)
     inner = torch.randint(STEPS, samples.tokens.shape, generator=generator).double() / STEPS
     drawn = (samples.tokens >= 0) & (torch.arange(samples.tokens.shape[1]) >= samples.prompt_lengths[:, None])
     rows, columns = drawn.nonzero(as_tuple=True)
-    size = max(1, CHUNK_ELEMENTS // student.target.vocab_size)
     device = student.target.device
-    for row, column in zip(rows.split(size), columns.split(size), strict=True):
+    for part in _parts(len(rows), CHUNK_ELEMENTS, student.target.vocab_size):
+        row, column = rows[part], columns[part]
         log_q = sampling.log_probs(student.logits(samples.hidden[row, column - 1].to(device)))
         left, right = edges(log_q, samples.tokens[row, column].to(device))
         u[row, column] = u_inside(left, right, inner[row, column].to(device)).cpu()
@@ -179,20 +185,14 @@ def draft_rows(student: Student, num_drafts: int) -> slice:
 
 def chunks(student: Student, length: int, rows: int, count: int) -> Iterator[slice]:
     """``count`` windows of ``rows`` rows behind up to ``length`` tokens, in parts that fit in memory."""
-    config = student.target.config
-    scores = (length + rows) * config.num_attention_heads
-    size = max(1, CHUNK_ELEMENTS // (rows * max(scores, student.target.vocab_size)))
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
+    scores = (length + rows) * student.target.config.num_attention_heads
+    return _parts(count, CHUNK_ELEMENTS, rows * max(scores, student.target.vocab_size))
 
 
-def _texts(student: Student, samples: Samples) -> Iterator[slice]:
-    """Texts whose keys and values fit in memory together."""
-    config = student.target.config
-    each = 2 * config.num_hidden_layers * student.target.hidden_size * samples.tokens.shape[1]
-    size = max(1, PREFIX_ELEMENTS // each)
-    for start in range(0, len(samples.tokens), size):
-        yield slice(start, min(start + size, len(samples.tokens)))
+def _parts(count: int, elements: int, each: int) -> Iterator[slice]:
+    """``count`` things of so many elements ``each``, in parts of at most ``elements``."""
+    size = max(1, elements // each)
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _shifted(values: Tensor, row: Tensor, start: Tensor, count: int) -> Tensor:
@@ -213,7 +213,7 @@ def follow(windows: Windows, two_pass: bool = False, after: Tensor | None = None
     after = torch.full((drafts + 1,), drafts) if after is None else after
     row, at = torch.arange(texts), torch.zeros(texts, dtype=torch.long)
     state = after[at]
-    count, tokens = torch.zeros(texts, dtype=torch.float64), torch.zeros(texts, dtype=torch.float64)
+    count, tokens = torch.zeros(2, texts, dtype=torch.float64)
     histogram = torch.zeros(drafts + 1, dtype=torch.float64)
     while bool((runs := valid[row, at]).any()):
         accepted = torch.minimum(leading[row, at], state)
@@ -227,23 +227,18 @@ def follow(windows: Windows, two_pass: bool = False, after: Tensor | None = None
 
 def summarise(windows: Windows) -> PtpMetrics:
     """Metrics of all texts together."""
-    merged, two_pass = follow(windows), follow(windows, two_pass=True)
-    value, error = ratio(merged.tokens, merged.count)
-    two_value, two_error = ratio(two_pass.tokens, two_pass.count)
-    valid = windows.valid
-    return PtpMetrics(
-        tokens_per_step=value,
-        standard_error=error,
-        per_position=reached(merged.histogram),
+    merged, valid = follow(windows), windows.valid
+    two_pass = follow(windows, two_pass=True)
+    tokens_per_step, standard_error = ratio(two_pass.tokens, two_pass.count)
+    return PtpMetrics.of(
+        *merged,
         histogram=(merged.histogram / merged.histogram.sum()).tolist(),
-        two_pass_tokens_per_step=two_value,
-        two_pass_standard_error=two_error,
+        two_pass_tokens_per_step=tokens_per_step,
+        two_pass_standard_error=standard_error,
         accuracy=windows.right[:, :-1][valid].double().mean().item(),
         shuffled_accuracy=windows.shuffled[:, :-1][valid].double().mean().item(),
         anywhere=1 + windows.leading[:, :-1][valid].double().mean().item(),
-        sequences=len(valid),
         contexts=int(valid.sum()),
-        steps=merged.count.sum().item(),
     )
 
 
@@ -252,3 +247,186 @@ def uses_u(metrics: PtpMetrics) -> bool:
     accuracy, shuffled = metrics.accuracy, metrics.shuffled_accuracy
     noise = math.sqrt(max(accuracy * (1 - accuracy), 1e-12) / max(1, metrics.contexts))
     return accuracy - shuffled > max(0.02 * accuracy, 5 * noise)
+
+
+def request_u(sampling: Sampling, seeds: Sequence[int], first: int, count: int, device: torch.device) -> Tensor:
+    """u [B, count] float32 of the tokens at first .. first + count - 1 of B requests with seeds; greedy: 0.5."""
+    if sampling.greedy:
+        return torch.full((len(seeds), count), UNINFORMED, device=device)
+    at = torch.arange(first - 1, first + count - 1, device=device)
+    return torch.stack([uniform(torch.full_like(at, seed), at) for seed in seeds])
+
+
+def picked(sampling: Sampling, log_q: Tensor, u: Tensor) -> Tensor:
+    """The target's choice [m] by log_q[m, V] of ``sampling`` and u[m]."""
+    return log_q.argmax(-1) if sampling.greedy else pick(log_q, u)
+
+
+class Coupling:
+    """``decode.Drafting`` of a PTP head. The first text has ``seed``, every further one the next."""
+
+    def __init__(self, student: Student, sampling: Sampling, seed: int = 0, num_drafts: int | None = None) -> None:
+        self.student, self.sampling, self.seed = student, sampling, seed
+        self.num_drafts = student.config.num_speculative_tokens if num_drafts is None else num_drafts
+
+    def start(self, session: Session, hidden: Tensor, length: int) -> Tensor:
+        self.session, self.length, self.request = session, length, [self.seed]  # length: tokens that are read
+        self.seed += 1
+        return self._picked(hidden)
+
+    def step(self, mode: str, hidden: Tensor, first: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
+        states = self.session.read(first[None])[0]  # [1, D]: x_1 at index `length` is read
+        self.length += 1
+        drafts = first.new_empty(0)
+        if mode != "stp":
+            drafts = self.draft(states)
+            states = torch.cat([states, self.session.read(drafts[None])[0]])  # [1 + K, D]
+        chosen = self._picked(states)  # [1 + K]
+        kept = int((chosen[:-1] == drafts).long().cumprod(0).sum()) if mode == "speculative" else len(drafts)
+        self.length += kept
+        return drafts, kept, chosen[kept : kept + 1], states
+
+    def draft(self, state: Tensor) -> Tensor:
+        """Drafts [K] behind the tokens that are read, the last of them with state[1, D]."""
+        sure = self._picked(state)
+        if self.num_drafts == 1:
+            return sure
+        rows, u = draft_rows(self.student, self.num_drafts - 1), self._u(self.num_drafts)  # u [1, K] of the drafts
+        zero = torch.zeros(1, dtype=torch.long, device=state.device)
+        hidden = self.student.aux(self._prefix(), zero, zero + self.length - 1, u[:, : rows.stop])[:, rows]
+        return torch.cat([sure, draft(self.student, hidden, u[:, 1:], self.sampling.greedy, sure)[0]])
+
+    def _u(self, count: int) -> Tensor:
+        """u [1, count] of the next tokens."""
+        return request_u(self.sampling, self.request, self.length, count, self.student.target.device)
+
+    def _picked(self, states: Tensor) -> Tensor:
+        """What the target picks behind states[m, D], the first of which belongs to the last token that is read."""
+        log_q = self.sampling.log_probs(self.student.logits(states))
+        return picked(self.sampling, log_q, self._u(len(log_q))[0])
+
+    def _prefix(self) -> Prefix:
+        """What is in the cache, as the student's windows read it."""
+        layers = self.session.cache.layers
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        at = torch.arange(self.length, device=keys[0].device)[None]
+        return Prefix(keys[0].new_empty(1, self.length, 0), keys, values, at, torch.zeros_like(at))
+
+
+def choose(off: Tensor, accepted: Tensor) -> Tensor:
+    """The candidate [R] that is kept, by the criterion off[R, M]; accepted[R, M] drafts must play no part."""
+    return off.argmin(1)
+
+
+class Written:
+    """Texts written with several candidates per step, of which one is kept (PTP paper, appendix E).
+
+    A step knows the text up to x_1 and the u that picked it. Each of M candidates draws u of its own for the tokens
+    behind, drafts x_2..x_(1+K) from them, and has them verified in one pass of the target: t_k = Pick(u_k, Q_k(. |
+    drafts before k)). The candidate that is kept is the one whose u lie nearest to the middle of their intervals,
+
+        argmin_m sum_k |f_k - 1/2|,   f_k = (u_k - F_left) / (F_right - F_left) of t_k
+
+    (the paper's equation 18 has argmax and the ends exchanged). Its accepted drafts and the t_k behind them, which is
+    the next x_1, become text; every u behind that is drawn anew.
+
+    The distribution of the text is the target's: given all drafts and tokens before k, f_k is uniform and independent
+    of t_k. So the f of a candidate are independent of the text it writes, and choosing by any function of the f does
+    not change its distribution. Choosing by anything that looks at tokens does, and so would the u behind the first
+    wrong draft if they were kept: their f belong to another text.
+
+    tokens: [S, L] int64, prompts included, -1 behind the end; histogram: [S, K + 1] float64, steps by accepted drafts.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        prompts: Sequence[Tensor],
+        candidates: int,
+        new_tokens: int,
+        sampling: Sampling,
+        num_drafts: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if candidates < 1 or sampling.greedy:
+            raise UsageError(
+                f"{candidates} candidates at temperature {sampling.temperature:g}: allowed are 1 and above; greedy "
+                "text has no u to choose; raise --candidates, or leave it out"
+            )
+        drafts = check_drafts(student.config.window, num_drafts, student.config.num_speculative_tokens)
+        self.student, self.candidates, self.drafts, self.sampling = student, candidates, drafts, sampling
+        self.generator = torch.Generator().manual_seed(seed)
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # x_1 included, once it is picked
+        self.longest = self.lengths + new_tokens
+        self.tokens = torch.zeros(len(prompts), int(self.longest.max()) + drafts + 2, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = prompt
+        self.histogram = torch.zeros(len(prompts), drafts + 1, dtype=torch.float64)
+
+    @torch.inference_mode()
+    def run(self) -> Written:
+        """Writes all texts, whatever their tokens are."""
+        running = torch.arange(len(self.tokens))
+        hidden = self.student.prefix(self.tokens[:, : int(self.lengths.max())]).hidden
+        states = hidden[running.to(hidden.device), (self.lengths - 1).to(hidden.device)]
+        self.u = self._numbers(len(running))  # [S], of the last token
+        self.tokens[running, self.lengths] = pick(self._log_probs(states), self.u.to(states.device)).cpu()
+        self.lengths += 1
+        label = f"T={self.sampling.temperature:g} M={self.candidates}"
+        with tqdm(total=len(running), desc=label, unit="text", disable=None) as bar:
+            while len(running):
+                self._step(running)
+                running = running[self.lengths[running] < self.longest[running]]
+                bar.update(len(self.tokens) - len(running) - bar.n)
+        self.tokens[torch.arange(self.tokens.shape[1]) >= self.longest[:, None]] = -1
+        return self
+
+    def metrics(self) -> CandidateMetrics:
+        """Tokens/step over all texts."""
+        steps, drafts = self.histogram.sum(1), torch.arange(self.drafts + 1, dtype=torch.float64)
+        tokens = steps + self.histogram @ drafts
+        return CandidateMetrics.of(steps, tokens, self.histogram.sum(0), candidates=self.candidates)
+
+    def _step(self, running: Tensor) -> None:
+        """One step of the texts in running[R]."""
+        count, candidates, drafts = len(running), self.candidates, self.drafts
+        prefix = self.student.prefix(self.tokens[running, : int(self.lengths[running].max())])
+        row = torch.arange(count).repeat_interleave(candidates)  # [R * M]
+        u = self._numbers(count, candidates, drafts + 1)  # of x_2..x_(2+K)
+        u = torch.cat([self.u[running, None, None].expand(-1, candidates, 1), u], 2).flatten(0, 1)  # [R * M, K + 2]
+        start = self.lengths[running][row] - 2  # x_1 is behind it
+        parts = []
+        for part in chunks(self.student, prefix.hidden.shape[1], drafts + 1, len(row)):
+            first = self.tokens[running[row[part]], start[part] + 1]
+            parts.append(self._verified(prefix, row[part], start[part], u[part], first))
+        tokens, accepted, off = (torch.cat(values).unflatten(0, (count, -1)) for values in zip(*parts, strict=True))
+        at, best = torch.arange(count), choose(off, accepted)  # [R]
+        accepted = accepted[at, best]
+        self.u[running] = u.unflatten(0, (count, candidates))[at, best, accepted + 1]
+        columns = self.lengths[running][:, None] + torch.arange(drafts + 1)
+        # What is behind the accepted ones is overwritten or cut.
+        self.tokens[running[:, None], columns] = tokens[at, best]
+        self.lengths[running] += 1 + accepted
+        self.histogram[running, accepted] += 1
+
+    def _verified(
+        self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor, first: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of candidates with u[B, K + 2] (of x_1 on): tokens picked [B, K + 1], accepted drafts [B], criterion [B]."""
+        student, rows = self.student, draft_rows(self.student, self.drafts)
+        hidden = student.aux(prefix, row, start, u[:, : rows.stop])[:, rows]
+        drafted = draft(student, hidden, u[:, 1 : self.drafts + 1], False, first).cpu()
+        states = student.plain(prefix, row, start, torch.cat([first[:, None], drafted], 1))  # [B, K + 1, D]
+        log_q = self._log_probs(states)
+        mine = u[:, 1:].to(log_q.device)
+        tokens = pick(log_q.flatten(0, 1), mine.flatten()).view(mine.shape)
+        left, right = edges(log_q, tokens)
+        off = ((mine.double() - left) / (right - left) - 0.5).abs().sum(1)
+        accepted = (tokens[:, :-1].cpu() == drafted).long().cumprod(1).sum(1)
+        return tokens.cpu(), accepted, off.cpu()
+
+    def _log_probs(self, states: Tensor) -> Tensor:
+        return self.sampling.log_probs(self.student.logits(states))
+
+    def _numbers(self, *shape: int) -> Tensor:
+        return (torch.randint(STEPS, shape, generator=self.generator) / STEPS).float()

@@ -1,4 +1,4 @@
-"""The target's own continuations of prompts, with the hidden state at every position.
+"""The target's own text: how its tokens are picked, and its continuations of prompts with every hidden state.
 
 A head is served on the target's own output, so that is what it is measured on. Generation computes every hidden state
 anyway; keeping them makes the measurement free of further target forwards.
@@ -9,20 +9,61 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.hf.session import Session
+from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.ptp.distribution import processed
+from vllm_mtpc.hf import Session, Target
 
-if TYPE_CHECKING:
-    from torch import Tensor
+GREEDY_BELOW = 1e-5  # vLLM's own threshold
 
-    from vllm_mtpc.eval.sampling import Sampling
-    from vllm_mtpc.heads.adapters import DraftLayers
-    from vllm_mtpc.hf import Target
+
+@dataclass(frozen=True)
+class Sampling:
+    """How next tokens are picked: temperature (0: greedy), top-p (1: off) and top-k (0: off).
+
+    ``greedy_drafts``: drafts are the likeliest tokens of the circuit whatever the temperature. A circuit's tokens know
+    no top-p and top-k. Raises UsageError where a value is not allowed.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    greedy_drafts: bool = False
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"temperature={self.temperature}: allowed are 0 (greedy) and above; set it to 1")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p={self.top_p}: allowed are values above 0 up to 1 (off); set it to 1")
+        if self.top_k < 0:
+            raise UsageError(f"top_k={self.top_k}: allowed are 0 (off) and above; set it to 0")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """log p [..., V] float32 of logits[..., V]; -inf outside top-k and top-p. Greedy: the untempered one."""
+        if self.greedy:
+            return logits.float().log_softmax(-1)
+        return processed(logits, self.temperature, self.top_k, self.top_p)
+
+    def draft_log_probs(self, log_q: Tensor) -> Tensor:
+        """log [..., V] of what a draft is drawn from: softmax(log_q / T), or all on one token for greedy drafts."""
+        if self.greedy_drafts:
+            return torch.full_like(log_q, -torch.inf).scatter(-1, log_q.argmax(-1, keepdim=True), 0.0)
+        return (log_q if self.greedy or self.temperature == 1 else log_q / self.temperature).log_softmax(-1)
+
+    def pick(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One token per row of log_probs[B, V], [B] int64: the likeliest one if greedy, a draw otherwise."""
+        if self.greedy:
+            return log_probs.argmax(-1)
+        return torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -103,22 +144,33 @@ def generate(
     overhang: int = 0,
     stops: set[int] | None = None,
     batch: int = 64,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> Samples:
     """Continues 1-D ``prompts`` by up to ``new_tokens`` tokens, and by ``overhang`` tokens past the end.
 
     ``stops``: tokens that end a text (None: those of the target; empty: none). ``progress`` is told how many texts are
     done. A generator with a fixed seed (on the target's device) gives the same text.
     """
-    stops = stop_ids(target) if stops is None else stops
-    if len(prompts) > batch:
-        how = {"overhang": overhang, "stops": stops, "batch": batch, "progress": progress}
-        parts = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-        return join([generate(target, part, new_tokens, sampling, generator, **how) for part in parts], target)
+    stops, pieces = stop_ids(target) if stops is None else stops, []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        pieces.append(_continued(target, part, new_tokens, sampling, generator, overhang, stops))
+        progress(len(part))
+    return join(pieces, target)
+
+
+def _continued(
+    target: Target,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    overhang: int,
+    stops: set[int],
+) -> Samples:
     session = Session(target)
     states = [session.start(prompts)]  # [B, P, D]
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    widest = int(prompt_lengths.max())
     is_stop = torch.tensor(sorted(stops), device=target.device)
     behind = torch.zeros(len(prompts), dtype=torch.long, device=target.device)  # tokens past the end of each row
     columns: list[Tensor] = []
@@ -131,38 +183,31 @@ def generate(
             break
         states.append(session.read(step[:, None]))
     written, hidden = torch.stack(columns, 1).cpu(), torch.cat(states, 1).cpu()
-    rows = []
-    for row, prompt in enumerate(prompts):
-        rows.append((torch.cat([prompt.cpu(), written[row]]), hidden[row, widest - len(prompt) :]))
-    tokens = pad_sequence([row[0] for row in rows], True, -1)
+    texts = [torch.cat([prompt.cpu(), row]) for prompt, row in zip(prompts, written, strict=True)]
+    tokens, padded = pad_sequence(texts, True, -1), (prompt_lengths.max() - prompt_lengths).tolist()
+    hidden = pad_sequence([row[before:] for row, before in zip(hidden, padded, strict=True)], True)
     lengths = ends(tokens, prompt_lengths, prompt_lengths + new_tokens, stops)
     known = torch.arange(tokens.shape[1]) < (lengths + overhang)[:, None]
-    hidden = pad_sequence([row[1] for row in rows], True)
-    if progress:
-        progress(len(prompts))
-    return join([Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths)], target)
+    return Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths)
 
 
 def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
-    """One set out of several; ``target``'s tokenizer counts the bytes."""
+    """One set out of several.
+
+    ``target``'s tokenizer counts the UTF-8 bytes (a character torn by the end counts as its replacement).
+    """
     joined = Samples(
         tokens=pad_sequence([row for piece in pieces for row in piece.tokens], True, -1),
         hidden=pad_sequence([row for piece in pieces for row in piece.hidden], True),
         prompt_lengths=torch.cat([piece.prompt_lengths for piece in pieces]),
         lengths=torch.cat([piece.lengths for piece in pieces]),
     )
-    if target is None or target.tokenizer is None:
+    count = int((joined.lengths - joined.prompt_lengths).sum())
+    if target is None or target.tokenizer is None or not count:
         return joined
-    return replace(joined, bytes_per_token=bytes_per_token(joined, target))
-
-
-def bytes_per_token(samples: Samples, target: Target) -> float | None:
-    """UTF-8 bytes by tokens of the continuations (a character torn by the end counts as its replacement)."""
-    total = tokens = 0
-    for row, start, end in zip(samples.tokens, samples.prompt_lengths.tolist(), samples.lengths.tolist(), strict=True):
-        total += len(target.tokenizer.decode(row[start:end].tolist()).encode("utf-8", "replace"))
-        tokens += end - start
-    return total / tokens if tokens else None
+    places = zip(joined.tokens, joined.prompt_lengths.tolist(), joined.lengths.tolist(), strict=True)
+    texts = [target.tokenizer.decode(row[start:end].tolist()) for row, start, end in places]
+    return replace(joined, bytes_per_token=sum(len(text.encode("utf-8", "replace")) for text in texts) / count)
 
 
 def bits_per_token(samples: Samples, target: Target, count: int) -> float:

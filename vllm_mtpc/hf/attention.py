@@ -8,9 +8,10 @@ same up to rounding.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,36 +23,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IMPLEMENTATION = "mtpc_xformers"  # our function's name among transformers' attention implementations
-NAMES = ("auto", "torch", "xformers")
+IMPLEMENTATIONS = {"torch": "sdpa", "xformers": "mtpc_xformers"}  # transformers' names (`attn_implementation`)
+NAMES = ("auto", *IMPLEMENTATIONS)
 CAPABILITY = (7, 0)  # the oldest GPUs xformers is built for
 
 
-class Backend(NamedTuple):
-    """An attention: our name of it, and transformers' (`attn_implementation`)."""
-
-    name: str
-    implementation: str
-
-
-def choose_attention(name: str, device: torch.device | str) -> Backend:
-    """The attention for a device.
+def choose_attention(name: str, device: torch.device | str) -> str:
+    """The attention for a device: torch or xformers.
 
     `auto` is xformers where it is installed and `device` is a CUDA device of compute capability 7.0 or more for which
     it has a kernel, else torch. Raises UsageError for another name, and for xformers where it cannot run.
     """
-    device = torch.device(device)
     if name not in NAMES:
         raise UsageError(f"attention {name!r} is not known; allowed: {', '.join(NAMES)}")
-    if name == "torch":
-        return Backend("torch", "sdpa")
-    obstacle = _obstacle(device)
-    if obstacle is None:
-        _register()
-        return Backend("xformers", IMPLEMENTATION)
-    if name == "xformers":
+    obstacle = None if name == "torch" else _obstacle(torch.device(device))
+    if name == "xformers" and obstacle:
         raise UsageError(f"attention 'xformers' cannot be used: {obstacle}")
-    return Backend("torch", "sdpa")
+    if name == "torch" or obstacle:
+        return "torch"
+    _register()
+    return "xformers"
 
 
 def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
@@ -59,7 +50,7 @@ def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
 
     documents: [B, S] integers, the document each token belongs to; the tokens of one are neighbours; -1: padding, at
     the end. Positions restart at each document. Padding is a document of its own, so its states are finite and
-    nothing reads them. attention: `Backend.name`. Needs `use_cache=False` and no attention mask.
+    nothing reads them. attention: "torch" or "xformers". Needs `use_cache=False` and no attention mask.
     """
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -67,8 +58,7 @@ def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {"position_ids": index - torch.where(first, index, 0).cummax(1).values}
     if attention == "xformers":
         starts = first.flatten().nonzero()[:, 0].tolist()
-        ends = [*starts[1:], documents.numel()]
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        lengths = [end - start for start, end in itertools.pairwise([*starts, documents.numel()])]
         arguments["packing"] = Packing(lengths, documents.device)
     return arguments
 
@@ -190,8 +180,8 @@ def _obstacle(device: torch.device) -> str | None:
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(IMPLEMENTATION, xformers_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, DeferredMask)
+    AttentionInterface.register(IMPLEMENTATIONS["xformers"], xformers_attention)
+    AttentionMaskInterface.register(IMPLEMENTATIONS["xformers"], DeferredMask)
 
 
 @cache

@@ -1,11 +1,12 @@
-"""A target on transformers: its backbone, its lm_head, and hidden states of packed rows.
+"""A target on transformers: config and tokenizer of a name, backbone, lm_head, and a session that reads on.
 
 What a head reads and is verified by, without vLLM: training and evaluation use this; serving uses vLLM's own model.
+Code that a repository ships is never run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.errors import UsageError
-from vllm_mtpc.hf.names import NO_REMOTE_CODE, UNREADABLE, reason, target_config, tokenizer_if_any
+from vllm_mtpc.errors import UsageError, first_line
+from vllm_mtpc.hf.attention import IMPLEMENTATIONS, choose_attention, packed_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+UNREADABLE = (OSError, ValueError, KeyError)  # transformers raises all of these on bad input
+NO_REMOTE_CODE = {"trust_remote_code": False}  # unset, transformers asks on the terminal
+# Models of this package, which vLLM runs and transformers does not know (vllm_mtpc/models/registration.py)
+SERVED_ONLY = ("EvaByteForCausalLM", "TPULlamaForCausalLM")
+CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # can forget their last tokens
 
 
 @dataclass
@@ -63,8 +70,6 @@ class Target:
 
     def packed(self, documents: Tensor | None) -> dict[str, Any]:
         """Arguments of the backbone for rows that hold several documents; none where there is one per row."""
-        from vllm_mtpc.hf.attention import packed_arguments
-
         return {} if documents is None else packed_arguments(documents.to(self.device), self.attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -85,49 +90,160 @@ def load_target(
     """The target named by a folder or hub name. Raises UsageError in one line."""
     from transformers import AutoModelForCausalLM
 
-    from vllm_mtpc.hf.attention import choose_attention
-
-    name = str(name)
-    backend = choose_attention(attention, torch.device(device))
+    name, attention = str(name), choose_attention(attention, device)
     # transformers' PyTorch attention leaves out the soft cap of attention logits (Gemma 2); its own does not
     capped = getattr(target_config(name).get_text_config(), "attn_logit_softcapping", None) is not None
-    implementation = "eager" if capped else backend.implementation
+    implementation = "eager" if capped else IMPLEMENTATIONS[attention]
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
         )
     except (*UNREADABLE, RuntimeError) as error:
         raise UsageError(
-            f"target {name}: not a causal language model that transformers can load ({reason(error)}); "
+            f"target {name}: not a causal language model that transformers can load ({_reason(error)}); "
             "name the folder or hub repository of one"
         ) from None
-    _check(name, model, found["missing_keys"])
-    tokenizer = tokenizer_if_any(name)
-    model = model.to(device).eval().requires_grad_(False)
-    return Target(
-        name, model, tokenizer, model.base_model, model.get_output_embeddings(), "torch" if capped else backend.name
-    )
-
-
-def _check(name: str, model: PreTrainedModel, missing: Collection[str]) -> None:
-    """transformers makes up weights that are not in the files; a target with such weights is none."""
-    if model.get_output_embeddings() is None or model.base_model is model:
+    kind, missing, lm_head = type(model).__name__, sorted(found["missing_keys"]), model.get_output_embeddings()
+    if lm_head is None or model.base_model is model:
         raise UsageError(
-            f"target {name}: {type(model).__name__} has no lm_head, so it cannot verify drafts; "
+            f"target {name}: {kind} has no lm_head, so it cannot verify drafts; "
             "name a causal language model (…ForCausalLM)"
         )
-    if missing:
+    if missing:  # transformers makes up weights that are not in the files; a target with such weights is none
         raise UsageError(
-            f"target {name}: its files have no {sorted(missing)[0]} ({len(missing)} tensors of {type(model).__name__} "
-            "are missing), so it cannot verify drafts; name a causal language model (…ForCausalLM) with all its weights"
+            f"target {name}: its files have no {missing[0]} ({len(missing)} tensors of {kind} are missing), "
+            "so it cannot verify drafts; name a causal language model (…ForCausalLM) with all its weights"
         )
+    model = model.to(device).eval().requires_grad_(False)
+    return Target(name, model, tokenizer_if_any(name), model.base_model, lm_head, "torch" if capped else attention)
 
 
-def check_length(target: Target, tokens: Sequence[Tensor], new_tokens: int, flag: str) -> None:
-    """Raises UsageError where a text would be longer than the target can read."""
-    limit, longest = getattr(target.config, "max_position_embeddings", None), max(map(len, tokens))
+def target_config(name: str | Path) -> Any:
+    """The whole config of a target. Raises UsageError, also for models that only vLLM runs."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    try:
+        values, _ = PretrainedConfig.get_config_dict(str(name))
+        for architecture in values.get("architectures") or ():
+            if architecture in SERVED_ONLY:
+                raise UsageError(
+                    f"target {name}: {architecture} runs in vLLM alone, so heads for it can be served, converted "
+                    "(vllm-mtpc convert, token-heads) and measured with vllm-mtpc bench serve, but not trained, "
+                    "evaluated or doctored; name a target that transformers has"
+                )
+        return AutoConfig.from_pretrained(name, **NO_REMOTE_CODE)
+    except UsageError:
+        raise
+    except UNREADABLE as error:
+        raise UsageError(
+            f"target {name}: no config that transformers can read ({_reason(error)}); "
+            "name the folder or hub repository of a causal language model"
+        ) from None
+
+
+def target_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target. Raises UsageError where transformers has none for it."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, **NO_REMOTE_CODE)
+    except UNREADABLE as error:
+        raise UsageError(
+            f"target {name}: no tokenizer to be had ({_reason(error)}); "
+            "correct the name, or name a target with a tokenizer that transformers has"
+        ) from None
+
+
+def tokenizer_if_any(name: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a target, or None: token ids can be trained on and continued without one."""
+    try:
+        return target_tokenizer(name)
+    except UsageError:
+        return None
+
+
+def _reason(error: Exception) -> str:
+    """Why transformers refuses, in a few words."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of its own repository, which is never run here"
+    return first_line(error)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; `auto` is CUDA where there is one. Raises UsageError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: allowed are auto, cpu, cuda and cuda:N; type --device auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        devices = "no CUDA device" if not found else f"CUDA devices 0 to {found - 1} alone"
+        raise UsageError(f"--device {name}: torch sees {devices}; type --device auto")
+    return device
+
+
+def check_length(name: str, config: Any, tokens: Sequence[Sequence[int] | Tensor], new_tokens: int, flag: str) -> None:
+    """Raises UsageError where a text would be longer than a target of this name and text config can read."""
+    limit, longest = getattr(config, "max_position_embeddings", None), max(map(len, tokens))
     if limit is not None and longest + new_tokens > limit:
         raise UsageError(
             f"a prompt of {longest} tokens and {new_tokens} new ones (drafts past the end included) are more than the "
-            f"{limit} positions of target {target.name}; lower {flag}"
+            f"{limit} positions of target {name}; lower {flag}"
         )
+
+
+class Session:
+    """A target that reads a batch of texts bit by bit, with a key-value cache that can be cut back.
+
+    Texts of different lengths stand at the right, padded at the left.
+    """
+
+    def __init__(self, target: Target) -> None:
+        from transformers import DynamicCache
+
+        kinds = set(getattr(target.config, "layer_types", None) or ()) - CACHED_LAYERS
+        if kinds:
+            raise UsageError(
+                f"target {target.name} has layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled "
+                "back; generation here needs attention layers only; measure this head with vLLM instead"
+            )
+        self.target, self.logits = target, target.logits
+        # Without the model's config every layer keeps all tokens, so that a sliding window can be cut back as well.
+        self.cache = DynamicCache()
+        self.mask: Tensor | None = None  # [B, tokens so far] where texts are padded
+
+    def start(self, prompts: Sequence[Tensor]) -> Tensor:
+        """Reads prompts (1-D, at least one token each); returns their states [B, P, D], padded at the left."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        if not lengths.all():
+            raise UsageError("an empty prompt has no hidden state to draft from; give it at least one token")
+        longest = int(lengths.max())
+        if (lengths < longest).any():
+            self.mask = (torch.arange(longest) >= longest - lengths[:, None]).long().to(self.target.device)
+        return self._forward(nn.utils.rnn.pad_sequence(list(prompts), True, padding_side="left"))
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Appends tokens[B, m]; returns the post-final-norm states [B, m, D] after each of them."""
+        if self.mask is not None:
+            self.mask = torch.cat([self.mask, torch.ones_like(tokens).to(self.mask)], 1)
+        return self._forward(tokens)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Tensor) -> Tensor:
+        padded = {}
+        if self.mask is not None:
+            positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            padded = {"attention_mask": self.mask, "position_ids": positions}
+        tokens = tokens.to(self.target.device, torch.long)
+        output = self.target.backbone(input_ids=tokens, past_key_values=self.cache, use_cache=True, **padded)
+        return output.last_hidden_state
+
+    def crop(self, forget: int) -> None:
+        """Forgets the last ``forget`` tokens."""
+        if forget:
+            self.cache.crop(-forget)  # negative: so many tokens fewer, in every release of transformers 5
+            self.mask = None if self.mask is None else self.mask[:, :-forget]

@@ -13,15 +13,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, find_head, resolve_head, resolve_verifier
+from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, find_head, resolve_head
 from vllm_mtpc.engine.provenance import collect
 from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.files import read_json
-from vllm_mtpc.plots.heads import Point, plot_acceptance, plot_frontier
-from vllm_mtpc.plots.served import plot_served
+from vllm_mtpc.flags import check_positive
+from vllm_mtpc.plots.draw import Point, plot_acceptance, plot_frontier, plot_served
 from vllm_mtpc.report import SERVED, check_folder, print_table, write_json
 
 if TYPE_CHECKING:
@@ -47,23 +48,16 @@ class Measured(NamedTuple):
     config: HeadConfig
     results: dict[str, Any]  # "t1", "t0" -> as `vllm-mtpc eval` measures them
 
-    @property
-    def target(self) -> str:
-        return resolve_verifier(self.folder, self.config.speculators_config.verifier.name_or_path)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "heads", nargs="+", metavar="HEAD", help="head folders or hub names, of one target; or results of bench serve"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the plots and frontier.json (results: default beside them)"
-    )
-    parser.add_argument("--target", metavar="MODEL", help="in place of the one the heads name")
-    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="timed steps of each head (default: 30)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
+    add = parser.add_argument
+    add("heads", nargs="+", metavar="HEAD", help="head folders or hub names, of one target; or results of bench serve")
+    out = "folder of the plots and frontier.json (results: default beside them)"
+    add("--out", type=Path, metavar="DIR", help=out)
+    add("--target", metavar="MODEL", help="in place of the one the heads name")
+    add("--repeats", type=int, default=30, metavar="N", help="timed steps of each head (default: 30)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,27 +65,29 @@ def run(args: argparse.Namespace) -> int:
         return draw_results([Path(name) for name in args.heads], args.out)
     if args.out is None:
         raise UsageError("--out is missing: name the folder that the plots of heads are to be written to")
-    if args.repeats < 1 or (args.threads is not None and args.threads < 1):
-        raise UsageError(f"repeats={args.repeats}, threads={args.threads}: both must be 1 or more")
-    heads = [read(name) for name in args.heads]
-    target = args.target or one_target(heads)
+    check_positive(args, "repeats")
     import torch
 
-    from vllm_mtpc.hf import choose_device
+    from vllm_mtpc.eval.loading import target_of
+    from vllm_mtpc.hf import choose_device, load_target
 
-    device = str(choose_device(args.device))
+    heads = [read(name) for name in args.heads]
+    targets = list(dict.fromkeys(target_of(head.folder, head.config, args.target) for head in heads))
+    if len(targets) > 1:
+        named = ", ".join(targets)
+        raise UsageError(f"heads of different targets ({named}) have no common frontier; plot the heads of one target")
+    device = choose_device(args.device)
     check_folder(args.out)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    labels = labels_of(heads)
-    files = plot_acceptance({label: head.results for label, head in zip(labels, heads, strict=True)}, args.out)
-    rows = measure(dict(zip(labels, heads, strict=True)), target, device, getattr(torch, args.dtype), args.repeats)
-    files += plot_frontier([Point(**{key: row[key] for key in Point._fields}) for row in rows], args.out)
-    how = {"device": device, "dtype": args.dtype, "threads": torch.get_num_threads(), "repeats": args.repeats}
-    file = args.out / FRONTIER_FILE
+    labelled = dict(zip(labels_of(heads), heads, strict=True))
+    files = plot_acceptance({label: head.results for label, head in labelled.items()}, args.out)
+    points = measure(labelled, load_target(targets[0], getattr(torch, args.dtype), device), args.repeats)
+    files += plot_frontier(points, args.out)
+    rows = [point._asdict() | {"tokens_per_second": round(point.tokens_per_second, 2)} for point in points]
+    how = {"device": str(device), "dtype": args.dtype, "threads": torch.get_num_threads(), "repeats": args.repeats}
     how |= {"batch": 1, "context": CONTEXT}
+    file = args.out / FRONTIER_FILE
     write_json(file, {**collect(), "definitions": list(DEFINITIONS), "how": how, "rows": rows})
-    _print(rows, how)
+    _print(points, how)
     print("written: " + ", ".join(str(path) for path in [*files, file]))
     return 0
 
@@ -134,16 +130,6 @@ def read(name: str) -> Measured:
     return Measured(folder, config, found)
 
 
-def one_target(heads: Sequence[Measured]) -> str:
-    """The target that all heads name. Raises UsageError where they differ."""
-    names = list(dict.fromkeys(head.target for head in heads))
-    if len(names) > 1:
-        raise UsageError(
-            f"heads of different targets ({', '.join(names)}) have no common frontier; plot the heads of one target"
-        )
-    return names[0]
-
-
 def labels_of(heads: Sequence[Measured]) -> list[str]:
     """A name for each head, no two the same: circuit and r, with n, then the folder, where that is not enough."""
     tries = (
@@ -159,48 +145,35 @@ def labels_of(heads: Sequence[Measured]) -> list[str]:
     raise UsageError("the same head is named twice; name each head once")
 
 
-def measure(
-    heads: dict[str, Measured], target_name: str, device: str, dtype: Any, repeats: int
-) -> list[dict[str, Any]]:
-    """Rows of the table: fields of `Point`, the parts of a step in milliseconds, and tokens/s.
-
-    Plain decoding comes first, at each temperature that some head has results of.
-    """
+def measure(heads: dict[str, Measured], target: Target, repeats: int) -> list[Point]:
+    """Plain decoding, at each temperature that some head has results of, and the heads."""
     from vllm_mtpc.eval.loading import attach
-    from vllm_mtpc.hf import load_target
 
-    target = load_target(target_name, dtype, device)
+    def point(label: str, circuit: str | None, key: str, draft: float, results: dict[str, Any]) -> Point:
+        forward = forward_of(1 + len(results["per_position"]))
+        numbers = round(forward + draft, 4), results["tokens_per_step"], results["standard_error"]
+        return Point(label, circuit, key, *numbers, round(forward, 4), round(draft, 4))
+
+    forward_of = cache(lambda positions: forward_milliseconds(target, positions, repeats))
+    plain = {"per_position": [], "tokens_per_step": 1.0, "standard_error": 0.0}
     temperatures = [key for key in ("t1", "t0") if any(key in head.results for head in heads.values())]
-    forwards = {1: forward_milliseconds(target, 1, repeats)}
-    rows = [_row("plain", None, key, forwards[1], 0.0, 1.0, 0.0) for key in temperatures]
+    points = [point("plain", None, key, 0.0, plain) for key in temperatures]
     for label, measured in heads.items():
         if measured.config.lora_layers:
             print(f"{label}: draft layers are not timed here; left out of the frontier", file=sys.stderr)
             continue
-        head = attach(measured.folder, target).head.to(dtype)
+        head = attach(measured.folder, target).head.to(target.dtype)
         for key, results in measured.results.items():
-            positions = 1 + len(results["per_position"])
-            if positions not in forwards:
-                forwards[positions] = forward_milliseconds(target, positions, repeats)
-            draft = draft_milliseconds(head, positions, key == "t0", target, repeats)
-            values = results["tokens_per_step"], results["standard_error"]
-            rows.append(_row(label, measured.config.circuit, key, forwards[positions], draft, *values))
-    return rows
-
-
-def _row(
-    label: str, circuit: str | None, key: str, forward: float, draft: float, tokens: float, error: float
-) -> dict[str, Any]:
-    point = Point(label, circuit, key, round(forward + draft, 4), tokens, error)
-    parts = {"forward_milliseconds": round(forward, 4), "draft_milliseconds": round(draft, 4)}
-    return point._asdict() | parts | {"tokens_per_second": round(point.tokens_per_second, 2)}
+            draft = draft_milliseconds(head, 1 + len(results["per_position"]), key == "t0", target, repeats)
+            points.append(point(label, measured.config.circuit, key, draft, results))
+    return points
 
 
 def forward_milliseconds(target: Target, rows: int, repeats: int) -> float:
     """Median time of the target over `rows` tokens behind CONTEXT cached ones, next-token logits of all included."""
     import torch
 
-    from vllm_mtpc.hf.session import Session
+    from vllm_mtpc.hf import Session
 
     session = Session(target)
     generator = torch.Generator().manual_seed(0)
@@ -242,18 +215,14 @@ def _median_milliseconds(step: Callable[[], Any], target: Target, repeats: int) 
         return statistics.median(timed() for _ in range(repeats))
 
 
-def _print(rows: list[dict[str, Any]], how: dict[str, Any]) -> None:
+def _print(points: Sequence[Point], how: dict[str, Any]) -> None:
     title = f"batch 1, {how['device']}, {how['dtype']}, {how['threads']} CPU threads, medians of {how['repeats']}"
     header = ("head", "T", "tokens/step", "s.e.", "forward ms", "draft ms", "step ms", "tokens/s")
-    lines = [
-        [
-            row["label"],
-            row["temperature"].removeprefix("t"),
-            *(f"{row[key]:.3f}" for key in ("tokens_per_step", "standard_error")),
-            *(f"{row[key]:.2f}" for key in ("forward_milliseconds", "draft_milliseconds", "milliseconds")),
-            f"{row['tokens_per_second']:.1f}",
-        ]
-        for row in rows
-    ]
+    lines = []
+    for one in points:
+        times = one.forward_milliseconds, one.draft_milliseconds, one.milliseconds
+        numbers = [f"{value:.3f}" for value in (one.tokens_per_step, one.standard_error)]
+        numbers += [*(f"{value:.2f}" for value in times), f"{one.tokens_per_second:.1f}"]
+        lines.append([one.label, one.temperature.removeprefix("t"), *numbers])
     print_table(title, header, lines)
     print("\n" + "\n".join(DEFINITIONS))

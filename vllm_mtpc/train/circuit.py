@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,8 +132,7 @@ class CircuitJob(Job):
         head, results = head.to(self.target.device), {}
         for name, some in samples.items():
             read = some if self.layers is None else with_draft_layers(some, self.layers)
-            greedy = self.samplings()[name].temperature == 0
-            results[name] = measure(head, self.target, read, greedy=greedy).as_dict()
+            results[name] = asdict(measure(head, self.target, read, self.samplings()[name]))
         return results
 
     def lines(self, results: Mapping[str, Any]) -> list[str]:

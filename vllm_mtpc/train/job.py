@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.eval.loading import prompts
-from vllm_mtpc.eval.sampling import Sampling
-from vllm_mtpc.eval.text import Samples, generate
+from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.hf import check_length
-from vllm_mtpc.plots.heads import plot_run
+from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.train.card import provenance
 from vllm_mtpc.train.loop import METRICS_FILE, read_metrics
@@ -125,7 +124,8 @@ class Job(ABC):
         self.take(weights)
         self.write({}, run)  # first of all: nothing that follows can lose it
         results = self.measure(self.held_out(texts)) if texts else {}
-        plot_run(out, read_metrics(out / METRICS_FILE), self.loss_unit(self.options), kind, results)
+        plot_loss(read_metrics(out / METRICS_FILE), out, self.loss_unit(self.options))
+        plot_acceptance({kind: results}, out)
         self.write(results, run)
         print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
         for name, values in results.items():
@@ -156,7 +156,7 @@ def held_out_prompts(options: TrainOptions, target: Target, documents: Documents
     if not options.evaluation_sequences:
         return []
     texts = prompts(documents, options.evaluation_sequences, options.evaluation_prompt_tokens, options.seed)
-    check_length(target, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
+    check_length(target.name, target.config, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
     return texts
 
 

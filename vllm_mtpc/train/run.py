@@ -22,7 +22,7 @@ from vllm_mtpc.data.sources import Documents, load_documents, size_of
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, UsageError, install
 from vllm_mtpc.hf import Target, choose_device, load_target
-from vllm_mtpc.hf.names import target_config
+from vllm_mtpc.hf.model import target_config
 from vllm_mtpc.train.cache import data_fingerprint
 from vllm_mtpc.train.card import typed
 from vllm_mtpc.train.job import held_out_prompts

@@ -7,8 +7,8 @@ Algorithm (per request, after every target pass): the target has chosen the toke
 behind the request's committed tokens. x_1's own row gives the target's distribution of x_2, from which u_2 picks: the
 first draft is what the verifier will pick. The others come from the auxiliary rows
 (`vllm_mtpc.heads.ptp.distribution`): o-ptp the argmax of the row that carries their own u, c-ptp by their u from the
-row before. The verifier picks with the same u, a hash of (seed, position) made anew by both (`coupled.py`): a draft is
-accepted where the student is right.
+row before. The verifier picks with the same u, a hash of (seed, position) made anew by both (`verification.py`): a
+draft is accepted where the student is right.
 
 Differences from DraftModelSpeculator:
   * The draft model is the target: same weights, same attention layers, same KV cache, whose committed tokens it reads.
@@ -42,12 +42,12 @@ from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
 from vllm_mtpc.heads.ptp.embedding import lookup
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.heads.load import kept
-from vllm_mtpc.proposers.v2.coupled import u_of, with_coupled_sampler
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.lora import Gate
 from vllm_mtpc.proposers.v2.ptp.groups import Scratch
 from vllm_mtpc.proposers.v2.ptp.tree import Writes, check_attention, student_tree
 from vllm_mtpc.proposers.v2.shared_modules import changed, eager_priorities
+from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of, with_verifier
 
 # Attention backends whose metadata is where its tensors are: others plan each pass on the host.
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
@@ -133,7 +133,8 @@ class PtpSpeculator(DraftModelSpeculator):
         self.embedding, self.late = head.embedding, head.late
         self.table = head.embedding.table() if self.speculative_config.u_table else None
         base = resolve_model_state_cls(self.vllm_config, target_model)
-        state = with_coupled_sampler(base, self.speculative_config, self.device, partial(setattr, self, "sampler"))
+        on_sampler = partial(setattr, self, "sampler")
+        state = with_verifier(CoupledRejectionSampler, base, self.speculative_config, self.device, on_sampler)
         target_model.get_model_state_cls = lambda: state
         student = student_tree(target_model, head.lora, scale, self.gate, self.writes)
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]

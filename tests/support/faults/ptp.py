@@ -17,7 +17,7 @@ def coupled_without_drafts() -> Callable[[], None]:
     """Plain vLLM whose sampler picks with u: what every run with drafts must say."""
     import vllm.v1.worker.gpu.model_runner as runner
 
-    from vllm_mtpc.proposers.v2.coupled import CoupledSampler
+    from vllm_mtpc.proposers.v2.verification import CoupledSampler
 
     return engine.replaced(runner, "Sampler", CoupledSampler)
 
@@ -160,15 +160,15 @@ def replayed() -> Callable[[], None]:
 
 def squared_u() -> Callable[[], None]:
     """A fault: u is no longer uniform, for drafter and verifier alike, so that only the law can tell."""
-    from vllm_mtpc.proposers.v2 import coupled
+    from vllm_mtpc.proposers.v2 import verification
     from vllm_mtpc.proposers.v2.ptp import speculator
 
-    original = coupled.u_of
+    original = verification.u_of
 
     def u_of(*args: Any) -> torch.Tensor:
         return original(*args) ** 2
 
-    undo = [engine.replaced(module, "u_of", u_of) for module in (coupled, speculator)]
+    undo = [engine.replaced(module, "u_of", u_of) for module in (verification, speculator)]
     return lambda: [back() for back in undo] and None
 
 

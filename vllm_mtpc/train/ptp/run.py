@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from vllm_mtpc.checkpoint.ptp import load_ptp, load_student, save_ptp
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.ptp_acceptance import measure_ptp
-from vllm_mtpc.eval.sampling import Sampling
+from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.train.card import Words, card
@@ -143,7 +144,7 @@ class PtpJob(Job):
         student, results, ways = load_student(self.options.out, self.target), {}, self.samplings()
         for name, some in samples.items():
             how = {"num_drafts": self.options.window - 1, "seed": self.options.seed}
-            results[name] = measure_ptp(student, some, ways[name], **how).as_dict()
+            results[name] = asdict(measure_ptp(student, some, ways[name], **how))
         return results
 
     def lines(self, results: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf import load_target
-from vllm_mtpc.hf.names import SERVED_ONLY, target_config, target_tokenizer, tokenizer_if_any
+from vllm_mtpc.hf.model import SERVED_ONLY, target_config, target_tokenizer, tokenizer_if_any
 from vllm_mtpc.models.registration import ARCHITECTURES
 
 

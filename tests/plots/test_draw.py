@@ -16,9 +16,16 @@ from matplotlib.text import Text
 from vllm_mtpc import demo
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.plots import command as plot_command
-from vllm_mtpc.plots import heads as plots
-from vllm_mtpc.plots.heads import Point, plot_acceptance, plot_frontier, plot_loss, running_mean
-from vllm_mtpc.plots.style import CIRCUIT_LOOKS, looks_of
+from vllm_mtpc.plots import draw as plots
+from vllm_mtpc.plots.draw import (
+    CIRCUIT_LOOKS,
+    Point,
+    looks_of,
+    plot_acceptance,
+    plot_frontier,
+    plot_loss,
+    running_mean,
+)
 from vllm_mtpc.train.options import parse
 
 FIGURES = {
@@ -148,9 +155,9 @@ def test_looks_differ_also_in_greyscale() -> None:
     names = ["btree n=8", "btree n=16", "cp", "something", "ff", "hmm", "more", "most"]
     looks = looks_of(names)
     assert looks["btree n=8"] == CIRCUIT_LOOKS["btree"] and looks["ff"] == CIRCUIT_LOOKS["ff"]
-    for part in ("colour", "marker", "dashes"):
-        assert len({str(getattr(look, part)) for look in looks.values()}) == len(names)
-    assert all(matplotlib.colors.is_color_like(look.colour) for look in looks.values())
+    for part in ("color", "marker", "linestyle"):
+        assert len({str(look[part]) for look in looks.values()}) == len(names)
+    assert all(matplotlib.colors.is_color_like(look["color"]) for look in looks.values())
 
 
 def command(*words: str) -> argparse.Namespace:
@@ -211,7 +218,7 @@ def test_heads_of_two_targets_are_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(plot_command.UsageError, match="repeats=0"):
+    with pytest.raises(plot_command.UsageError, match="--repeats 0"):
         plot_command.run(command(str(demo.path("cp")), "--out", str(tmp_path), "--repeats", "0"))
     with pytest.raises(CheckpointError):
         plot_command.run(command(str(tmp_path / "none"), "--out", str(tmp_path)))
