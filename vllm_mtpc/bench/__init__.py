@@ -6,8 +6,6 @@ import argparse
 from importlib import import_module
 from typing import Any
 
-from vllm_mtpc.guard import Parser
-
 WHAT = {
     "serve": "plain vLLM, peers and heads side by side",
     "draft": "what a draft costs, against a step of the target",
@@ -15,18 +13,17 @@ WHAT = {
 }
 
 
-class _Command(Parser):
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        if self.get_default("bench") is None:
-            module = import_module(f"{__name__}.{self.prog.split()[-1]}_command")
-            module.add_arguments(self)
-            self.set_defaults(bench=module.run)
-            self.description = module.__doc__
-        return super().parse_known_args(args, namespace)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Command)
+    class Command(type(parser)):
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+            if self.get_default("bench") is None:
+                module = import_module(f"{__name__}.{self.prog.split()[-1]}_command")
+                module.add_arguments(self)
+                self.set_defaults(bench=module.run)
+                self.description = module.__doc__
+            return super().parse_known_args(args, namespace)
+
+    commands = parser.add_subparsers(metavar="WHAT", required=True, parser_class=Command)
     for name, help_ in WHAT.items():
         commands.add_parser(name, help=help_)
 
