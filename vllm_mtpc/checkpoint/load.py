@@ -194,15 +194,16 @@ def adapter_digest(contents: Mapping[str, bytes]) -> str:
     return hashlib.sha256(b"".join(contents[name] for name in ADAPTER_FILES)).hexdigest()
 
 
-def check_digest(folder: Path, file: str) -> None:
-    """Raise CheckpointError unless a folder's adapters are those that its weight file `file` was saved with."""
+def check_digest(folder: Path, file: str) -> dict[str, str]:
+    """Metadata of the weight file `file`; raises CheckpointError unless it was saved with the adapters beside it."""
     with open_tensors(folder / file) as handle:
-        expected = (handle.metadata() or {}).get(ADAPTER_DIGEST)
-    if adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES}) != expected:
+        metadata = handle.metadata() or {}
+    if adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES}) != metadata.get(ADAPTER_DIGEST):
         raise CheckpointError(
             f"{folder}: {' and '.join(ADAPTER_FILES)} are not those {file} was saved with; copy the folder again, "
             "or save the head with its adapters"
         )
+    return metadata
 
 
 def read_adapter_config(

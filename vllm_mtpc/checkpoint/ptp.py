@@ -115,15 +115,13 @@ def _read(
     file = require_weights(folder, U_EMBED_FILE)
     check_adapter_files(folder, 'speculators_model_type "ptp"')
     modules = _adapted_modules(folder / ADAPTER_CONFIG_FILE, config)
-    with open_tensors(file) as handle:
-        metadata = handle.metadata() or {}
+    metadata = check_digest(folder, U_EMBED_FILE)
     for key, value in _identity(config).items():
         if metadata.get(key) != value:
             raise CheckpointError(
                 f"{file}: was trained with {key} {metadata.get(key)!r}, but config.json says {value!r}; correct "
                 "config.json or copy the head again"
             )
-    check_digest(folder, U_EMBED_FILE)
     u_embed = read_tensors(file, lambda shapes: _check_embedding(file, shapes, config))
     adapters = folder / ADAPTER_WEIGHTS_FILE, range(config.num_layers), config.lora_rank, config.hidden_size
     u_embed, lora = (
