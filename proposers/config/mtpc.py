@@ -181,8 +181,7 @@ def weights_of(folder: Path) -> int:
 def _head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
     """The head that is named, else the one that the target ships."""
     if "model" in given:
-        folder = resolve_head(str(given["model"]), given.get("revision"))
-        return find_head(folder) or folder  # a folder without a head is refused by name when it is read
+        return resolve_head(str(given["model"]), given.get("revision"))
     place: str | None = target.model
     if not Path(target.model).is_dir():
         from huggingface_hub import snapshot_download

@@ -12,7 +12,6 @@ from vllm_mtpc.checkpoint.locate import (
     PROVENANCE_FILE,
     U_EMBED_FILE,
     WEIGHTS_FILE,
-    find_head,
     resolve_head,
     verifier_path,
 )
@@ -31,8 +30,7 @@ FOUND = {True: "found", False: "not found", None: "a name on the hub, not looked
 
 def inspect_head(path: str | Path) -> Report:
     """Everything a head's files say. Raises an MtpcError where load_head or load_ptp would."""
-    place = resolve_head(str(path))
-    folder = find_head(place) or place
+    folder = resolve_head(str(path))
     from vllm_mtpc.checkpoint.load import read_config  # torch: not before the path is known to be good
 
     config = read_config(folder)

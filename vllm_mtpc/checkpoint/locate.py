@@ -27,7 +27,7 @@ def head_method(folder: Path) -> str | None:
         method = read_json(folder / CONFIG_FILE).get("speculators_model_type")
     except CheckpointError:
         return None
-    return method if method in FAMILIES else None
+    return method if isinstance(method, str) and method in FAMILIES else None
 
 
 def is_head(folder: Path) -> bool:
@@ -74,13 +74,14 @@ def shipped_heads(target: Path) -> list[Path]:
 
 
 def resolve_head(model: str, revision: str | None = None) -> Path:
-    """The local folder of a head named by path or hub repository (downloaded if need be).
+    """The local folder of a head named by path or hub repository (downloaded if need be), or shipped by a target there.
 
-    Raises CheckpointError when there is nothing, or something that is not a head folder.
+    Without a head it is the folder as named, which is refused when it is read. Raises CheckpointError when there is
+    nothing, or something that is not a head folder.
     """
     path = _local(model)
     if os.path.isdir(path):  # os.path: False, not an error, for names that no file system takes
-        return path
+        return find_head(path) or path
     if os.path.isfile(path):
         hint = "pickled weights are never loaded; " if path.suffix in PICKLE_SUFFIXES else ""
         raise CheckpointError(
@@ -89,7 +90,8 @@ def resolve_head(model: str, revision: str | None = None) -> Path:
         )
     if not HUB_NAME.fullmatch(model):
         raise CheckpointError(f"no head at {model}: the folder does not exist; correct the path of the head")
-    return download(model, "head", revision)
+    path = download(model, "head", revision)
+    return find_head(path) or path
 
 
 def download(repo: str, kind: str, revision: str | None = None) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_mtpc.checkpoint import find_head, read_config, resolve_head, resolve_verifier
+from vllm_mtpc.checkpoint import read_config, resolve_head, resolve_verifier
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
@@ -20,8 +20,7 @@ from vllm_mtpc.hf import Target, choose_device, load_target
 
 def resolve(name: str) -> tuple[Path, AnyHeadConfig]:
     """Folder and config of a head, nothing loaded yet. Raises CheckpointError or HeadConfigError."""
-    found = resolve_head(name)
-    folder = find_head(found) or found
+    folder = resolve_head(name)
     return folder, read_config(folder)
 
 

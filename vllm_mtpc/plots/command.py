@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, find_head, resolve_head
+from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, resolve_head
 from vllm_mtpc.engine.provenance import collect
 from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.files import read_json
@@ -113,8 +113,7 @@ def read(name: str) -> Measured:
     """A head's config and the results in its provenance.json. Raises an MtpcError where it has none."""
     from vllm_mtpc.checkpoint.load import read_circuit_config
 
-    place = resolve_head(name)
-    folder = find_head(place) or place
+    folder = resolve_head(name)
     config = read_circuit_config(folder)
     try:
         figures = read_json(folder / PROVENANCE_FILE)["figures"]
