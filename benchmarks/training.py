@@ -221,7 +221,7 @@ class Job:
             self.head = build_head(config)
             self.hidden = torch.randn(shape.windows, shape.hidden_size)
             self.tokens = torch.randint(0, shape.vocab_size, (shape.windows, n))
-            needs = self.head.needs_lm_head or self.options.needs_law
+            needs = self.head.needs_lm_head or self.options.needs_distribution
             self.lm_head = torch.randn(shape.vocab_size, shape.hidden_size) * 0.02 if needs else None
         if self.head.needs_lm_head:
             self.head.bind_lm_head(self._logits)
@@ -232,7 +232,7 @@ class Job:
     def _logits(self, hidden: Any) -> Any:
         return hidden @ self.lm_head.T
 
-    def _law(self, piece: slice) -> Any:
+    def _log_p(self, piece: slice) -> Any:
         """A target's log p [., n, V]: at the same states as the head's, since others would only differ in value."""
         import torch
 
@@ -247,7 +247,7 @@ class Job:
         from vllm_mtpc.train.losses import step_loss
 
         counts = torch.full((self.shape.window,), self.shape.windows, device=self.tokens.device)
-        loss = step_loss(self.head, self.hidden, self.tokens, counts, self._law, self.options)
+        loss = step_loss(self.head, self.hidden, self.tokens, counts, self._log_p, self.options)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.options.grad_clip)
         self.optimizer.step()

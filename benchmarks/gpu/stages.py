@@ -270,7 +270,7 @@ SYNTHETIC = [  # shape, circuit, n, r, chance of each further draft
 
 
 def shapes(programme: Programme) -> list[Part]:
-    """SYNTHETIC: random weights of real sizes. Laws are nearly flat: all drafts are accepted, or as prescribed."""
+    """SYNTHETIC: random weights of real sizes, nearly flat distributions: all drafts are accepted, or as prescribed."""
     from benchmarks.synthetic import parse_rates
     from vllm_mtpc.bench.decodings import INTERPRETED
 

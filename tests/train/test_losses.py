@@ -97,7 +97,7 @@ def base_term(q: np.ndarray, p: np.ndarray, token: int, o: TrainOptions) -> floa
 @pytest.mark.parametrize("case", CASES)
 def test_loss_is_the_enumerated_one(circuit, case):
     o, params, law = options(circuit, **CASES[case]), params_of(circuit, logits_of(circuit)), target_law()
-    given = law if o.needs_law else None
+    given = law if o.needs_distribution else None
     loss = window_loss(enumeration.make(circuit, N, R), params, TOKENS, given, o, COUNTS)
     # 1e-7: without the target's law everything is float64; the posterior of a mixture is clamped at 1e-38 only.
     assert loss.item() == pytest.approx(reference(circuit, params, law.numpy(), o), abs=1e-7)

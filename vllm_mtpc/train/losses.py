@@ -145,7 +145,7 @@ def step_loss(
     """
 
     def chunk_loss(piece: slice) -> Tensor:
-        target = log_p(piece) if options.needs_law else None
+        target = log_p(piece) if options.needs_distribution else None
         # The head's products alone are cast: its logits return as float32, and so the circuit is.
         with torch.autocast(drafted.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
             params = head(drafted[piece])
@@ -189,7 +189,7 @@ class Drafter(nn.Module):
         else:  # `hidden` is what enters the draft layers
             drafted, verified = self.layers.draft(hidden, batch.document), self.layers.verifier(hidden, batch.document)
 
-        def law(piece: slice) -> Tensor:
+        def log_p(piece: slice) -> Tensor:
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 states = window_states(verified, row[piece], start[piece], window)
                 return self.target.logits(states).log_softmax(-1)
@@ -197,12 +197,12 @@ class Drafter(nn.Module):
         read = drafted[row, start]
         # Draft states in the head's dtype, as when it is served; autocast takes care of the products.
         read = read.to(next(self.head.parameters()).dtype)
-        loss = step_loss(self.head, read, tokens, counts, law, self.options)
+        loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
         if not watch:
             return loss, None
         with torch.no_grad():
             some = slice(0, WATCHED)
-            return loss, watched_tokens(self.head, read[some], tokens[some], law(some))
+            return loss, watched_tokens(self.head, read[some], tokens[some], log_p(some))
 
 
 def _masked(batch: Windows, window: int) -> Windows:
@@ -214,10 +214,10 @@ def _masked(batch: Windows, window: int) -> Windows:
     return batch._replace(tokens=tokens, row=first, start=first, hidden=hidden, document=document)
 
 
-def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, law: Tensor) -> Tensor:
+def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, log_p: Tensor) -> Tensor:
     """Sums [2] over windows [B]: tokens a step started there is expected to gain at T=1 on this text, and windows."""
     log_q = conditionals(head.circuit, head(hidden), tokens)
-    ratio = (_at(log_q, tokens) - _at(law, tokens))[:, 1:].clamp(max=0).exp()
+    ratio = (_at(log_q, tokens) - _at(log_p, tokens))[:, 1:].clamp(max=0).exp()
     alive = ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)
     windows = (tokens[:, 0] >= 0).sum()
     return torch.stack([alive.sum() + windows, windows.to(alive.dtype)])

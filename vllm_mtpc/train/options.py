@@ -189,7 +189,7 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
         return self.components or min(32, circuit_class(self.circuit).max_components)
 
     @property
-    def needs_law(self) -> bool:
+    def needs_distribution(self) -> bool:
         """Whether a circuit's loss reads the target's distribution over the vocabulary, not just the text."""
         return self.beta > 0 or self.acceptance > 0
 

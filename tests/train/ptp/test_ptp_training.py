@@ -16,7 +16,7 @@ from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.train.loop import Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, parse
-from vllm_mtpc.train.ptp.drafter import PtpDrafter, drafts, drawing, law_of, row_losses
+from vllm_mtpc.train.ptp.drafter import PtpDrafter, distribution_of, drafts, drawing, row_losses
 from vllm_mtpc.train.ptp.run import PtpJob
 from vllm_mtpc.train.windows import Windows, WindowSource
 
@@ -127,7 +127,7 @@ def test_u_of_a_window_picks_its_text(tiny_target: Target, tmp_path: Path) -> No
     drafter, batch = first(options_for(tiny_target, tmp_path, top_k=6, windows_per_step=80), tiny_target)
     text = drafter._text(batch)
     states = batch.hidden.prefix.hidden[:, :-1]
-    laws = law_of(drafter.head, states, drafter.options)
+    laws = distribution_of(drafter.head, states, drafter.options)
     checked = masked = 0
     for window in range(len(batch.row)):
         row, start = int(batch.row[window]), int(batch.start[window])
@@ -192,7 +192,7 @@ def test_inverse_u_lies_inside_the_students_own_intervals(tiny_target: Target, t
         laws = drafter.head.logits(drafter.head.aux(prefix, row, start, text.u[:, :-1])).log_softmax(-1)
     assert torch.equal(pick(laws.flatten(0, 1), text.u[:, 1:].flatten()).view(-1, 3)[text.usable[:, 1:]],
                        text.tokens[:, 1:][text.usable[:, 1:]])  # fmt: skip
-    first_law = law_of(drafter.head, prefix.hidden[row, start], drafter.options)
+    first_law = distribution_of(drafter.head, prefix.hidden[row, start], drafter.options)
     made = drafts(drafter.head, batch.hidden, row, start, text.u, first_law)
     assert torch.equal(made[text.usable], text.tokens[text.usable])
 
@@ -208,7 +208,7 @@ def test_own_text_is_judged_by_the_target(tiny_target: Target, tmp_path: Path) -
         same = found.documents[row] == found.documents[row, start]
         tokens = tokens_of(drafter, batch, row)[same & (torch.arange(len(same)) <= start)]
         whole = torch.cat([tokens, text.tokens[window, :-1]])[None]
-        law = law_of(drafter.head, tiny_target.hidden(whole)[0, len(tokens) - 1 :], drafter.options)
+        law = distribution_of(drafter.head, tiny_target.hidden(whole)[0, len(tokens) - 1 :], drafter.options)
         left, right = edges(law, text.tokens[window])
         u = text.u[window].double()
         assert ((left - 1e-5 <= u) & (u < right + 1e-5)).all()

@@ -33,8 +33,8 @@ from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
-LAW_BYTES = 1 << 28  # of a distribution over the vocabulary that exists at once
-LAW_SHARE = 0.1  # of the distribution itself beside what u says, so that no token is impossible
+DISTRIBUTION_BYTES = 1 << 28  # of a distribution over the vocabulary that exists at once
+DISTRIBUTION_SHARE = 0.1  # of the distribution itself beside what u says, so that no token is impossible
 FLOOR = math.log(1e-6)  # of log Q in the reverse KL: Q is zero outside top-k and top-p
 
 
@@ -66,7 +66,7 @@ LOSSES = {
     "reverse-kl": reverse_kl,
     "inverse": cross_entropy,  # u lies inside the student's own intervals
 }
-NEED_LAW = {"kl", "reverse-kl"}
+NEED_DISTRIBUTION = {"kl", "reverse-kl"}
 OF_VARIANT = {"o-ptp": ("ce", "bce", "kl"), "c-ptp": ("kl", "reverse-kl", "inverse")}  # the first is the default
 
 
@@ -85,7 +85,7 @@ def row_losses(
     """
     tokens = tokens.clamp(min=0)
     if name == "ce" and trust is not None:
-        return -log_likelihood(logits, u, tokens, trust, LAW_SHARE)
+        return -log_likelihood(logits, u, tokens, trust, DISTRIBUTION_SHARE)
     return LOSSES[name](logits, tokens, log_q)
 
 
@@ -113,16 +113,16 @@ class PrefixSource:
     def _batch(self, tokens: Tensor, documents: Tensor) -> Block:
         prefix = self.student.prefix(tokens, documents)
         following, states = tokens[:, 1:].to(prefix.hidden.device), prefix.hidden[:, :-1]
-        places = max(1, LAW_BYTES // (16 * self.student.target.vocab_size))
+        places = max(1, DISTRIBUTION_BYTES // (16 * self.student.target.vocab_size))
         found = [
-            edges(law_of(self.student, some, self.options), token)
+            edges(distribution_of(self.student, some, self.options), token)
             for some, token in zip(states.flatten(0, 1).split(places), following.flatten().split(places), strict=True)
         ]
         left, right = (torch.cat(parts).view(following.shape) for parts in zip(*found, strict=True))
         return Block(prefix, left, right)
 
 
-def law_of(student: Student, hidden: Tensor, options: TrainOptions) -> Tensor:
+def distribution_of(student: Student, hidden: Tensor, options: TrainOptions) -> Tensor:
     """log Q [..., V] float32, the target's processed distribution at its states hidden[..., D]."""
     return processed(student.logits(hidden), options.temperature, options.top_k, options.top_p)
 
@@ -184,11 +184,11 @@ class PtpDrafter(nn.Module):
         with torch.no_grad():
             text = self._text(batch)
         log_q = None
-        if self.loss in NEED_LAW:
+        if self.loss in NEED_DISTRIBUTION:
             states = text.states
             if states is None:
                 states = window_states(prefix.hidden, batch.row, batch.start, batch.tokens.shape[1])
-            log_q = law_of(student, states[:, first:], self.options)
+            log_q = distribution_of(student, states[:, first:], self.options)
         with torch.autocast(batch.row.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
             states = student.aux(prefix, batch.row, batch.start, text.u[:, : text.u.shape[1] - first])
         logits = student.logits(student.states(states, text.tokens))
@@ -215,9 +215,9 @@ class PtpDrafter(nn.Module):
         student, options, prefix, row, start = self.head, self.options, batch.hidden.prefix, batch.row, batch.start
         inner, fresh = batch.draws[:, 0], batch.draws[:, 1]
         state = prefix.hidden[row, start]
-        made = drafts(student, batch.hidden, row, start, fresh, law_of(student, state, options))  # [B, n]
+        made = drafts(student, batch.hidden, row, start, fresh, distribution_of(student, state, options))  # [B, n]
         states = torch.cat([state[:, None], student.plain(prefix, row, start, made[:, :-1])], 1)
-        left, right = edges(law_of(student, states, options), made)
+        left, right = edges(distribution_of(student, states, options), made)
         usable = (batch.tokens >= 0) & (right - left >= 1 / STEPS)
         return Text(made, u_inside(left, right, inner), _leading(usable), states)
 
@@ -226,12 +226,12 @@ class PtpDrafter(nn.Module):
         student, prefix, row, start = self.head, batch.hidden.prefix, batch.row, batch.start
         tokens, inner = batch.tokens, batch.draws[:, 0]
         chosen, u = tokens.clamp(min=0), torch.zeros_like(inner)
-        law = law_of(student, prefix.hidden[row, start], self.options)
+        log_p = distribution_of(student, prefix.hidden[row, start], self.options)
         for k in range(tokens.shape[1]):
-            u[:, k] = u_inside(*edges(law, chosen[:, k]), inner[:, k])
+            u[:, k] = u_inside(*edges(log_p, chosen[:, k]), inner[:, k])
             if k + 1 < tokens.shape[1]:
                 states = student.aux(prefix, row, start, u[:, : k + 1])
-                law = student.logits(student.states(states, chosen)[:, -1]).log_softmax(-1)
+                log_p = student.logits(student.states(states, chosen)[:, -1]).log_softmax(-1)
         return Text(tokens, u, _leading(tokens >= 0), None)
 
     @torch.no_grad()
@@ -239,19 +239,19 @@ class PtpDrafter(nn.Module):
         """Sums [2]: 1 and the leading drafts that are the text, u uniform inside its intervals; and windows."""
         batch = batch.each(lambda value: value[:WATCHED])
         text = self._given_text(batch, batch.draws[:, 1])
-        law = law_of(self.head, batch.hidden.prefix.hidden[batch.row, batch.start], self.options)
-        made = drafts(self.head, batch.hidden, batch.row, batch.start, text.u, law, text.tokens[:, 0])
+        log_p = distribution_of(self.head, batch.hidden.prefix.hidden[batch.row, batch.start], self.options)
+        made = drafts(self.head, batch.hidden, batch.row, batch.start, text.u, log_p, text.tokens[:, 0])
         right = _leading((made == text.tokens)[:, 1:] & text.usable[:, 1:])
         windows = text.usable[:, 0].sum()
         return torch.stack([right.sum() + windows, windows]).float()
 
 
 def drafts(
-    student: Student, block: Block, row: Tensor, start: Tensor, u: Tensor, law: Tensor, known: Tensor | None = None
+    student: Student, block: Block, row: Tensor, start: Tensor, u: Tensor, log_p: Tensor, known: Tensor | None = None
 ) -> Tensor:
     """Tokens [B, n] that the student makes of u[B, n] behind (row, start).
 
-    law: log Q [B, V] of the first token, which c-ptp leaves to the target (o-ptp names it itself); known[B]: that
+    log_p: log Q [B, V] of the first token, which c-ptp leaves to the target (o-ptp names it itself); known[B]: that
     token, where the verifier has said it.
     """
     first, length = student.first_row, u.shape[1] - 1
@@ -261,7 +261,7 @@ def drafts(
     elif first:
         token = student.logits(hidden[:, 0]).argmax(-1)
     else:
-        token = pick(law, u[:, 0].contiguous()) if student.config.informed else law.argmax(-1)
+        token = pick(log_p, u[:, 0].contiguous()) if student.config.informed else log_p.argmax(-1)
     return torch.cat([token[:, None], draft(student, hidden[:, first:], u[:, 1:], False, token)], 1)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Shuffled u has to cost an informed head at least this share of its right drafts, or u is hardly used.
 SHUFFLE_COST = 0.1
-LAW = ("temperature", "top_k", "top_p")  # of the distribution that u picks from
+SAMPLING = ("temperature", "top_k", "top_p")  # of the distribution that u picks from
 OF_HEAD = ("variant", "informed", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust")
 DEFINITIONS = """\
 - *Tokens/step* includes the target's own token of every step; plain decoding is 1.0, the most is the window. It is that
@@ -57,7 +57,7 @@ PROPOSALS = {
 class PtpJob(Job):
     """A PTP head of either variant."""
 
-    own = (*OF_HEAD, "ptp_loss", "proposals", "u_beta", *LAW)
+    own = (*OF_HEAD, "ptp_loss", "proposals", "u_beta", *SAMPLING)
     noun, chosen_by = "PTP heads", "head ptp"
     defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012
     needs_v2 = True
@@ -72,7 +72,7 @@ class PtpJob(Job):
             verifier=self.verifier,
             lora_alpha=float(options.lora_alpha),
             **{name: getattr(options, name) for name in (*OF_HEAD, "window", "lora_rank", "num_speculative_tokens")},
-            **{f"trained_{name}": getattr(options, name) for name in LAW},
+            **{f"trained_{name}": getattr(options, name) for name in SAMPLING},
         )
         self.student = Student(target, self.config)
         if options.init_from:
@@ -120,7 +120,7 @@ class PtpJob(Job):
         return {
             **{name: getattr(config, name) for name in names},
             "drafts": config.num_speculative_tokens,
-            **{name: getattr(config, f"trained_{name}") for name in LAW},
+            **{name: getattr(config, f"trained_{name}") for name in SAMPLING},
         }
 
     def save(self, record: dict[str, Any]) -> None:
