@@ -37,7 +37,8 @@ def operation(*tests: str) -> Operation:
     return Operation(tests, kernels_command.uniform)
 
 
-def test_only_tests_that_pass_let_an_operation_through(checkout: Path) -> None:
+def test_only_tests_that_pass_let_an_operation_through(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # of a shell: says nothing about an operation
     assert judge("uniform", operation("test_good.py")).state == TIMED
     for files, reason in (
         (("test_good.py", "test_bad.py"), "1 failed, 2 passed"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -251,8 +252,10 @@ def judge(name: str, operation: Operation) -> Verdict:
     if missing:
         return Verdict(REFUSED, f"its tests were not found: {', '.join(missing)}; run in a checkout of this package")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    # options of the shell's own pytest decide nothing here
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS)
     except subprocess.TimeoutExpired:
         return Verdict(REFUSED, f"its tests did not end within {TEST_SECONDS} s")
     last = next(iter(reversed(done.stdout.strip().splitlines())), "no output")
