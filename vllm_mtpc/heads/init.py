@@ -46,7 +46,8 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
 
     The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
     are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components
-    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Raises
+    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. What
+    the source has not (a backbone of one component: what tells components apart) starts as in a new head. Raises
     HeadConfigError for anything else.
     """
     _check_source(head, source)
