@@ -245,6 +245,14 @@ class BackboneHead(Head):
     def _steps(self, like: Tensor) -> Tensor:
         return torch.arange(self.num_queries, device=like.device)
 
+    @property
+    def window_bytes(self) -> int:
+        """What a training step keeps of a window's pass in float32, for the backward one; about."""
+        attention = self.backbone.layers[0].self_attn
+        heads, width = 3 * attention.heads + 4 * attention.kv_heads, self.backbone.layers[0].mlp.down_proj.in_features
+        per_layer = 6 * self.hidden_size + heads * attention.head_dim + 4 * width
+        return 4 * self.num_queries * len(self.backbone.layers) * per_layer
+
     # ---- the contract of Head, on states [B, n, D] in the place of h [B, D] ----------------------
 
     @property
