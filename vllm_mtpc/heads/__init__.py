@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 class Option(NamedTuple):
     """An option of a head. It is an argument of the class; a field of HeadConfig and a flag of `vllm-mtpc train`, of
-    the type of `default`, follow from it. Bounds of a list are those of its numbers."""
+    the type of `default`, follow from it. is_optional: a config may leave it out, which means the default. Bounds of a
+    list are those of its numbers."""
 
     name: str
     default: Any
     help: str
     ge: float | None = 1
     le: float | None = None
+    is_optional: bool = False
     divides: str | None = None  # "hidden_size", or another option of the head
     of_target: Callable[[Mapping[str, Any]], Any] | None = None  # the default, from the target's config; None: unknown
 
@@ -40,8 +42,14 @@ MAX_LIST = 16  # entries of a list
 RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDTH)
 LAYERS = Option("expander_layers", 1, "blocks of the expander", le=64)
 ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides="hidden_size")
+TOKENS = Option("token_rank", 0, "rank of what the token before adds to a leaf; 0: nothing", 0, 4096, is_optional=True)
 COMPONENT_RANK = Option(
-    "component_rank", 0, "rank of what tells components apart behind one row of the lm_head; 0: off", ge=0, le=MAX_WIDTH
+    "component_rank",
+    0,
+    "rank of what tells components apart behind one row of the lm_head; 0: off",
+    0,
+    MAX_WIDTH,
+    is_optional=True,
 )
 
 
@@ -103,13 +111,14 @@ BACKBONE = (
         ge=None,
     ),
     COMPONENT_RANK,
+    TOKENS,
 )
 
 HEADS = {
-    "linear": Entry("vllm_mtpc.heads.linear:LinearHead"),
-    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK,), needs_lm_head=True),
-    "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS,)),
-    "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS)),
+    "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
+    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, TOKENS), needs_lm_head=True),
+    "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS, TOKENS)),
+    "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS, TOKENS)),
     "backbone": Entry("vllm_mtpc.heads.backbone:BackboneHead", BACKBONE, needs_lm_head=True),
 }
 
@@ -155,7 +164,7 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
         if value is not None and key not in own:
             allowed = f"allowed: {', '.join(own)}" if own else "it has no such options"
             raise HeadConfigError(f"{key}={value} is not an option of head {name!r}; {allowed}; remove {key}")
-        if value is None and key in own:
+        if value is None and key in own and not own[key].is_optional:
             example = f"{key}={own[key].default}"
             raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {example}")
     for key, option in own.items():
@@ -168,9 +177,14 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
 
 
 def default_options(name: str, target: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of head `name` for a target of this config where none are named; nothing for an unknown head."""
+    """The options of head `name` that a new config for a target says where none are named; nothing for an unknown head.
+
+    target: its config.
+    """
     found = {}
     for option in HEADS[name].options if name in HEADS else ():
+        if option.is_optional:
+            continue
         value = option.of_target and option.of_target(target)
         value = option.default if value is None else value
         found[option.name] = math.gcd(value, target["hidden_size"]) if option.divides == "hidden_size" else value
@@ -184,5 +198,6 @@ def build_head(config: Any) -> Head:
     from vllm_mtpc.circuits import get_circuit
 
     circuit = get_circuit(config.circuit, config.window, config.num_components)
-    options = {option.name: getattr(config, option.name) for option in HEADS[config.head].options}
+    given = {option.name: getattr(config, option.name) for option in HEADS[config.head].options}
+    options = {name: value for name, value in given.items() if value is not None}
     return resolve_name(HEADS[config.head].location)(circuit, config.vocab_size, config.hidden_size, **options)

@@ -178,7 +178,7 @@ class BackboneHead(Head):
         backbone_eps: float,
         aux_hidden_state_layer_ids: list[int],
         sample_from_anchor: bool,
-        component_rank: int,
+        component_rank: int = 0,
     ) -> None:
         sizes = backbone_layers, backbone_heads, backbone_kv_heads, backbone_head_dim, backbone_width
         self.aux_layers, self.from_anchor = list(aux_hidden_state_layer_ids), sample_from_anchor

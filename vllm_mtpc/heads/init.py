@@ -65,9 +65,9 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
 
     The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
     are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components
-    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. What
-    the source has not (a backbone of one component: what tells components apart) starts as in a new head. Raises
-    HeadConfigError for anything else.
+    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Where
+    only `head` has a token_rank, tokens add nothing yet; what tells components of a backbone apart starts as in a new
+    head where the source has one component. Raises HeadConfigError for anything else.
     """
     _check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
@@ -111,7 +111,15 @@ def _check_source(head: Head, source: Head) -> None:
             f"num_components={ours.num_components} cannot start from a head with {theirs.num_components}; allowed: "
             f"multiples of {theirs.num_components}; set num_components to one"
         )
-    if head.options != source.options:
+    if source.token_source is not None and head.token_rank != source.token_rank:
+        raise HeadConfigError(
+            f"token_rank={head.token_rank} cannot start from a head with token_rank={source.token_rank}; allowed: the "
+            "same; set token_rank to the source's"
+        )
+    compared = {**head.options, **source.options}
+    if theirs.num_components == 1:  # nothing tells its components apart
+        compared.pop("component_rank", None)
+    if any(head.options.get(name) != source.options.get(name) for name in compared):
         raise HeadConfigError(
             f"a head with {_shown(head)} cannot start from one with {_shown(source)}; allowed: the same; set them to "
             "the source's"

@@ -184,12 +184,12 @@ def write_cache(
     batch_rows: int = 8,
     layers: Sequence[int] = (),
 ) -> HiddenCache:
-    """Computes the states of `rows` (`layers`: as of `Computed`) into `folder`, or what is left of them there; shows progress and the time left.
+    """Computes the states of `rows` into `folder`, or what is left of them there; shows progress and the time left.
 
-    `rows_per_shard`, `dtype` None: as in a folder that is there, else about 0.5 GiB a shard and the target's dtype.
-    Call it on one process. Targets are compared by config and a sample of their weights: attach adapters afterwards.
-    Raises UsageError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and a file
-    system without room; finished shards stay as they are.
+    `rows_per_shard`, `dtype` None: as in a folder that is there, else about 0.5 GiB a shard and the target's dtype;
+    `layers`: as of `Computed`. Call it on one process. Targets are compared by config and a sample of their weights:
+    attach adapters afterwards. Raises UsageError for a folder made otherwise, a damaged shard, states that are not
+    finite in `dtype`, and a file system without room; finished shards stay as they are.
     """
     folder = Path(folder)
     given = read_index(folder) if (folder / INDEX_FILE).is_file() else None
