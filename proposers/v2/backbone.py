@@ -150,7 +150,9 @@ class BackboneSpeculator(MtpcSpeculator):
         self.metadata: dict[str, Any] | None = None  # of the queries' pass; None: there are no caches yet
         self.priorities = eager_priorities(vllm_config)
         # no pass of ours waits for other data-parallel engines
-        self.pass_config = changed(vllm_config, parallel_config=changed(vllm_config.parallel_config, data_parallel_size=1))
+        self.pass_config = changed(
+            vllm_config, parallel_config=changed(vllm_config.parallel_config, data_parallel_size=1)
+        )
 
     @property
     def attn_vllm_config(self) -> VllmConfig:

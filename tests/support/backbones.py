@@ -41,7 +41,8 @@ class Target:
         """What a backbone reads, [1, T, m D]: the residual stream behind so many layers, the last one's too."""
         streams = []
         hooks = [
-            layer.register_forward_pre_hook(lambda _, args: streams.append(args[0])) for layer in self.model.model.layers
+            layer.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+            for layer in self.model.model.layers
         ]
         hooks.append(self.model.model.norm.register_forward_pre_hook(lambda _, args: streams.append(args[0])))
         self.model(torch.tensor([tokens]))
@@ -68,7 +69,7 @@ def states(head: BackboneHead, aux: Tensor, starts: Tensor, first: Tensor) -> Te
 
 
 def fit(
-    folder: Path, target: Path, texts: list[list[int]], window: int = 4, steps: int = 60, seed: int = 0, **given: Any
+    folder: Path, target: Path, texts: list[list[int]], window: int = 4, steps: int = 30, seed: int = 0, **given: Any
 ) -> None:
     """A head fitted to windows of these texts, saved to `folder`."""
     settings = {"circuit": "hmm", "num_components": 2, "component_rank": 4, **SMALL, **given}
@@ -108,4 +109,4 @@ class Reference:
         """States [W, n, D] and drafts [W, n - 1] behind so many tokens, prefix[W], of a text whose aux is given."""
         read = states(self.head, aux, prefix - 1, first)
         params = self.head.draft_params(read, first, self.config.window - 1)
-        return read, naive.draft(self.head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))
+        return read, naive.draft(self.head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1))
