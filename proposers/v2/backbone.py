@@ -174,6 +174,10 @@ class BackboneSpeculator(MtpcSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         is_fit = self.attn_cg_support.min_cg_support.value >= AttentionCGSupport.UNIFORM_BATCH.value
+        for group in (group for groups in self.attn_groups for group in groups):
+            builder = group.get_metadata_builder()
+            if hasattr(builder, "aot_schedule"):  # FlashAttention 3 plans a pass inside of it, as graphs want it
+                builder.aot_schedule = False
         super().init_cudagraph_manager(cudagraph_mode if is_fit else CUDAGraphMode.NONE)
 
     def _captured(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
@@ -221,7 +225,7 @@ class BackboneSpeculator(MtpcSpeculator):
         self.unwritten = 0
 
     def _place(self, num_reqs: int, upper: Tensor, for_graph: bool = False) -> None:
-        """Where the queries of these requests lie, and what attention is told; upper [R], on the host: text they see."""
+        """Where the queries of R requests lie, and what attention is told of them; upper [R], on the host: they see."""
         tables, rows = self.block_tables, num_reqs * self.queries
         for group in set(self.group_of):
             query_rows(

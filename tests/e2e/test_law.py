@@ -25,6 +25,7 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
     "fault: the recovered token is dropped": 4_000,
     "coupled": FEW,
     "fault: coupled, noise of the first row": FEW,
+    "backbone": FEW,
     "o-ptp": FEW,
     "fault: o-ptp, u squared": FEW,
 }

@@ -261,6 +261,11 @@ class BackboneHead(Head):
     # ---- the contract of Head, on states [B, n, D] in the place of h [B, D] ----------------------
 
     @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """As in Head: the states of a window."""
+        return (self.num_queries, self.hidden_size)
+
+    @property
     def hidden_dtype(self) -> torch.dtype:
         return self.backbone.fc.weight.dtype
 

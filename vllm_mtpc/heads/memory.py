@@ -106,7 +106,8 @@ def draft_memory(
             head.bind_lm_head(*_lm_head(config.vocab_size, head.circuit.num_components, num_ranks))
         found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
         drafts, rows = next(iter(found.items()))
-        hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
+        hidden = torch.empty(rows, *head.hidden_shape, dtype=dtype)
+        first = torch.empty(rows, dtype=torch.int64)
         drafter, circuit = None, head.circuit
         if circuit.num_components <= MAX_COMPONENTS:  # what launches the kernels, as in `proposers/v2/speculator.py`
             from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
@@ -126,7 +127,7 @@ def draft_memory(
     requests = len(drafts_by_batch) - 1
     cached = config.vocab_size * dtype.itemsize if is_drawn else 0
     # per draft: token, confidence, conditional; per request: slot, temperature, seed, row, first token, position, state
-    row = num_drafts * (8 + 4 + cached) + 8 + 4 + 4 * 8 + config.hidden_size * dtype.itemsize
+    row = num_drafts * (8 + 4 + cached) + 8 + 4 + 4 * 8 + hidden[0].numel() * dtype.itemsize
     return DraftMemory(weights, buffers + requests * row + 4 * num_drafts, live.peak)
 
 
