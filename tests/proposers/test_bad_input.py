@@ -48,16 +48,18 @@ def with_backbone(place: Path) -> Path:
     return place
 
 
-def test_a_backbone_is_accepted(with_backbone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
+def test_a_backbone_has_slots_for_its_queries(with_backbone: Path) -> None:
+    from vllm.config import VllmConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
 
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(MtpcSpeculativeConfig, "check_engine", lambda self, config: None)  # there is no V2 on a CPU
-    config = engine_config(with_backbone / "target", {"method": "mtpc", "model": str(with_backbone / "head")})
-    assert config.num_lookahead_tokens == 5  # as many queries as the window has tokens
-    assert config.speculative_config.speculator() == "backbone.BackboneSpeculator"
-    others = engine_config(with_backbone / "target", None)
-    assert others.num_lookahead_tokens == 0
+    given = {"method": "mtpc", "model": str(with_backbone / "head"), "num_speculative_tokens": 2}
+    args = EngineArgs(str(with_backbone / "target"), speculative_config=given, dtype="float32")
+    spec = args.create_speculative_config(args.create_model_config(), ParallelConfig())
+    assert spec.speculator() == "backbone.BackboneSpeculator" and spec.aux_layers
+    slots = VllmConfig.num_lookahead_tokens.fget
+    assert slots(SimpleNamespace(speculative_config=spec)) == 5  # as many as the window has tokens, not 1 + K
+    assert slots(SimpleNamespace(speculative_config=None)) == 0
 
 
 def test_a_backbone_on_model_runner_v1(with_backbone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +89,12 @@ def test_a_backbone_has_the_dtype_of_its_target(with_backbone: Path) -> None:
 
 
 def test_a_backbone_that_ranks_do_not_divide(with_backbone: Path) -> None:
+    target = json.loads((with_backbone / "target" / "config.json").read_text())
+    options = {"component_rank": 2, "backbone_layers": 1, "backbone_heads": 3, "backbone_kv_heads": 1}
+    write_head(with_backbone / "head", target, head="backbone", **options)
     given = {"method": "mtpc", "model": str(with_backbone / "head")}
-    with pytest.raises(MtpcError, match=r"with backbone_heads=2, backbone_kv_heads=2, which tensor_parallel_size=3 "):
-        engine_config(with_backbone / "target", given, tensor_parallel_size=3)
+    with pytest.raises(MtpcError, match=r"with backbone_heads=3, which tensor_parallel_size=2 does not divide"):
+        engine_config(with_backbone / "target", given, tensor_parallel_size=2)
 
 
 @pytest.fixture
