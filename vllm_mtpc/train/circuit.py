@@ -46,6 +46,10 @@ class CircuitJob(Job):
 
     def __init__(self, options: TrainOptions, target: Target) -> None:
         super().__init__(options, target)
+        own = {name: getattr(options, name) for name in head_options()}
+        config, source = load_head(resolve_head(options.init_from)) if options.init_from else (None, None)
+        if config is not None and config.head == options.head:  # what is not named is as there
+            own = {name: getattr(config, name) if value is None else value for name, value in own.items()}
         self.config = HeadConfig.create(
             circuit=options.circuit,
             window=options.window,
@@ -58,11 +62,11 @@ class CircuitJob(Job):
             head=options.head,
             num_speculative_tokens=options.num_speculative_tokens,
             lora_layers=options.lora_layers,
-            **{name: getattr(options, name) for name in head_options()},
+            **own,
         )
         self.head, self.layers = build_head(self.config), None
-        if options.init_from:
-            init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
+        if source is not None:
+            init_from_head(self.head, source, options.seed)
         elif options.init == "lm-head":
             init_from_lm_head(self.head, target.lm_head.weight.float().cpu(), options.seed)
             if isinstance(self.head, BackboneHead):
