@@ -51,7 +51,7 @@ def transformed(head: Head, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("circuit", CIRCUITS)
 def test_leaves_are_the_stated_function_of_the_hidden_state(name, circuit):
     head, hidden = build(name, circuit, std=0.3), hidden_states()
-    leaf, root, inner = head(hidden)
+    leaf, root, inner, _ = head(hidden)
     r = head.circuit.num_components
     assert leaf.shape == (B, N, r, V) and root.shape == (B, r) and inner.shape == (B, head.circuit.num_inner, r, r)
     for b in range(B):
@@ -83,7 +83,7 @@ def test_the_parts_are_what_the_whole_is_made_of(name):
     assert parts.dtype == torch.float32
     # Products of another size may be summed in another order: float32 rounding.
     torch.testing.assert_close(parts.log_softmax(-1), whole.leaf, rtol=1e-5, atol=1e-5)
-    for given, expected in zip(head.sums(hidden), whole[1:], strict=True):
+    for given, expected in zip(head.sums(hidden), whole[1:3], strict=True):
         assert torch.equal(given, expected)
     torch.testing.assert_close(head(hidden, 3).leaf, whole.leaf[:, :3], rtol=1e-5, atol=1e-5)
 
@@ -92,7 +92,7 @@ def test_the_parts_are_what_the_whole_is_made_of(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parameters_are_float32_and_normalised_whatever_the_weights_are(name, dtype):
     params = build(name, std=0.3).to(dtype)(hidden_states().to(dtype))
-    for part in params:
+    for part in params[:3]:
         assert part.dtype == torch.float32
         torch.testing.assert_close(part.exp().sum(-1), torch.ones(part.shape[:-1]), rtol=0, atol=5e-6)
 

@@ -19,12 +19,13 @@ OPTIONS = {
 }
 
 
-def build(name: str, circuit: str = "btree", seed: int = 0, std: float | None = None, bind: bool = True) -> Head:
+def build(
+    name: str, circuit: str = "btree", seed: int = 0, std: float | None = None, bind: bool = True, **more: int
+) -> Head:
     """A new head; with `std`, every parameter is drawn that wide, so that nothing is zero by initialisation."""
     components = 1 if circuit == "ff" else R
-    config = HeadConfig.create(
-        circuit=circuit, window=N, num_components=components, target=TARGET, verifier="x", head=name, **OPTIONS[name]
-    )
+    sizes = {"circuit": circuit, "window": N, "num_components": components}
+    config = HeadConfig.create(**sizes, target=TARGET, verifier="x", head=name, **OPTIONS[name], **more)
     torch.manual_seed(seed)
     head = build_head(config)
     if std is not None:

@@ -209,8 +209,12 @@ class _Reordered(torch.nn.Module):
         self.head, self.order, self.circuit = head, order, head.circuit
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        params = self.head(hidden)
-        return params._replace(leaf=params.leaf[:, self.order[: num_positions or len(self.order)]])
+        params, order = self.head(hidden), self.order[: num_positions or len(self.order)]
+        bigram = params.bigram
+        if bigram is not None:  # the first position has none: what moves there keeps that of the second
+            moved = [max(k - 1, 0) for k in self.order[1:]]
+            bigram = bigram._replace(target=bigram.target[moved])
+        return params._replace(leaf=params.leaf[:, order], bigram=bigram)
 
 
 def noise_given_text(contexts: Contexts) -> float:

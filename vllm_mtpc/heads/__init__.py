@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class Option(NamedTuple):
     """An option of a head. It is an argument of the class; a field of HeadConfig and a flag of `vllm-mtpc train`, of
-    the type of `default`, follow from it."""
+    the type of `default`, follow from it. is_optional: a config may leave it out, which means the default."""
 
     name: str
     default: Any
@@ -24,6 +24,7 @@ class Option(NamedTuple):
     ge: float | None = 1
     le: float | None = None
     divides_hidden_size: bool = False
+    is_optional: bool = False
 
 
 class Entry(NamedTuple):
@@ -38,12 +39,13 @@ MAX_WIDTH = 2**17  # beyond any model
 RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDTH)
 LAYERS = Option("expander_layers", 1, "blocks of the expander", le=64)
 ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides_hidden_size=True)
+TOKENS = Option("token_rank", 0, "rank of what the token before adds to a leaf; 0: nothing", 0, 4096, is_optional=True)
 
 HEADS = {
-    "linear": Entry("vllm_mtpc.heads.linear:LinearHead"),
-    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK,), needs_lm_head=True),
-    "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS,)),
-    "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS)),
+    "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
+    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, TOKENS), needs_lm_head=True),
+    "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS, TOKENS)),
+    "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS, TOKENS)),
 }
 
 
@@ -56,9 +58,10 @@ def option_fields() -> dict[str, Any]:
     """Every option of a head as a field for pydantic's create_model; None: the head has it not, or its default."""
     fields = {}
     for name, option in head_options().items():
-        owners = " or ".join(head for head, entry in HEADS.items() if option in entry.options)
+        owners = [head for head, entry in HEADS.items() if option in entry.options]
+        shown = "every head" if len(owners) == len(HEADS) else f"head {' or '.join(owners)}"
         divisor = ", or its greatest common divisor with D" if option.divides_hidden_size else ""
-        text = f"head {owners}: {option.help} (default: {option.default}{divisor})"
+        text = f"{shown}: {option.help} (default: {option.default}{divisor})"
         fields[name] = type(option.default) | None, Field(None, ge=option.ge, le=option.le, description=text)
     return fields
 
@@ -83,7 +86,7 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
         if value is not None and key not in own:
             allowed = f"allowed: {', '.join(own)}" if own else "it has no such options"
             raise HeadConfigError(f"{key}={value} is not an option of head {name!r}; {allowed}; remove {key}")
-        if value is None and key in own:
+        if value is None and key in own and not own[key].is_optional:
             example = f"{key}={own[key].default}"
             raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {example}")
         if value is not None and own[key].divides_hidden_size and hidden_size % value:
@@ -94,11 +97,12 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
 
 
 def default_options(name: str, hidden_size: int) -> dict[str, Any]:
-    """The options of head `name` where none are named; nothing for an unknown head."""
+    """The options of head `name` that a new config says where none are named; nothing for an unknown head."""
     options = HEADS[name].options if name in HEADS else ()
     return {
         option.name: math.gcd(option.default, hidden_size) if option.divides_hidden_size else option.default
         for option in options
+        if not option.is_optional
     }
 
 
@@ -109,5 +113,6 @@ def build_head(config: Any) -> Head:
     from vllm_mtpc.circuits import get_circuit
 
     circuit = get_circuit(config.circuit, config.window, config.num_components)
-    options = {option.name: getattr(config, option.name) for option in HEADS[config.head].options}
+    given = {option.name: getattr(config, option.name) for option in HEADS[config.head].options}
+    options = {name: value for name, value in given.items() if value is not None}
     return resolve_name(HEADS[config.head].location)(circuit, config.vocab_size, config.hidden_size, **options)

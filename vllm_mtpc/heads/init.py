@@ -46,8 +46,8 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
 
     The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
     are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components
-    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Raises
-    HeadConfigError for anything else.
+    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Where
+    only `head` has a token_rank, tokens add nothing yet. Raises HeadConfigError for anything else.
     """
     _check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
@@ -90,6 +90,11 @@ def _check_source(head: Head, source: Head) -> None:
         raise HeadConfigError(
             f"num_components={ours.num_components} cannot start from a head with {theirs.num_components}; allowed: "
             f"multiples of {theirs.num_components}; set num_components to one"
+        )
+    if source.token_source is not None and head.token_rank != source.token_rank:
+        raise HeadConfigError(
+            f"token_rank={head.token_rank} cannot start from a head with token_rank={source.token_rank}; allowed: the "
+            "same; set token_rank to the source's"
         )
     if head.options != source.options:
         raise HeadConfigError(
