@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.tiny import acceptance
 from tests.support.training import losses, make_trainer, options_for, save_every
-from vllm_mtpc.errors import UsageError
+from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.train import state
 from vllm_mtpc.train.options import parse
@@ -79,7 +79,7 @@ def started(target, out, **changes):
     return trainer
 
 
-@pytest.mark.parametrize("more", [{}, {"lora_layers": 1}], ids=["head", "layers"])
+@pytest.mark.parametrize("more", [{}, {"lora_layers": 1}, {"token_rank": 2}], ids=["head", "layers", "tokens"])
 @torch.no_grad()
 def test_chances_are_of_the_head_at_hand(tiny_target, tmp_path, more):
     """Against the evaluator's acceptance, window by window."""
@@ -151,6 +151,8 @@ def test_a_state_from_before_there_were_rounds(tiny_target, tmp_path):
     del values["options"]["rounds"], values["drawn"]
     torch.save(values, file)
     assert started(tiny_target, tmp_path, rounds=1, max_steps=3, resume=True).step == 3
+    with pytest.raises(CheckpointError, match="is of a run with rounds=1, not 2"):
+        started(tiny_target, tmp_path, rounds=2, max_steps=4, resume=True)
 
 
 def test_refused_for_ptp():

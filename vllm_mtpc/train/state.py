@@ -116,8 +116,7 @@ def load_state(
 
 def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
     """The first option of a state's run that these options have otherwise, of those that decide what is learnt."""
-    before_it = {name: field.default for name, field in type(options).model_fields.items()}  # there was the option
-    ours, theirs = identity(options), {**before_it, **values["options"]}
+    ours, theirs = identity(options), values["options"]
     full, before = {**ours, **paths(ours)}, {**theirs, **values["paths"]}
     return min((key for key in ours if ours[key] != theirs.get(key) and full[key] != before.get(key)), default=None)
 
@@ -131,6 +130,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         values = torch.load(file, map_location="cpu", weights_only=True)
         values.setdefault("paths", paths(values["options"]))  # states had none at first: paths from this folder
         values.setdefault("drawn", None)
+        fields = TrainOptions.model_fields.items()  # one that came later had its default
+        values["options"] = {name: field.default for name, field in fields} | values["options"]
         return {key: values[key] for key in ("step", "options", "paths", "weights", "moments", "drawn")}
     except Exception as error:  # torch.load raises many kinds on a damaged file
         raise CheckpointError(
