@@ -132,14 +132,15 @@ def option_fields() -> dict[str, Any]:
     """Every option of a head as a field for pydantic's create_model; None: the head has it not, or its default."""
     fields = {}
     for name, option in head_options().items():
-        owners = " or ".join(head for head, entry in HEADS.items() if option in entry.options)
+        owners = [head for head, entry in HEADS.items() if option in entry.options]
+        shown = "every head" if len(owners) == len(HEADS) else f"head {' or '.join(owners)}"
         divisor = ", or its greatest common divisor with D" if option.divides == "hidden_size" else ""
-        default = "as the target" if option.of_target else f"{option.default}{divisor}"
+        default = "from the target" if option.of_target else f"{option.default}{divisor}"
         bounds: dict[str, Any] = {"ge": option.ge, "le": option.le}
         kind: Any = type(option.default)
         if kind is list:
             kind, bounds = list[Annotated[int, Field(**bounds)]], {"min_length": 1, "max_length": MAX_LIST}
-        text = f"head {owners}: {option.help} (default: {default})"
+        text = f"{shown}: {option.help} (default: {default})"
         fields[name] = kind | None, Field(None, **bounds, description=text)
     return fields
 

@@ -34,7 +34,7 @@ from vllm_mtpc.heads.base import INIT_STD, Head
 from vllm_mtpc.kernels.shard import Shard
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
-CONTEXT_PER_QUERY = 8  # keys of context for each query of a pass, so that those of other windows are few beside them
+CONTEXT_PER_QUERY = 4  # keys of context for each query of a pass, so that those of other windows are few beside them
 SMALL = 0.1  # a new layer's outputs, by what torch draws
 
 
@@ -231,11 +231,11 @@ class BackboneHead(Head):
         grid = torch.zeros(2, len(groups), width, dtype=torch.long, device=row.device)
         grid[:, place, slot] = torch.stack([start, first])
         starts, firsts = grid
-        layers = [tuple(part[rows, :, :length] for part in layer) for layer in context.layers]
+        layers = [tuple(part[:, :, :length].index_select(0, rows) for part in layer) for layer in context.layers]
         mask = windows_mask(starts, context.document[rows, :length], self.num_queries)
         positions = context.position[rows].gather(1, starts)[..., None] + 1 + self._steps(row)
         states = self.backbone(self.queries(firsts).flatten(1, 2), positions.flatten(1), layers, mask)
-        return states.view(*starts.shape, self.num_queries, -1)[place, slot]
+        return states.view(-1, self.num_queries, self.hidden_size).index_select(0, place * width + slot)
 
     def queries(self, first: Tensor) -> Tensor:
         """[..., n, D] of the tokens first[...]: x_1, then masks."""
@@ -259,11 +259,6 @@ class BackboneHead(Head):
         return 4 * self.num_queries * len(self.backbone.layers) * per_layer
 
     # ---- the contract of Head, on states [B, n, D] in the place of h [B, D] ----------------------
-
-    @property
-    def hidden_shape(self) -> tuple[int, ...]:
-        """As in Head: the states of a window."""
-        return (self.num_queries, self.hidden_size)
 
     @property
     def hidden_dtype(self) -> torch.dtype:

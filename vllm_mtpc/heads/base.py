@@ -85,11 +85,6 @@ class Head(nn.Module, ABC):
         if not next(self.parameters()).is_meta:  # on meta, even filling a tensor imports seconds worth of torch
             self.reset_parameters()
 
-    @property
-    def hidden_shape(self) -> tuple[int, ...]:
-        """Of what is read for one circuit."""
-        return (self.hidden_size,)
-
     @abstractmethod
     def add_leaves(self, **options: int) -> None:
         """Create the parameters of the leaves, uninitialised, in position order."""
