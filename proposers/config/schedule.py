@@ -71,16 +71,11 @@ def default_schedule(
 def load_of(head: HeadConfig, target: Any) -> float:
     """Multiplications of a head's leaves for one draft, by those of the target's layers and lm_head for one row.
 
-    target: its config of transformers. A draft of a backbone takes a row of its layers beside.
+    target: its config of transformers.
     """
     wide, deep = head.hidden_size, getattr(target, "num_hidden_layers", 1)
     layer = 4 * wide**2 + 3 * wide * getattr(target, "intermediate_size", 4 * wide)
-    row = head.num_components * head.vocab_size * wide
-    if head.head == "backbone":  # components share a row of the lm_head
-        attention = 2 * (head.backbone_heads + head.backbone_kv_heads) * head.backbone_head_dim
-        row = head.vocab_size * (wide + head.num_components * head.component_rank)
-        row += head.backbone_layers * wide * (attention + 3 * head.backbone_width)
-    return row / (deep * layer + head.vocab_size * wide)
+    return head.num_components * head.vocab_size * wide / (deep * layer + head.vocab_size * wide)
 
 
 def in_words(ranges: Schedule | None, num_drafts: int, is_planned: bool = False) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import backbones
+from tests.support import backbones, forks
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.models import make_target
 
@@ -79,14 +79,14 @@ def replies(engines: dict[str, Engine], **more: Any) -> dict[str, list[Reply]]:
 
 @pytest.fixture(scope="module")
 def outputs(place: Path) -> dict[str, list[Reply]]:
-    return replies(
-        {
-            "hmm": engine(place, "hmm", "backbone"),
-            "in graphs": engine(place, "hmm", "backbone in graphs", CALLS[:1]),
-            "context one on": engine(place, "hmm", "backbone context one on", ALONE),
-            "from anchor": engine(place, "from anchor", "backbone", CALLS[:2], num_speculative_tokens=2),
-        }
-    )
+    engines = {
+        "hmm": engine(place, "hmm", "backbone"),
+        "context one on": engine(place, "hmm", "backbone context one on", ALONE),
+        "from anchor": engine(place, "from anchor", "backbone", CALLS[1:2], num_speculative_tokens=2),
+    }
+    if not forks.ON_GPU:
+        engines["in graphs"] = engine(place, "hmm", "backbone in graphs", CALLS[:1])
+    return replies(engines)
 
 
 def check_text(folder: Path, calls: list[Call], replies: list[Reply]) -> None:
@@ -126,6 +126,12 @@ def counts(replies: list[Reply]) -> tuple[int, int]:
     return metrics["vllm:spec_decode_num_accepted_tokens"], metrics["vllm:spec_decode_num_draft_tokens"]
 
 
+@pytest.mark.column("mtpc on V2")
+@pytest.mark.feature("prefix caching", "exact")
+@pytest.mark.feature("chunked prefill", "exact")
+@pytest.mark.feature("preemption by recompute", "exact")
+@pytest.mark.feature("asynchronous scheduling", "exact")
+@pytest.mark.feature("max_model_len reached", "exact")
 def test_text_and_drafts(place: Path, outputs: dict[str, list[Reply]]) -> None:
     check_text(place, CALLS, outputs["hmm"])
     assert check(place, "hmm", CALLS, outputs["hmm"]) > 60
@@ -137,10 +143,11 @@ def test_text_and_drafts(place: Path, outputs: dict[str, list[Reply]]) -> None:
 
 def test_queries_that_give_the_next_token(place: Path, outputs: dict[str, list[Reply]]) -> None:
     """With fewer drafts than the window holds there are as many queries."""
-    check_text(place, CALLS[:2], outputs["from anchor"])
-    assert check(place, "from anchor", CALLS[:2], outputs["from anchor"]) > 20
+    check_text(place, CALLS[1:2], outputs["from anchor"])
+    assert check(place, "from anchor", CALLS[1:2], outputs["from anchor"]) > 4
 
 
+@pytest.mark.skipif(forks.ON_GPU, reason="on a GPU the other tests draft in graphs")
 def test_drafts_of_graphs(place: Path, outputs: dict[str, list[Reply]]) -> None:
     (reply,) = outputs["in graphs"]
     check_text(place, CALLS[:1], [reply])
