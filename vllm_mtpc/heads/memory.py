@@ -120,7 +120,8 @@ def draft_memory(
             if drafter is None:
                 naive.draft(circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
             elif not drafter.one_launch:
-                held = drafter.buffers(rows, drafts, hidden.device, dtype if is_drawn else None)
+                drawn_dtype, has_bigram = dtype if is_drawn else None, params.bigram is not None
+                held = drafter.buffers(rows, drafts, hidden.device, drawn_dtype, has_bigram)
                 if held[-1] is not None:
                     head.leaf_shard.gather(held[-1].flatten(1))
         weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
