@@ -93,8 +93,9 @@ class MtpcSpeculator(DraftModelSpeculator):
         return head
 
     def _drafter(self, head: Head) -> Drafter | None:
-        """None: the circuit has more components than the kernel takes, or leaves that look at the token before."""
-        if head.circuit.num_components > MAX_COMPONENTS or head.token_rank:
+        """None: the circuit has more components than the kernel takes, leaves that look at the token before, or a
+        support."""
+        if head.circuit.num_components > MAX_COMPONENTS or head.token_rank or head.support:
             return None
         return Drafter(
             head.circuit.program,
