@@ -63,9 +63,10 @@ def option_fields() -> dict[str, Any]:
     """Every option of a head as a field for pydantic's create_model; None: the head has it not, or its default."""
     fields = {}
     for name, option in head_options().items():
-        owners = " or ".join(head for head, entry in HEADS.items() if option in entry.options)
+        owners = [head for head, entry in HEADS.items() if option in entry.options]
+        shown = "every head" if len(owners) == len(HEADS) else f"head {' or '.join(owners)}"
         divisor = ", or its greatest common divisor with D" if option.divides_hidden_size else ""
-        text = f"head {owners}: {option.help} (default: {option.default}{divisor})"
+        text = f"{shown}: {option.help} (default: {option.default}{divisor})"
         fields[name] = type(option.default) | None, Field(None, ge=option.ge, le=option.le, description=text)
     return fields
 
