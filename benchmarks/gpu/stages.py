@@ -228,6 +228,30 @@ def heads(programme: Programme) -> list[Part]:
     return parts
 
 
+# tokens
+
+TOKEN_RANKS = (0, 32)
+
+
+def tokens(programme: Programme) -> list[Part]:
+    """What leaves that look at the token before are worth on that target, and their speed with one client."""
+    sizes = programme.size(
+        {"learning_rate": 0.002, "windows_per_step": 1024, "max_steps": 1500, "window": 8},
+        {"windows_per_step": 16, "max_steps": 2, "window": 4},
+    )
+    kinds = programme.size([("ff", 1), ("cp", 8), ("hmm", 8), ("btree", 8), ("hmm", 32)], [("hmm", 2)])
+    how = {"concurrency": 1, "prompts": programme.size(16, 2), "variant": EVERY_DRAFT, **own_text(programme)}
+    parts = []
+    for circuit, r in kinds:
+        folders = [programme.cache / "heads" / f"{circuit}-r{r}-tokens{rank}" for rank in TOKEN_RANKS]
+        for rank, folder in zip(TOKEN_RANKS, folders, strict=True):
+            options = {"circuit": circuit, "components": r, "token_rank": rank, **sizes}
+            parts.append(trained(programme, f"train-{folder.name}", folder, 150, **options))
+        needs = [folder / "config.json" for folder in folders]
+        parts.append(bench_serve(programme, f"table-{circuit}-r{r}", 360, needs, heads=folders, **how))
+    return parts
+
+
 # serve
 
 
@@ -398,6 +422,7 @@ STAGES: dict[str, Callable[[Programme], list[Part]]] = {
     "kernels": kernels,
     "target": target,
     "heads": heads,
+    "tokens": tokens,
     "serve": serve,
     "shapes": shapes,
     "ptp": ptp,

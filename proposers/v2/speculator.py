@@ -93,9 +93,8 @@ class MtpcSpeculator(DraftModelSpeculator):
         return head
 
     def _drafter(self, head: Head) -> Drafter | None:
-        """None: the circuit has more components than the kernel takes, leaves that look at the token before, or a
-        support."""
-        if head.circuit.num_components > MAX_COMPONENTS or head.token_rank or head.support:
+        """None: the circuit has more components than the kernel takes, or drafts are within a support."""
+        if head.circuit.num_components > MAX_COMPONENTS or head.support:
             return None
         return Drafter(
             head.circuit.program,

@@ -17,6 +17,7 @@ SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]
 BATCH, VOCAB, WINDOW = 24, 96, 5
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {},
+    "linear, tokens": {"token_rank": 4},
     "mlp": {"head": "mlp"},
     "shared": {"head": "shared"},
     "shared, cp": {"head": "shared", "circuit": "cp"},

@@ -225,7 +225,7 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(batch, head.hidden_size, generator=generator).to(weight.device, weight.dtype)
     first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
-    if weight.device.type == "cuda" and not (head.token_rank or head.support):  # as MtpcSpeculator
+    if weight.device.type == "cuda" and not head.support:  # as MtpcSpeculator
         leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
         draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device)
     else:

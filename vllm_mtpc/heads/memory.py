@@ -112,7 +112,7 @@ def draft_memory(
         drafts, rows = next(iter(found.items()))
         hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
         drafter, circuit = None, head.circuit
-        if circuit.num_components <= MAX_COMPONENTS and not (head.token_rank or head.support):  # as MtpcSpeculator
+        if circuit.num_components <= MAX_COMPONENTS and not head.support:  # as MtpcSpeculator
             from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
 
             sizes = circuit.program, circuit.num_components, config.vocab_size
@@ -122,7 +122,8 @@ def draft_memory(
             if drafter is None:
                 naive.draft(circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
             elif not drafter.one_launch:
-                held = drafter.buffers(rows, drafts, hidden.device, dtype if is_drawn else None)
+                drawn_dtype, has_bigram = dtype if is_drawn else None, params.bigram is not None
+                held = drafter.buffers(rows, drafts, hidden.device, drawn_dtype, has_bigram)
                 if held[-1] is not None:
                     head.leaf_shard.gather(held[-1].flatten(1))
         weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
