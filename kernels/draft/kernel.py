@@ -21,6 +21,7 @@ from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.kernels.support import Support
 
 # Sizes are reasoned, not measured: README.md says what they rest on.
 # One instance drafts for a request, so registers are there; ptxas would spill 16 bytes to have more instances at once.
@@ -74,6 +75,7 @@ class Drafter:
         inner: Tensor,
         first: Tensor | None = None,
         bigram: Bigram | None = None,
+        support: Support | None = None,
         *,
         slots: Tensor,
         temperature: Tensor,
@@ -93,6 +95,8 @@ class Drafter:
         stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
         dtype of the cache: the very numbers the noise was added to.
         """
+        if support is not None:
+            raise ValueError("drafts within a support: use naive.draft")
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()

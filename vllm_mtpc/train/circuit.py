@@ -39,7 +39,8 @@ class CircuitJob(Job):
 
     own = (
         "circuit", "components", *head_options(), "init", "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
-        "acceptance", "acceptance_form", "train_first", "checkpoint_circuit", "rounds", "regenerate_greedy_share", "cache",
+        "acceptance", "acceptance_form", "train_first", "checkpoint_circuit", "rounds", "regenerate_greedy_share",
+        "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
     hints = {"ptp_loss": "; a circuit's loss is what beta and acceptance say"}  # noqa: RUF012
