@@ -104,6 +104,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             gumbel_noised_argmax,
             self.use_fp64_gumbel,
             shard=head.leaf_shard,
+            support=head.support,
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:

@@ -21,6 +21,7 @@ FOLDERS = (forks.ROOT / "kernels", forks.ROOT / "proposers")
 QUICK = (
     *("demo btree, float64", "EvaByte btree, K=2", "EvaByte btree, float32", "Llama btree, K=2", "Qwen btree, K=2"),
     *("demo btree, token 32", "EvaByte btree, token 64, float32", "Qwen btree, token 64", "Qwen btree, 2 ranks"),
+    "Qwen btree, token 64 within 1024",
     *("EvaByte B=64", "training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
 )
 

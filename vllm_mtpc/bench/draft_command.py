@@ -59,12 +59,14 @@ COLUMNS = (
 
 
 class Shape(NamedTuple):
-    """Sizes of a random head; weights matter to no time."""
+    """Sizes of a random head; weights matter to no time. c, M: component_rank and support, where it has them."""
 
     D: int
     V: int
     n: int
     r: int
+    c: int = 0
+    M: int = 0
 
 
 class Case(NamedTuple):
@@ -78,7 +80,14 @@ class Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--head", nargs="+", default=[], metavar="HEAD", help="MtPC heads: folders or hub names")
-    add("--shape", nargs="+", type=shape, default=[], metavar="D=..,V=..,n=..,r=..", help="sizes of random heads")
+    add(
+        "--shape",
+        nargs="+",
+        type=shape,
+        default=[],
+        metavar="D=..,V=..,n=..,r=..",
+        help="sizes of random heads; c=.., M=..: component_rank, support",
+    )
     add("--circuits", nargs="+", choices=CIRCUITS, default=list(CIRCUITS), help="of --shape (default: all)")
     add("--num-drafts", type=int, metavar="K", help="default: as the head says, n - 1 for shapes")
     add("--batch", nargs="+", type=int, default=BATCHES, metavar="B", help="default: 1 2 4 8 16 32 64")
@@ -165,11 +174,14 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
             target = {"vocab_size": sizes.V, "hidden_size": sizes.D}
             r = min(sizes.r, circuit_class(circuit).max_components)
             given = {"circuit": circuit, "window": sizes.n, "num_components": r, "head": default_head(sizes.V)}
+            if r > 1:
+                given |= {"component_rank": sizes.c or None, "support": sizes.M or None}
             config = HeadConfig.create(**given, target=target, verifier="-")
             torch.manual_seed(0)
             with torch.device(device):
                 head = build_head(config).to(dtype).eval()
-            yield case(f"{circuit} n={sizes.n} r={r} D={sizes.D} V={sizes.V} (random)", head, sizes.n - 1)
+            less = f" c={sizes.c}" * bool(config.component_rank) + f" M={sizes.M}" * bool(config.support)
+            yield case(f"{circuit} n={sizes.n} r={r}{less} D={sizes.D} V={sizes.V} (random)", head, sizes.n - 1)
 
 
 def row(

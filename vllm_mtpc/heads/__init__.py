@@ -40,10 +40,15 @@ RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDT
 LAYERS = Option("expander_layers", 1, "blocks of the expander", le=64)
 ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides_hidden_size=True)
 TOKENS = Option("token_rank", 0, "rank of what the token before adds to a leaf; 0: nothing", 0, 4096, is_optional=True)
+COMPONENTS = Option(
+    "component_rank", 0, "rank of what tells components apart behind one row of the lm_head; 0: r rows",
+    0, MAX_WIDTH, is_optional=True,
+)  # fmt: skip
+SUPPORT = Option("support", 0, "tokens a draft is one of, the likeliest of the base; 0: all", 0, is_optional=True)
 
 HEADS = {
     "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
-    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, TOKENS), needs_lm_head=True),
+    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, COMPONENTS, SUPPORT, TOKENS), needs_lm_head=True),
     "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS, TOKENS)),
     "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS, TOKENS)),
 }
@@ -94,6 +99,17 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
                 f"{key}={value} does not divide hidden_size={hidden_size}; set {key} to a divisor, for example "
                 f"{math.gcd(own[key].default, hidden_size)}"
             )
+
+
+def check_support(vocab_size: int, num_components: int, support: int | None, component_rank: int | None) -> None:
+    """Raise HeadConfigError for a support beyond the vocabulary, or where components have no base in common."""
+    if support and support > vocab_size:
+        raise HeadConfigError(f"support={support}: allowed are 1 to vocab_size={vocab_size}, or 0 (off); lower it")
+    if support and num_components > 1 and not component_rank:
+        raise HeadConfigError(
+            f"support={support} with num_components={num_components} and no component_rank: the likeliest tokens are "
+            "those of the one row that components share; set component_rank, for example component_rank=16"
+        )
 
 
 def default_options(name: str, hidden_size: int) -> dict[str, Any]:
