@@ -76,6 +76,13 @@ HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # sizes and options of a head
     "mlp": ({"vocab_size": 257, "hidden_size": 128, "expander_layers": 1}, False),
     "linear, tokens": ({"vocab_size": 257, "hidden_size": 128, "token_rank": 32}, False),
     "shared, tokens": ({"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64, "token_rank": 32}, False),
+    "shared, support": (
+        {
+            **{"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64, "token_rank": 32},
+            **{"component_rank": 16, "support": 1024},
+        },
+        False,
+    ),
     "shared": ({"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64}, False),
     # 16,040 columns a rank, no multiple of 16
     "shared, 8 ranks": ({"vocab_size": 128_264, "hidden_size": 4096, "expander_rank": 64}, False),

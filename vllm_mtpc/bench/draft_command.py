@@ -106,7 +106,7 @@ def shape(text: str) -> Shape:
         pairs = dict(word.split("=") for word in text.split(","))
         return Shape(**{key: int(value) for key, value in pairs.items()})
     except (ValueError, TypeError):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected is D=4096,V=320,n=8,r=32") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: expected is D=4096,V=320,n=8,r=32, then c=16 and M=1024") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype or ("bfloat16" if has_bfloat16 else "float32"))
     bandwidth = timing.bytes_per_second(device)
     rows: list[dict[str, Any]] = []
-    total = (len(args.head) + len(args.shape) * len(args.circuits)) * len(args.batch) * len(args.temperature)
+    total = (len(args.head) + len(random_configs(args))) * len(args.batch) * len(args.temperature)
     with torch.inference_mode(), tqdm(total=total, unit="cell", disable=None) as bar:
         for case in cases(args, dtype, device):
             step_ms = steps(args, case.num_drafts)
@@ -169,19 +169,25 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
         config, head = load_head(resolve(name)[0], dtype, device)
         label = f"{config.circuit} n={config.window} r={config.num_components} {config.head}"
         yield case(label, head, config.num_speculative_tokens)
-    for sizes in args.shape:
-        for circuit in args.circuits:
-            target = {"vocab_size": sizes.V, "hidden_size": sizes.D}
-            r = min(sizes.r, circuit_class(circuit).max_components)
-            given = {"circuit": circuit, "window": sizes.n, "num_components": r, "head": default_head(sizes.V)}
-            if r > 1:
-                given |= {"component_rank": sizes.c or None, "support": sizes.M or None}
-            config = HeadConfig.create(**given, target=target, verifier="-")
-            torch.manual_seed(0)
-            with torch.device(device):
-                head = build_head(config).to(dtype).eval()
-            less = f" c={sizes.c}" * bool(config.component_rank) + f" M={sizes.M}" * bool(config.support)
-            yield case(f"{circuit} n={sizes.n} r={r}{less} D={sizes.D} V={sizes.V} (random)", head, sizes.n - 1)
+    for name, config in random_configs(args).items():
+        torch.manual_seed(0)
+        with torch.device(device):
+            head = build_head(config).to(dtype).eval()
+        yield case(name, head, config.window - 1)
+
+
+def random_configs(args: argparse.Namespace) -> dict[str, HeadConfig]:
+    """The heads of --shape by name; a circuit without latents has no components to tell apart: one for every c."""
+    found = {}
+    for sizes, circuit in ((sizes, circuit) for sizes in args.shape for circuit in args.circuits):
+        r = min(sizes.r, circuit_class(circuit).max_components)
+        rank = sizes.c if r > 1 else 0
+        given = {"circuit": circuit, "window": sizes.n, "num_components": r, "head": default_head(sizes.V)}
+        given |= {"component_rank": rank or None, "support": sizes.M or None}
+        less = f" c={rank}" * bool(rank) + f" M={sizes.M}" * bool(sizes.M)
+        name = f"{circuit} n={sizes.n} r={r}{less} D={sizes.D} V={sizes.V} (random)"
+        found[name] = HeadConfig.create(**given, target={"vocab_size": sizes.V, "hidden_size": sizes.D}, verifier="-")
+    return found
 
 
 def row(
@@ -221,7 +227,7 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
     if weight.device.type == "cuda":
         leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
-        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device)
+        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device, head.support)
     else:
         draw = _definition(head.circuit.program, (batch, num_drafts, head.vocab_size), temperature)
     params = partial(head.draft_params, hidden, first, num_drafts)
@@ -247,10 +253,16 @@ def _definition(program: Program, shape: tuple[int, int, int], temperature: floa
 
 
 def weight_bytes(head: Head, num_drafts: int) -> int:
-    """Weights that a draft reads: the leaves of 1 + `num_drafts` positions where each has its own, the rest whole."""
+    """Weights that a draft reads: of positions that have their own those that are drafted, the rest whole.
+
+    Of token_source a row per draft.
+    """
+    of_leaves = (1 + num_drafts) / head.circuit.window
+    shares = {"leaf_weight": of_leaves, "component_in": of_leaves, "component_out": of_leaves}
+    shares |= {"token_source": num_drafts / head.vocab_size, "token_target": num_drafts / (head.circuit.window - 1)}
     total = 0
     for name, weight in head.named_parameters():
-        share = (1 + num_drafts) / head.circuit.window if name.startswith("leaf_weight") else 1
+        share = next((share for start, share in shares.items() if name.startswith(start)), 1)
         total += round(share * weight.numel()) * weight.element_size()
     if head.needs_lm_head:
         total += head.vocab_size * head.hidden_size * next(head.parameters()).element_size()

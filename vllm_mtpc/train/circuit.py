@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.text import Samples
     from vllm_mtpc.hf import Target
 
+STEPS_OF_A_BLOCK = 8  # with rounds
+
 
 class CircuitJob(Job):
     """A circuit's head, with draft layers or without."""
 
     own = (
         "circuit", "components", *head_options(), "init", "lora_layers", "beta", "kl", "kl_form", "acceptance",
-        "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
+        "acceptance_form", "train_first", "checkpoint_circuit", "rounds", "regenerate_greedy_share", "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
     hints = {"ptp_loss": "; a circuit's loss is what beta and acceptance say"}  # noqa: RUF012
@@ -105,11 +107,14 @@ class CircuitJob(Job):
         return Computed(self.target, rows) if cache is None else write_cache(cache, self.target, rows)
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """Draft layers run over whole rows, so a block then holds about one step's windows."""
-        if not self.options.lora_layers:
-            return super().block_rows(source, world)
+        """Draft layers run over whole rows, so a block then holds about one step's windows. With rounds it holds those
+        of some steps: all windows of a block are read before any is drawn."""
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
-        return max(world, self.options.windows_per_step // per_row)
+        of_a_step = max(world, self.options.windows_per_step // per_row)
+        if self.options.lora_layers:
+            return of_a_step
+        most = super().block_rows(source, world)
+        return most if self.options.rounds == 1 else min(most, STEPS_OF_A_BLOCK * of_a_step)
 
     def described(self) -> dict[str, Any]:
         names = ("circuit", "window", "num_components", "head", "lora_layers")
