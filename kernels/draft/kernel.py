@@ -96,6 +96,8 @@ class Drafter:
         stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
         dtype of the cache: the very numbers the noise was added to.
         """
+        if support is not None:
+            raise ValueError("drafts within a support: use naive.draft")
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()
