@@ -37,7 +37,8 @@ class Drafter:
     noised_argmax is a jit function of one vector, (logits, keys, mask, seed, pos, temp, IS_DRAFTING, USE_FP64) ->
     (value, index): vLLM's `gumbel_noised_argmax`, from which alone a served draft has its noise. use_fp64: what it
     compares is float64. one_launch: which path; None chooses by the size of a leaf. shard: leaves are this rank's
-    columns [B, K, r, shard.rows], tokens and the cache those of the vocabulary.
+    columns [B, K, r, shard.rows], tokens and the cache those of the vocabulary. support: where it is not 0, leaves are
+    those of as many tokens, one launch whatever their number.
     """
 
     def __init__(
@@ -96,8 +97,6 @@ class Drafter:
         stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
         dtype of the cache: the very numbers the noise was added to.
         """
-        if support is not None:
-            raise ValueError("drafts within a support: use naive.draft")
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()
