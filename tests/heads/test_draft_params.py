@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.heads_zoo import LM_HEAD, B, N, V, build, hidden_states
+from tests.support.heads_zoo import LM_HEAD, B, N, V, build, hidden_states, read_by
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.heads import HEADS
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.heads.linear import LinearHead
 from vllm_mtpc.kernels.draft import naive
@@ -28,6 +29,8 @@ needs_bfloat16 = pytest.mark.skipif(
 def defined(head: Head, hidden: Tensor, num_drafts: int) -> DraftParams:
     logits = head.leaf_logits(head.prepare(hidden), 0, num_drafts + 1)
     evidence = logits[:, 0].log_softmax(-1)[torch.arange(B), :, FIRST]
+    if isinstance(head, BackboneHead):  # x_1 is given: its probability is the same for every component
+        evidence = torch.zeros_like(evidence)
     return DraftParams(evidence, logits[:, 1:], *head.sum_logits(hidden), FIRST)
 
 
@@ -43,7 +46,8 @@ def assert_same(found: DraftParams, wanted: DraftParams, **tolerance: float) -> 
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("num_drafts", [1, N - 1])
 def test_draft_params_are_what_they_are_defined_as(name: str, circuit: str, num_drafts: int) -> None:
-    head, hidden = build(name, circuit, std=0.3), hidden_states()
+    head = build(name, circuit, std=0.3)
+    hidden = read_by(head)
     found = head.draft_params(hidden, FIRST, num_drafts)
     assert found.evidence.dtype == torch.float32 and found.leaf.shape[:2] == (B, num_drafts)
     assert_same(found, defined(head, hidden, num_drafts))
@@ -58,7 +62,8 @@ def test_draft_params_are_what_they_are_defined_as(name: str, circuit: str, num_
 def test_drafts_of_leaves_that_look_at_the_token_before_are_the_circuits(
     name: str, circuit: str, num_drafts: int
 ) -> None:
-    head, hidden = build(name, circuit, std=0.5, token_rank=2), hidden_states(8)
+    head = build(name, circuit, std=0.5, token_rank=2)
+    hidden = read_by(head, 8)
     head.token_target *= 20  # so that it decides drafts of every head
     first = torch.arange(8) % V
     drafts = naive.draft(

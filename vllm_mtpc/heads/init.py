@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.backbone import Backbone
 from vllm_mtpc.heads.base import INIT_STD, Head, stay_bias
 
 # Probability that an inner sum keeps its latent after a CP has become a circuit with inner sums. With F of them the
@@ -38,6 +41,22 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
         position = torch.arange(head.circuit.window, device=weight.device)
         blocks = blocks[position.clamp(max=len(blocks) - 1), None]
     head.init_from_lm_head(blocks, seed)
+
+
+@torch.no_grad()
+def init_backbone(backbone: Backbone, target: Any) -> None:
+    """Start a backbone at `target`, a `vllm_mtpc.hf.Target`: its final norm, and its last layers' weights by name.
+
+    Only where they have the shapes that the backbone has.
+    """
+    theirs = target.backbone
+    modules = [(backbone.norm, getattr(theirs, "norm", None))]
+    modules += zip(reversed(backbone.layers), reversed(getattr(theirs, "layers", ())), strict=False)
+    for ours, given in modules:
+        weights = dict(given.named_parameters()) if given is not None else {}
+        for name, value in ours.named_parameters():
+            if name in weights and weights[name].shape == value.shape:
+                value.copy_(weights[name])
 
 
 @torch.no_grad()

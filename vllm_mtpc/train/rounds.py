@@ -43,7 +43,8 @@ class Rounds:
     ) -> None:
         self.rounds, self.steps, self.source, self.accelerator = rounds, steps, source, accelerator
         self.drafter = getattr(drafter, "module", drafter)  # of DDP, which has no part in passes without a gradient
-        register_fsdp_forward_method(self.drafter, "survival")
+        if rounds > 1:
+            register_fsdp_forward_method(self.drafter, "survival")
         self.number = 1  # of the round at hand
         self.known: dict[str, Any] | None = None  # what a resumed run needs: round, rows [R], chances [R, S]
 
