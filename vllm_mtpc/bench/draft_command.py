@@ -24,7 +24,7 @@ from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.loading import resolve
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.hf import choose_device
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.filter.program import Program
@@ -236,15 +236,21 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
 
 def _definition(program: Program, shape: tuple[int, int, int], temperature: float) -> Callable[[Any], torch.Tensor]:
     """Tokens of a head's parameters as on the V1 runner, with buffers of the shape [B, K, V]."""
-    probs, noise = torch.zeros(shape), torch.ones(shape)
+    probs, every = torch.zeros(shape), torch.ones(shape)
 
-    def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
-        if temperature == 0:
-            return log_q.argmax(dim=-1)
-        torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
-        return (probs[:, k] / noise[:, k]).argmax(dim=-1)  # exponential race
+    def draw(given: DraftParams) -> torch.Tensor:
+        support = given.support
+        noise = every if support is None else every[..., : support.tokens.shape[2]]
 
-    def draw(given: Any) -> torch.Tensor:
+        def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
+            if temperature == 0:
+                return log_q.argmax(dim=-1)
+            racing = torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
+            if support is None:
+                return (racing / noise[:, k]).argmax(dim=-1)  # exponential race
+            race = (support.gather(racing, k) / noise[:, k]).argmax(dim=-1, keepdim=True)
+            return support.tokens[:, k].gather(1, race)[:, 0]
+
         if temperature:
             noise.exponential_()
         return naive.draft(program, *given, pick=pick)
