@@ -68,6 +68,10 @@ class Shard(NamedTuple):
         """[B, V] from this rank's columns [B, rows]."""
         return self.gathered(own).transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
+    def columns(self, whole: Tensor) -> Tensor:
+        """This rank's columns [B, rows] of [B, V], 0 beyond the vocabulary."""
+        return F.pad(whole[:, self.start : self.stop], (0, self.rows - (self.stop - self.start)))
+
     def at(self, own: Tensor, token: Tensor) -> Tensor:
         """[B, r]: the column token[B] of [B, r, V], of which this rank has own[B, r, rows]."""
         local = token - self.start

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import TILE, is_small, launches
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.filter.kernel import encode
@@ -68,6 +69,8 @@ class Drafter:
         leaf: Tensor,
         root: Tensor,
         inner: Tensor,
+        first: Tensor | None = None,
+        bigram: Bigram | None = None,
         *,
         slots: Tensor,
         temperature: Tensor,
@@ -86,6 +89,8 @@ class Drafter:
         stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
         dtype of the cache: the very numbers the noise was added to.
         """
+        if bigram is not None:
+            raise ValueError("leaves that look at the token before them: use naive.draft")
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()

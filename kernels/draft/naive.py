@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
@@ -20,6 +21,9 @@ def draft(
     leaf_logits: Tensor,
     root_logits: Tensor,
     inner_logits: Tensor,
+    first: Tensor | None = None,
+    bigram: Bigram | None = None,
+    *,
     pick: Pick,
     dtype: torch.dtype = torch.float32,
     shard: Shard | None = None,
@@ -27,18 +31,26 @@ def draft(
     """Tokens [B, K] int64 of positions 1 .. K of the window, one after the other, each picked from log q(. | before).
 
     evidence [B, r]: log p(x_0 | z) of the verifier's token, normalised; leaf_logits [B, K, r, V], root_logits [B, r]
-    and inner_logits [B, F, r, r] are not normalised. All arithmetic is float32; log q is rounded to `dtype`, in which
-    it is kept for whoever scores the tokens, before one is picked from it. shard: leaf_logits are this rank's columns
-    [B, K, r, rows]; every rank picks from the same log q [B, V].
+    and inner_logits [B, F, r, r] are not normalised. bigram: what the token before adds to the logits of each draft,
+    first [B] int64 (the verifier's) to those of the first. All arithmetic is float32; log q is rounded to `dtype`, in
+    which it is kept for whoever scores the tokens, before one is picked from it. shard: leaf_logits are this rank's
+    columns [B, K, r, rows]; every rank picks from the same log q [B, V].
     """
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
     weights, stack = advance(program[1], weights, stack, evidence, inner)
     columns = []
-    norms = None if shard is None else _norms(leaf_logits, shard)
+    norms = None if shard is None or bigram is not None else _norms(leaf_logits, shard)  # of all drafts at once
     for k in range(leaf_logits.shape[1]):
         leaf = leaf_logits[:, k].float()  # [B, r, V]
-        leaf = leaf.log_softmax(dim=-1) if shard is None else leaf - norms[:, k, :, None]
+        if bigram is not None:
+            bias = bigram.bias(k, columns[-1] if k else first)
+            leaf = leaf + (bias if shard is None else shard.columns(bias))[:, None]
+        if shard is None:
+            leaf = leaf.log_softmax(dim=-1)
+        else:
+            norm = norms[:, k] if bigram is None else _norms(leaf[:, None], shard)[:, 0]
+            leaf = leaf - norm[..., None]
         log_q = torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype)
         columns.append(pick((log_q if shard is None else shard.whole(log_q)).float(), k))
         if k + 1 < leaf_logits.shape[1]:

@@ -191,7 +191,7 @@ class MtpcProposer:
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
         params = self.model.draft_params(hidden, first, num_drafts)
         program, shard = self.model.circuit.program, self.model.leaf_shard
-        drafts = naive.draft(program, *params, masks.around(pick), shard=shard).tolist()
+        drafts = naive.draft(program, *params, pick=masks.around(pick), shard=shard).tolist()
         masks.rewind()
         return drafts, masks.lengths
 
@@ -256,7 +256,9 @@ class ShippedProposer(MtpcProposer):
         states = torch.zeros(1, head.hidden_size, dtype=self.target_dtype, device=device)
         with torch.inference_mode():
             params = head.draft_params(states, torch.zeros(1, dtype=torch.int64, device=device), self.num_drafts)
-            naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
+            naive.draft(
+                head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard
+            )
 
     def _attempt(self, call: Callable[..., None], *args: Any) -> None:
         try:

@@ -93,8 +93,8 @@ class MtpcSpeculator(DraftModelSpeculator):
         return head
 
     def _drafter(self, head: Head) -> Drafter | None:
-        """None: the circuit has more components than the kernel takes."""
-        if head.circuit.num_components > MAX_COMPONENTS:
+        """None: the circuit has more components than the kernel takes, or leaves that look at the token before."""
+        if head.circuit.num_components > MAX_COMPONENTS or head.token_rank:
             return None
         return Drafter(
             head.circuit.program,
@@ -243,4 +243,6 @@ class MtpcSpeculator(DraftModelSpeculator):
 
         program = self.model.circuit.program
         pick = pick if masks is None else masks.around(pick)
-        self.draft_tokens[rows, :num_drafts] = naive.draft(program, *params, pick, dtype, self.model.leaf_shard)
+        self.draft_tokens[rows, :num_drafts] = naive.draft(
+            program, *params, pick=pick, dtype=dtype, shard=self.model.leaf_shard
+        )

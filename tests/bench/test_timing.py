@@ -24,7 +24,7 @@ circuit, cpu = get_circuit("hmm", 3, 2), torch.device("cpu")
 torch.manual_seed(0)
 leaf = torch.randn(4, 2, 2, 5)
 params = (torch.randn(4, 2) - 3, leaf, torch.randn(4, 2), torch.randn(4, circuit.num_inner, 2, 2))
-greedy = naive.draft(circuit.program, *params, lambda log_q, k: log_q.argmax(-1))
+greedy = naive.draft(circuit.program, *params, pick=lambda log_q, k: log_q.argmax(-1))
 assert torch.equal(draft_kernel(circuit.program, leaf.shape, 0.0, cpu)(params), greedy)
 drawn = draft_kernel(circuit.program, leaf.shape, 1.0, cpu)(params)
 assert not torch.equal(drawn, greedy) and 0 <= int(drawn.min()) and int(drawn.max()) < 5

@@ -69,7 +69,7 @@ def test_mpe_of_a_truncated_window_leaves_the_tail_out(name, n):
 @ALL
 def test_mpe_with_ties_everywhere_still_reaches_the_largest_value(name):
     circuit = make(name, 5, 2)
-    params = CircuitParams(*(torch.zeros_like(part).log_softmax(-1) for part in random_params(circuit, 3)))
+    params = random_params(circuit, 3).each(lambda part: torch.zeros_like(part).log_softmax(-1))
     exact = Enumerated(name, params)
     tokens = circuit.mpe(params)[0].tolist()
     assert all(0 <= token < 3 for token in tokens)
@@ -102,7 +102,7 @@ def test_mpe_and_greedy_differ_where_latents_compete():
 @ALL
 def test_mpe_works_in_inference_mode_and_leaves_no_gradient(name):
     circuit = make(name, 4, 2)
-    leaf, root, inner = random_params(circuit, 3, batch=2)
+    leaf, root, inner, _ = random_params(circuit, 3, batch=2)
     expected = circuit.mpe(CircuitParams(leaf, root, inner))
     leaf.requires_grad_(True)
     assert torch.equal(circuit.mpe(CircuitParams(leaf, root, inner)), expected)

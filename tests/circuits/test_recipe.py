@@ -50,7 +50,7 @@ def test_a_head_with_it_drafts_from_that_law():
         seen.append(log_q)
         return torch.multinomial(log_q.exp(), 1)[:, 0]
 
-    drafts = naive.draft(head.circuit.program, *head.draft_params(hidden, first, 4), draw)
+    drafts = naive.draft(head.circuit.program, *head.draft_params(hidden, first, 4), pick=draw)
     params = head(hidden)
     for b, row in enumerate(torch.cat([first[:, None], drafts], dim=1).tolist()):
         table = Enumerated(NAME, params, b).table()

@@ -92,7 +92,7 @@ def test_a_sampler_that_ignores_what_it_has_drawn_is_caught(name):
 def test_a_sampler_that_ignores_only_its_prefix_is_caught(name):
     """What drafting without the verifier's token would do: everything after the prefix is drawn rightly."""
     circuit = make(name, 5, 3)
-    leaf, root, inner = random_params(circuit, 3, seed=11, scale=3.0)
+    leaf, root, inner, _ = random_params(circuit, 3, seed=11, scale=3.0)
     stay = (inner + 3 * torch.eye(3)).log_softmax(dim=-1)  # latents that last: tokens depend on the first one
     params = CircuitParams(leaf, torch.zeros_like(root).log_softmax(dim=-1), stay)
     law = np.exp(Enumerated(name, params).table())

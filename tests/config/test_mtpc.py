@@ -82,7 +82,7 @@ def test_every_field_is_described():
     "path, value, words",
     [
         ("circuit", "spn", ["'spn'", "ff, cp, hmm, btree"]),
-        ("head", "lstm", ["'lstm'", "linear, shared, mlp, transformer"]),
+        ("head", "lstm", ["'lstm'", "linear, shared, mlp, transformer, backbone"]),
         ("head", "shared", ["'shared'", "needs expander_rank", "expander_rank=64"]),
         ("expander_rank", 4, ["expander_rank=4", "'linear'", "remove expander_rank"]),
         ("expander_rank", 0, ["expander_rank", "0", "1"]),

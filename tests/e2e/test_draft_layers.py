@@ -151,7 +151,7 @@ class Reference:
 
     def drafts(self, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         params = self.head.draft_params(hidden[None], first[None], self.config.window - 1)
-        return naive.draft(self.head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1))[0]
+        return naive.draft(self.head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1))[0]
 
 
 def check(folder: Path, outputs: dict[str, list[Reply]], head: str) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.heads_zoo import LM_HEAD, B, N, V, build, hidden_states
+from tests.support.heads_zoo import LM_HEAD, B, N, V, build, hidden_states, read_by
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.heads import HEADS
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.heads.linear import LinearHead
 from vllm_mtpc.kernels.draft import naive
@@ -28,11 +29,14 @@ needs_bfloat16 = pytest.mark.skipif(
 def defined(head: Head, hidden: Tensor, num_drafts: int) -> DraftParams:
     logits = head.leaf_logits(head.prepare(hidden), 0, num_drafts + 1)
     evidence = logits[:, 0].log_softmax(-1)[torch.arange(B), :, FIRST]
-    return DraftParams(evidence, logits[:, 1:], *head.sum_logits(hidden))
+    if isinstance(head, BackboneHead):  # x_1 is given: its probability is the same for every component
+        evidence = torch.zeros_like(evidence)
+    return DraftParams(evidence, logits[:, 1:], *head.sum_logits(hidden), FIRST)
 
 
 def assert_same(found: DraftParams, wanted: DraftParams, **tolerance: float) -> None:
-    for name, one, other in zip(DraftParams._fields, found, wanted, strict=True):
+    assert found.bigram is wanted.bigram is None
+    for name, one, other in zip(DraftParams._fields[:5], found[:5], wanted[:5], strict=True):
         torch.testing.assert_close(
             one.float(), other.float(), **tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -42,13 +46,32 @@ def assert_same(found: DraftParams, wanted: DraftParams, **tolerance: float) -> 
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("num_drafts", [1, N - 1])
 def test_draft_params_are_what_they_are_defined_as(name: str, circuit: str, num_drafts: int) -> None:
-    head, hidden = build(name, circuit, std=0.3), hidden_states()
+    head = build(name, circuit, std=0.3)
+    hidden = read_by(head)
     found = head.draft_params(hidden, FIRST, num_drafts)
     assert found.evidence.dtype == torch.float32 and found.leaf.shape[:2] == (B, num_drafts)
     assert_same(found, defined(head, hidden, num_drafts))
-    drafts = naive.draft(head.circuit.program, *found, lambda log_q, k: log_q.argmax(-1))
+    drafts = naive.draft(head.circuit.program, *found, pick=lambda log_q, k: log_q.argmax(-1))
     wanted = head.circuit.greedy(head(hidden, num_drafts + 1), FIRST[:, None])[:, 1:]
     assert torch.equal(drafts, wanted)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("circuit", CIRCUITS)
+@pytest.mark.parametrize("num_drafts", [1, N - 1])
+def test_drafts_of_leaves_that_look_at_the_token_before_are_the_circuits(
+    name: str, circuit: str, num_drafts: int
+) -> None:
+    head = build(name, circuit, std=0.5, token_rank=2)
+    hidden = read_by(head, 8)
+    head.token_target *= 20  # so that it decides drafts of every head
+    first = torch.arange(8) % V
+    drafts = naive.draft(
+        head.circuit.program, *head.draft_params(hidden, first, num_drafts), pick=lambda log_q, k: log_q.argmax(-1)
+    )
+    assert torch.equal(drafts, head.circuit.greedy(head(hidden, num_drafts + 1), first[:, None])[:, 1:])
+    without = head.circuit.greedy(head(hidden, num_drafts + 1)._replace(bigram=None), first[:, None])[:, 1:]
+    assert not torch.equal(drafts, without)
 
 
 @OWN
@@ -82,7 +105,7 @@ def test_float8_is_the_same_kept_and_read_back(name: str, dtype: torch.dtype) ->
     back.quantise_leaves(dtype, keep=False)
     assert kept.leaf_weight.dtype == torch.float8_e4m3fn and back.leaf_weight.dtype == dtype
     found = kept.draft_params(hidden, FIRST, N - 1)
-    assert all(torch.equal(*pair) for pair in zip(found, back.draft_params(hidden, FIRST, N - 1), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(found[:5], back.draft_params(hidden, FIRST, N - 1)[:5], strict=True))
     evidence, logits = kept._draft_apart(kept.prepare(hidden.to(dtype)), FIRST, N - 1)
     torch.testing.assert_close(logits, found.leaf)
     torch.testing.assert_close(evidence, found.evidence, rtol=1e-2, atol=1e-2)  # of bfloat16 logits
@@ -141,7 +164,7 @@ def test_ranks_draft_from_the_same_numbers_as_one(name: str, size: int, kind: st
     wanted = head.draft_params(hidden_states(), FIRST, N - 1)
     for params in parts:
         assert params.leaf.shape == wanted.leaf.shape
-        assert all(torch.equal(*pair) for pair in zip(params, parts[0], strict=True)), "ranks differ"
+        assert all(torch.equal(*pair) for pair in zip(params[:5], parts[0][:5], strict=True)), "ranks differ"
     # sums in another order; the evidence crosses in float32, so bfloat16 adds its rounding of the logits only
     tolerance = 1e-5 if kind != "bfloat16" else 1e-2
     assert_same(parts[0], wanted, rtol=tolerance, atol=tolerance)

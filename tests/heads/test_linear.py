@@ -46,7 +46,7 @@ def test_parameters_and_outputs_have_the_shapes_of_the_circuit(name, n, r):
     if inner:
         expected |= {"inner_weight": (inner, r, r, D), "inner_bias": (inner, r, r)}
     assert {key: tuple(value.shape) for key, value in head.state_dict().items()} == expected
-    leaf, root, sums = head(hidden_states())
+    leaf, root, sums, _ = head(hidden_states())
     assert leaf.shape == (B, n, r, V)
     assert root.shape == (B, r)
     assert sums.shape == (B, inner, r, r)
@@ -55,7 +55,7 @@ def test_parameters_and_outputs_have_the_shapes_of_the_circuit(name, n, r):
 @ALL
 def test_parameters_are_the_stated_functions_of_the_hidden_state(name):
     head, hidden = build(name, leaf_std=1.0), hidden_states()
-    leaf, root, inner = head(hidden)
+    leaf, root, inner, _ = head(hidden)
     r = head.circuit.num_components
     for b in range(B):
         for k in range(5):
@@ -75,7 +75,7 @@ def test_parameters_are_float32_and_normalised_whatever_the_weights_are(name, dt
     params = head(hidden_states().to(dtype))
     if name == "ff":
         assert bool((params.root == 0).all())  # one component: probability one
-    for part in params:
+    for part in params[:3]:
         assert part.dtype == torch.float32
         total = part.double().exp().sum(-1)
         # A float32 log probability near -20 is off by up to 1e-6 relative; a bfloat16 softmax would be off by 4e-3.

@@ -50,7 +50,7 @@ def conditionals(asked: Case, tokens: Tensor, dtype: torch.dtype = torch.float32
         found.append(log_q)
         return tokens[:, k]
 
-    naive.draft(asked.program, *asked.params, follow, dtype)
+    naive.draft(asked.program, *asked.params, pick=follow, dtype=dtype)
     return torch.stack(found, dim=1)
 
 
@@ -130,7 +130,7 @@ def test_tokens_are_those_of_the_definition(drafts: dict[str, Drafts]) -> None:
         def pick(log_q: Tensor, k: int, asked: Case = asked, at: Tensor = temperature, seeds: Tensor = seeds) -> Tensor:
             return noised(log_q, seeds, asked.pos + k, at).argmax(dim=-1)
 
-        wanted = naive.draft(asked.program, *asked.params, pick)
+        wanted = naive.draft(asked.program, *asked.params, pick=pick)
         rows += len(wanted)
         same += int((wanted == drafts[name].tokens).all(dim=1).sum())
     print(f"{same} of {rows} rows are the same tokens")

@@ -123,7 +123,9 @@ def _memory(made: Any) -> tuple[int, int]:
         with LiveBytes() as live, torch.inference_mode():
             params = head.draft_params(*given)
             if drafter is None:
-                naive.draft(head.circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
+                naive.draft(
+                    head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard
+                )
             else:  # the interpreter moves numbers that a kernel does not
                 *_, law = drafter.buffers(BATCH, DRAFTS, CPU, dtype)
                 law is None or head.leaf_shard.gather(law.flatten(1))

@@ -230,7 +230,7 @@ def speculate(look: Cut) -> Tensor:
         return token
 
     evidence = torch.zeros(COUNT, 2)  # a verifier's token that tells nothing
-    drafts = naive.draft(circuit.program, evidence, params.leaf[:, 1:], params.root, params.inner, pick)
+    drafts = naive.draft(circuit.program, evidence, params.leaf[:, 1:], params.root, params.inner, pick=pick)
     survival = Survival(np.full((2, DRAFTS), 0.9), 0.1, LEAST)
     survival.acceptance.lifts[SAMPLED] = [0.1, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.1]  # as if learnt
     length = torch.tensor(survival.lengths(confidence.of(COUNT, DRAFTS), np.full(COUNT, SAMPLED), LEAST))

@@ -15,6 +15,7 @@ from tests.support.heads_zoo import LM_HEAD, OPTIONS, D, V, hidden_states
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head
 
@@ -107,7 +108,13 @@ def build(circuit: str, r: int, name: str = "linear", n: int = 4, vocab: int = V
 def joint(head: Head) -> torch.Tensor:
     """log q of every window at one hidden state."""
     tokens = all_tokens(head.circuit.window, SMALL)
-    return head.circuit.log_prob(repeated(head(hidden_states(1)), 0, len(tokens)), tokens)
+    return head.circuit.log_prob(repeated(head(one_read_by(head)), 0, len(tokens)), tokens)
+
+
+def one_read_by(head: Head) -> torch.Tensor:
+    """What a head reads of one context: h [1, D], or a state for each position [1, n, D]."""
+    hidden = hidden_states(1)
+    return hidden[:, None].expand(-1, head.circuit.window, -1) if isinstance(head, BackboneHead) else hidden
 
 
 def check_growth_from_a_cp(name: str, circuit: str, n: int, sums: int) -> None:
@@ -131,8 +138,10 @@ def check_growth_from_an_ff(name: str, circuit: str) -> None:
     init_from_head(head, source, seed=0)
     # Noise of std 0.01 in the leaf parameters times |h| of about 4 moves a logit by 0.04; a mean of four of them.
     assert (joint(head) - joint(source)).abs().max() < 0.5
-    leaf = head(hidden_states(1)).leaf[0]
+    leaf = head(one_read_by(head)).leaf[0]
     assert all(not torch.equal(leaf[:, 0], leaf[:, z]) for z in range(1, 4))
+    if head.noise_in not in source.state_dict():  # components are new, and differ by their own start
+        return
     before = joint(head)
     init_from_head(head, source, seed=1)
     assert not torch.equal(joint(head), before)

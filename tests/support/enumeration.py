@@ -14,6 +14,7 @@ from scipy.special import log_softmax, logsumexp
 
 import vllm_mtpc.circuits
 from vllm_mtpc.circuits import Circuit, CircuitParams, Latents, circuit_class, get_circuit
+from vllm_mtpc.kernels.bigram import Bigram
 
 CIRCUITS = tuple(vllm_mtpc.circuits.CIRCUITS)
 
@@ -63,7 +64,8 @@ class Enumerated:
     """One circuit of a batch, with every latent assignment listed."""
 
     def __init__(self, name: str, params: CircuitParams, b: int = 0) -> None:
-        self.leaf, self.root, self.inner = (part[b].double().numpy() for part in params)
+        self.leaf, self.root, self.inner = (part[b].double().numpy() for part in params[:3])
+        self.bigram = params.bigram and [part.double().numpy() for part in params.bigram]
         self.n, r, self.vocab = self.leaf.shape
         parents, reads = make(name, self.n, r).latents
         self.num_inner = len(parents)
@@ -82,7 +84,11 @@ class Enumerated:
         """log p of every token sequence, [V] * n."""
         total = self.prior.reshape([-1] + [1] * self.n)
         for k, emit in enumerate(self.emit):
-            total = total + emit.reshape([-1] + [self.vocab if axis == k else 1 for axis in range(self.n)])
+            own = [k]
+            if self.bigram and k:  # by the token before: [A, V, V]
+                own = [k - 1, k]
+                emit = log_softmax(emit[:, None] + self.bigram[0] @ self.bigram[1][k - 1], axis=-1)
+            total = total + emit.reshape([-1] + [self.vocab if axis in own else 1 for axis in range(self.n)])
         return logsumexp(total, axis=0)
 
 
@@ -109,7 +115,9 @@ def all_tokens(n: int, vocab: int) -> torch.Tensor:
     return torch.tensor(list(product(range(vocab), repeat=n)))
 
 
-def random_params(circuit: Circuit, vocab: int, batch: int = 1, seed: int = 0, scale: float = 1.5) -> CircuitParams:
+def random_params(
+    circuit: Circuit, vocab: int, batch: int = 1, seed: int = 0, scale: float = 1.5, token_rank: int = 0
+) -> CircuitParams:
     """Normalised float32 parameters; `scale` is the spread of the logits."""
     generator = torch.Generator().manual_seed(seed)
     n, r = circuit.window, circuit.num_components
@@ -118,12 +126,17 @@ def random_params(circuit: Circuit, vocab: int, batch: int = 1, seed: int = 0, s
         return (torch.randn(batch, *shape, generator=generator) * scale).log_softmax(dim=-1)
 
     root = logs(r) if circuit.has_root else torch.zeros(batch, r)
-    return CircuitParams(logs(n, r, vocab), root, logs(circuit.num_inner, r, r))
+    params = CircuitParams(logs(n, r, vocab), root, logs(circuit.num_inner, r, r))
+    if not token_rank:
+        return params
+    source = torch.randn(vocab, token_rank, generator=generator) * scale
+    target = torch.randn(n - 1, token_rank, vocab, generator=generator)
+    return params._replace(bigram=Bigram(source, target))
 
 
 def repeated(params: CircuitParams, b: int, count: int) -> CircuitParams:
     """Circuit b of a batch, `count` times."""
-    return CircuitParams(*(part[b : b + 1].expand(count, *part.shape[1:]) for part in params))
+    return params.each(lambda part: part[b : b + 1].expand(count, *part.shape[1:]))
 
 
 def make(name: str, n: int, r: int) -> Circuit:

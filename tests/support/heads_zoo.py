@@ -6,25 +6,37 @@ import torch
 
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 
 V, D, B, N, R = 7, 16, 3, 5, 3
 TARGET = {"hidden_size": D, "vocab_size": V}
+EMBEDDING = torch.randn(V, D, generator=torch.Generator().manual_seed(2))
 LM_HEAD = torch.randn(V, D, generator=torch.Generator().manual_seed(3))
 OPTIONS = {
     "linear": {},
     "shared": {"expander_rank": 4},
     "mlp": {"expander_layers": 2},
     "transformer": {"expander_layers": 2, "expander_heads": 4},
+    "backbone": {
+        "backbone_layers": 2,
+        "backbone_heads": 4,
+        "backbone_kv_heads": 2,
+        "backbone_head_dim": 6,
+        "backbone_width": 12,
+        "aux_hidden_state_layer_ids": [0, 2],
+        "component_rank": 2,
+    },
 }
 
 
-def build(name: str, circuit: str = "btree", seed: int = 0, std: float | None = None, bind: bool = True) -> Head:
+def build(
+    name: str, circuit: str = "btree", seed: int = 0, std: float | None = None, bind: bool = True, **more: int
+) -> Head:
     """A new head; with `std`, every parameter is drawn that wide, so that nothing is zero by initialisation."""
     components = 1 if circuit == "ff" else R
-    config = HeadConfig.create(
-        circuit=circuit, window=N, num_components=components, target=TARGET, verifier="x", head=name, **OPTIONS[name]
-    )
+    sizes = {"circuit": circuit, "window": N, "num_components": components}
+    config = HeadConfig.create(**sizes, target=TARGET, verifier="x", head=name, **OPTIONS[name], **more)
     torch.manual_seed(seed)
     head = build_head(config)
     if std is not None:
@@ -32,8 +44,19 @@ def build(name: str, circuit: str = "btree", seed: int = 0, std: float | None = 
             value.data.normal_(std=std)
     if head.needs_lm_head and bind:
         head.bind_lm_head(lambda states: states @ LM_HEAD.to(states).T)
+    if name == "backbone" and bind:
+        head.bind_embedding(lambda tokens: EMBEDDING.to(head.hidden_dtype)[tokens])
     return head.requires_grad_(False)
 
 
 def hidden_states(batch: int = B, seed: int = 1) -> torch.Tensor:
     return torch.randn(batch, D, generator=torch.Generator().manual_seed(seed))
+
+
+def read_by(head: Head, batch: int = B, seed: int = 1) -> torch.Tensor:
+    """What `head` reads: h [B, D], or states [B, N, D] of windows in one text that its backbone has read."""
+    if not isinstance(head, BackboneHead):
+        return hidden_states(batch, seed)
+    at = torch.arange(batch)
+    aux = hidden_states(batch * len(head.aux_layers), seed).view(1, batch, -1)
+    return head.read(head.context(aux, at[None], torch.zeros_like(at)[None]), torch.zeros_like(at), at, at % V)

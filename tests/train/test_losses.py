@@ -136,7 +136,7 @@ def test_length_loss_is_minus_the_accepted_drafts():
     text = along.gather(-1, tokens[..., None])[..., 0].sum(1).exp()  # probability of each text
     ones = torch.ones(N, dtype=torch.long)
     by_text = sum(
-        weight * window_loss(circuit, CircuitParams(*(part[i : i + 1] for part in params)), tokens[i : i + 1],
+        weight * window_loss(circuit, params.each(lambda part, i=i: part[i : i + 1]), tokens[i : i + 1],
                              along[i : i + 1], o, ones)
         for i, weight in enumerate(text)
     )  # fmt: skip

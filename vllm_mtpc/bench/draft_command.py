@@ -229,7 +229,7 @@ def _definition(program: Program, shape: tuple[int, int, int], temperature: floa
     def draw(given: Any) -> torch.Tensor:
         if temperature:
             noise.exponential_()
-        return naive.draft(program, *given, pick)
+        return naive.draft(program, *given, pick=pick)
 
     return draw
 

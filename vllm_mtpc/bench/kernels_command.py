@@ -157,7 +157,7 @@ def _draft(device: torch.device, name: str, vocab_size: int, batch: int) -> Case
         kernel = partial(drawn, params)
     return Case(
         f"{name} V={vocab_size} n={n} r={r} B={batch}",
-        lambda: naive.draft(circuit.program, *params, gumbel),
+        lambda: naive.draft(circuit.program, *params, pick=gumbel),
         size_of(*params) + 4 * batch * drafts * vocab_size + 12 * batch * drafts,
         kernel,
         eager,

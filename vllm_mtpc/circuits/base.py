@@ -5,6 +5,9 @@ states. With leaf[k, z, v] = log p(x_k = v | z, h) every circuit is a filter ove
 
     q(x_k = v | x_<k, h) = sum_z exp(pi_k[z] + leaf[k, z, v])
 
+A leaf may look at the token before it (`Bigram`): along given tokens it is a number per latent all the same, so the
+filter holds; what is lost is the marginal over a token in the middle.
+
 A circuit says how its latents hang together (`latents`) and which instructions move its weights from token to token
 (`program`; run here in PyTorch, by the kernels on a GPU). Conditionals, joint log-probability, sampling, greedy and
 max-product decoding are written once, here. All arithmetic is float32 log space with the maximum subtracted.
@@ -20,11 +23,13 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import Program, check_program, filter_weights, naive
 
 # Far beyond what can be trained or served; a damaged config must not ask for a tree of 10**12 regions.
 MAX_WINDOW = 256
 MAX_COMPONENTS = 4096
+TINY = torch.finfo(torch.float32).tiny
 
 Reduce = Callable[[Tensor, int], Tensor]  # logsumexp for the joint, max for max-product
 
@@ -38,6 +43,11 @@ class CircuitParams(NamedTuple):
     leaf: Tensor  # [B, m, r, V], log-softmax over V
     root: Tensor  # [B, r], log-softmax
     inner: Tensor  # [B, F, r, r], rows [.., z, :] = log p(z' | z); F = Circuit.num_inner
+    bigram: Bigram | None = None  # added to the leaves from the second position on, which are then normalised again
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> CircuitParams:
+        """The same with what is of each circuit changed: repeated, or only some of them taken."""
+        return CircuitParams(change(self.leaf), change(self.root), change(self.inner), self.bigram)
 
 
 class FilterState(NamedTuple):
@@ -45,6 +55,7 @@ class FilterState(NamedTuple):
 
     weights: Tensor  # [B, r], log pi_k, normalised
     stack: tuple[Tensor, ...] = ()  # [B, r] each; used by circuits that walk a tree
+    last: Tensor | None = None  # [B], the token before this position, -1: marginalised; None: there is none
 
 
 class Latents(NamedTuple):
@@ -124,26 +135,36 @@ class Circuit(ABC):
 
     # ---- what follows from the contract -------------------------------------------------------
 
+    def leaf_at(self, params: CircuitParams, state: FilterState, k: int) -> Tensor:
+        """log p(x_k = . | z, x_(k-1)), [B, r, V]. Raises ValueError where the leaf needs a token that is not known."""
+        if params.bigram is None or k == 0:
+            return params.leaf[:, k]
+        _check_known(state.last)
+        return (params.leaf[:, k] + params.bigram.bias(k - 1, state.last)[:, None]).log_softmax(dim=-1)
+
     def next_log_probs(self, params: CircuitParams, state: FilterState, k: int) -> Tensor:
         """log q(x_k = . | observed so far), [B, V]."""
-        return torch.logsumexp(state.weights.unsqueeze(-1) + params.leaf[:, k], dim=1)
+        return torch.logsumexp(state.weights.unsqueeze(-1) + self.leaf_at(params, state, k), dim=1)
 
     def observe(self, params: CircuitParams, state: FilterState, k: int, token: Tensor) -> FilterState:
         """State after x_k = token[B] was seen (-1: marginalised); the last position leaves it unchanged."""
         if k == self.window - 1:
             return state
-        return self.advance(params, state, k, evidence_of(params.leaf[:, k : k + 1], token[:, None])[:, 0])
+        seen = evidence_of(self.leaf_at(params, state, k)[:, None], token[:, None])[:, 0]
+        return self.advance(params, state, k, seen)._replace(last=token)
 
     def conditional_log_probs(self, params: CircuitParams, tokens: Tensor) -> Tensor:
-        """log q(x_k | x_<k) along tokens[B, m], m <= n, -> [B, m]; -1 marginalises a position (its term is 0)."""
-        evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)
+        """log q(x_k | x_<k) along tokens[B, m], m <= n, -> [B, m]; -1 marginalises a position (its term is 0).
+
+        Raises ValueError for a token behind a marginalised one where leaves look at the token before (as `log_prob`).
+        """
+        evidence = evidence_along(params, tokens)
         weights = filter_weights(self.program, evidence, params.root, params.inner)
         return torch.logsumexp(weights + evidence, dim=-1)
 
     def log_prob(self, params: CircuitParams, tokens: Tensor) -> Tensor:
         """log q(tokens) [B] by one upward pass over tokens[B, m], m <= n; -1 and the tail are marginalised."""
-        evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)
-        return self.joint(params, self._with_tail(evidence), torch.logsumexp)
+        return self.joint(params, self._with_tail(evidence_along(params, tokens)), torch.logsumexp)
 
     def sample(
         self, params: CircuitParams, prefix: Tensor | None = None, generator: torch.Generator | None = None
@@ -164,8 +185,11 @@ class Circuit(ABC):
 
         The latent chosen at each leaf is read off as the gradient of the max-product value with
         respect to its evidence: one-hot, by the chain rule through `max` (Darwiche's differential
-        reading of a circuit), so that no circuit needs a backtracking pass of its own.
+        reading of a circuit), so that no circuit needs a backtracking pass of its own. Raises ValueError where leaves
+        look at the token before them: the best token of a latent is then not known by itself.
         """
+        if params.bigram is not None:
+            raise ValueError("mpe: leaves look at the token before them; use greedy or sample, or token_rank=0")
         with torch.inference_mode(False), torch.enable_grad():
             leaf = params.leaf.detach().clone()
             frozen = CircuitParams(leaf, params.root.detach().clone(), params.inner.detach().clone())
@@ -198,6 +222,41 @@ def evidence_of(leaf: Tensor, tokens: Tensor) -> Tensor:
     """leaf[B, m, r, V] at tokens[B, m] -> [B, m, r]; a token of -1 gives 0, which marginalises the position."""
     index = tokens.clamp(min=0)[:, :, None, None].expand(-1, -1, leaf.shape[2], 1)
     return leaf.gather(3, index)[..., 0].masked_fill((tokens < 0).unsqueeze(-1), 0.0)
+
+
+def evidence_along(params: CircuitParams, tokens: Tensor) -> Tensor:
+    """log p(x_k | z, x_(k-1)) [B, m, r] along tokens[B, m]; 0 where x_k is -1.
+
+    One gather for all positions: one per position costs a full-size gradient of the leaves each.
+    """
+    evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)
+    if params.bigram is None or tokens.shape[1] == 1:
+        return evidence
+    biases = params.bigram.biases(tokens[:, :-1])
+    return condition_on_before(evidence, params.leaf[:, 1 : tokens.shape[1]].exp(), biases, tokens)[0]
+
+
+def condition_on_before(evidence: Tensor, leaf: Tensor, biases: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Evidence [B, m, r] along tokens[B, m] when leaves look at the token before, and log-normalisers [B, m - 1, r].
+
+    evidence: without that; leaf [B, m - 1, r, V]: probabilities p(x_k | z) from the second position on; biases
+    [B, m - 1, V]: what the token before adds to their logarithms. The normaliser is a product: sum_v p(v) exp(bias(v)).
+    """
+    known = tokens[:, 1:] >= 0
+    _check_known(tokens[:, :-1].masked_fill(~known, 0))
+    top = biases.detach().amax(dim=-1, keepdim=True)  # [B, m - 1, 1]
+    norms = (leaf @ (biases - top).exp().unsqueeze(-1))[..., 0].clamp(min=TINY).log() + top
+    added = biases.gather(2, tokens[:, 1:].clamp(min=0)[..., None]) - norms
+    later = evidence[:, 1:] + added.masked_fill(~known[..., None], 0.0)
+    return torch.cat([evidence[:, :1], later], dim=1), norms
+
+
+def _check_known(before: Tensor | None) -> None:
+    if before is None or bool((before < 0).any()):
+        raise ValueError(
+            "a token of -1 before a position whose leaf looks at the token before it: that marginal is not a sum over "
+            "latents; give the token, or a head with token_rank=0"
+        )
 
 
 def _leaves_first(latents: Latents, window: int) -> list[int]:

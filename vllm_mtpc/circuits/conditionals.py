@@ -5,21 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_mtpc.circuits.base import Circuit, CircuitParams, evidence_of
+from vllm_mtpc.circuits.base import TINY, Circuit, CircuitParams, condition_on_before, evidence_of
 from vllm_mtpc.kernels.filter import filter_weights
 
 
 def conditionals(circuit: Circuit, params: CircuitParams, tokens: Tensor) -> Tensor:
     """log q(x_k = . | x_1..x_(k-1), h) along tokens[B, m], m <= n (MtPC paper, section 4: the terms of L_k).
 
-    A token of -1 marginalises its position for the later ones. Returns [B, m, V] float32; values are at least
-    log of the smallest normal float32 (-87.3). Differentiable in ``params``.
+    A token of -1 marginalises its position for the later ones; where leaves look at the token before them, what comes
+    behind it means nothing, and ValueError is raised for a token there. Returns [B, m, V] float32; without a term of
+    the token before, values are at least log of the smallest normal float32 (-87.3). Differentiable in ``params``.
     """
     leaf = params.leaf[:, : tokens.shape[1]]
     # One gather for all positions: one per position costs a full-size gradient of the leaves each.
-    evidence = evidence_of(leaf, tokens)  # [B, m, r]
+    evidence, leaf, biases = evidence_of(leaf, tokens), leaf.exp(), None  # evidence [B, m, r]
+    if params.bigram is not None and tokens.shape[1] > 1:
+        biases = params.bigram.biases(tokens[:, :-1])  # [B, m - 1, V]
+        evidence, norms = condition_on_before(evidence, leaf[:, 1:], biases, tokens)
     weights = filter_weights(circuit.program, evidence, params.root, params.inner)
+    if biases is not None:
+        weights = torch.cat([weights[:, :1], weights[:, 1:] - norms], dim=1)
     # A mixture as a product of matrices: several times faster than logsumexp over [B, m, r, V], and backward too.
     mixture = weights.exp()[:, :, None]  # [B, m, 1, r]
-    tiny = torch.finfo(torch.float32).tiny
-    return (mixture @ leaf.exp())[:, :, 0].clamp(min=tiny).log()
+    log_q = (mixture @ leaf)[:, :, 0].clamp(min=TINY).log()
+    return log_q if biases is None else torch.cat([log_q[:, :1], log_q[:, 1:] + biases], dim=1)

@@ -173,14 +173,14 @@ class AnyHeadConfig(_Strict):
                 "trained_temperature": 1.0,
                 "trained_top_k": 0,
                 "trained_top_p": 1.0,
-                **cls.defaults(window, sizes["hidden_size"], given),
+                **cls.defaults(window, sizes, given),
                 **given,
             }
         )
 
     @classmethod
-    def defaults(cls, window: int, hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
-        """The family's own fields of a new head where `given` does not say them."""
+    def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """The family's own fields of a new head for a target of this config where `given` does not say them."""
         raise NotImplementedError
 
     @classmethod

@@ -8,6 +8,7 @@ from pydantic import Field, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
 from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import HEADS, check_head, default_options, head_options, option_fields
 
 if TYPE_CHECKING:
@@ -36,10 +37,34 @@ class HeadConfig(Options):
     def _consistent(self) -> Self:
         get_circuit(self.circuit, self.window, self.num_components)
         check_head(self.head, self.hidden_size, {name: getattr(self, name) for name in head_options()})
+        if self.head == "backbone":
+            self._check_backbone()
         return self
 
+    def _check_backbone(self) -> None:
+        if self.num_components > 1 and not self.component_rank:
+            raise HeadConfigError(
+                f"head 'backbone' with num_components={self.num_components} needs component_rank, by which components "
+                "differ; set component_rank, for example to 32, or num_components to 1"
+            )
+        if self.backbone_head_dim % 2:
+            raise HeadConfigError(
+                f"backbone_head_dim={self.backbone_head_dim}; rotary positions need an even number; set it to one"
+            )
+        if self.lora_layers:
+            raise HeadConfigError(
+                f"lora_layers={self.lora_layers} with head 'backbone', which has draft layers of its own; set "
+                "lora_layers to 0"
+            )
+        layers, last = self.aux_hidden_state_layer_ids, self.transformer_layer_config.get("num_hidden_layers")
+        if layers != sorted(set(layers)) or (last is not None and layers[-1] > last):
+            raise HeadConfigError(
+                f"aux_hidden_state_layer_ids={layers}; allowed: rising numbers from 0 to "
+                f"{'the layers of the target' if last is None else last}; correct them"
+            )
+
     @classmethod
-    def defaults(cls, window: int, hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
+    def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         get_circuit(given["circuit"], window, given["num_components"])
         head = given.get("head", "linear")
         return {
@@ -48,5 +73,5 @@ class HeadConfig(Options):
             "hidden_state_layer": -1,
             "lora_layers": 0,
             "x1_from": "verifier",
-            **default_options(head, hidden_size),
+            **default_options(head, target),
         }

@@ -88,9 +88,9 @@ class PtpConfig(AnyHeadConfig):
         return self.transformer_layer_config["num_hidden_layers"]
 
     @classmethod
-    def defaults(cls, window: int, hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
+    def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         from vllm_mtpc.heads.ptp.embedding import default_options
 
         name = given.get("u_embedding", "ieee")
         own = {"informed": True, "u_embedding": name, "late_width": 0, "lora_rank": 16, "lora_alpha": 16.0}
-        return own | default_options(name, hidden_size)
+        return own | default_options(name, target["hidden_size"])

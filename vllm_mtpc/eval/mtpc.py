@@ -21,10 +21,11 @@ from vllm_mtpc.eval.acceptance import Contexts, Rejection, collect, exact_counts
 from vllm_mtpc.eval.decode import bits, continue_all
 from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, check_chain, continued, first_cause, nearest
 from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares, shown_tokens
-from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, with_draft_layers
+from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, with_backbone, with_draft_layers
 from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.hf import Target
+from vllm_mtpc.hf import Target, bind
 
 UNVERIFIED = 16  # texts that the unverified ceiling is measured on, one after the other
 NEAR_CHANCE = 0.15  # of the way from chance to what is predicted
@@ -56,8 +57,7 @@ class MtpcEvaluator(Evaluator):
     @classmethod
     def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> MtpcEvaluator:
         config, head = load_head(folder, head_dtype, target.device)
-        if head.needs_lm_head:
-            head.bind_lm_head(target.logits)
+        bind(head, target)
         return cls(folder, config, head, target, DraftLayers.load(folder, target) if config.lora_layers else None)
 
     @staticmethod
@@ -75,11 +75,17 @@ class MtpcEvaluator(Evaluator):
         return Sampling(temperature, top_p, self.config.draft_sample_method == "greedy", top_k)
 
     def check_decoding(self, what: str) -> None:
-        if self.draft_layers is not None:
+        if self.has_layers:
+            of_its_own = f"lora_layers={self.config.lora_layers}" if self.draft_layers else "a backbone"
             raise UsageError(
-                f"head {self.folder} has lora_layers={self.config.lora_layers}: {what} does not run draft layers; use "
-                "vllm-mtpc eval without --simulate, or vllm-mtpc doctor"
+                f"head {self.folder} has {of_its_own}: {what} does not run draft layers; use vllm-mtpc eval without "
+                "--simulate, or vllm-mtpc doctor"
             )
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the head reads layers of its own: what they have read of a text is not kept between steps here."""
+        return self.draft_layers is not None or isinstance(self.head, BackboneHead)
 
     def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Rejection:
         generator = torch.Generator(self.target.device).manual_seed(seed)
@@ -88,7 +94,7 @@ class MtpcEvaluator(Evaluator):
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> Evaluation:
         contexts = collect(self.head, self.target, self._read(samples), sampling, num_drafts)
         ceiling = own_bits = unverified_bits = None
-        if self.draft_layers is None:
+        if not self.has_layers:
             label, drafting = f"T={sampling.temperature:g} mtp", self.drafting(sampling, num_drafts, args.seed)
             free = continue_all("mtp", self.target, samples.prompts[:UNVERIFIED], drafting, args.new_tokens, label)
             ceiling, unverified_bits = float(1 + num_drafts), bits(free)
@@ -127,6 +133,8 @@ class MtpcEvaluator(Evaluator):
 
     def _read(self, samples: Samples) -> Samples:
         """The samples with what the head reads of them."""
+        if isinstance(self.head, BackboneHead):
+            return with_backbone(samples, self.head, self.target)
         return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)
 
     def wrong_drafting(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
@@ -209,8 +217,12 @@ class _Reordered(torch.nn.Module):
         self.head, self.order, self.circuit = head, order, head.circuit
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        params = self.head(hidden)
-        return params._replace(leaf=params.leaf[:, self.order[: num_positions or len(self.order)]])
+        params, order = self.head(hidden), self.order[: num_positions or len(self.order)]
+        bigram = params.bigram
+        if bigram is not None:  # the first position has none: what moves there keeps that of the second
+            moved = [max(k - 1, 0) for k in self.order[1:]]
+            bigram = bigram._replace(target=bigram.target[moved])
+        return params._replace(leaf=params.leaf[:, order], bigram=bigram)
 
 
 def noise_given_text(contexts: Contexts) -> float:

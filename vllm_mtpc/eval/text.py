@@ -16,8 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.ptp.distribution import processed
 from vllm_mtpc.hf import Session, Target
+from vllm_mtpc.hf.attention import document_positions
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold
 
@@ -79,11 +81,11 @@ class Samples:
     prompt_lengths: Tensor  # [S] int64
     lengths: Tensor  # [S] int64, prompt and continuation, an end-of-text token included
     bytes_per_token: float | None = None  # UTF-8 bytes of the continuations by their tokens
-    draft: Tensor | None = None  # [S, L - 1, D] what the head reads, where it has draft layers of its own
+    draft: Tensor | None = None  # [S, L - 1, ...] what the head reads, where it has draft layers of its own
 
     @property
     def read(self) -> Tensor:
-        """What the head reads, [S, L - 1, D]."""
+        """What the head reads, [S, L - 1, D] or as the head says."""
         return self.hidden if self.draft is None else self.draft
 
     @property
@@ -217,6 +219,25 @@ def bits_per_token(samples: Samples, target: Target, count: int) -> float:
         nats -= logits.log_softmax(-1).gather(-1, tokens[:, None]).sum().item()
         written += len(tokens)
     return nats / written / math.log(2)
+
+
+@torch.inference_mode()
+def with_backbone(samples: Samples, head: BackboneHead, target: Target, batch: int = 8) -> Samples:
+    """The samples with the states [S, L - 1, n, D] that a backbone gives behind every token, the next one being x_1."""
+    pieces = []
+    for tokens in samples.tokens.clamp(min=0).to(target.device).split(batch):
+        document = torch.zeros_like(tokens[:, :-1])
+        aux = target.hidden_with(head.aux_layers, tokens[:, :-1])[..., : -target.hidden_size]
+        context = head.context(aux, document_positions(document), document)
+        rows, length = document.shape
+        parts, size = [], max(1, length // head.num_queries)  # windows of a pass: as many queries as context
+        for starts in torch.arange(length, device=target.device).split(size):
+            row = torch.arange(rows, device=target.device).repeat_interleave(len(starts))
+            start = starts.repeat(rows)
+            states = head.read(context, row, start, tokens[row, start + 1])
+            parts.append(states.to(samples.hidden.dtype).cpu().unflatten(0, (rows, -1)))
+        pieces.append(torch.cat(parts, 1))
+    return replace(samples, draft=torch.cat(pieces))
 
 
 @torch.inference_mode()

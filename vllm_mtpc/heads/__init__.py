@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
 class Option(NamedTuple):
     """An option of a head. It is an argument of the class; a field of HeadConfig and a flag of `vllm-mtpc train`, of
-    the type of `default`, follow from it."""
+    the type of `default`, follow from it. is_optional: a config may leave it out, which means the default. Bounds of a
+    list are those of its numbers."""
 
     name: str
     default: Any
     help: str
     ge: float | None = 1
     le: float | None = None
-    divides_hidden_size: bool = False
+    is_optional: bool = False
+    divides: str | None = None  # "hidden_size", or another option of the head
+    of_target: Callable[[Mapping[str, Any]], Any] | None = None  # the default, from the target's config; None: unknown
 
 
 class Entry(NamedTuple):
@@ -35,15 +38,88 @@ class Entry(NamedTuple):
 
 
 MAX_WIDTH = 2**17  # beyond any model
+MAX_LIST = 16  # entries of a list
 RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDTH)
 LAYERS = Option("expander_layers", 1, "blocks of the expander", le=64)
-ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides_hidden_size=True)
+ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides="hidden_size")
+TOKENS = Option("token_rank", 0, "rank of what the token before adds to a leaf; 0: nothing", 0, 4096, is_optional=True)
+COMPONENT_RANK = Option(
+    "component_rank",
+    0,
+    "rank of what tells components apart behind one row of the lm_head; 0: off",
+    0,
+    MAX_WIDTH,
+    is_optional=True,
+)
+
+
+def _said(*names: str) -> Callable[[Mapping[str, Any]], Any]:
+    """The first of these numbers that a target's config says."""
+    return lambda target: next((target[name] for name in names if target.get(name)), None)
+
+
+def _head_dim(target: Mapping[str, Any]) -> int | None:
+    heads, size = target.get("num_attention_heads"), target.get("hidden_size")
+    return target.get("head_dim") or (size // heads if heads and size else None)
+
+
+def _theta(target: Mapping[str, Any]) -> float | None:
+    theta = (target.get("rope_parameters") or target).get("rope_theta")
+    return float(theta) if theta else None
+
+
+def _spread(target: Mapping[str, Any]) -> list[int] | None:
+    """Up to five layers from the second to the last but two, as DFlash reads them; of few layers all."""
+    layers = target.get("num_hidden_layers")
+    if not layers:
+        return None
+    first, last = (2, layers - 2) if layers > 4 else (1, layers)
+    steps = min(MAX_AUX, last - first + 1) - 1
+    return [first + round(step * (last - first) / max(1, steps)) for step in range(steps + 1)]
+
+
+MAX_AUX = 5  # layers of the target that a backbone reads where none are named
+BACKBONE = (
+    Option("backbone_layers", 2, "draft layers", le=5),
+    Option(
+        "backbone_heads", 8, "attention heads of a draft layer", le=MAX_WIDTH, of_target=_said("num_attention_heads")
+    ),
+    Option(
+        "backbone_kv_heads",
+        8,
+        "key and value heads of a draft layer",
+        le=MAX_WIDTH,
+        divides="backbone_heads",
+        of_target=_said("num_key_value_heads", "num_attention_heads"),
+    ),
+    Option("backbone_head_dim", 64, "width of an attention head, even", ge=2, le=MAX_WIDTH, of_target=_head_dim),
+    Option("backbone_width", 1024, "width of a draft layer's MLP", le=MAX_WIDTH, of_target=_said("intermediate_size")),
+    Option("backbone_theta", 10000.0, "base of the rotary positions", of_target=_theta),
+    Option("backbone_eps", 1e-6, "of the norms", ge=0, le=1, of_target=_said("rms_norm_eps")),
+    Option(
+        "aux_hidden_state_layer_ids",
+        [1],
+        "the target's layers that are read, by how many layers lie before; 0: the embeddings",
+        ge=0,
+        le=4096,
+        of_target=_spread,
+    ),
+    Option(
+        "sample_from_anchor",
+        False,
+        "queries give the next token (DSpark), not that of their own place (DFlash)",
+        ge=None,
+    ),
+    COMPONENT_RANK,
+    TOKENS,
+)
 
 HEADS = {
-    "linear": Entry("vllm_mtpc.heads.linear:LinearHead"),
-    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK,), needs_lm_head=True),
-    "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS,)),
-    "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS)),
+    "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
+    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, TOKENS), needs_lm_head=True),
+    "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS, TOKENS)),
+    "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS, TOKENS)),
+    "backbone": Entry("vllm_mtpc.heads.backbone:BackboneHead", BACKBONE, needs_lm_head=True),
 }
 
 
@@ -57,9 +133,14 @@ def option_fields() -> dict[str, Any]:
     fields = {}
     for name, option in head_options().items():
         owners = " or ".join(head for head, entry in HEADS.items() if option in entry.options)
-        divisor = ", or its greatest common divisor with D" if option.divides_hidden_size else ""
-        text = f"head {owners}: {option.help} (default: {option.default}{divisor})"
-        fields[name] = type(option.default) | None, Field(None, ge=option.ge, le=option.le, description=text)
+        divisor = ", or its greatest common divisor with D" if option.divides == "hidden_size" else ""
+        default = "as the target" if option.of_target else f"{option.default}{divisor}"
+        bounds: dict[str, Any] = {"ge": option.ge, "le": option.le}
+        kind: Any = type(option.default)
+        if kind is list:
+            kind, bounds = list[Annotated[int, Field(**bounds)]], {"min_length": 1, "max_length": MAX_LIST}
+        text = f"head {owners}: {option.help} (default: {default})"
+        fields[name] = kind | None, Field(None, **bounds, description=text)
     return fields
 
 
@@ -83,23 +164,31 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
         if value is not None and key not in own:
             allowed = f"allowed: {', '.join(own)}" if own else "it has no such options"
             raise HeadConfigError(f"{key}={value} is not an option of head {name!r}; {allowed}; remove {key}")
-        if value is None and key in own:
+        if value is None and key in own and not own[key].is_optional:
             example = f"{key}={own[key].default}"
             raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {example}")
-        if value is not None and own[key].divides_hidden_size and hidden_size % value:
+    for key, option in own.items():
+        divided = {"hidden_size": hidden_size, **options}.get(option.divides)
+        if divided is not None and divided % options[key]:
             raise HeadConfigError(
-                f"{key}={value} does not divide hidden_size={hidden_size}; set {key} to a divisor, for example "
-                f"{math.gcd(own[key].default, hidden_size)}"
+                f"{key}={options[key]} does not divide {option.divides}={divided}; set {key} to a divisor, for example "
+                f"{math.gcd(option.default, divided)}"
             )
 
 
-def default_options(name: str, hidden_size: int) -> dict[str, Any]:
-    """The options of head `name` where none are named; nothing for an unknown head."""
-    options = HEADS[name].options if name in HEADS else ()
-    return {
-        option.name: math.gcd(option.default, hidden_size) if option.divides_hidden_size else option.default
-        for option in options
-    }
+def default_options(name: str, target: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of head `name` that a new config for a target says where none are named; nothing for an unknown head.
+
+    target: its config.
+    """
+    found = {}
+    for option in HEADS[name].options if name in HEADS else ():
+        if option.is_optional:
+            continue
+        value = option.of_target and option.of_target(target)
+        value = option.default if value is None else value
+        found[option.name] = math.gcd(value, target["hidden_size"]) if option.divides == "hidden_size" else value
+    return found
 
 
 def build_head(config: Any) -> Head:
@@ -109,5 +198,6 @@ def build_head(config: Any) -> Head:
     from vllm_mtpc.circuits import get_circuit
 
     circuit = get_circuit(config.circuit, config.window, config.num_components)
-    options = {option.name: getattr(config, option.name) for option in HEADS[config.head].options}
+    given = {option.name: getattr(config, option.name) for option in HEADS[config.head].options}
+    options = {name: value for name, value in given.items() if value is not None}
     return resolve_name(HEADS[config.head].location)(circuit, config.vocab_size, config.hidden_size, **options)

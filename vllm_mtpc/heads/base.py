@@ -5,6 +5,8 @@ A head turns the target's last hidden state h into the parameters of a circuit (
     leaf[k, z, :] = log_softmax(leaf_logits of position k, component z)       what a head is free to choose
     root = log_softmax(R h)        inner[f, z, :] = log_softmax(W[f, z] h + b[f, z])       the same in every head
 
+With `token_rank` a leaf looks at the token before it as well (`kernels/bigram.py`), in every head alike.
+
 Whoever bounds memory (n * r * V logits per context) asks for `prepare` once and for `leaf_logits` a few positions at
 a time; whoever calls the head gets all of it at once, normalised. Whoever serves asks for `draft_params`.
 """
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.leaf import evidence_of
 from vllm_mtpc.kernels.shard import Shard
 
@@ -29,6 +32,7 @@ from vllm_mtpc.kernels.shard import Shard
 # with the same leaves, and the softmax is not yet so saturated that its rows cannot move.
 STAY_PROBABILITY = 0.95
 INIT_STD = 0.01
+TOKEN_STD = 0.1  # of token_source: rows must differ for token_target, which starts at 0, to learn anything
 
 
 class DraftParams(NamedTuple):
@@ -38,13 +42,16 @@ class DraftParams(NamedTuple):
     leaf: Tensor  # [B, K, r, V], logits of x_2 .. x_(1+K); of a head with a `leaf_shard` [B, K, r, rows]
     root: Tensor  # [B, r], logits
     inner: Tensor  # [B, F, r, r], logits
+    first: Tensor  # [B] int64, x_1
+    bigram: Bigram | None = None  # what the token before adds to the logits, of K positions; whole also with a shard
 
 
 class Head(nn.Module, ABC):
     """Hidden states [B, D] -> CircuitParams of a batch of B circuits.
 
     Parameters of every head: root_weight [r, D] where the circuit has a root; inner_weight [F, r, r, D] and
-    inner_bias [F, r, r], leaves to root (HMM: in position order), where it has inner sums. Hidden states have the
+    inner_bias [F, r, r], leaves to root (HMM: in position order), where it has inner sums; token_source [V, R] and
+    token_target [n - 1, R, V], positions 2 to n, where R = token_rank is not 0. Hidden states have the
     dtype of the weights. `options` are the head's own (`expander_...` of HeadConfig); they go to `add_leaves`.
     """
 
@@ -58,13 +65,19 @@ class Head(nn.Module, ABC):
     noise_in: ClassVar[str]  # the parameter of the leaves in which noise tells equal components apart
     leaf_shard: Shard | None = None  # the tokens that `draft_params` has logits of; None: the vocabulary
 
-    def __init__(self, circuit: Circuit, vocab_size: int, hidden_size: int, **options: int) -> None:
+    def __init__(
+        self, circuit: Circuit, vocab_size: int, hidden_size: int, token_rank: int = 0, **options: int
+    ) -> None:
         super().__init__()
         self.circuit = circuit
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
+        self.token_rank = token_rank
         self.options = options
         self.add_leaves(**options)
+        self.token_source = nn.Parameter(torch.empty(vocab_size, token_rank)) if token_rank else None
+        shape = circuit.window - 1, token_rank, vocab_size
+        self.token_target = nn.Parameter(torch.empty(shape)) if token_rank else None
         r, inner = circuit.num_components, circuit.num_inner
         self.root_weight = nn.Parameter(torch.empty(r, hidden_size)) if circuit.has_root else None
         self.inner_weight = nn.Parameter(torch.empty(inner, r, r, hidden_size)) if inner else None
@@ -131,7 +144,11 @@ class Head(nn.Module, ABC):
         """
         hidden = hidden.to(self.hidden_dtype)
         evidence, drafted = self.draft_leaves(self.prepare(hidden), first, num_drafts)
-        return DraftParams(evidence, drafted, *self.sum_logits(hidden))
+        return DraftParams(evidence, drafted, *self.sum_logits(hidden), first, self.bigram(num_drafts))
+
+    def bigram(self, num_positions: int | None = None) -> Bigram | None:
+        """What the token before adds to the leaves of that many positions from the second on; None: nothing."""
+        return None if self.token_source is None else Bigram(self.token_source, self.token_target[:num_positions])
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """Evidence [B, r] of the tokens first[B] at x_1, and logits [B, K, r, V] of the drafts: `DraftParams`.
@@ -144,12 +161,16 @@ class Head(nn.Module, ABC):
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
         """CircuitParams from hidden[B, D]; only the first `num_positions` leaves when the tail is not needed."""
         leaf = self.leaf_logits(self.prepare(hidden), 0, num_positions or self.circuit.window)
-        return CircuitParams(leaf.log_softmax(dim=-1), *self.sums(hidden))
+        return CircuitParams(leaf.log_softmax(dim=-1), *self.sums(hidden), self.bigram())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Leaves as the head has them; small random sum weights; inner sums that mostly keep the latent."""
+        """Leaves as the head has them; small random sum weights; inner sums that mostly keep the latent; tokens that
+        add nothing yet."""
         self.reset_leaves()
+        if self.token_source is not None:
+            self.token_source.normal_().mul_(TOKEN_STD)
+            self.token_target.zero_()
         for weight in (self.root_weight, self.inner_weight):
             if weight is not None:
                 weight.normal_().mul_(INIT_STD)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.backbone import Backbone
 from vllm_mtpc.heads.base import INIT_STD, Head, stay_bias
 
 # Probability that an inner sum keeps its latent after a CP has become a circuit with inner sums. With F of them the
@@ -41,13 +44,30 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
 
 
 @torch.no_grad()
+def init_backbone(backbone: Backbone, target: Any) -> None:
+    """Start a backbone at `target`, a `vllm_mtpc.hf.Target`: its final norm, and its last layers' weights by name.
+
+    Only where they have the shapes that the backbone has.
+    """
+    theirs = target.backbone
+    modules = [(backbone.norm, getattr(theirs, "norm", None))]
+    modules += zip(reversed(backbone.layers), reversed(getattr(theirs, "layers", ())), strict=False)
+    for ours, given in modules:
+        weights = dict(given.named_parameters()) if given is not None else {}
+        for name, value in ours.named_parameters():
+            if name in weights and weights[name].shape == value.shape:
+                value.copy_(weights[name])
+
+
+@torch.no_grad()
 def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     """Start `head` at the distribution of a trained `source` head of the same kind, window and target.
 
     The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
     are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components
-    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Raises
-    HeadConfigError for anything else.
+    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Where
+    only `head` has a token_rank, tokens add nothing yet; what tells components of a backbone apart starts as in a new
+    head where the source has one component. Raises HeadConfigError for anything else.
     """
     _check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
@@ -91,7 +111,15 @@ def _check_source(head: Head, source: Head) -> None:
             f"num_components={ours.num_components} cannot start from a head with {theirs.num_components}; allowed: "
             f"multiples of {theirs.num_components}; set num_components to one"
         )
-    if head.options != source.options:
+    if source.token_source is not None and head.token_rank != source.token_rank:
+        raise HeadConfigError(
+            f"token_rank={head.token_rank} cannot start from a head with token_rank={source.token_rank}; allowed: the "
+            "same; set token_rank to the source's"
+        )
+    compared = {**head.options, **source.options}
+    if theirs.num_components == 1:  # nothing tells its components apart
+        compared.pop("component_rank", None)
+    if any(head.options.get(name) != source.options.get(name) for name in compared):
         raise HeadConfigError(
             f"a head with {_shown(head)} cannot start from one with {_shown(source)}; allowed: the same; set them to "
             "the source's"

@@ -84,7 +84,7 @@ class LinearHead(Head):
         inner = inner.float().view(batch, -1, r, r)
         inner = inner if self.inner_bias is None else inner + self.inner_bias.float()
         root = root.float() if root.shape[1] else product.new_zeros(batch, r, dtype=torch.float32)
-        return DraftParams(evidence, drafted, root, inner)
+        return DraftParams(evidence, drafted, root, inner, first, self.bigram(num_drafts))
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         if prepared.is_cuda:

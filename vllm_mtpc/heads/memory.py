@@ -116,7 +116,7 @@ def draft_memory(
         with LiveBytes() as live:
             params = head.draft_params(hidden, first, drafts)
             if drafter is None:
-                naive.draft(circuit.program, *params, lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
+                naive.draft(circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
             elif not drafter.one_launch:
                 held = drafter.buffers(rows, drafts, hidden.device, dtype if is_drawn else None)
                 if held[-1] is not None:

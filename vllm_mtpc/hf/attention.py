@@ -52,15 +52,20 @@ def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
     the end. Positions restart at each document. Padding is a document of its own, so its states are finite and
     nothing reads them. attention: "torch" or "xformers". Needs `use_cache=False` and no attention mask.
     """
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    arguments: dict[str, Any] = {"position_ids": index - torch.where(first, index, 0).cummax(1).values}
+    arguments: dict[str, Any] = {"position_ids": (positions := document_positions(documents))}
     if attention == "xformers":
-        starts = first.flatten().nonzero()[:, 0].tolist()
+        starts = (positions == 0).flatten().nonzero()[:, 0].tolist()
         lengths = [end - start for start, end in itertools.pairwise([*starts, documents.numel()])]
         arguments["packing"] = Packing(lengths, documents.device)
     return arguments
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Positions [B, S] int64 of the tokens of documents[B, S]: from 0 on in each."""
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    return index - torch.where(first, index, 0).cummax(1).values
 
 
 @torch.no_grad()

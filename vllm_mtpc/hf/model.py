@@ -6,7 +6,7 @@ Code that a repository ships is never run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mtpc.errors import UsageError, first_line
+from vllm_mtpc.heads.backbone import BackboneHead
+from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf.attention import IMPLEMENTATIONS, choose_attention, packed_arguments
 
 if TYPE_CHECKING:
@@ -68,6 +70,33 @@ class Target:
         tokens = tokens.to(self.device, torch.long)
         return self.backbone(input_ids=tokens, use_cache=False, **self.packed(documents)).last_hidden_state
 
+    @torch.no_grad()
+    def hidden_with(self, layers: Sequence[int], tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """`hidden`, with the residual stream behind the first `layers` decoder layers beside it: [B, S, (m + 1) D].
+
+        Of each of m layers, in this order, what enters the next one (of all layers: the final norm; 0: the
+        embeddings); the post-final-norm states stand last. One forward pass.
+        """
+        modules, taken = [*self.backbone.layers, self.backbone.norm] if layers else [], {}
+
+        def take(number: int) -> Callable[..., None]:
+            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                taken[number] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        hooks = [modules[layer].register_forward_pre_hook(take(layer), with_kwargs=True) for layer in layers]
+        try:
+            final = self.hidden(tokens, documents)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([*(taken[layer] for layer in layers), final], -1)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings [..., D] of tokens[...]."""
+        return self.model.get_input_embeddings()(tokens.to(self.device))
+
     def packed(self, documents: Tensor | None) -> dict[str, Any]:
         """Arguments of the backbone for rows that hold several documents; none where there is one per row."""
         return {} if documents is None else packed_arguments(documents.to(self.device), self.attention)
@@ -82,6 +111,14 @@ class Target:
         if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+
+def bind(head: Head, target: Target) -> None:
+    """Lend a head what it needs of the target: its lm_head, its embeddings."""
+    if head.needs_lm_head:
+        head.bind_lm_head(target.logits)
+    if isinstance(head, BackboneHead):
+        head.bind_embedding(target.embed)
 
 
 def load_target(

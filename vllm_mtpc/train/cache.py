@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -88,6 +89,7 @@ class Index(BaseModel):
     hidden_size: PositiveInt
     dtype: Literal["float16", "bfloat16", "float32"]
     layer: None  # states after the final norm
+    layers: list[int] = []  # and in front of them, behind so many layers of the target, as of `Computed`
     rows_per_shard: PositiveInt
 
     @property
@@ -109,7 +111,8 @@ class Computed:
     """States computed by the target each time they are asked for, `batch_rows` rows at a time.
 
     `dtype` None: the target's own. `layer` None: states after the final norm, what a head reads; i: states that enter
-    decoder layer i (0 is the first), what a copy of the layers from i on reads.
+    decoder layer i (0 is the first), what a copy of the layers from i on reads. `layers`: in front of the states after
+    the final norm those behind so many layers each, what draft layers of their own read: [B, S, (m + 1) D].
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Computed:
         batch_rows: int = 8,
         dtype: torch.dtype | None = None,
         layer: int | None = None,
+        layers: Sequence[int] = (),
     ) -> None:
         shapes = {tuple(tensor.shape) for tensor in rows}
         if len(shapes) != 1 or rows.tokens.ndim != 2 or not rows.tokens.numel():
@@ -129,8 +133,9 @@ class Computed:
             last = len(target.backbone.layers) - 1
             raise UsageError(f"layer {layer}: target {target.name} has layers 0 to {last}; name one of them")
         self.target, self.rows, self.batch_rows = target, rows, max(1, batch_rows)
-        self.dtype, self.layer = dtype or target.dtype, layer
-        (self.num_rows, self.seq_len), self.hidden_size = rows.tokens.shape, target.hidden_size
+        self.dtype, self.layer, self.layers = dtype or target.dtype, layer, list(layers)
+        self.num_rows, self.seq_len = rows.tokens.shape
+        self.hidden_size = (len(self.layers) + 1) * target.hidden_size
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """States [B, S, D] of rows[row_indices[B]] on the target's device; hidden[b, t] predicts token t + 1."""
@@ -142,10 +147,10 @@ class Computed:
 
     def _batch(self, row_indices: Tensor) -> Tensor:
         tokens, document = self.rows.tokens[row_indices], self.rows.document[row_indices]
-        if self.layer is None:
-            states = self.target.hidden(tokens, document)
-        else:
-            states = _entering(self.target, self.layer, tokens, document)
+        layers = self.layers if self.layer is None else [self.layer]
+        states = self.target.hidden_with(layers, tokens, document)
+        if self.layer is not None:
+            states = states[..., : self.hidden_size]
         padding = (document < 0).to(states.device)
         return states.masked_fill(padding[..., None], 0).to(self.dtype)
 
@@ -177,19 +182,20 @@ def write_cache(
     rows_per_shard: int | None = None,
     dtype: torch.dtype | None = None,
     batch_rows: int = 8,
+    layers: Sequence[int] = (),
 ) -> HiddenCache:
     """Computes the states of `rows` into `folder`, or what is left of them there; shows progress and the time left.
 
-    `rows_per_shard`, `dtype` None: as in a folder that is there, else about 0.5 GiB a shard and the target's dtype.
-    Call it on one process. Targets are compared by config and a sample of their weights: attach adapters afterwards.
-    Raises UsageError for a folder made otherwise, a damaged shard, states that are not finite in `dtype`, and a file
-    system without room; finished shards stay as they are.
+    `rows_per_shard`, `dtype` None: as in a folder that is there, else about 0.5 GiB a shard and the target's dtype;
+    `layers`: as of `Computed`. Call it on one process. Targets are compared by config and a sample of their weights:
+    attach adapters afterwards. Raises UsageError for a folder made otherwise, a damaged shard, states that are not
+    finite in `dtype`, and a file system without room; finished shards stay as they are.
     """
     folder = Path(folder)
     given = read_index(folder) if (folder / INDEX_FILE).is_file() else None
     if given is not None:
         rows_per_shard, dtype = rows_per_shard or given.rows_per_shard, dtype or DTYPES[given.dtype]
-    source = Computed(target, rows, batch_rows, dtype)
+    source = Computed(target, rows, batch_rows, dtype, layers=layers)
     index = _index(source, rows_per_shard)
     try:
         if given is None:
@@ -227,21 +233,6 @@ def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.safetensors"
 
 
-def _entering(target: Target, layer: int, tokens: Tensor, document: Tensor) -> Tensor:
-    """States [B, S, D] that enter decoder layer `layer`, taken on the way of a forward pass."""
-    taken: list[Tensor] = []
-
-    def take(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        taken.append(args[0] if args else kwargs["hidden_states"])
-
-    handle = target.backbone.layers[layer].register_forward_pre_hook(take, with_kwargs=True)
-    try:
-        target.hidden(tokens, document)
-    finally:
-        handle.remove()
-    return taken[0]
-
-
 def _index(source: Computed, rows_per_shard: int | None) -> Index:
     """The index of a folder that holds these states."""
     dtype = str(source.dtype).removeprefix("torch.")
@@ -258,6 +249,7 @@ def _index(source: Computed, rows_per_shard: int | None) -> Index:
         hidden_size=source.hidden_size,
         dtype=dtype,
         layer=None,
+        layers=source.layers,
         rows_per_shard=max(1, SHARD_BYTES // row_bytes if rows_per_shard is None else rows_per_shard),
     )
 

@@ -13,11 +13,13 @@ from vllm_mtpc.checkpoint import load_head, resolve_head, save_head
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.eval.acceptance import measure
-from vllm_mtpc.eval.text import with_draft_layers
+from vllm_mtpc.eval.text import with_backbone, with_draft_layers
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
-from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
+from vllm_mtpc.heads.backbone import BackboneHead
+from vllm_mtpc.heads.init import init_backbone, init_from_head, init_from_lm_head
+from vllm_mtpc.hf import bind
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.card import circuit_card
 from vllm_mtpc.train.job import Job
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.text import Samples
     from vllm_mtpc.hf import Target
 
+BLOCK_STEPS = 8  # steps of windows in a block of rows: as many positions of context are read for each window of a step
+
 
 class CircuitJob(Job):
     """A circuit's head, with draft layers or without."""
 
     own = (
-        "circuit", "components", *head_options(), "init", "lora_layers", "beta", "kl", "kl_form", "acceptance",
-        "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
+        "circuit", "components", *head_options(), "init", "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
+        "acceptance", "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
     hints = {"ptp_loss": "; a circuit's loss is what beta and acceptance say"}  # noqa: RUF012
@@ -47,7 +51,9 @@ class CircuitJob(Job):
             window=options.window,
             num_components=options.num_components,
             # of a composite model the sizes of its language model
-            target=target.model.config.to_dict() | {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size},
+            target=target.config.to_dict()
+            | target.model.config.to_dict()
+            | {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size},
             verifier=self.verifier,
             head=options.head,
             num_speculative_tokens=options.num_speculative_tokens,
@@ -59,12 +65,15 @@ class CircuitJob(Job):
             init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
         elif options.init == "lm-head":
             init_from_lm_head(self.head, target.lm_head.weight.float().cpu(), options.seed)
-        if self.head.needs_lm_head:
-            self.head.bind_lm_head(target.logits)
+            if isinstance(self.head, BackboneHead):
+                init_backbone(self.head.backbone, target)
+        bind(self.head, target)
+        if options.freeze_backbone:
+            self.head.backbone.requires_grad_(False)
         if options.lora_layers:
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
             self.layers = DraftLayers(target, layers=options.lora_layers, **sizes)
-        self.needs_v2 = bool(options.lora_layers)
+        self.needs_v2 = bool(options.lora_layers) or options.head == "backbone"
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
@@ -74,6 +83,13 @@ class CircuitJob(Job):
         check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.job is not cls])
         if options.beta == 0 and (options.kl, options.kl_form) != ("forward", "full"):
             raise ValueError("kl and kl_form say which KL, but beta is 0: give it a share, e.g. beta: 0.5")
+        if options.freeze_backbone and (options.head != "backbone" or not options.init_from):
+            raise ValueError(
+                "freeze_backbone: the backbone that stays as it is must be named; set head: backbone and init_from to "
+                "a head that has one"
+            )
+        if options.head == "backbone" and options.train_first:
+            raise ValueError("train_first with head backbone, which is given x_1: remove train_first")
         if options.lora_layers and options.cache:
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
         if options.lora_layers and options.parallel == "fsdp":
@@ -102,14 +118,25 @@ class CircuitJob(Job):
         cache = self.options.cache
         if self.options.lora_layers:
             return Computed(self.target, rows, layer=self.target.config.num_hidden_layers - self.options.lora_layers)
-        return Computed(self.target, rows) if cache is None else write_cache(cache, self.target, rows)
+        layers = self.head.aux_layers if isinstance(self.head, BackboneHead) else ()
+        if cache is None:
+            return Computed(self.target, rows, layers=layers)
+        return write_cache(cache, self.target, rows, layers=layers)
+
+    def numbers_held(self) -> int:
+        layers = len(self.head.aux_layers) if isinstance(self.head, BackboneHead) else 0
+        return (layers + 1) * self.target.hidden_size
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """Draft layers run over whole rows, so a block then holds about one step's windows."""
-        if not self.options.lora_layers:
-            return super().block_rows(source, world)
+        """Draft layers run over whole rows, so a block then holds about one step's windows. A backbone's context costs
+        less than its windows: a block holds those of several steps."""
+        most = super().block_rows(source, world)
+        if not self.options.lora_layers and self.options.head != "backbone":
+            return most
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
-        return max(world, self.options.windows_per_step // per_row)
+        steps = 1 if self.options.lora_layers else BLOCK_STEPS
+        rows = max(world, steps * self.options.windows_per_step // per_row)
+        return rows if self.options.lora_layers else min(most, rows)
 
     def described(self) -> dict[str, Any]:
         names = ("circuit", "window", "num_components", "head", "lora_layers")
@@ -127,11 +154,12 @@ class CircuitJob(Job):
 
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
         _, head = load_head(self.options.out)
-        if head.needs_lm_head:
-            head.bind_lm_head(self.target.logits)
+        bind(head, self.target)
         head, results = head.to(self.target.device), {}
         for name, some in samples.items():
             read = some if self.layers is None else with_draft_layers(some, self.layers)
+            if isinstance(head, BackboneHead):
+                read = with_backbone(some, head, self.target)
             results[name] = asdict(measure(head, self.target, read, self.samplings()[name]))
         return results
 

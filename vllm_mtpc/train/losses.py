@@ -32,8 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf import Target
+from vllm_mtpc.hf.attention import document_positions
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
@@ -128,30 +130,36 @@ def _against_rest(log_prob: Tensor) -> Tensor:
     return torch.stack([log_prob, (1 - p).clamp(min=torch.finfo(p.dtype).eps).log()], -1)
 
 
-def chunk_size(options: TrainOptions, vocab_size: int) -> int:
-    """Windows whose logits exist at once."""
+def chunk_size(options: TrainOptions, head: Head) -> int:
+    """Windows whose logits, and states of draft layers of their own, exist at once."""
     if options.chunk_windows:
         return options.chunk_windows
-    return max(1, CHUNK_BYTES // (options.window * options.num_components * vocab_size * 4 * COPIES))
+    logits = options.window * options.num_components * head.vocab_size * 4 * COPIES
+    return max(1, CHUNK_BYTES // (logits + (head.window_bytes if isinstance(head, BackboneHead) else 0)))
 
 
 def step_loss(
-    head: Head, drafted: Tensor, tokens: Tensor, counts: Tensor, log_p: Callable[[slice], Tensor], options: TrainOptions
+    head: Head,
+    read: Callable[[slice], Tensor],
+    tokens: Tensor,
+    counts: Tensor,
+    log_p: Callable[[slice], Tensor],
+    options: TrainOptions,
 ) -> Tensor:
     """L of the windows of a step, chunk by chunk, each recomputed in the backward pass where there are several.
 
-    drafted: [B, D], what the head reads; tokens: [B, n]; counts: [n]; log_p(rows): the target's log p_k [., n, V] of
-    some windows, asked for only where the options need it.
+    read(windows): what the head reads of some windows, [., D] or as it says; tokens: [B, n]; counts: [n];
+    log_p(windows): the target's log p_k [., n, V], asked for only where the options need it.
     """
 
     def chunk_loss(piece: slice) -> Tensor:
         target = log_p(piece) if options.needs_distribution else None
         # The head's products alone are cast: its logits return as float32, and so the circuit is.
-        with torch.autocast(drafted.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            params = head(drafted[piece])
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+            params = head(read(piece))
         return window_loss(head.circuit, params, tokens[piece], target, options, counts)
 
-    size = chunk_size(options, head.vocab_size)
+    size = chunk_size(options, head)
     return in_chunks(chunk_loss, len(tokens), size, options.checkpoint_circuit)
 
 
@@ -182,27 +190,45 @@ class Drafter(nn.Module):
         device, window = self.target.device, self.options.window
         if not len(batch.row):  # other processes have windows in this step, and wait for this one's gradient
             batch = _masked(batch, window)
+        if isinstance(self.head, BackboneHead):  # the windows of a row side by side: chunks then have few rows
+            order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
+            batch = batch.each(lambda value: value[order])
         tokens, counts, row, start = (part.to(device) for part in (batch.tokens, batch.counts, batch.row, batch.start))
-        hidden = batch.hidden.to(device)
-        if self.layers is None:
-            drafted = verified = hidden
-        else:  # `hidden` is what enters the draft layers
-            drafted, verified = self.layers.draft(hidden, batch.document), self.layers.verifier(hidden, batch.document)
+        read, verified = self._reader(batch.hidden.to(device), batch.document.to(device), row, start, tokens[:, 0])
 
         def log_p(piece: slice) -> Tensor:
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 states = window_states(verified, row[piece], start[piece], window)
                 return self.target.logits(states).log_softmax(-1)
 
-        read = drafted[row, start]
-        # Draft states in the head's dtype, as when it is served; autocast takes care of the products.
-        read = read.to(next(self.head.parameters()).dtype)
         loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
         if not watch:
             return loss, None
         with torch.no_grad():
             some = slice(0, WATCHED)
-            return loss, watched_tokens(self.head, read[some], tokens[some], log_p(some))
+            return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
+
+    def _reader(
+        self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor
+    ) -> tuple[Callable[[slice], Tensor], Tensor]:
+        """What the head reads of some windows, and the target's states [R, S, D], from what is held of the rows.
+
+        In the head's dtype, as when it is served; autocast takes care of the products.
+        """
+        dtype = self.head.hidden_dtype
+        if isinstance(self.head, BackboneHead):
+            size = self.target.hidden_size
+            rows, own = row.unique(return_inverse=True)
+            with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+                aux, position = hidden[rows, :, :-size], document_positions(document)[rows]
+                context = self.head.context(aux, position, document[rows])
+            first = first.clamp(min=0)
+            return lambda some: self.head.read(context, own[some], start[some], first[some]), hidden[..., -size:]
+        drafted = verified = hidden
+        if self.layers is not None:  # `hidden` is what enters the draft layers
+            drafted, verified = self.layers.draft(hidden, document), self.layers.verifier(hidden, document)
+        drafted = drafted[row, start].to(dtype)
+        return lambda some: drafted[some], verified
 
 
 def _masked(batch: Windows, window: int) -> Windows:

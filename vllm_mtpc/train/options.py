@@ -36,11 +36,12 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
-    head: str = Field("linear", description="linear, shared (large vocabularies), mlp or transformer; or ptp")
+    head: str = Field("linear", description="linear, shared (large vocabularies), mlp, transformer or backbone; or ptp")
     init: Literal["lm-head", "random"] = Field("lm-head", description="start of a new head")
     init_from: str | None = Field(
         None, description="head folder to start from: the same kind; its circuit, or one that has no inner sums"
     )
+    freeze_backbone: bool = Field(False, description="head backbone: its draft layers stay those of init_from")
     lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
     lora_rank: int = Field(16, ge=1, description="rank of the adapters")
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")

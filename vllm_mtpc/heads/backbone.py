@@ -1,0 +1,300 @@
+"""Backbone head: draft layers of its own read several layers of the target, and one pass gives a state per position.
+
+    context, all tokens read so far:   c_s = hidden_norm(fc [aux_s of m target layers]); keys and values of c_s
+    queries of a window behind t:      [x_1, mask, mask, ...] at positions t + 1, t + 2, ...
+    a layer (Qwen3's):                 queries read the context up to t and, in both directions, one another
+    states:                            norm(queries behind the last layer), [n, D]
+
+As DFlash (one pass over a block, the target's states injected as keys and values), with a circuit behind it. Its leaves
+are the target's own lm_head on the states, the components told apart by `vllm_mtpc.heads.components`; its sums are
+linear in the state of the first query, which knows x_1. x_1 is given, so its leaf is the same for every component: it
+says nothing about the latents.
+
+`sample_from_anchor` (DSpark's layout): n - 1 queries [x_1, n - 2 masks], each for the *next* token: states [n - 1, D].
+
+aux: the residual stream behind so many layers of the target (`aux_hidden_state_layer_ids`; 0: the embeddings). The
+embedding of x_1 and the lm_head are the target's: bound to the head, never trained with it, and not in the checkpoint.
+
+In training, a text's context is computed once and its windows are blocks of one pass (`BackboneHead.read`): a dense
+mask keeps a window from what lies behind its start, from other documents and from other windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads import components
+from vllm_mtpc.heads.base import INIT_STD, Head
+from vllm_mtpc.kernels.shard import Shard
+
+KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
+SMALL = 0.1  # a new layer's outputs, by what torch draws
+
+
+class Context(NamedTuple):
+    """What windows of R rows of text read of them."""
+
+    layers: list[KeysValues]  # of each draft layer, [R, kv heads, S, head_dim]
+    position: Tensor  # [R, S] int64, from 0 on in every document
+    document: Tensor  # [R, S] integers
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+        self.q_norm, self.k_norm = nn.RMSNorm(head_dim, eps), nn.RMSNorm(head_dim, eps)
+
+    def keys_values(self, states: Tensor, rope: Tensor) -> KeysValues:
+        """Of states[B, S, D]."""
+        keys = self.k_norm(self.k_proj(states).unflatten(-1, (self.kv_heads, -1)))
+        values = self.v_proj(states).unflatten(-1, (self.kv_heads, -1))
+        return rotated(keys, rope).transpose(1, 2), values.transpose(1, 2)
+
+    def forward(self, states: Tensor, rope: Tensor, context: KeysValues, mask: Tensor) -> Tensor:
+        """states[B, Q, D] read the context[S] and one another, as mask[B, 1, Q, S + Q] allows."""
+        queries = self.q_norm(self.q_proj(states).unflatten(-1, (self.heads, -1)))
+        own = self.keys_values(states, rope)
+        keys, values = (torch.cat([theirs, ours], 2) for theirs, ours in zip(context, own, strict=True))
+        read = F.scaled_dot_product_attention(
+            rotated(queries, rope).transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
+        )
+        return self.o_proj(read.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Layer(nn.Module):
+    """A decoder layer of Qwen3."""
+
+    def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.self_attn = Attention(hidden_size, heads, kv_heads, head_dim, eps)
+        self.mlp = Mlp(hidden_size, width)
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps)
+
+    def forward(self, states: Tensor, rope: Tensor, context: KeysValues, mask: Tensor) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), rope, context, mask)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Backbone(nn.Module):
+    """The draft layers, without embedding and lm_head."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_aux: int,  # m
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        width: int,
+        theta: float,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        sizes = hidden_size, heads, kv_heads, head_dim, width, eps
+        self.layers = nn.ModuleList(Layer(*sizes) for _ in range(layers))
+        self.fc = nn.Linear(num_aux * hidden_size, hidden_size, bias=False)
+        self.hidden_norm, self.norm = nn.RMSNorm(hidden_size, eps), nn.RMSNorm(hidden_size, eps)
+        self.mask_embedding = nn.Parameter(torch.empty(hidden_size))
+        self.head_dim, self.theta = head_dim, theta
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Layers that change little, their other weights as torch draws them; the context is the mean of aux."""
+        for layer in self.layers:
+            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                output.weight.mul_(SMALL)
+        size = len(self.mask_embedding)
+        parts = self.fc.in_features // size
+        self.fc.weight.normal_().mul_(INIT_STD * size**-0.5)
+        self.fc.weight.add_(torch.eye(size, device=self.fc.weight.device).repeat(1, parts) / parts)
+        self.mask_embedding.normal_().mul_(INIT_STD)
+
+    def context(self, aux: Tensor, position: Tensor) -> list[KeysValues]:
+        """What queries read of aux[B, S, m D] at position[B, S], of each layer."""
+        states, rope = self.hidden_norm(self.fc(aux)), self.rope(position)
+        return [layer.self_attn.keys_values(states, rope) for layer in self.layers]
+
+    def forward(self, queries: Tensor, position: Tensor, context: list[KeysValues], mask: Tensor) -> Tensor:
+        """States [B, Q, D] of queries[B, Q, D] at position[B, Q]; mask[B, 1, Q, S + Q]: what they read, True."""
+        states, rope = queries, self.rope(position)
+        for layer, theirs in zip(self.layers, context, strict=True):
+            states = layer(states, rope, theirs, mask)
+        return self.norm(states)
+
+    def rope(self, position: Tensor) -> Tensor:
+        """Angles [B, S, head_dim / 2] float32."""
+        half = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position.device)
+        return position[..., None].float() * self.theta ** (-half / self.head_dim)
+
+
+def rotated(states: Tensor, rope: Tensor) -> Tensor:
+    """Rotary positions (the halves of a head are pairs) of states[B, S, heads, head_dim]."""
+    cos, sin = (part[:, :, None].to(states.dtype) for part in (rope.cos(), rope.sin()))
+    first, second = states.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class BackboneHead(Head):
+    """Leaf parameters: `backbone.*`, and of more than one component component_in and component_out.
+
+    What it reads as "hidden" is the backbone's states [B, n, D], not h [B, D].
+    """
+
+    needs_lm_head = True
+    component_dims: ClassVar = {**Head.component_dims, **components.COMPONENT_DIMS}
+    noise_in = components.NOISE_IN
+
+    def add_leaves(
+        self,
+        backbone_layers: int,
+        backbone_heads: int,
+        backbone_kv_heads: int,
+        backbone_head_dim: int,
+        backbone_width: int,
+        backbone_theta: float,
+        backbone_eps: float,
+        aux_hidden_state_layer_ids: list[int],
+        sample_from_anchor: bool,
+        component_rank: int = 0,
+    ) -> None:
+        sizes = backbone_layers, backbone_heads, backbone_kv_heads, backbone_head_dim, backbone_width
+        self.aux_layers, self.from_anchor = list(aux_hidden_state_layer_ids), sample_from_anchor
+        self.backbone = Backbone(self.hidden_size, len(self.aux_layers), *sizes, backbone_theta, backbone_eps)
+        if self.circuit.num_components > 1:
+            components.add_components(self, component_rank)
+        # in tuples: no submodules, no parameters of ours
+        self._lm_head: tuple[Callable[[Tensor], Tensor], ...] = ()
+        self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def reset_leaves(self) -> None:
+        self.backbone.reset_parameters()
+        if self.circuit.num_components > 1:
+            components.reset_components(self)
+
+    @property
+    def num_queries(self) -> int:
+        """Queries, and so states, of a window."""
+        return self.circuit.window - self.from_anchor
+
+    def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
+        """As in SharedHead."""
+        self._lm_head, self.leaf_shard = (logits,), shard
+
+    def bind_embedding(self, embedding: Callable[[Tensor], Tensor]) -> None:
+        """Lend the target's embeddings: token ids [...] -> [..., D], as they enter its first layer."""
+        self._embedding = (embedding,)
+
+    # ---- states -------------------------------------------------------------------------------
+
+    def context(self, aux: Tensor, position: Tensor, document: Tensor) -> Context:
+        """What windows read of rows of text: aux[R, S, m D], their position and document [R, S]."""
+        return Context(self.backbone.context(aux.to(self.hidden_dtype), position), position, document)
+
+    def read(self, context: Context, row: Tensor, start: Tensor, first: Tensor) -> Tensor:
+        """States [B, n, D] of windows behind (row[B], start[B]) whose x_1 is first[B]: all of a row in one pass.
+
+        Windows of a row stand side by side, [rows, W, n]; rows with fewer are filled up with windows nobody reads.
+        """
+        rows, place, counts = row.unique(return_inverse=True, return_counts=True)
+        order = place.argsort(stable=True)
+        slot = torch.empty_like(order)
+        slot[order] = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[place[order]]
+        grid = torch.zeros(2, len(rows), int(counts.max()), dtype=torch.long, device=row.device)
+        grid[:, place, slot] = torch.stack([start, first])
+        starts, firsts = grid
+        length = int(start.max()) + 1  # of the context that is read
+        layers = [tuple(part[rows, :, :length] for part in layer) for layer in context.layers]
+        mask = windows_mask(starts, context.document[rows, :length], self.num_queries)
+        positions = context.position[rows].gather(1, starts)[..., None] + 1 + self._steps(row)
+        states = self.backbone(self.queries(firsts).flatten(1, 2), positions.flatten(1), layers, mask)
+        return states.view(*starts.shape, self.num_queries, -1)[place, slot]
+
+    def queries(self, first: Tensor) -> Tensor:
+        """[..., n, D] of the tokens first[...]: x_1, then masks."""
+        if not self._embedding:
+            raise HeadConfigError(
+                "head 'backbone' has no embeddings of its own and none are bound; call head.bind_embedding(...)"
+            )
+        embedded = self._embedding[0](first).to(self.hidden_dtype)[..., None, :]
+        masks = self.backbone.mask_embedding.expand(*first.shape, self.num_queries - 1, -1)
+        return torch.cat([embedded, masks], -2)
+
+    def _steps(self, like: Tensor) -> Tensor:
+        return torch.arange(self.num_queries, device=like.device)
+
+    @property
+    def window_bytes(self) -> int:
+        """What a training step keeps of a window's pass in float32, for the backward one; about."""
+        attention = self.backbone.layers[0].self_attn
+        heads, width = 3 * attention.heads + 4 * attention.kv_heads, self.backbone.layers[0].mlp.down_proj.in_features
+        per_layer = 6 * self.hidden_size + heads * attention.head_dim + 4 * width
+        return 4 * self.num_queries * len(self.backbone.layers) * per_layer
+
+    # ---- the contract of Head, on states [B, n, D] in the place of h [B, D] ----------------------
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        return self.backbone.fc.weight.dtype
+
+    def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As in Head, from the state of the first query."""
+        return super().sum_logits(hidden[:, 0])
+
+    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """As in Head; x_1 weighs every component alike, so that its evidence is nothing."""
+        evidence = torch.zeros(len(prepared), self.circuit.num_components, device=prepared.device)
+        return evidence, self.unembed(prepared, 1, num_drafts + 1)
+
+    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in Head; raises HeadConfigError where no lm_head is bound."""
+        if not self._lm_head:
+            raise HeadConfigError(
+                "head 'backbone' has no lm_head of its own and none is bound; call head.bind_lm_head(target.logits)"
+            )
+        drafted = self._drafted(prepared, max(1, start), stop)
+        if start:
+            return drafted
+        return F.pad(drafted, (0, 0, 0, 0, 1, 0))  # of x_1: the same for every token and component
+
+    def _drafted(self, states: Tensor, start: int, stop: int) -> Tensor:
+        """Logits [B, stop - start, r, V] of positions behind x_1."""
+        states = states[:, start - self.from_anchor : stop - self.from_anchor]
+        base = self._lm_head[0](states)
+        if self.circuit.num_components == 1:
+            return base[:, :, None]
+        return components.split(base, states, self.component_in[start:stop], self.component_out[start:stop])
+
+
+def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:
+    """What queries may read, [R, 1, W n, S + W n] bool: context of their document up to starts[R, W], their window.
+
+    document: [R, S], of the context.
+    """
+    before = torch.arange(document.shape[1], device=starts.device) <= starts[..., None]  # [R, W, S]
+    before &= document[:, None] == document.gather(1, starts)[..., None]
+    own = torch.eye(starts.shape[1], dtype=torch.bool, device=starts.device).expand(len(starts), -1, -1)
+    both = torch.cat([before, own.repeat_interleave(num_queries, 2)], 2)
+    return both.repeat_interleave(num_queries, 1)[:, None]
