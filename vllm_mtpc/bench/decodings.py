@@ -97,7 +97,7 @@ def heads(
         if num_drafts:
             given["num_speculative_tokens"] = num_drafts
         circuit = getattr(config, "circuit", None)
-        needs_v2 = circuit is None or config.lora_layers > 0
+        needs_v2 = circuit is None or config.has_draft_layers
         group = V2_INTERPRETED if needs_v2 and not on_gpu else OWN
         if group == V2_INTERPRETED and not INTERPRETER.is_dir():
             what = "draft layers need" if circuit else "PTP heads need"

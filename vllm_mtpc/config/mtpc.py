@@ -41,6 +41,11 @@ class HeadConfig(Options):
             self._check_backbone()
         return self
 
+    @property
+    def has_draft_layers(self) -> bool:
+        """Whether draft layers read the text before the head: such heads are served on Model Runner V2 alone."""
+        return self.lora_layers > 0 or self.head == "backbone"
+
     def _check_backbone(self) -> None:
         if self.num_components > 1 and not self.component_rank:
             raise HeadConfigError(

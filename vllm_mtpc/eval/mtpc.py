@@ -75,17 +75,12 @@ class MtpcEvaluator(Evaluator):
         return Sampling(temperature, top_p, self.config.draft_sample_method == "greedy", top_k)
 
     def check_decoding(self, what: str) -> None:
-        if self.has_layers:
+        if self.config.has_draft_layers:
             of_its_own = f"lora_layers={self.config.lora_layers}" if self.draft_layers else "a backbone"
             raise UsageError(
                 f"head {self.folder} has {of_its_own}: {what} does not run draft layers; use vllm-mtpc eval without "
                 "--simulate, or vllm-mtpc doctor"
             )
-
-    @property
-    def has_layers(self) -> bool:
-        """Whether the head reads layers of its own: what they have read of a text is not kept between steps here."""
-        return self.draft_layers is not None or isinstance(self.head, BackboneHead)
 
     def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Rejection:
         generator = torch.Generator(self.target.device).manual_seed(seed)
@@ -94,7 +89,7 @@ class MtpcEvaluator(Evaluator):
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> Evaluation:
         contexts = collect(self.head, self.target, self._read(samples), sampling, num_drafts)
         ceiling = own_bits = unverified_bits = None
-        if not self.has_layers:
+        if not self.config.has_draft_layers:
             label, drafting = f"T={sampling.temperature:g} mtp", self.drafting(sampling, num_drafts, args.seed)
             free = continue_all("mtp", self.target, samples.prompts[:UNVERIFIED], drafting, args.new_tokens, label)
             ceiling, unverified_bits = float(1 + num_drafts), bits(free)

@@ -34,6 +34,7 @@ from vllm_mtpc.heads.base import INIT_STD, Head
 from vllm_mtpc.kernels.shard import Shard
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
+CONTEXT_PER_QUERY = 4  # keys of context for each query of a pass, so that those of other windows are few beside them
 SMALL = 0.1  # a new layer's outputs, by what torch draws
 
 
@@ -214,23 +215,27 @@ class BackboneHead(Head):
         return Context(self.backbone.context(aux.to(self.hidden_dtype), position), position, document)
 
     def read(self, context: Context, row: Tensor, start: Tensor, first: Tensor) -> Tensor:
-        """States [B, n, D] of windows behind (row[B], start[B]) whose x_1 is first[B]: all of a row in one pass.
+        """States [B, n, D] of windows behind (row[B], start[B]) whose x_1 is first[B].
 
-        Windows of a row stand side by side, [rows, W, n]; rows with fewer are filled up with windows nobody reads.
+        Up to W windows of a row stand side by side, [groups, W, n], and read its context in one pass; where there are
+        fewer, windows stand in that nobody reads.
         """
-        rows, place, counts = row.unique(return_inverse=True, return_counts=True)
+        length = int(start.max()) + 1  # of the context that is read
+        width = max(1, length // (CONTEXT_PER_QUERY * self.num_queries))
+        _, place, counts = row.unique(return_inverse=True, return_counts=True)
         order = place.argsort(stable=True)
-        slot = torch.empty_like(order)
-        slot[order] = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[place[order]]
-        grid = torch.zeros(2, len(rows), int(counts.max()), dtype=torch.long, device=row.device)
+        rank = torch.empty_like(order)  # of a window among those of its row
+        rank[order] = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[place[order]]
+        groups, place = (row * len(row) + rank // width).unique(return_inverse=True)
+        rows, slot = groups // len(row), rank % width
+        grid = torch.zeros(2, len(groups), width, dtype=torch.long, device=row.device)
         grid[:, place, slot] = torch.stack([start, first])
         starts, firsts = grid
-        length = int(start.max()) + 1  # of the context that is read
-        layers = [tuple(part[rows, :, :length] for part in layer) for layer in context.layers]
+        layers = [tuple(part[:, :, :length].index_select(0, rows) for part in layer) for layer in context.layers]
         mask = windows_mask(starts, context.document[rows, :length], self.num_queries)
         positions = context.position[rows].gather(1, starts)[..., None] + 1 + self._steps(row)
         states = self.backbone(self.queries(firsts).flatten(1, 2), positions.flatten(1), layers, mask)
-        return states.view(*starts.shape, self.num_queries, -1)[place, slot]
+        return states.view(-1, self.num_queries, self.hidden_size).index_select(0, place * width + slot)
 
     def queries(self, first: Tensor) -> Tensor:
         """[..., n, D] of the tokens first[...]: x_1, then masks."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.kernels.draft import is_small, naive
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
@@ -106,7 +107,7 @@ def draft_memory(
             head.bind_lm_head(*_lm_head(config.vocab_size, head.circuit.num_components, num_ranks))
         found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
         drafts, rows = next(iter(found.items()))
-        hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
+        first = torch.empty(rows, dtype=torch.int64)
         drafter, circuit = None, head.circuit
         if circuit.num_components <= MAX_COMPONENTS:  # what launches the kernels, as in `proposers/v2/speculator.py`
             from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
@@ -114,6 +115,7 @@ def draft_memory(
             sizes = circuit.program, circuit.num_components, config.vocab_size
             drafter = Drafter(*sizes, torch.device("meta"), None, shard=head.leaf_shard)
         with LiveBytes() as live:
+            hidden = _read(head, rows, dtype)
             params = head.draft_params(hidden, first, drafts)
             if drafter is None:
                 naive.draft(circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
@@ -126,8 +128,18 @@ def draft_memory(
     requests = len(drafts_by_batch) - 1
     cached = config.vocab_size * dtype.itemsize if is_drawn else 0
     # per draft: token, confidence, conditional; per request: slot, temperature, seed, row, first token, position, state
-    row = num_drafts * (8 + 4 + cached) + 8 + 4 + 4 * 8 + config.hidden_size * dtype.itemsize
+    row = num_drafts * (8 + 4 + cached) + 8 + 4 + 4 * 8 + hidden[0].nbytes
     return DraftMemory(weights, buffers + requests * row + 4 * num_drafts, live.peak)
+
+
+def _read(head: Head, rows: int, dtype: torch.dtype) -> Tensor:
+    """What the head reads of each request; made by the pass of a backbone, whose context is in the KV cache."""
+    if not isinstance(head, BackboneHead):
+        return torch.empty(rows, head.hidden_size, dtype=dtype)
+    count, backbone = head.num_queries, head.backbone
+    queries, position = torch.empty(rows, count, head.hidden_size, dtype=dtype), torch.empty(rows, count)
+    context = backbone.context(torch.empty(rows, 0, backbone.fc.in_features, dtype=dtype), torch.empty(rows, 0))
+    return backbone(queries, position, context, torch.empty(rows, 1, count, count, dtype=torch.bool))
 
 
 def _lm_head(vocab_size: int, num_components: int, num_ranks: int) -> tuple[Callable[[Tensor], Tensor], Shard | None]:

@@ -158,7 +158,7 @@ def measure(heads: dict[str, Measured], target: Target, repeats: int) -> list[Po
     temperatures = [key for key in ("t1", "t0") if any(key in head.results for head in heads.values())]
     points = [point("plain", None, key, 0.0, plain) for key in temperatures]
     for label, measured in heads.items():
-        if measured.config.lora_layers:
+        if measured.config.has_draft_layers:
             print(f"{label}: draft layers are not timed here; left out of the frontier", file=sys.stderr)
             continue
         head = attach(measured.folder, target).head.to(target.dtype)

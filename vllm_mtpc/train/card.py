@@ -196,15 +196,20 @@ def circuit_card(record: Mapping[str, Any]) -> str:
     r, layers = head["num_components"], head["lora_layers"]
     kind = "" if head["head"] == "linear" else f", head `{head['head']}`"
     start = "the target's lm_head" if settings["init"] == "lm-head" else "random weights"
+    is_backbone, read, serving = head["head"] == "backbone", "the target's last hidden state", ""
+    if layers:
+        serving = f"It comes with adapters for the target's last {layers} layers, which are"
+    if is_backbone:
+        read, serving = "several of the target's layers, read by draft layers of its own", "It has draft layers,"
     words = Words(
         method="mtpc",
         tags=["mtpc", "speculative-decoding"],
         title=f"MtPC head: {head['circuit']}, n={head['window']}, r={r}",
         about=[
             f"A probabilistic-circuit head (circuit `{head['circuit']}`, window {head['window']}, {r} "
-            f"component{'s' * (r > 1)}{kind}) for the target `{head['target']}`. From the target's last hidden state, "
-            f"and given the target's own next token, it drafts up to {head['drafts']} tokens at once; the target "
-            "verifies them in one pass, so the output is the target's own."
+            f"component{'s' * (r > 1)}{kind}) for the target `{head['target']}`. From {read}, and given the target's "
+            f"own next token, it drafts up to {head['drafts']} tokens at once; the target verifies them in one pass, "
+            "so the output is the target's own."
         ],
         columns={"t1": "T=1", "t0": "T=0"},
         rows={
@@ -215,11 +220,7 @@ def circuit_card(record: Mapping[str, Any]) -> str:
         definitions=DEFINITIONS,
         loss=loss_sentence(settings),
         start=f"the head `{settings['init_from']}`" if settings["init_from"] else start,
-        serving=(
-            f"It comes with adapters for the target's last {layers} layers, which are served on vLLM's Model Runner V2 "
-            "alone.\n\n"
-        )
-        * bool(layers),
+        serving=serving and f"{serving} served on vLLM's Model Runner V2 alone.\n\n",
     )
     return card(record, words)
 

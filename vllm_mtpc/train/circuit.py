@@ -73,7 +73,7 @@ class CircuitJob(Job):
         if options.lora_layers:
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
             self.layers = DraftLayers(target, layers=options.lora_layers, **sizes)
-        self.needs_v2 = bool(options.lora_layers) or options.head == "backbone"
+        self.needs_v2 = self.config.has_draft_layers
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:

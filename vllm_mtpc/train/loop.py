@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +115,8 @@ class Trainer:
         self.stopping.saved()
 
     def weights(self) -> dict[str, Tensor]:
-        """The head's weights on the host, put together from all processes."""
-        weights = get_model_state_dict(self.drafter, options=state.FULL)
+        """The head's weights on the host, frozen ones too, put together from all processes."""
+        weights = get_model_state_dict(self.drafter, options=replace(state.FULL, ignore_frozen_params=False))
         return {name.removeprefix("head."): value for name, value in weights.items() if name.startswith("head.")}
 
     def _update(self, batch: Windows, rate: float, watch: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,154 @@
+"""Training a head with a backbone: what windows read, chunks, what is learnt, what stays frozen, what is measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support.training import flags, losses, make_trainer, options_for, random_documents
+from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.cli import main
+from vllm_mtpc.data.rows import Rows, pack
+from vllm_mtpc.errors import MtpcError, UsageError
+from vllm_mtpc.eval.loading import load
+from vllm_mtpc.eval.text import Sampling, generate, with_backbone
+from vllm_mtpc.hf.attention import document_positions
+from vllm_mtpc.train.cache import Computed, write_cache
+from vllm_mtpc.train.circuit import CircuitJob
+
+torch.set_num_threads(1)
+BACKBONE = {"head": "backbone", "backbone_layers": 1, "backbone_width": 32, "component_rank": 4}
+LOSS = {"beta": 1.0, "acceptance": 0.9, "train_first": False}
+
+
+def job_for(target, out, **changes) -> CircuitJob:
+    return CircuitJob(options_for(target, out, **BACKBONE | LOSS | changes), target)
+
+
+def rows_of(options) -> Rows:
+    return pack(random_documents(), options.seq_len, options.window, options.seed)[0]
+
+
+def test_layers_of_one_pass_are_the_model_s_own(tiny_target):
+    tokens = torch.randint(0, 12, (2, 9))
+    given = tiny_target.model(input_ids=tokens, output_hidden_states=True)
+    found = tiny_target.hidden_with([0, 1, 2], tokens).split(tiny_target.hidden_size, -1)
+    for layer in (0, 1):
+        torch.testing.assert_close(found[layer], given.hidden_states[layer])
+    torch.testing.assert_close(tiny_target.backbone.norm(found[2]), found[3])
+    torch.testing.assert_close(found[3], given.hidden_states[-1])
+    assert torch.equal(tiny_target.hidden_with([], tokens), tiny_target.hidden(tokens))
+
+
+def test_several_layers_on_disk_are_the_computed_ones(tiny_target, tmp_path):
+    options = options_for(tiny_target, tmp_path, **BACKBONE | LOSS)
+    rows = rows_of(options)
+    computed = Computed(tiny_target, rows, layers=[1, 2])
+    written = write_cache(tmp_path / "cache", tiny_target, rows, layers=[1, 2])
+    some = torch.tensor([2, 0])
+    assert written.hidden_size == computed.hidden_size == 3 * tiny_target.hidden_size
+    torch.testing.assert_close(written.hidden(some), computed.hidden(some), rtol=0, atol=1e-5)
+    with pytest.raises(UsageError, match=r"layers \[1, 2\] \(asked for: \[2\]\)"):
+        write_cache(tmp_path / "cache", tiny_target, rows, layers=[2])
+
+
+def test_a_window_reads_its_text_alone(tiny_target, tmp_path):
+    """What a step's windows read, against each document up to the window's start by itself."""
+    job = job_for(tiny_target, tmp_path)
+    rows = rows_of(job.options)
+    drafter, batch = job.drafter(), next(job.windows(job.source(rows)).batches())
+    first = batch.tokens[:, 0]
+    read, verified = drafter._reader(batch.hidden, batch.document, batch.row, batch.start, first)
+    assert verified.shape[-1] == tiny_target.hidden_size
+    found = read(slice(None))
+    for b in range(0, len(first), 7):
+        row, start = int(batch.row[b]), int(batch.start[b])
+        own = batch.document[row] == batch.document[row, start]
+        own[start + 1 :] = False
+        aux = batch.hidden[row, own][None, :, : -tiny_target.hidden_size]
+        length = torch.arange(aux.shape[1])[None]
+        context = job.head.context(aux, length, torch.zeros_like(length))
+        alone = job.head.read(context, torch.tensor([0]), length[0, -1:], first[b : b + 1])[0]
+        torch.testing.assert_close(found[b], alone, rtol=0, atol=1e-5)  # sums over other numbers of masked terms
+
+
+def test_chunks_change_nothing(tiny_target, tmp_path):
+    found = []
+    for chunk in (None, 7, 1):
+        job = job_for(tiny_target, tmp_path, chunk_windows=chunk)
+        drafter, batch = job.drafter(), next(job.windows(job.source(rows_of(job.options))).batches())
+        loss, watched = drafter(batch, watch=True)
+        loss.backward()
+        assert watched[1] > 0
+        found.append((loss.item(), {name: value.grad for name, value in job.head.named_parameters()}))
+    for loss, gradients in found[1:]:
+        assert loss == pytest.approx(found[0][0], abs=1e-6)  # float32 sums in another order
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, found[0][1][name], atol=1e-6, rtol=1e-3)
+
+
+def test_it_learns_a_small_text_by_heart(tiny_target, tmp_path):
+    changes = BACKBONE | LOSS | {"max_steps": 60, "circuit": "ff", "components": 1, "component_rank": 0}
+    options = options_for(tiny_target, tmp_path, **changes, windows_per_step=32, learning_rate=5e-3)
+    trainer = make_trainer(options, tiny_target, random_documents(4))
+    trainer.run()
+    found = losses(tmp_path)
+    # random text that the target does not predict: what it says at each place is all there is to learn
+    assert sum(found[-5:]) / 5 < 0.6 * found[0]
+
+
+def test_what_is_measured_is_each_window_by_itself(tiny_target, tmp_path):
+    head = job_for(tiny_target, tmp_path, circuit="ff", components=1).head
+    prompts, sampling = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])], Sampling(1.0)
+    samples = generate(tiny_target, prompts, 8, sampling, torch.Generator().manual_seed(0), overhang=4)
+    found = with_backbone(samples, head, tiny_target).draft
+    assert found.shape == (*samples.hidden.shape[:2], 4, tiny_target.hidden_size)
+    for text in (0, 1):
+        for t in range(int((samples.tokens[text] >= 0).sum()) - 1):
+            tokens = samples.tokens[text, : t + 1][None]
+            aux = tiny_target.hidden_with(head.aux_layers, tokens)[..., : -tiny_target.hidden_size]
+            document = torch.zeros_like(tokens)
+            context = head.context(aux, document_positions(document), document)
+            alone = head.read(context, torch.tensor([0]), torch.tensor([t]), samples.tokens[text, t + 1][None])
+            torch.testing.assert_close(found[text, t], alone[0], rtol=0, atol=1e-4)  # rounding of other shapes
+
+
+def test_a_circuit_on_a_frozen_backbone(place, capsys):
+    """From text to a head, then another circuit with tokens on the same draft layers; measured, shown, and refused."""
+    mine = BACKBONE | {"circuit": "ff", "components": 1, "component_rank": 0, "max_steps": 2}
+    assert main(["train", *flags(place, "drafter", **mine)]) == 0
+    more = {"circuit": "hmm", "init_from": place / "drafter", "freeze_backbone": True, "token_rank": 2, "max_steps": 2}
+    assert main(["train", *flags(place, "circuit", **BACKBONE | more)]) == 0
+    config, head = load_head(place / "circuit")
+    source = load_head(place / "drafter")[1].backbone.state_dict()
+    assert all(torch.equal(value, source[name]) for name, value in head.backbone.state_dict().items())
+    assert (config.head, config.token_rank, config.component_rank) == ("backbone", 2, 4)
+    assert head.token_target.any() and head.component_in.shape == (4, 2, 4, 32)
+    results = json.loads((place / "circuit" / "provenance.json").read_text())["figures"]
+    assert 1 <= results["t1"]["tokens_per_step"] <= 4
+    assert "Model Runner V2 alone" in (place / "circuit" / "README.md").read_text()
+    assert main(["inspect", str(place / "circuit")]) == 0
+    data = ["--data", str(place / "text.jsonl"), "--sequences", "3", "--prompt-tokens", "8", "--new-tokens", "10"]
+    assert main(["eval", str(place / "circuit"), *data, "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(place / "circuit"), *data, "--simulate"]) == 1
+    assert "has a backbone: --simulate does not run draft layers" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="a backbone: generate does not run"):
+        load(str(place / "circuit"), device="cpu").check_decoding("generate")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"freeze_backbone": True}, "the backbone that stays as it is must be named"),
+        ({"train_first": True}, "train_first with head backbone"),
+        ({"component_rank": 0}, "components=3 needs component_rank"),
+        ({"aux_hidden_state_layer_ids": [3]}, "rising numbers from 0 to 2"),
+        ({"lora_layers": 1}, "lora_layers=1 with head 'backbone'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tiny_target, tmp_path, changes, words):
+    with pytest.raises(MtpcError, match=words):
+        job_for(tiny_target, tmp_path, **changes)
