@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"--- {options.out.name}", flush=True)
             train(options.model_copy(update={"resume": is_begun(options)}), again="the same again")
             record = done(options)
-        rows.append(row(options.out.name, record))
+        rows.append(row(options.out, record))
     print_table(plan["title"], *table(rows))
     if targets := [one["bits_per_byte"]["target"] for one in rows if "bits_per_byte" in one]:
         print(f"\nBits per byte of the target on the same text: {targets[0]:.3f}.")
@@ -120,14 +123,15 @@ def is_begun(options: TrainOptions) -> bool:
     return has_state and changed_option(read_state(folder), options) is None
 
 
-def row(name: str, record: dict[str, Any]) -> dict[str, Any]:
+def row(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """What is told about a run; PTP heads have no joint whose bits could be counted."""
     head, t1, t0 = record["head"], record["figures"]["t1"], record["figures"]["t0"]
     keys = ("variant", "lora_rank") if "variant" in head else ("circuit", "num_components")
     bits = {key: t1[f"{key}_bits"] / (t1.get("bytes_per_token") or 1.0) for key in BITS if f"{key}_bits" in t1}
     return {
-        "name": name,
+        "name": folder.name,
         **{key.removeprefix("num_"): head[key] for key in keys},
+        "parameters": parameters(folder),
         "steps": record["settings"]["max_steps"],
         "tokens_per_step": {"t1": t1["tokens_per_step"], "t0": t0["tokens_per_step"]},
         "standard_error": {"t1": t1["standard_error"], "t0": t0["standard_error"]},
@@ -137,6 +141,15 @@ def row(name: str, record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def parameters(folder: Path) -> int:
+    """Numbers in a head's files."""
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            count += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
+    return count
+
+
 def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and lines."""
     lines = []
@@ -144,8 +157,8 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         results = [f"{one['tokens_per_step'][t]:.3f} ± {one['standard_error'][t]:.3f}" for t in ("t1", "t0")]
         bits = f"{one['bits_per_byte']['joint']:.3f}" if "bits_per_byte" in one else ""
         kind = [one.get("circuit") or one["variant"], str(one.get("components") or one["lora_rank"])]
-        lines.append([one["name"], *kind, *results, bits])
-    return ["run", "head", "r", "tokens/step T=1", "tokens/step T=0", "bits per byte, joint"], lines
+        lines.append([one["name"], *kind, f"{one['parameters'] / 1e6:.2f}M", *results, bits])
+    return ["run", "head", "r", "parameters", "tokens/step T=1", "tokens/step T=0", "bits per byte, joint"], lines
 
 
 if __name__ == "__main__":

@@ -228,6 +228,30 @@ def heads(programme: Programme) -> list[Part]:
     return parts
 
 
+# tokens
+
+TOKEN_RANKS = (0, 32)
+
+
+def tokens(programme: Programme) -> list[Part]:
+    """What leaves that look at the token before are worth on that target, and their speed with one client."""
+    sizes = programme.size(
+        {"learning_rate": 0.002, "windows_per_step": 1024, "max_steps": 1500, "window": 8},
+        {"windows_per_step": 16, "max_steps": 2, "window": 4},
+    )
+    kinds = programme.size([("ff", 1), ("cp", 8), ("hmm", 8), ("btree", 8), ("hmm", 32)], [("hmm", 2)])
+    how = {"concurrency": 1, "prompts": programme.size(16, 2), "variant": EVERY_DRAFT, **own_text(programme)}
+    parts = []
+    for circuit, r in kinds:
+        folders = [programme.cache / "heads" / f"{circuit}-r{r}-tokens{rank}" for rank in TOKEN_RANKS]
+        for rank, folder in zip(TOKEN_RANKS, folders, strict=True):
+            options = {"circuit": circuit, "components": r, "token_rank": rank, **sizes}
+            parts.append(trained(programme, f"train-{folder.name}", folder, 150, **options))
+        needs = [folder / "config.json" for folder in folders]
+        parts.append(bench_serve(programme, f"table-{circuit}-r{r}", 360, needs, heads=folders, **how))
+    return parts
+
+
 # serve
 
 
@@ -337,12 +361,70 @@ def ptp(programme: Programme) -> list[Part]:
     ]
 
 
+# components
+
+LARGE = {"llama-8b": (4096, 128256), "qwen3-8b": (4096, 151936)}  # D, V
+LOW_RANK = {"component_rank": 16}
+SUBWORD = {  # heads on the subword target, by what they cost there
+    "ff": {"circuit": "ff", "components": 1},
+    "shared": {"circuit": "btree", "components": 8},
+    "low-rank": {"circuit": "btree", "components": 8, **LOW_RANK},
+    "support": {"circuit": "btree", "components": 8, **LOW_RANK, "support": 256},
+    "tokens": {"circuit": "btree", "components": 8, **LOW_RANK, "support": 256, "token_rank": 32},
+}
+
+
+def components(programme: Programme) -> list[Part]:
+    """Heads of large vocabularies: one row of the lm_head for each component, one in all, drafts within a support.
+
+    What a draft costs at sizes of real models, then tokens/step and speed on a subword target of 4,096 ids.
+    """
+    folder, parts = programme.cache / "components", []
+    for name, (wide, ids) in programme.size(LARGE, {"64": (64, 512)}).items():
+        sizes, out = f"D={wide},V={ids},n=8,r=8", folder / f"draft-{name}.json"
+        given = {"shape": [sizes, f"{sizes},c=16", f"{sizes},c=16,M={programme.size(1024, 64)}"]}
+        how = programme.size({"batch": [1, 4, 16, 64], "repeats": 50}, {"batch": 1, "repeats": 2})
+        command = words(*MTPC, "bench", "draft", **given, circuits=["ff", "btree"], temperature=1, **how, json=out)
+        parts.append(Part(f"draft-{name}", 150, command, out))
+    place, kept = folder / "target", programme.size({}, {"steps": 2, "vocab_size": 512, "hidden_size": 64})
+    weights, data = place / "model.safetensors", {name: folder / f"{name}.jsonl" for name in ("sampled", "heldout")}
+    python, engine = sys.executable, json.dumps(programme.engine)
+    make = words(python, "-m", "benchmarks.demo.subword_target", out=place, **kept)
+    parts.append(Part("target", 400, make, place / "provenance.json", makes=weights))
+    source = folder / "valid.jsonl"
+    parts.append(Part("text", 120, words(python, "-m", "benchmarks.demo.corpus", out=folder), makes=source))
+    limits = programme.size({"sampled": (6144, 96), "heldout": (192, 6)}, {"sampled": (8, 24), "heldout": (4, 6)})
+    for name, (count, tokens) in limits.items():
+        given = {"target": place, "data": folder / ("train.jsonl" if name == "sampled" else "valid.jsonl")}
+        given |= {"out": data[name], "crops": 4, "limit": count, "max_tokens": tokens, "engine": engine}
+        command = words(*MTPC, "regenerate", "--ignore-eos", **given)
+        parts.append(Part(name, 100, command, needs=[weights, source], makes=data[name]))
+    common = {"target": place, "data": data["sampled"], "validation_data": data["heldout"], "head": "shared"}
+    common |= programme.size(
+        {"window": 8, "windows_per_step": 512, "max_steps": 1500, "learning_rate": 0.003, "seq_len": 128},
+        {"window": 4, "windows_per_step": 8, "max_steps": 2, "seq_len": 40, "evaluation_sequences": 2},
+    )
+    heads = {name: folder / "heads" / name for name in programme.size(SUBWORD, ["ff", "support"])}
+    for name, out in heads.items():
+        command = words(*MTPC, "train", **common, out=out, **SUBWORD[name])
+        made = {"needs": list(data.values()), "makes": out / "model.safetensors"}
+        parts.append(Part(f"train-{name}", 240, command, out / "provenance.json", **made))
+    how = programme.size({"concurrency": [1, 4, 16, 64], "prompts": 8}, {"concurrency": 1, "prompts": 1})
+    how |= {"data": source, "max_tokens": programme.size(128, 8), "prompt_tokens": programme.size(None, 16)}
+    for name, head in heads.items():
+        needs = [head / "model.safetensors"]
+        parts.append(bench_serve(programme, f"serve-{name}", 300, needs, heads=head, variant=EVERY_DRAFT, **how))
+    return parts
+
+
 STAGES: dict[str, Callable[[Programme], list[Part]]] = {
     "tests": tests,
     "kernels": kernels,
     "target": target,
     "heads": heads,
+    "tokens": tokens,
     "serve": serve,
     "shapes": shapes,
     "ptp": ptp,
+    "components": components,
 }

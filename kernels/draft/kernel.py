@@ -1,8 +1,9 @@
 """`naive.draft` in Triton: drafts, their conditionals in a cache like vLLM's `draft_logits`, and confidences.
 
 Two paths, alike in what they store (README.md): one launch for all drafts where a leaf is small, else blocks of the
-vocabulary, two launches before the first draft and two for each. The ranks that a vocabulary is divided over take the
-second, and meet once before the first draft, at every draft, and at the end.
+vocabulary, two launches before the first draft and two for each; where leaves are conditioned on the token before, five
+for each. The ranks that a vocabulary is divided over take the second, and meet once before the first draft (for
+conditioned leaves at every draft), once more at every draft, and at the end.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from torch import Tensor
 
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import TILE, is_small, launches
+from vllm_mtpc.kernels.draft.bigram import token_bias
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.kernels.support import Support
 
 # Sizes are reasoned, not measured: README.md says what they rest on.
 # One instance drafts for a request, so registers are there; ptxas would spill 16 bytes to have more instances at once.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 BLOCKED_TILE = 4096  # beyond: many instances share a leaf
 MIN_BLOCK = 64
+BIAS = {"CHUNK": 64, "ROWS": 16, "BLOCK": 128}  # of `token_bias`: a product of tiles takes 16 rows and more
 
 
 class Drafter:
@@ -55,7 +59,7 @@ class Drafter:
         size = triton.next_power_of_2(num_components)
         small = shard is None and is_small(num_components, vocab_size)
         self.one_launch, self.shard = small if one_launch is None else one_launch, shard
-        vocab_size = vocab_size if shard is None else shard.rows
+        self.width = vocab_size = vocab_size if shard is None else shard.rows
         tile = TILE if self.one_launch else BLOCKED_TILE
         block = min(triton.next_power_of_2(vocab_size), max(MIN_BLOCK, tile // size))
         self.sizes = {"R": size, "DEPTH": depth}
@@ -71,6 +75,7 @@ class Drafter:
         inner: Tensor,
         first: Tensor | None = None,
         bigram: Bigram | None = None,
+        support: Support | None = None,
         *,
         slots: Tensor,
         temperature: Tensor,
@@ -84,13 +89,14 @@ class Drafter:
         """Fills tokens and confidences [B, K] and, where not None, cache [slots, K or more, V] of any float dtype.
 
         evidence [B, r], leaf [B, K, r, V], root [B, r], inner [B, F, r, r] as in `naive.draft`; any float dtype.
+        first [B] and bigram: as there, the whole vocabulary's also with a shard.
         slots [B] int: where a request's temperature, seed and part of the cache are; -1: a padded row, drafted by
         argmax and not cached. pos [B]: keys the noise of the first draft, pos + k that of draft k; it says the
         stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
         dtype of the cache: the very numbers the noise was added to.
         """
-        if bigram is not None:
-            raise ValueError("leaves that look at the token before them: use naive.draft")
+        if support is not None:
+            raise ValueError("drafts within a support: use naive.draft")
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()
@@ -100,64 +106,99 @@ class Drafter:
         unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
         from_leaf = (leaf, *(stride // unit for stride in strides))
         circuit = (evidence.contiguous(), root.contiguous(), inner.contiguous(), self.program)
+        before = (None,) * 5
+        if bigram is not None:
+            target = bigram.target if bigram.target.stride(2) == 1 else bigram.target.contiguous()
+            if self.shard is not None:
+                target = target[..., self.shard.start :]
+            before = (first, bigram.source.contiguous(), target, *target.stride()[:2])
         requests = (slots, temperature, seeds, pos)
         cached = (None, 0, 0) if cache is None else (cache, cache.stride(0), cache.stride(1))
         out = (tokens, tokens.stride(0), confidences, confidences.stride(0))
         launch = self._rows if self.one_launch else self._blocks
-        launch(from_leaf, circuit, requests, cached, out, {**self.tile, "UNIT": unit}, draw)
+        launch(from_leaf, before, circuit, requests, cached, out, {**self.tile, "UNIT": unit}, draw)
 
     def _rows(
-        self, from_leaf: tuple, circuit: tuple, requests: tuple, cached: tuple, out: tuple, tile: dict, draw: bool
+        self,
+        from_leaf: tuple,
+        before: tuple,
+        circuit: tuple,
+        requests: tuple,
+        cached: tuple,
+        out: tuple,
+        tile: dict,
+        draw: bool,
     ) -> None:
         batch, num_drafts, r, vocab_size = from_leaf[0].shape
+        rank = 0 if before[1] is None else before[1].shape[1]
+        chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // tile["BLOCK"])) if rank else 0
         options = {**self.noise, **self.sizes, **tile, "DRAW": draw, "BLOCKS": self.num_blocks, **REGISTERS}
-        given = (*from_leaf, *circuit, *requests, *out, *cached)
-        launches.draft_rows[(batch,)](*given, num_drafts, circuit[2].shape[1], r, vocab_size, **options)
+        given = (*from_leaf, *before, *circuit, *requests, *out, *cached)
+        sizes = (num_drafts, circuit[2].shape[1], r, vocab_size)
+        launches.draft_rows[(batch,)](*given, *sizes, **options, RANK=rank, CHUNK=chunk)
 
     def buffers(
-        self, batch: int, drafts: int, device: torch.device, cache_dtype: torch.dtype | None = None
+        self,
+        batch: int,
+        drafts: int,
+        device: torch.device,
+        cache_dtype: torch.dtype | None = None,
+        has_bigram: bool = False,
     ) -> tuple[Any, ...]:
         """State of the circuits and what blocks hand on, between launches: as large as this batch needs.
 
-        The last one: this rank's columns of the conditionals, where there are ranks and a cache.
+        The last two: what the token before adds to the logits of a draft, where leaves are conditioned on it, which
+        are then normalised draft by draft; this rank's columns of the conditionals, where there are ranks and a cache.
         """
         size, depth, blocks = self.sizes["R"], self.sizes["DEPTH"], self.num_blocks
+        at_once = 1 if has_bigram else drafts
+        width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
 
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        of_leaves = (buffer(batch, drafts, blocks, size), buffer(batch, drafts, blocks, size))
-        norms, state = buffer(batch, drafts, size), buffer(1 + depth, batch, size)
+        of_leaves = (buffer(batch, at_once, blocks, size), buffer(batch, at_once, blocks, size))
+        norms, state = buffer(batch, at_once, size), buffer(1 + depth, batch, size)
         of_record = torch.float64 if self.noise["USE_FP64"] else torch.float32
         records = buffer(blocks, batch, launches.RECORD.value + size, dtype=of_record)
-        if self.shard is None or cache_dtype is None:
-            return of_leaves, norms, state, records, None
-        # rows of a multiple of 16: strides that K decides are then not specialised
-        columns = buffer(batch, drafts, -(-self.shard.rows // 16) * 16, dtype=cache_dtype)
-        return of_leaves, norms, state, records, columns
+        bias = buffer(batch, width) if has_bigram else None
+        columns = None if self.shard is None or cache_dtype is None else buffer(batch, drafts, width, dtype=cache_dtype)
+        return of_leaves, norms, state, records, bias, columns
 
     def _blocks(
-        self, from_leaf: tuple, circuit: tuple, requests: tuple, cached: tuple, out: tuple, tile: dict, draw: bool
+        self,
+        from_leaf: tuple,
+        before: tuple,
+        circuit: tuple,
+        requests: tuple,
+        cached: tuple,
+        out: tuple,
+        tile: dict,
+        draw: bool,
     ) -> None:
         leaf, inner, shard, blocks = from_leaf[0], circuit[2], self.shard, self.num_blocks
         batch, num_drafts, r, vocab_size = leaf.shape
         begin, cache = None, cached[0]
         if shard is not None:
             vocab_size, begin = shard.stop - shard.start, shard.start
-        of_leaves, norms, state, records, columns = self.buffers(
-            batch, num_drafts, leaf.device, None if cache is None else cache.dtype
+        of_leaves, norms, state, records, bias, columns = self.buffers(
+            batch, num_drafts, leaf.device, None if cache is None else cache.dtype, before[0] is not None
         )
-        sums = (num_drafts, inner.shape[1], r)
+        added = (None, 0) if bias is None else (bias, bias.shape[1])
+        at_once = norms.shape[1]  # leaves that are normalised together
         chunk = max(1, BLOCKED_TILE // self.sizes["R"])
-        launches.leaf_blocks[(blocks, num_drafts, batch)](*from_leaf, *of_leaves, num_drafts, r, vocab_size, **tile)
-        given = (*circuit, *of_leaves, norms, state, *sums, blocks)
-        launches.start_rows[(num_drafts, batch)](*given, **self.sizes, CHUNK=chunk)
-        if shard is not None:
-            norms = shard.normalisers(norms)
         if columns is not None:
             cached = (columns, columns.stride(0), columns.stride(1))
         for k in range(num_drafts):
-            given = (*from_leaf, norms, state, *requests, *cached, records)
+            if bias is not None:
+                self._add(before, k, out[0], bias, vocab_size)
+            if k % at_once == 0:
+                given = (*from_leaf, *added, k, *of_leaves, at_once, r, vocab_size)
+                launches.leaf_blocks[(blocks, at_once, batch)](*given, **tile)
+                given = (*circuit, *of_leaves, norms, state, at_once, inner.shape[1], r, blocks)
+                launches.start_rows[(at_once, batch)](*given, **self.sizes, CHUNK=chunk, START=k == 0)
+                normalisers = norms if shard is None else shard.normalisers(norms)
+            given = (*from_leaf, *added, normalisers, state, *requests, *cached, records)
             sizes = (k, num_drafts, r, vocab_size, begin)
             launches.draft_blocks[(blocks, batch)](*given, *sizes, **self.noise, **tile, DRAW=draw)
             found, count = records, blocks
@@ -167,10 +208,19 @@ class Drafter:
                     records, nominee, blocks, R=tile["R"], BLOCKS=triton.next_power_of_2(blocks)
                 )
                 found, count = shard.gather(nominee), shard.size
-            given = (found, *circuit[2:], state, *requests[:2], *out, k, *sums, count)
+            given = (found, *circuit[2:], state, *requests[:2], *out, k, num_drafts, inner.shape[1], r, count)
             launches.choose[(batch,)](*given, **self.sizes, DRAW=draw, COUNT=triton.next_power_of_2(count))
         if columns is not None:
             to_cache = (requests[0], cache, cache.stride(0), cache.stride(1))
             sizes = (num_drafts, shard.rows, columns.shape[2], cache.shape[2])
             whole = shard.gather(columns.flatten(1))
             launches.spread[(blocks * shard.size, num_drafts, batch)](whole, *to_cache, *sizes, BLOCK=tile["BLOCK"])
+
+    def _add(self, before: tuple, k: int, tokens: Tensor, bias: Tensor, vocab_size: int) -> None:
+        """Fills bias [B, width] with what the token before draft k, of tokens [B, K] or the first, adds to it."""
+        first, source, *target = before
+        last = first if k == 0 else tokens[:, k - 1]
+        (batch, width), rank = bias.shape, source.shape[1]
+        options = {**BIAS, "CHUNK": min(BIAS["CHUNK"], max(16, triton.next_power_of_2(rank))), "RANK": rank}
+        given = (last, last.stride(0), source, *target, bias, width, k, batch, vocab_size)
+        token_bias[(triton.cdiv(batch, BIAS["ROWS"]), triton.cdiv(width, BIAS["BLOCK"]))](*given, **options)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_mtpc.kernels.draft import bigram
 from vllm_mtpc.kernels.filter import kernel as machine
 
 RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, beside one for each component
@@ -27,6 +28,28 @@ def load_tile(leaf_ptr, z_stride, token, vocab_size, r, R: tl.constexpr):
     offset = z[:, None].to(tl.int64) * z_stride + token[None, :]
     x = tl.load(leaf_ptr + offset, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.where(z[:, None] < r, x, 0.0)
+
+
+@triton.jit
+def load_conditioned(
+    leaf_ptr,
+    z_stride,
+    source_ptr,
+    target_ptr,
+    target_stride,
+    token,
+    vocab_size,
+    r,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A tile, and what the token before has added to it [BLOCK]; RANK 0: nothing."""
+    tile, bias = load_tile(leaf_ptr, z_stride, token, vocab_size, r, R), tl.zeros_like(token).to(tl.float32)
+    if RANK > 0:
+        bias = bigram.block_bias(source_ptr, target_ptr, target_stride, token, vocab_size, RANK, CHUNK)
+        tile += bias[None, :]
+    return tile, bias
 
 
 @triton.jit
@@ -138,13 +161,18 @@ def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr)
 
 @triton.jit(
     do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "num_inner"],
-    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "token_ptr", "confidence_ptr"],
+    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "token_ptr", "confidence_ptr", "first_ptr"],
 )
 def draft_rows(
     leaf_ptr,
     leaf_stride,
     k_stride,
     z_stride,
+    first_ptr,
+    source_ptr,
+    target_ptr,
+    target_k_stride,
+    target_stride,
     evidence_ptr,
     root_ptr,
     inner_ptr,
@@ -172,8 +200,13 @@ def draft_rows(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     UNIT: tl.constexpr,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """All drafts of one request; a leaf of one block is read once and stays in registers."""
+    """All drafts of one request; a leaf of one block is read once and stays in registers.
+
+    RANK: of what the token before adds to the logits; 0: nothing, and there is none of its tensors.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
     inner_ptr += row * num_inner * r * r
@@ -181,17 +214,28 @@ def draft_rows(
     leaf_ptr += row * leaf_stride * UNIT
     z_stride *= UNIT
     in_block = tl.arange(0, BLOCK)
+    if RANK > 0:
+        before = tl.load(first_ptr + row).to(tl.int64)
     for k in range(num_drafts):
         leaf = leaf_ptr + k * k_stride * UNIT
+        source, target = source_ptr, target_ptr
+        if RANK > 0:
+            source += before * RANK
+            target += target_k_stride.to(tl.int64) * k
         top = tl.full([R], float("-inf"), tl.float32)
         total = tl.full([R], 0.0, tl.float32)
         if BLOCKS == 1:
-            tile = load_tile(leaf, z_stride, in_block, vocab_size, r, R)
+            tile, bias = load_conditioned(
+                leaf, z_stride, source, target, target_stride, in_block, vocab_size, r, R, RANK, CHUNK
+            )
             top, total = add_block(tile, top, total)
         else:
             for block in range(BLOCKS):
                 token = block * BLOCK + in_block
-                top, total = add_block(load_tile(leaf, z_stride, token, vocab_size, r, R), top, total)
+                logits, _ = load_conditioned(
+                    leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK
+                )
+                top, total = add_block(logits, top, total)
         norm = machine.finite(top) + tl.log(total)
 
         largest = tl.full([], float("-inf"), tl.float64 if USE_FP64 else tl.float32)
@@ -199,12 +243,14 @@ def draft_rows(
         q_top = tl.full([], float("-inf"), tl.float32)
         first = tl.full([], 0.0, tl.float32)
         second = tl.full([], 0.0, tl.float32)
+        added = tl.full([], 0.0, tl.float32)  # to the logits of the chosen token
         for block in range(BLOCKS):
             token = block * BLOCK + in_block
-            if BLOCKS == 1:
-                log_q = mixture(tile, weights, norm)
-            else:
-                log_q = mixture(load_tile(leaf, z_stride, token, vocab_size, r, R), weights, norm)
+            if BLOCKS > 1:
+                tile, bias = load_conditioned(
+                    leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK
+                )
+            log_q = mixture(tile, weights, norm)
             mask = token < vocab_size
             if cache_ptr is not None:
                 log_q = rounded(log_q, cache_ptr)
@@ -217,20 +263,28 @@ def draft_rows(
             is_better = value > largest
             largest = tl.where(is_better, value, largest)
             chosen = tl.where(is_better, (block * BLOCK + index).to(tl.int64), chosen)
+            if RANK > 0:
+                added = tl.where(is_better, tl.sum(tl.where(in_block == index, bias, 0.0), axis=0), added)
 
         tl.store(token_ptr + row * token_stride + k, chosen)
         tl.store(confidence_ptr + row * confidence_stride + k, confidence(first, second, temperature, DRAW))
         if k + 1 < num_drafts:
             message = evidence(leaf, z_stride, chosen, norm, r, R)
+            if RANK > 0:
+                message += added
+                before = chosen
             weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)
 
 
-@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts"])
+@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "draft"])
 def leaf_blocks(
     leaf_ptr,
     leaf_stride,
     k_stride,
     z_stride,
+    bias_ptr,
+    bias_stride,
+    draft,
     top_ptr,
     total_ptr,
     num_drafts,
@@ -240,13 +294,19 @@ def leaf_blocks(
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Maximum and sum of every component in one block of one leaf."""
-    block, k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Maximum and sum of every component in one block of one leaf.
+
+    bias_ptr, where it is not None: what the token before adds [B, bias_stride]; the only leaf is that of `draft`.
+    """
+    block, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    k = place if bias_ptr is None else draft
     leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
     token = block * BLOCK + tl.arange(0, BLOCK)
     tile = load_tile(leaf, z_stride.to(tl.int64) * UNIT, token, vocab_size, r, R)
+    if bias_ptr is not None:
+        tile += tl.load(bias_ptr + row * bias_stride + token, mask=token < vocab_size, other=0.0)[None, :]
     top, total = add_block(tile, tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32))
-    at = ((row * num_drafts + k) * tl.num_programs(0) + block) * R + tl.arange(0, R)
+    at = ((row * num_drafts + place) * tl.num_programs(0) + block) * R + tl.arange(0, R)
     tl.store(top_ptr + at, top)
     tl.store(total_ptr + at, total)
 
@@ -268,8 +328,9 @@ def start_rows(
     R: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    START: tl.constexpr,
 ):
-    """Normalisers [R] of one leaf from those of its blocks; beside the first leaf the state it is read with."""
+    """Normalisers [R] of one leaf from those of its blocks; START: beside the first leaf the state it is read with."""
     k, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     z = tl.arange(0, R)
     top, total = tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32)
@@ -284,7 +345,7 @@ def start_rows(
         top = new_top
     norm = machine.finite(top) + tl.log(total)
     tl.store(norm_ptr + (row * num_drafts + k) * R + z, norm)
-    if k == 0:
+    if START and k == 0:
         inner_ptr += row * num_inner * r * r
         weights, stack = start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
         weights_at, stack_at = state_at(state_ptr, row, tl.num_programs(1), R, DEPTH)
@@ -301,6 +362,8 @@ def draft_blocks(
     leaf_stride,
     k_stride,
     z_stride,
+    bias_ptr,
+    bias_stride,
     norm_ptr,
     weights_ptr,
     slot_ptr,
@@ -326,17 +389,22 @@ def draft_blocks(
     """One block of the conditional of draft k: into the cache, and its record [blocks, B, 5 + R].
 
     begin, where it is not None: the first token of this rank; its cache has a row per request instead of slots.
+    bias_ptr, where it is not None: what the token before adds [B, bias_stride]; normalisers are those of this draft.
     """
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
     z = tl.arange(0, R)
     weights = tl.load(weights_ptr + row * R + z)
-    norm = tl.load(norm_ptr + (row * num_drafts + k) * R + z)
+    norm = tl.load(norm_ptr + (row * num_drafts + k if bias_ptr is None else row) * R + z)
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab_size
     leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
     z_stride = z_stride.to(tl.int64) * UNIT
-    log_q = mixture(load_tile(leaf, z_stride, token, vocab_size, r, R), weights, norm)
+    tile = load_tile(leaf, z_stride, token, vocab_size, r, R)
+    if bias_ptr is not None:
+        bias_ptr += row * bias_stride
+        tile += tl.load(bias_ptr + token, mask=mask, other=0.0)[None, :]
+    log_q = mixture(tile, weights, norm)
     if cache_ptr is not None:
         log_q = rounded(log_q, cache_ptr)
         cached = cache_ptr + (slot if begin is None else row) * cache_stride + k.to(tl.int64) * cache_k_stride
@@ -348,6 +416,8 @@ def draft_blocks(
     value, index = NOISED_ARGMAX(log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64)
     chosen = block * BLOCK + index
     message = evidence(leaf, z_stride, chosen, norm, r, R)
+    if bias_ptr is not None:
+        message += tl.load(bias_ptr + chosen)
     record_ptr += (block * tl.num_programs(1) + row) * (RECORD + R)
     keep_record(record_ptr, value, chosen if begin is None else chosen + begin, top, first, second, message, R)
 

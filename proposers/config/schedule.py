@@ -75,7 +75,13 @@ def load_of(head: HeadConfig, target: Any) -> float:
     """
     wide, deep = head.hidden_size, getattr(target, "num_hidden_layers", 1)
     layer = 4 * wide**2 + 3 * wide * getattr(target, "intermediate_size", 4 * wide)
-    return head.num_components * head.vocab_size * wide / (deep * layer + head.vocab_size * wide)
+    return leaf_products(head) / (deep * layer + head.vocab_size * wide)
+
+
+def leaf_products(head: HeadConfig) -> int:
+    """Multiplications of a head's leaves for one draft: r rows of an lm_head, or one and r low-rank terms."""
+    r, rank, row = head.num_components, head.component_rank or 0, head.vocab_size * head.hidden_size
+    return row + r * rank * (head.hidden_size + (head.support or head.vocab_size)) if rank else r * row
 
 
 def in_words(ranges: Schedule | None, num_drafts: int, is_planned: bool = False) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import xgrammar
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -71,6 +72,11 @@ class Masks:
             if open_rows:
                 bits = self.bitmask[: len(log_q)].to(log_q.device)
                 xgrammar.apply_token_bitmask_inplace(log_q, bits, indices=open_rows)
+                # of a head's support nothing may be allowed: then all tokens that are, each as likely as the others
+                is_empty = log_q[open_rows].amax(dim=-1) == -torch.inf
+                if empty := [row for row, nothing in zip(open_rows, is_empty.tolist(), strict=True) if nothing]:
+                    log_q[empty] = 0.0
+                    xgrammar.apply_token_bitmask_inplace(log_q, bits, indices=empty)
                 log_q[open_rows] = log_q[open_rows].log_softmax(dim=-1)  # survival reads probabilities
             drafts = pick(log_q, k)
             for row, token in zip(open_rows, drafts[open_rows].tolist(), strict=True):

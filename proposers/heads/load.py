@@ -20,7 +20,7 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead, pays
-from vllm_mtpc.kernels.draft import is_small
+from vllm_mtpc.heads.memory import divides_logits
 from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard
 
@@ -60,8 +60,7 @@ def load_served_head(
     if isinstance(head, LinearHead) and device.type == "cpu":
         head.pack(num_drafts + 1 if num_drafts else config.window)
     if head.needs_lm_head:
-        is_divided = num_ranks > 1 and not is_small(head.circuit.num_components, config.vocab_size)
-        own = _own_columns(target_model, target_dtype, config) if is_divided else None
+        own = _own_columns(target_model, target_dtype, config) if divides_logits(head, num_ranks) else None
         head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, config.vocab_size),))
     return head
 

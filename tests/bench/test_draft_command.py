@@ -46,6 +46,16 @@ def test_shapes_become_heads_of_every_circuit() -> None:
     assert shape("D=8,V=11,n=4,r=2") == Shape(8, 11, 4, 2)
 
 
+def test_shapes_may_have_components_by_rank_and_a_support() -> None:
+    sizes = "D=8,V=400,n=4,r=2"
+    found = made("--shape", sizes, f"{sizes},c=2", f"{sizes},c=2,M=5", "--circuits", "ff", "cp")
+    names = [case.name.removesuffix(" D=8 V=400 (random)") for case in found]
+    assert names == ["ff n=4 r=1", "cp n=4 r=2", "cp n=4 r=2 c=2", "ff n=4 r=1 M=5", "cp n=4 r=2 c=2 M=5"]
+    with torch.inference_mode():
+        _, tokens, _ = parts(found[-1], 3, 1.0)
+        assert tokens().shape == (3, 3)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_is_timed_drafts(temperature: float) -> None:
     """All drafts of the circuit's own support; at T=0 the very ones of the circuit's greedy path."""

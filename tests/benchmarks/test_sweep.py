@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import sweep
 from tests.support.models import make_target
+from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.train.loop import Trainer
 
 FILE = """
@@ -48,7 +49,10 @@ def test_ptp_runs_are_trained_once_and_told(tmp_path, capsys, monkeypatch):
     assert "bits_per_byte" in circuit and "bits_per_byte" not in ptp
     record = json.loads((tmp_path / "runs" / "ptp" / "provenance.json").read_text())
     assert ptp["tokens_per_step"]["t1"] == record["figures"]["t1"]["tokens_per_step"]
-    assert f"| ptp | o-ptp | 2 | {ptp['tokens_per_step']['t1']:.3f}" in capsys.readouterr().out
+    learnt = load_head(tmp_path / "runs" / "circuit")[1].parameters()
+    assert circuit["parameters"] == sum(parameter.numel() for parameter in learnt) and ptp["parameters"] > 0
+    line = f"| ptp | o-ptp | 2 | {ptp['parameters'] / 1e6:.2f}M | {ptp['tokens_per_step']['t1']:.3f}"
+    assert line in capsys.readouterr().out
     trained = []
     monkeypatch.setattr("vllm_mtpc.train.run.train", trained.append)
     assert sweep.main(words) == 0 and not trained

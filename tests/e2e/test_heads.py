@@ -21,6 +21,8 @@ HEADS = {
     "shared": {"expander_rank": 16},
     "mlp": {"expander_layers": 2},
     "transformer": {"expander_layers": 2, "expander_heads": 4},
+    "low rank": {"head": "shared", "expander_rank": 8, "component_rank": 8},
+    "support": {"head": "shared", "expander_rank": 8, "component_rank": 8, "support": 5, "token_rank": 4},
 }
 WINDOW, LENGTH = 5, 24
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8], [29, 2, 2, 19]]
@@ -34,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("heads")
     target = make_target(folder / "target", vocab_size=30, seed=3)  # vLLM pads 30 to a multiple of 64
     for name, options in HEADS.items():
-        make_head(folder / name, target, "btree", WINDOW, components=3, head=name, **options)
+        make_head(folder / name, target, "btree", WINDOW, components=3, **{"head": name, **options})
     return folder
 
 
@@ -81,10 +83,20 @@ def test_shared_on_v2(tiny: Path) -> None:
     check(tiny, "shared", replies, torch.float32)
 
 
-@pytest.mark.feature("tensor parallel", "exact", "mtpc on V1")
-def test_shared_tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str]) -> None:
+def tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str], name: str) -> None:
     """Each rank has the logits of its part of the lm_head: of 30 tokens, filled up to 64, the second one has none."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
     divided = {"worker_extension_cls": "tests.support.faults.divided.Divides"}
-    two = run({"shared": engine(tiny, "shared", tensor_parallel_size=2, **divided)}, "v1", **environment)
-    check(tiny, "shared", {"plain": on_v1["plain"], **two}, served_dtype())
+    two = run({name: engine(tiny, name, tensor_parallel_size=2, **divided)}, "v1", **environment)
+    check(tiny, name, {"plain": on_v1["plain"], **two}, served_dtype())
+
+
+@pytest.mark.feature("tensor parallel", "exact", "mtpc on V1")
+def test_shared_tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str]) -> None:
+    tensor_parallel(tiny, on_v1, "shared")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["low rank", "support"])
+def test_components_tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str], name: str) -> None:
+    tensor_parallel(tiny, on_v1, name)

@@ -25,6 +25,12 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
     "fault: the recovered token is dropped": 4_000,
     "coupled": FEW,
     "fault: coupled, noise of the first row": FEW,
+    "leaves look at the token before": FEW,
+    "V1: leaves look at the token before": FEW,
+    "fault: drafts scored without the token before": 10_000,
+    "drafts within a support": FEW,
+    "V1: drafts within a support": FEW,
+    "fault: drafts within a support scored as of all tokens": FEW,
     "o-ptp": FEW,
     "fault: o-ptp, u squared": FEW,
 }

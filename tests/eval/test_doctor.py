@@ -19,6 +19,7 @@ from tests.support.tiny import TableTarget, tiny_head
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.data.prompts import held_out
+from vllm_mtpc.data.sources import load_documents
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
@@ -213,7 +214,8 @@ def test_bad_requests_are_refused_before_anything_starts():
 def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys):
     report = tmp_path / "report.json"
     few = ("--prompts", "8", "--max-tokens", "64", "--dtype", "float32")
-    assert doctor.run(arguments(*few, "--json", str(report))) == 0
+    record = tmp_path / "served.jsonl"
+    assert doctor.run(arguments(*few, "--json", str(report), "--record", str(record))) == 0
     printed = capsys.readouterr().out
     assert "\nhealthy" in printed and "tokens/step:" in printed
     found = json.loads(report.read_text())
@@ -222,6 +224,8 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys):
         assert comparison["text"]["greedy_tokens_differing"] == 0
         assert comparison["served"]["tokens_per_step"] > 1.5
     assert [comparison["temperature"] for comparison in found["comparisons"]] == [0.0, 1.0]
+    kept = load_documents([str(record)], None)  # eight answers at each temperature, as data to train on
+    assert len(kept) == 16 and all(0 < trained.sum() <= 64 for _, trained in kept)
 
 
 @pytest.mark.slow

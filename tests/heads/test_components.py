@@ -1,32 +1,250 @@
-"""Components by low-rank differences: the stated function, and its support."""
+"""Components by low-rank differences behind one row of the lm_head, and drafts within a support of it."""
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
+import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import circuit_checks
+from tests.support.heads_zoo import LM_HEAD, B, D, N, R, V, build, hidden_states
+from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.base import DraftParams
 from vllm_mtpc.heads.components import split, split_within
+from vllm_mtpc.heads.init import init_from_head
+from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.shard import Shard
 
 torch.set_num_threads(1)
 SIZES = st.tuples(*(st.integers(1, most) for most in (3, 4, 3, 5, 4, 9)))  # B, k, r, R_c, D, V
-
-
-def random(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+RANK, M = 2, 3
+FIRST = torch.tensor([0, V - 1, 3])
+ALL = pytest.mark.parametrize("circuit", CIRCUITS)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(SIZES, st.integers(0, 99), st.data())
-def test_logits_are_the_base_and_a_low_rank_term_in_all_of_the_vocabulary_or_within_a_support(sizes, seed, data):
-    B, k, r, c, D, V = sizes
-    base, states, a, b = random(seed, (B, k, V), (B, k, D), (k, r, c, D), (k, c, V))
+@given(SIZES, st.integers(0, 99), st.integers(1, 9))
+def test_logits_are_the_base_and_a_low_rank_term(sizes: tuple[int, ...], seed: int, support: int) -> None:
+    batch, k, r, c, d, v = sizes
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, k, v), (batch, k, d), (k, r, c, d), (k, c, v)
+    base, states, a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     wanted = torch.einsum("bkd,kzcd,kcv->bkzv", states, a, b) + base[:, :, None]
     torch.testing.assert_close(split(base, states, a, b), wanted)
-    support = data.draw(st.integers(1, V))
-    logits, tokens = split_within(base, states, a, b, support)
-    assert tokens.shape == (B, k, support) and all(len(set(row)) == support for row in tokens.flatten(0, 1).tolist())
-    torch.testing.assert_close(logits, wanted.gather(3, tokens[:, :, None].expand(-1, -1, r, -1)))
-    others = base.scatter(2, tokens, -torch.inf).amax(-1)
-    assert (base.gather(2, tokens).amin(-1) >= others).all()
+    tokens = torch.rand(batch, k, v, generator=generator).argsort(-1)[..., : min(support, v)]
+    at = wanted.gather(3, tokens[:, :, None].expand(-1, -1, r, -1))
+    torch.testing.assert_close(split_within(base.gather(2, tokens), tokens, states, a, b), at)
+
+
+@ALL
+def test_leaves_are_the_stated_function_of_the_hidden_state(circuit: str) -> None:
+    head, hidden = build("shared", circuit, std=0.3, component_rank=RANK), hidden_states()
+    assert head.up_weight.shape[1] == 1
+    found = head(hidden).leaf
+    for b, h in enumerate(hidden):
+        for k in range(N):
+            state = h + head.up_weight[k, 0] @ F.silu(head.down_weight[k] @ h)
+            for z in range(head.circuit.num_components):
+                logits = LM_HEAD @ state + head.component_out[k].T @ (head.component_in[k, z] @ state)
+                # sums of 16 terms of size about 1 in another order: float32
+                torch.testing.assert_close(found[b, k, z], logits.log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_of_full_rank_they_are_any_linear_head() -> None:
+    """With rank V, B the identity and A the difference of unembeddings: W[k, z] = W + (W[k, z] - W)."""
+    linear, head = build("linear", "hmm", std=0.3), build("shared", "hmm", component_rank=V)
+    head.up_weight.zero_()
+    head.component_in.copy_(linear.leaf_weight - LM_HEAD)
+    head.component_out.copy_(torch.eye(V))
+    torch.testing.assert_close(head(hidden_states()).leaf, linear(hidden_states()).leaf, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_rank_a_head_is_what_it_was() -> None:
+    ours, theirs = build("shared", component_rank=0, support=0), build("shared")
+    assert set(ours.state_dict()) == set(theirs.state_dict()) and "component_rank" not in theirs.options
+    assert torch.equal(ours(hidden_states()).leaf, theirs(hidden_states()).leaf)
+
+
+def test_a_new_head_starts_near_the_targets_distribution_and_all_of_it_learns() -> None:
+    head = build("shared", component_rank=RANK).requires_grad_(True)
+    hidden, tokens = hidden_states(8), torch.randint(0, V, (8, N), generator=torch.Generator().manual_seed(4))
+    law = (hidden @ LM_HEAD.T).log_softmax(-1)[:, None, None]
+    assert (head(hidden).leaf - law).abs().max() < 0.5  # as of the shared head, and two numbers near 1 times 0.01
+    assert len({tuple(part.tolist()) for part in head(hidden).leaf[0].flatten(0, 1)}) == N * R  # told apart
+    (-head.circuit.log_prob(head(hidden), tokens).mean()).backward()
+    gradients = {name: value.grad.norm() for name, value in head.named_parameters()}
+    assert all(gradients.values())
+    # what multiplies numbers of the size of the state learns first, and at once
+    assert gradients["component_out"] > 0.1 * gradients["up_weight"]
+    optimiser = torch.optim.Adam(head.parameters(), lr=3e-2)
+    for _ in range(150):
+        loss = -head.circuit.log_prob(head(hidden), tokens).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert loss < 0.1  # nats for five tokens; log 7 = 1.95 each by chance
+    assert torch.equal(head.circuit.greedy(head(hidden), tokens[:, :1]), tokens)
+
+
+def test_gradients_are_those_of_differences() -> None:
+    head = build("shared", "cp", std=0.3, component_rank=RANK).double().requires_grad_(True)
+    hidden = hidden_states(2).double()
+    weights = torch.randn(2, N, R, V, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def value(component_in: torch.Tensor, component_out: torch.Tensor) -> torch.Tensor:
+        given = {**dict(head.named_parameters()), "component_in": component_in, "component_out": component_out}
+        leaves = torch.func.functional_call(
+            _Logits(head), {f"head.{name}": part for name, part in given.items()}, hidden
+        )
+        return (leaves.log_softmax(-1) * weights).sum()
+
+    assert torch.autograd.gradcheck(
+        value, (head.component_in.detach().requires_grad_(), head.component_out.detach().requires_grad_())
+    )
+
+
+class _Logits(torch.nn.Module):
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head.unembed(self.head.prepare(hidden), 0, N)  # in float64
+
+
+# ---- drafts ------------------------------------------------------------------------------------------
+
+
+def argmax(log_q: torch.Tensor, k: int) -> torch.Tensor:
+    return log_q.argmax(-1)
+
+
+@ALL
+@pytest.mark.parametrize("more", [{}, {"token_rank": 2}], ids=["", "token_rank"])
+@pytest.mark.parametrize("support", [0, M, V])
+def test_drafts_are_those_of_the_circuit_they_come_from(circuit: str, more: dict[str, int], support: int) -> None:
+    head, hidden = build("shared", circuit, std=0.5, component_rank=RANK, support=support, **more), hidden_states()
+    for num_drafts in (1, N - 1):
+        params = head.draft_params(hidden, FIRST, num_drafts)
+        assert params.leaf.shape == (B, num_drafts, head.circuit.num_components, support or V)
+        seen = []
+        drafts = naive.draft(
+            head.circuit.program, *params, pick=lambda log_q, k, seen=seen: (seen.append(log_q), argmax(log_q, k))[1]
+        )
+        within, state = head.drafted(hidden, num_drafts + 1), None
+        state = head.circuit.observe(within, head.circuit.start(within), 0, FIRST)
+        for k in range(num_drafts):
+            wanted = head.circuit.next_log_probs(within, state, k + 1)
+            torch.testing.assert_close(seen[k].exp(), wanted.exp(), rtol=1e-4, atol=1e-5)
+            assert ((wanted > -torch.inf).sum(-1) == (support or V)).all()
+            state = head.circuit.observe(within, state, k + 1, drafts[:, k])
+    whole = head(hidden, N)
+    assert torch.equal(within.leaf[:, 0], whole.leaf[:, 0]), "x_1 is the target's own, and of the whole vocabulary"
+
+
+def test_a_support_is_the_likeliest_of_the_base_and_is_read_of_the_lm_head_once() -> None:
+    head, hidden, seen = build("shared", std=0.5, component_rank=RANK, support=M), hidden_states(), []
+
+    def lm_head(states: torch.Tensor) -> torch.Tensor:
+        seen.append(states)
+        return states @ LM_HEAD.T
+
+    head.bind_lm_head(lm_head)
+    tokens = head.draft_params(hidden, FIRST, 2).support.tokens
+    assert [states.shape for states in seen] == [(B, 3, 1, D)], "one row a position, x_1 and the drafts"
+    base = (seen[0][:, 1:, 0] @ LM_HEAD.T).topk(M).indices
+    assert torch.equal(tokens.sort(-1).values, base.sort(-1).values)
+
+
+def test_without_latents_a_support_needs_no_rank() -> None:
+    head, hidden = build("shared", "ff", std=0.5, support=M), hidden_states()
+    drafts = naive.draft(head.circuit.program, *head.draft_params(hidden, FIRST, N - 1), pick=argmax)
+    assert torch.equal(drafts, head(hidden).leaf[:, 1:, 0].argmax(-1)), "the likeliest is in every support"
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"support": V + 1, "component_rank": 1}, [f"support={V + 1}", f"1 to vocab_size={V}"]),
+        ({"support": M}, ["num_components=3", "component_rank=16"]),
+        ({"component_rank": -1}, ["component_rank", "greater than or equal to 0"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, int], words: list[str]) -> None:
+    with pytest.raises(HeadConfigError) as caught:
+        build("shared", **given)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])  # 7 tokens: 4 + 3, 3 + 3 + 1, 2 + 2 + 2 + 1
+def test_a_rank_of_a_group_has_its_columns(size: int) -> None:
+    head, hidden, handed_in = build("shared", std=0.3, component_rank=RANK), hidden_states(), {}
+    wanted = head.draft_params(hidden, FIRST, N - 1)
+
+    def gather(rank: int, own: torch.Tensor) -> torch.Tensor:
+        handed_in[rank] = own
+        return torch.cat([handed_in.get(other, own) for other in range(size)])
+
+    def of(rank: int) -> DraftParams:
+        part, shard = copy.deepcopy(head), Shard(rank, size, V, partial(gather, rank))
+        own = F.pad(LM_HEAD[shard.start : shard.stop], (0, 0, 0, shard.rows - (shard.stop - shard.start)))
+        part.bind_lm_head(lambda states: states @ own.T, shard)
+        assert part.component_out.shape == (N, RANK, shard.rows)
+        return part.draft_params(hidden, FIRST, N - 1)
+
+    for _ in range(2):  # ranks run one after the other: twice, first to learn what each hands in
+        parts = [of(rank) for rank in range(size)]
+    whole = torch.cat([part.leaf for part in parts], -1)[..., :V]
+    torch.testing.assert_close(whole, wanted.leaf, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(parts[0].evidence, wanted.evidence, rtol=1e-5, atol=1e-5)
+
+
+# ---- where training starts ---------------------------------------------------------------------------
+
+
+def test_one_component_becomes_some_that_differ_by_noise() -> None:
+    source = circuit_checks.build("ff", 1, "shared", vocab=circuit_checks.SMALL, std=0.3)
+    head = circuit_checks.build("btree", 4, "shared", vocab=circuit_checks.SMALL, component_rank=RANK, support=2)
+    init_from_head(head, source)
+    # |h| of about 4, two numbers of that size times 0.01: a mean of four moves log q by less
+    assert (circuit_checks.joint(head) - circuit_checks.joint(source)).abs().max() < 0.5
+    leaf = head(hidden_states(1)).leaf[0]
+    assert all(not torch.equal(leaf[:, 0], leaf[:, z]) for z in range(1, 4))
+
+
+@pytest.mark.parametrize("theirs", [{"component_rank": RANK + 1}, {}])
+def test_another_rank_is_refused(theirs: dict[str, int]) -> None:
+    given = {"name": "shared", "circuit": "cp"}
+    with pytest.raises(HeadConfigError, match=f"component_rank={RANK}"):
+        init_from_head(build(**given, component_rank=RANK), build(**given, **theirs))
+
+
+def test_more_components_repeat_their_own() -> None:
+    given = {"name": "shared", "vocab": circuit_checks.SMALL, "component_rank": RANK}
+    source, head = circuit_checks.build("hmm", 2, std=0.3, **given), circuit_checks.build("hmm", 6, **given)
+    init_from_head(head, source)
+    assert torch.equal(head.up_weight, source.up_weight) and torch.equal(head.component_out, source.component_out)
+    assert 0 < (head.component_in - source.component_in.repeat(1, 3, 1, 1)).abs().max() < 0.1
+
+
+def test_the_cost_that_default_schedules_reckon_with() -> None:
+    from vllm_mtpc.proposers.config.schedule import leaf_products
+
+    def products(**given: int) -> int:
+        target = {"hidden_size": 4096, "vocab_size": 128_256}
+        config = HeadConfig.create(
+            circuit="btree", window=8, num_components=8, target=target, verifier="x", head="shared", **given
+        )
+        return leaf_products(config)
+
+    row = 128_256 * 4096
+    assert products() == 8 * row
+    assert products(component_rank=16) == row + 8 * 16 * (4096 + 128_256)
+    assert products(component_rank=16, support=1024) == row + 8 * 16 * (4096 + 1024) < 1.01 * row

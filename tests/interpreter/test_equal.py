@@ -21,6 +21,7 @@ OURS = {
     f"vllm_mtpc.kernels.{name}"
     for name in (
         "couple.kernel._accept_rows",
+        "draft.bigram.token_bias",
         "draft.launches.choose",
         "draft.launches.draft_blocks",
         "draft.launches.leaf_blocks",

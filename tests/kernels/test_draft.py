@@ -7,15 +7,17 @@ position does not hide what follows.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support import draft_runner
-from tests.support.draft_cases import CASES, INF
+from tests.support.draft_cases import CASES, INF, TOKEN_CASES
 from tests.support.draft_runner import Case, Drafts
 from vllm_mtpc.circuits import get_circuit
+from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import naive
 
 torch.set_num_threads(1)
@@ -50,7 +52,7 @@ def conditionals(asked: Case, tokens: Tensor, dtype: torch.dtype = torch.float32
         found.append(log_q)
         return tokens[:, k]
 
-    naive.draft(asked.program, *asked.params, pick=follow, dtype=dtype)
+    naive.draft(asked.program, *asked.params, pick=follow, dtype=dtype, shard=asked.shard)
     return torch.stack(found, dim=1)
 
 
@@ -109,6 +111,38 @@ def test_drawing_from_what_was_not_rounded_would_be_found(name: str, drafts: dic
     assert found > 0
 
 
+class OfAnotherRequest(Bigram):
+    """Takes the token before from the row above."""
+
+    def bias(self, k: int, previous: Tensor) -> Tensor:
+        return super().bias(k, previous.roll(1))
+
+
+class OfFirstToken(Bigram):
+    """Takes the first token before every draft."""
+
+    def bias(self, k: int, previous: Tensor) -> Tensor:
+        self.source.first = previous if k == 0 else self.source.first
+        return super().bias(k, self.source.first)
+
+
+# where there is more than one token to draft
+BIASED = [name for name, asked in TOKEN_CASES.items() if asked.with_cache and "holes" not in name]
+
+
+@pytest.mark.parametrize("fault", [OfAnotherRequest, OfFirstToken])
+@pytest.mark.parametrize("name", BIASED)
+def test_bias_of_another_token_would_be_found(name: str, fault: type[Bigram], drafts: dict[str, Drafts]) -> None:
+    """Conditionals that the definition makes of wrong tokens are not those in the cache."""
+    asked, got = CASES[name], drafts[name]
+    *params, bigram = asked.params
+    wrong = conditionals(replace(asked, params=(*params, fault(*bigram))), got.tokens)
+    rows, begin = asked.slots >= 0, 1 if fault is OfFirstToken else 0  # the draft where the fault begins
+    apart = (got.cache[asked.slots[rows], : got.tokens.shape[1]] - wrong[rows]).abs().amax(dim=-1)[:, begin:]
+    # a token may be before two drafts in a row, or before those of two requests
+    assert (apart > 100 * LOG_Q).sum() >= 0.9 * apart.numel()
+
+
 def test_the_definition_picks_from_what_it_rounded() -> None:
     asked = CASES["bfloat16 cache"]
     tokens = torch.zeros(asked.params[1].shape[:2], dtype=torch.int64)
@@ -130,7 +164,7 @@ def test_tokens_are_those_of_the_definition(drafts: dict[str, Drafts]) -> None:
         def pick(log_q: Tensor, k: int, asked: Case = asked, at: Tensor = temperature, seeds: Tensor = seeds) -> Tensor:
             return noised(log_q, seeds, asked.pos + k, at).argmax(dim=-1)
 
-        wanted = naive.draft(asked.program, *asked.params, pick=pick)
+        wanted = naive.draft(asked.program, *asked.params, pick=pick, shard=asked.shard)
         rows += len(wanted)
         same += int((wanted == drafts[name].tokens).all(dim=1).sum())
     print(f"{same} of {rows} rows are the same tokens")

@@ -24,7 +24,7 @@ from vllm_mtpc.kernels.draft import naive
 
 # Divided into 2 x 576 columns, of which the second rank has 514 tokens. 32 components of it are no small leaf.
 VOCAB, WINDOW, BATCH, DRAFTS = 1090, 5, 6, 4
-COMPONENTS = {"kernel": 32, "definition": 65}
+COMPONENTS = {"kernel": 32, "definition": 65, "kernel with tokens": 32, "definition with tokens": 65}
 GREEDY = {"draft_sample_method": "greedy"}
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0, "scale": 0.7}}
 
@@ -54,7 +54,10 @@ class Target(nn.Module):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    heads = {name: {"head": "shared", "num_components": r, "window": WINDOW} for name, r in COMPONENTS.items()}
+    heads = {
+        name: {"head": "shared", "num_components": r, "window": WINDOW, "token_rank": 5 * ("tokens" in name)}
+        for name, r in COMPONENTS.items()
+    }
     return made_heads(tmp_path_factory.mktemp("divided"), VOCAB, heads)
 
 
@@ -127,7 +130,7 @@ def _memory(made: Any) -> tuple[int, int]:
                     head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard
                 )
             else:  # the interpreter moves numbers that a kernel does not
-                *_, law = drafter.buffers(BATCH, DRAFTS, CPU, dtype)
+                *_, law = drafter.buffers(BATCH, DRAFTS, CPU, dtype, params.bigram is not None)
                 law is None or head.leaf_shard.gather(law.flatten(1))
         peaks.append(live.peak)
         params = law = None
@@ -144,7 +147,8 @@ def _memory(made: Any) -> tuple[int, int]:
 
 
 CASES = {
-    **{f"{name}, {kind}": (name, None, kind) for name in COMPONENTS for kind in KINDS},
+    **{f"{name}, {kind}": (name, None, kind) for name in COMPONENTS if "tokens" not in name for kind in KINDS},
+    **{f"{name}, plain": (name, None, "plain") for name in COMPONENTS if "tokens" in name},
     "kernel, argmax": ("kernel", GREEDY, "plain"),
     "kernel, forbids a token": ("kernel", None, "forbids a token"),
     "kernel, bfloat16": ("kernel", {"head_dtype": "bfloat16"}, "plain"),
@@ -185,12 +189,12 @@ def test_what_ranks_exchange_is_an_rth_of_the_logits(name: str, found: dict[int,
     # x_1: two numbers per component. Per draft: a normaliser and the drafted token's evidence per component, and what
     # the candidates are compared by; components are filled up to a power of two, columns to a multiple of 16.
     assert sum(numbers) <= BATCH * (2 * r + DRAFTS * (2 * r + 5) + law)
-    assert len(numbers) <= 3 + 2 * DRAFTS
+    assert len(numbers) <= 3 + (3 if "tokens" in name else 2) * DRAFTS
     gathered = BATCH * (1 + DRAFTS) * r * rows
     assert sum(numbers) < gathered / (r / 1.3)
 
 
-@pytest.mark.parametrize("name", ["kernel, plain", "kernel, argmax", "definition, plain"])
+@pytest.mark.parametrize("name", ["kernel, plain", "kernel, argmax", "definition, plain", "kernel with tokens, plain"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_of_a_rank_is_what_was_said(name: str, size: int, found: dict[int, list[dict[str, Any]]]) -> None:
     for rank in found[size]:

@@ -35,6 +35,7 @@ from triton.runtime.driver import driver
 
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
 from vllm_mtpc.engine import provenance
+from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import SMALL_VOCAB
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.leaf import fp8
@@ -172,16 +173,22 @@ def draft(
     draw: bool = True,
     use_fp64: bool = False,
     ranks: int = 1,
+    token_rank: int = 0,
 ) -> None:
-    """The draft kernel on two requests; leaf and cache have a dtype. ranks: on the last one of so many."""
+    """The draft kernel on two requests; leaf, cache and bigram have a dtype. ranks: on the last one of so many."""
     circuit = get_circuit(name, n, r)
     shard = last_of(ranks, vocab) if ranks > 1 else None
     drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
     leaf = empty(2, drafts, r, shard.rows if shard else vocab, dtype=dtype)
     params = (empty(2, r, dtype=WHOLE), leaf, empty(2, r, dtype=WHOLE))
+    bigram = None
+    if token_rank:
+        bigram = Bigram(empty(vocab, token_rank, dtype=dtype), empty(n - 1, token_rank, vocab, dtype=dtype))
     drafter(
         *params,
         empty(2, circuit.num_inner, r, r, dtype=WHOLE),
+        empty(2, dtype=LONG),
+        bigram,
         slots=empty(2, dtype=LONG),
         temperature=empty(64, dtype=WHOLE),
         seeds=empty(64, dtype=LONG),
@@ -241,6 +248,22 @@ def gathered() -> None:
     _read(ROOT / "proposers" / "v2" / "gather.py").last_rows(batch, counts, counts, last, given, *starts)
 
 
+def served_tokens(model: str, given: tuple[Any, str, int, int, int]) -> Iterator[tuple[str, Callable[[], Any], int]]:
+    """Leaves that look at the token before them, of a circuit and as a Markov head; given: as of `draft`."""
+    noise, name, n, _, vocab = given
+    yield f"{model} ff, token 256", lambda: draft(noise, "ff", n, 1, vocab, n - 1, token_rank=256), 0
+    for what, options in {
+        "token 32": {"token_rank": 32},
+        "token 64": {"token_rank": 64},
+        "token 64, float32": {"token_rank": 64, "dtype": WHOLE},
+        "token 64, argmax": {"token_rank": 64, "draw": False},
+        "token 64, float64": {"token_rank": 64, "use_fp64": True},
+    }.items():
+        yield f"{model} {name}, {what}", lambda options=options: draft(*given, n - 1, **options), 0
+    if vocab > SMALL_VOCAB:
+        yield f"{model} {name}, token 64, 2 ranks", lambda: draft(*given, n - 1, ranks=2, token_rank=64), 0
+
+
 def served() -> Iterator[tuple[str, Callable[[], Any], int]]:
     """What is served: its name, a call that launches it, the least chip."""
     noise, others = vllms_noise(), [name for name in CIRCUITS if name != "ff"]
@@ -260,6 +283,7 @@ def served() -> Iterator[tuple[str, Callable[[], Any], int]]:
                     lambda given=given, ranks=ranks: draft(*given, 2, ranks=ranks),
                     0,
                 )
+        yield from served_tokens(model, given)
         yield f"{model} {others[-1]}, float64", lambda given=given, n=n: draft(*given, n - 1, use_fp64=True), 0
     for model, sizes in {
         "demo": (8, 8, 257, 128),

@@ -19,7 +19,10 @@ from vllm_mtpc.heads import build_head
 def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
     given = {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
     config = HeadConfig.create(**given | settings)
-    save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)
+    head = build_head(config)
+    if head.token_target is not None:  # 0 before training
+        torch.nn.init.normal_(head.token_target, std=5.0)
+    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
 
 
 def engine_config(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:

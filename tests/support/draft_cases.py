@@ -10,12 +10,29 @@ from torch import Tensor
 from tests.support import recipe
 from tests.support.draft_runner import Case
 from vllm_mtpc.circuits import get_circuit
+from vllm_mtpc.kernels.bigram import Bigram
+from vllm_mtpc.kernels.shard import Shard
 
 INF = float("inf")
 
 
-def case(name: str, n: int, r: int, vocab: int, batch: int, drafts: int, scale: float = 2.0, **options: object) -> Case:
-    """Random circuits; slots with holes between them; temperature 0 in every third slot."""
+def case(
+    name: str,
+    n: int,
+    r: int,
+    vocab: int,
+    batch: int,
+    drafts: int,
+    scale: float = 2.0,
+    token_rank: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **options: object,
+) -> Case:
+    """Random circuits; slots with holes between them; temperature 0 in every third slot.
+
+    token_rank: that of a bigram in `dtype`, which moves logits as far as they are apart. Rows of W2 have NaN behind
+    them, and so have positions that are not drafted.
+    """
     circuit = get_circuit(name, n, r)
     generator = torch.Generator().manual_seed(n * 1000 + r * 100 + vocab + batch)
 
@@ -25,14 +42,15 @@ def case(name: str, n: int, r: int, vocab: int, batch: int, drafts: int, scale: 
     num_slots = batch + 3
     temperature = torch.rand(num_slots, generator=generator) + 0.3
     temperature[::3] = 0.0
+    params = (
+        normal(batch, r) - 5,
+        normal(batch, drafts, r, vocab),
+        normal(batch, r),
+        normal(batch, circuit.num_inner, r, r),
+    )
     return Case(
         circuit.program,
-        (
-            normal(batch, r) - 5,
-            normal(batch, drafts, r, vocab),
-            normal(batch, r),
-            normal(batch, circuit.num_inner, r, r),
-        ),
+        (*params, *before(vocab, batch, drafts, token_rank, dtype, scale)),
         torch.randperm(num_slots, generator=generator)[:batch],
         temperature,
         torch.randint(2**40, (num_slots,), generator=generator),
@@ -41,14 +59,28 @@ def case(name: str, n: int, r: int, vocab: int, batch: int, drafts: int, scale: 
     )
 
 
+def before(
+    vocab: int, batch: int, drafts: int, rank: int, dtype: torch.dtype, scale: float
+) -> tuple[Tensor, Bigram | None]:
+    """The tokens before the first drafts, and what they add to the logits of the next."""
+    generator = torch.Generator().manual_seed(rank)
+    first = torch.randint(vocab, (batch,), generator=generator)
+    if not rank:
+        return first, None
+    target = torch.full((drafts + 1, rank, vocab + 5), torch.nan)
+    target[:drafts, :, :vocab] = torch.randn(drafts, rank, vocab, generator=generator) * scale
+    source = torch.randn(vocab, rank, generator=generator) / rank**0.5
+    return first, Bigram(source.to(dtype), target.to(dtype)[..., :vocab])
+
+
 def with_leaf(base: Case, leaf: Tensor) -> Case:
-    evidence, _, root, inner = base.params
-    return replace(base, params=(evidence, leaf, root, inner))
+    evidence, _, *others = base.params
+    return replace(base, params=(evidence, leaf, *others))
 
 
-def with_holes() -> Case:
+def with_holes(token_rank: int = 0) -> Case:
     """Tokens without mass in some components, in all of them, and a component that has one token alone."""
-    base = case("hmm", 8, 7, 63, 3, 4)
+    base = case("hmm", 8, 7, 63, 3, 4, token_rank=token_rank)
     leaf = base.params[1].clone()
     leaf[..., ::2] = -INF
     leaf[:, 1, 3, 5:] = -INF
@@ -72,9 +104,9 @@ def strided() -> Case:
     return with_leaf(base, leaf[:, 1:5, :, :63])
 
 
-def padded() -> Case:
+def padded(token_rank: int = 0) -> Case:
     """Rows -1, as in a dummy run or behind the last request of a graph."""
-    base = case("btree", 3, 2, 63, 3, 2)
+    base = case("btree", 3, 2, 63, 3, 2, token_rank=token_rank)
     return replace(base, slots=torch.tensor([-1, 4, -1]))
 
 
@@ -88,6 +120,17 @@ def of_recipe() -> Case:
     """The circuit of CONTRIBUTING.md."""
     with recipe.registered():
         return case(recipe.NAME, 8, 7, 63, 2, 5)
+
+
+def with_rank(base: Case) -> Case:
+    """As the only one of the ranks that a vocabulary is divided over, which has 7 rows beyond it."""
+    leaf = base.params[1]
+    shard = Shard(0, 1, leaf.shape[3], torch.clone, leaf.shape[3] + 7)
+    return replace(with_leaf(base, torch.nn.functional.pad(leaf, (0, 7), value=torch.nan)), shard=shard)
+
+
+def on_both_paths(name: str, base: Case) -> dict[str, Case]:
+    return {name: replace(base, one_launch=True), f"{name}, blocks": replace(base, one_launch=False)}
 
 
 BLOCKS = case("btree", 8, 32, 700, 2, 3)  # three blocks of 256 tokens, or six of 128
@@ -121,3 +164,18 @@ CASES: dict[str, Case] = {
     "padded": padded(),
     "padded, blocks": replace(padded(), one_launch=False),
 }
+# Leaves that look at the token before: all circuits, ranks that fill no block or several, one vocabulary in some blocks
+TOKEN_CASES: dict[str, Case] = {
+    **on_both_paths("token, ff", case("ff", 8, 1, 63, 18, 7, token_rank=1)),
+    **on_both_paths("token, cp", case("cp", 5, 7, 320, 3, 4, token_rank=32, use_fp64=True)),
+    **on_both_paths("token, hmm", case("hmm", 8, 8, 63, 3, 5, token_rank=67)),
+    **on_both_paths("token, btree", case("btree", 8, 32, 700, 2, 3, token_rank=20)),
+    **on_both_paths("token, bfloat16", case("hmm", 5, 7, 300, 2, 3, token_rank=16, dtype=torch.bfloat16)),
+    **on_both_paths("token, no draws", case("hmm", 8, 7, 63, 3, 3, token_rank=4, draw=False, with_cache=False)),
+    **on_both_paths("token, holes", with_holes(token_rank=4)),
+    **on_both_paths("token, padded", padded(token_rank=4)),
+    **on_both_paths("token, one draft", case("btree", 4, 4, 63, 3, 1, token_rank=4)),
+    # the only rank, of more rows than tokens
+    "token, a rank": with_rank(case("btree", 8, 7, 300, 3, 4, token_rank=20)),
+}
+CASES |= TOKEN_CASES

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support import forks
 from tests.support.interpreted import moved
+from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.kernels.shard import Shard
 
@@ -27,7 +28,7 @@ class Case:
     """What a batch is drafted from, and the sizes of what is handed to the kernel beside it."""
 
     program: Program
-    params: tuple[Tensor, Tensor, Tensor, Tensor]  # evidence [B, r], leaf [B, K, r, V], root [B, r], inner [B, F, r, r]
+    params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None]  # as `DraftParams`
     slots: Tensor  # [B]
     temperature: Tensor  # [slots]
     seeds: Tensor  # [slots]
@@ -89,8 +90,10 @@ def _draft(case: Case, device: str) -> Drafts:
     confidences = torch.full((batch, num_drafts + 1), float("nan"), device=device)[:, :num_drafts]
     shape = (len(case.temperature), num_drafts + 1, vocab_size)
     cache = torch.full(shape, float("nan"), dtype=case.cache_dtype, device=device) if case.with_cache else None
+    *params, bigram = case.params
     drafter(
-        *(moved(part, device) for part in case.params),
+        *(moved(part, device) for part in params),
+        None if bigram is None else Bigram(*(moved(part, device) for part in bigram)),
         slots=case.slots.to(device),
         temperature=case.temperature.to(device),
         seeds=case.seeds.to(device),

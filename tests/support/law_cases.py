@@ -32,6 +32,8 @@ from tests.support.models import make_head, make_ptp_head, make_target, make_tok
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
 HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
+WITHIN = {"head": "shared", "expander_rank": 4, "component_rank": 2, "support": 2, "token_rank": 2}
+OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}, "support": WITHIN}
 DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
 CUT = {**DRAFT_ALL, "min_survival": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
@@ -74,9 +76,15 @@ def _cases() -> dict[str, Case]:
         "ptp's sampler without drafts": Case(None, injected="coupled_without_drafts"),
         "block verification": Case("btree, good", three, options={"rejection_sample_method": "block"}),
         "no head": Case(None),
+        "leaves look at the token before": Case("btree, bad tokens", three),
+        "fault: drafts scored without the token before": Case("hmm, tokens", one, "scored without tokens", True),
+        "drafts within a support": Case("hmm, support", three),
+        "fault: drafts within a support scored as of all tokens": Case("hmm, support", one, "scored as of all", True),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
+    cases["V1: leaves look at the token before"] = Case("hmm, tokens", three, options=CUT, runner="v1")
+    cases["V1: drafts within a support"] = Case("hmm, support", three, options=CUT, runner="v1")
     cases["V1: fault: the recovered token is dropped"] = Case("btree, good", one, "drop_recovered", True, runner="v1")
     return cases
 
@@ -112,7 +120,7 @@ def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
         make_ptp_head(folder / head, target, head, WINDOW)
         return
     circuit, fit = head.split(", ")
-    make_head(folder / head, target, circuit, WINDOW, CIRCUITS[circuit], is_bad=fit == "bad")
+    make_head(folder / head, target, circuit, WINDOW, CIRCUITS[circuit], is_bad="bad" in fit, **OPTIONS[fit])
 
 
 def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int, length: int) -> Engine:

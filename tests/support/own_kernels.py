@@ -33,6 +33,8 @@ FEW = {
         "no draws",
         "float64 noise, blocks",
         "bfloat16 cache, blocks",
+        "token, padded",
+        "token, padded, blocks",
     ),
 }
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.eval.acceptance import _at_contexts, circuit_params
+from vllm_mtpc.eval.acceptance import _at_contexts, along_text
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.hf import Target
@@ -15,13 +14,12 @@ from vllm_mtpc.hf import Target
 V, N, D = 4, 4, 6
 
 
-def tiny_head(circuit: str, window: int = N, seed: int = 5, hidden_size: int = D, vocab_size: int = V):
+def tiny_head(circuit: str, window: int = N, seed: int = 5, hidden_size: int = D, vocab_size: int = V, **options):
     """A head of random weights, large enough that its conditionals depend on what was seen."""
     torch.manual_seed(seed)
     sizes = {"model_type": "llama", "vocab_size": vocab_size, "hidden_size": hidden_size}
-    config = HeadConfig.create(
-        circuit=circuit, window=window, num_components=1 if circuit == "ff" else 3, target=sizes, verifier="../target"
-    )
+    given = {"circuit": circuit, "window": window, "num_components": 1 if circuit == "ff" else 3}
+    config = HeadConfig.create(**given, target=sizes, verifier="../target", **options)
     head = build_head(config)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
@@ -30,8 +28,7 @@ def tiny_head(circuit: str, window: int = N, seed: int = 5, hidden_size: int = D
 
 def acceptance(head, target, states: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """P(drafts 2..k are accepted | text), k = 2..m, [B, m - 1]; states[:, k] predicts tokens[B, m][:, k]."""
-    params = circuit_params(head, states[:, 0], tokens.shape[1])
-    log_q = conditionals(head.circuit, params, tokens)
+    log_q = along_text(head, states[:, 0], tokens)
     return _at_contexts(log_q, target, states, tokens, sampling)[:, : tokens.shape[1] - 1]
 
 

@@ -185,7 +185,7 @@ def test_bf16_casts_the_head_s_products_and_nothing_else():
         hidden = torch.randn(B, 8, generator=torch.Generator().manual_seed(1))
         loss = step_loss(head, hidden.__getitem__, TOKENS, COUNTS, lambda piece: None, o)
         found[precision] = loss.item()
-        assert {part.dtype for part in seen[0][:3]} == {torch.float32}
+        assert {part.dtype for part in seen[0] if part is not None} == {torch.float32}
         # rows of probabilities sum to 1 as float32 has it, not as bfloat16 has it
         torch.testing.assert_close(seen[0].leaf.exp().sum(-1), torch.ones(B, N, R), atol=1e-5, rtol=0)
     assert found["bf16"] == pytest.approx(found["float32"], rel=0.02)  # 8 bits of mantissa in products of 8 terms

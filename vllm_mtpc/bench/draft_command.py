@@ -59,12 +59,14 @@ COLUMNS = (
 
 
 class Shape(NamedTuple):
-    """Sizes of a random head; weights matter to no time."""
+    """Sizes of a random head; weights matter to no time. c, M: component_rank and support, where it has them."""
 
     D: int
     V: int
     n: int
     r: int
+    c: int = 0
+    M: int = 0
 
 
 class Case(NamedTuple):
@@ -78,7 +80,14 @@ class Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--head", nargs="+", default=[], metavar="HEAD", help="MtPC heads: folders or hub names")
-    add("--shape", nargs="+", type=shape, default=[], metavar="D=..,V=..,n=..,r=..", help="sizes of random heads")
+    add(
+        "--shape",
+        nargs="+",
+        type=shape,
+        default=[],
+        metavar="D=..,V=..,n=..,r=..",
+        help="sizes of random heads; c=.., M=..: component_rank, support",
+    )
     add("--circuits", nargs="+", choices=CIRCUITS, default=list(CIRCUITS), help="of --shape (default: all)")
     add("--num-drafts", type=int, metavar="K", help="default: as the head says, n - 1 for shapes")
     add("--batch", nargs="+", type=int, default=BATCHES, metavar="B", help="default: 1 2 4 8 16 32 64")
@@ -97,7 +106,7 @@ def shape(text: str) -> Shape:
         pairs = dict(word.split("=") for word in text.split(","))
         return Shape(**{key: int(value) for key, value in pairs.items()})
     except (ValueError, TypeError):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected is D=4096,V=320,n=8,r=32") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: expected is D=4096,V=320,n=8,r=32, then c=16 and M=1024") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype or ("bfloat16" if has_bfloat16 else "float32"))
     bandwidth = timing.bytes_per_second(device)
     rows: list[dict[str, Any]] = []
-    total = (len(args.head) + len(args.shape) * len(args.circuits)) * len(args.batch) * len(args.temperature)
+    total = (len(args.head) + len(random_configs(args))) * len(args.batch) * len(args.temperature)
     with torch.inference_mode(), tqdm(total=total, unit="cell", disable=None) as bar:
         for case in cases(args, dtype, device):
             step_ms = steps(args, case.num_drafts)
@@ -160,16 +169,25 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
         config, head = load_head(resolve(name)[0], dtype, device)
         label = f"{config.circuit} n={config.window} r={config.num_components} {config.head}"
         yield case(label, head, config.num_speculative_tokens)
-    for sizes in args.shape:
-        for circuit in args.circuits:
-            target = {"vocab_size": sizes.V, "hidden_size": sizes.D}
-            r = min(sizes.r, circuit_class(circuit).max_components)
-            given = {"circuit": circuit, "window": sizes.n, "num_components": r, "head": default_head(sizes.V)}
-            config = HeadConfig.create(**given, target=target, verifier="-")
-            torch.manual_seed(0)
-            with torch.device(device):
-                head = build_head(config).to(dtype).eval()
-            yield case(f"{circuit} n={sizes.n} r={r} D={sizes.D} V={sizes.V} (random)", head, sizes.n - 1)
+    for name, config in random_configs(args).items():
+        torch.manual_seed(0)
+        with torch.device(device):
+            head = build_head(config).to(dtype).eval()
+        yield case(name, head, config.window - 1)
+
+
+def random_configs(args: argparse.Namespace) -> dict[str, HeadConfig]:
+    """The heads of --shape by name; a circuit without latents has no components to tell apart: one for every c."""
+    found = {}
+    for sizes, circuit in ((sizes, circuit) for sizes in args.shape for circuit in args.circuits):
+        r = min(sizes.r, circuit_class(circuit).max_components)
+        rank = sizes.c if r > 1 else 0
+        given = {"circuit": circuit, "window": sizes.n, "num_components": r, "head": default_head(sizes.V)}
+        given |= {"component_rank": rank or None, "support": sizes.M or None}
+        less = f" c={rank}" * bool(rank) + f" M={sizes.M}" * bool(sizes.M)
+        name = f"{circuit} n={sizes.n} r={r}{less} D={sizes.D} V={sizes.V} (random)"
+        found[name] = HeadConfig.create(**given, target={"vocab_size": sizes.V, "hidden_size": sizes.D}, verifier="-")
+    return found
 
 
 def row(
@@ -207,18 +225,21 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(batch, head.hidden_size, generator=generator).to(weight.device, weight.dtype)
     first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
-    if weight.device.type == "cuda":
+    if weight.device.type == "cuda" and not head.support:  # as MtpcSpeculator
         leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
         draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device)
     else:
-        draw = _definition(head.circuit.program, (batch, num_drafts, head.vocab_size), temperature)
+        shape = (batch, num_drafts, head.vocab_size)
+        draw = _definition(head.circuit.program, shape, temperature, weight.device)
     params = partial(head.draft_params, hidden, first, num_drafts)
     return params, partial(draw, params()), lambda: draw(params())
 
 
-def _definition(program: Program, shape: tuple[int, int, int], temperature: float) -> Callable[[Any], torch.Tensor]:
+def _definition(
+    program: Program, shape: tuple[int, int, int], temperature: float, device: torch.device
+) -> Callable[[Any], torch.Tensor]:
     """Tokens of a head's parameters as on the V1 runner, with buffers of the shape [B, K, V]."""
-    probs, noise = torch.zeros(shape), torch.ones(shape)
+    probs, noise = torch.zeros(shape, device=device), torch.ones(shape, device=device)
 
     def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
         if temperature == 0:

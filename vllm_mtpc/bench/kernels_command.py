@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from vllm_mtpc.bench import timing
 from vllm_mtpc.circuits import CIRCUITS, CircuitParams, circuit_class, get_circuit
+from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.report import check_file
 
@@ -128,23 +129,28 @@ def draft(device: torch.device) -> Iterator[Case]:
     for name, vocab_size, batch in (
         (name, vocab, batch) for vocab in (BYTES, SUBWORDS) for name in CIRCUITS for batch in (1, 64)
     ):
-        yield _draft(device, name, vocab_size, batch if vocab_size == BYTES else min(batch, 8))
+        for token_rank in (0, 32):
+            yield _draft(device, name, vocab_size, batch if vocab_size == BYTES else min(batch, 8), token_rank)
 
 
-def _draft(device: torch.device, name: str, vocab_size: int, batch: int) -> Case:
+def _draft(device: torch.device, name: str, vocab_size: int, batch: int, token_rank: int) -> Case:
     n, r = 8, min(8, circuit_class(name).max_components)
     circuit, drafts = get_circuit(name, n, r), n - 1
     first = torch.zeros(batch, dtype=torch.int64, device=device)
     leaf = torch.randn(batch, n, r, vocab_size, device=device)
     evidence = leaf[:, 0].log_softmax(dim=-1)[..., 0]
     sums = torch.randn(batch, r, device=device), torch.randn(batch, circuit.num_inner, r, r, device=device)
-    params = (evidence, leaf[:, 1:], *sums)
+    bigram = None
+    if token_rank:
+        source = torch.randn(vocab_size, token_rank, device=device) / token_rank**0.5
+        bigram = Bigram(source, torch.randn(drafts, token_rank, vocab_size, device=device))
+    params = (evidence, leaf[:, 1:], *sums, first, bigram)
 
     def gumbel(log_q: Tensor, k: int) -> Tensor:
         return (log_q - torch.empty_like(log_q).exponential_().log()).argmax(dim=-1)
 
     def eager() -> Tensor:
-        whole = CircuitParams(leaf.log_softmax(dim=-1), *(part.log_softmax(dim=-1) for part in sums))
+        whole = CircuitParams(leaf.log_softmax(dim=-1), *(part.log_softmax(dim=-1) for part in sums), bigram)
         state, columns = circuit.observe(whole, circuit.start(whole), 0, first), []
         for k in range(1, n):
             columns.append(gumbel(circuit.next_log_probs(whole, state, k), k))
@@ -155,10 +161,12 @@ def _draft(device: torch.device, name: str, vocab_size: int, batch: int) -> Case
     if device.type == "cuda":
         drawn = timing.draft_kernel(circuit.program, tuple(params[1].shape), 1.0, device)
         kernel = partial(drawn, params)
+    # of the bigram a row of W1 per draft, and W2
+    read = size_of(*params[:5]) + (size_of(bigram.target) + 4 * batch * drafts * token_rank if bigram else 0)
     return Case(
-        f"{name} V={vocab_size} n={n} r={r} B={batch}",
+        f"{name} V={vocab_size} n={n} r={r} B={batch}" + f" token_rank={token_rank}" * bool(token_rank),
         lambda: naive.draft(circuit.program, *params, pick=gumbel),
-        size_of(*params) + 4 * batch * drafts * vocab_size + 12 * batch * drafts,
+        read + 4 * batch * drafts * vocab_size + 12 * batch * drafts,
         kernel,
         eager,
     )

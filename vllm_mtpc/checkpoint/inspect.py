@@ -79,7 +79,7 @@ def mtpc_facts(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
         "num_components": config.num_components,
         "proposal": config.draft_sample_method,
         "head": config.head,
-        "expander": {option.name: getattr(config, option.name) for option in HEADS[config.head].options},
+        "expander": config.model_dump(include={one.name for one in HEADS[config.head].options}, exclude_none=True),
         "adapters": adapters and adapters._asdict(),
     }, [WEIGHTS_FILE]
 

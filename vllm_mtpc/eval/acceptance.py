@@ -34,9 +34,11 @@ from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.eval.metrics import Metrics, check_drafts, ratio
 from vllm_mtpc.eval.text import Samples, Sampling
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.hf import Session, Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
+OUTSIDE = -1e30  # log q beyond a head's support: never drafted, and differences of it are numbers
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,28 @@ class Contexts:
     overlap: Tensor  # [S, T, K] the same with the last factor averaged over the target's distribution
     valid: Tensor  # [S, T] bool
     target_nats: Tensor  # [S, T] -log p(x_1), temperature 1
-    joint_nats: Tensor  # [S, T] -log q(x_1..x_(1+K)), temperature 1
+    joint_nats: Tensor  # [S, T] -log q(x_1..x_(1+K)), temperature 1; x_1 by the target where a head is given it
     bytes_per_token: float | None = None
 
 
 def circuit_params(head: nn.Module, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-    """Parameters of the circuits at hidden[B, D], read in the head's own dtype as in serving."""
-    return head(hidden.to(next(head.parameters()).dtype), num_positions)
+    """Parameters of the circuits that drafts come from at hidden[B, D], read in the head's own dtype as in serving."""
+    return head.drafted(hidden.to(next(head.parameters()).dtype), num_positions)
+
+
+def along_text(head: nn.Module, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """log q [B, m, V] that drafts come from along tokens[B, m].
+
+    Beyond a head's support q is 0 (OUTSIDE), and no step gets past a token there: what is said of later positions has
+    a weight of 0, and any token of the support stands in for it.
+    """
+    params = circuit_params(head, hidden, tokens.shape[1])
+    if not head.support:
+        return conditionals(head.circuit, params, tokens)
+    is_out = params.leaf[:, :, 0] == -torch.inf  # [B, m, V], in every component
+    missed = is_out.gather(2, tokens[..., None])[..., 0]
+    tokens = torch.where(missed, params.leaf[:, :, 0].argmax(-1), tokens)
+    return conditionals(head.circuit, params, tokens).masked_fill(is_out, OUTSIDE)
 
 
 def exact_counts(alive: Tensor) -> Tensor:
@@ -96,8 +113,14 @@ def collect(
         at = position[:, None] + torch.arange(m)
         tokens, states = samples.tokens[row[:, None], at + 1].to(target.device), samples.hidden[row[:, None], at]
         read = samples.read[row, position].to(target.device)
-        log_q = conditionals(head.circuit, circuit_params(head, read, m), tokens)
-        pieces.append(_at_contexts(log_q, target, states.to(target.device), tokens, sampling).cpu())
+        log_q = along_text(head, read, tokens)
+        found = _at_contexts(log_q, target, states.to(target.device), tokens, sampling)
+        if head.support:  # the joint is that of the whole circuit
+            whole = head(read.to(next(head.parameters()).dtype), m)
+            found[:, -1] = -head.circuit.conditional_log_probs(whole, tokens).sum(1)
+        if isinstance(head, BackboneHead):  # which is given x_1, and says the same of every token there
+            found[:, -1] += found[:, -2] - math.log(target.vocab_size)
+        pieces.append(found.cpu())
     values = torch.cat(pieces)  # [contexts, 2 K + 2]
 
     def spread(part: Tensor) -> Tensor:

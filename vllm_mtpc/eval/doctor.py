@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", default="{}", metavar="JSON", help='more of vllm.LLM, as {"tensor_parallel_size": 2}')
     add("--log", type=Path, metavar="FILE", help="keep vLLM's log there")
     add("--json", type=Path, metavar="FILE", help="write the findings there as well")
+    add("--record", type=Path, metavar="FILE", help="keep what was served there (.jsonl): data of vllm-mtpc train")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,6 +95,7 @@ def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagn
     check_positive(args, "prompts", "prompt_tokens", "max_tokens")
     check_file(args.json)
     check_file(args.log, "--log")
+    check_file(args.record, "--record")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
     from vllm_mtpc.eval.evaluator import Asked
@@ -125,6 +127,8 @@ def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagn
     if served is None:
         evaluator = load(args.head, args.target, args.dtype, args.device)
         raise UsageError(evaluator.unserved(asked, max(temperatures), args))
+    if args.record:
+        _record(args.record, asked.prompts, served)
     beside = []
     if family.has_defaults:  # as a user gets it who names nothing but the head (and the drafts that doctor was told)
         given = ("method", "model", *(["num_speculative_tokens"] if args.num_drafts else []))
@@ -204,6 +208,13 @@ def _serve(
             raise UsageError(
                 "vLLM did not serve the head: the end of its log is above; correct what it names"
             ) from None
+
+
+def _record(file: Path, prompts: list[list[int]], served: list[Served]) -> None:
+    """The answers, a line each, as `vllm-mtpc regenerate` writes them."""
+    pairs = [pair for one in served for pair in zip(prompts, one.outputs, strict=True)]
+    lines = [json.dumps({"prompt_ids": prompt, "response_ids": answer}) for prompt, answer in pairs]
+    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def _verdict(comparisons: list[Comparison], cause: Cause | None) -> str:

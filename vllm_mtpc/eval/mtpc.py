@@ -209,10 +209,16 @@ class _Reordered(torch.nn.Module):
 
     def __init__(self, head: nn.Module, order: list[int]) -> None:
         super().__init__()
-        self.head, self.order, self.circuit = head, order, head.circuit
+        self.head, self.order, self.circuit, self.support = head, order, head.circuit, head.support
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        params, order = self.head(hidden), self.order[: num_positions or len(self.order)]
+        return self._moved(self.head(hidden), num_positions)
+
+    def drafted(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
+        return self._moved(self.head.drafted(hidden), num_positions)
+
+    def _moved(self, params: CircuitParams, num_positions: int | None) -> CircuitParams:
+        order = self.order[: num_positions or len(self.order)]
         bigram = params.bigram
         if bigram is not None:  # the first position has none: what moves there keeps that of the second
             moved = [max(k - 1, 0) for k in self.order[1:]]

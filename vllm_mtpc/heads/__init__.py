@@ -43,14 +43,11 @@ RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDT
 LAYERS = Option("expander_layers", 1, "blocks of the expander", le=64)
 ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides="hidden_size")
 TOKENS = Option("token_rank", 0, "rank of what the token before adds to a leaf; 0: nothing", 0, 4096, is_optional=True)
-COMPONENT_RANK = Option(
-    "component_rank",
-    0,
-    "rank of what tells components apart behind one row of the lm_head; 0: off",
-    0,
-    MAX_WIDTH,
-    is_optional=True,
-)
+COMPONENTS = Option(
+    "component_rank", 0, "rank of what tells components apart behind one row of the lm_head; 0: r rows",
+    0, MAX_WIDTH, is_optional=True,
+)  # fmt: skip
+SUPPORT = Option("support", 0, "tokens a draft is one of, the likeliest of the base; 0: all", 0, is_optional=True)
 
 
 def _said(*names: str) -> Callable[[Mapping[str, Any]], Any]:
@@ -110,13 +107,14 @@ BACKBONE = (
         "queries give the next token (DSpark), not that of their own place (DFlash)",
         ge=None,
     ),
-    COMPONENT_RANK,
+    COMPONENTS,
+    SUPPORT,
     TOKENS,
 )
 
 HEADS = {
     "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
-    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, TOKENS), needs_lm_head=True),
+    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, COMPONENTS, SUPPORT, TOKENS), needs_lm_head=True),
     "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS, TOKENS)),
     "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS, TOKENS)),
     "backbone": Entry("vllm_mtpc.heads.backbone:BackboneHead", BACKBONE, needs_lm_head=True),
@@ -132,14 +130,15 @@ def option_fields() -> dict[str, Any]:
     """Every option of a head as a field for pydantic's create_model; None: the head has it not, or its default."""
     fields = {}
     for name, option in head_options().items():
-        owners = " or ".join(head for head, entry in HEADS.items() if option in entry.options)
+        owners = [head for head, entry in HEADS.items() if option in entry.options]
+        shown = "every head" if len(owners) == len(HEADS) else f"head {' or '.join(owners)}"
         divisor = ", or its greatest common divisor with D" if option.divides == "hidden_size" else ""
-        default = "as the target" if option.of_target else f"{option.default}{divisor}"
+        default = "from the target" if option.of_target else f"{option.default}{divisor}"
         bounds: dict[str, Any] = {"ge": option.ge, "le": option.le}
         kind: Any = type(option.default)
         if kind is list:
             kind, bounds = list[Annotated[int, Field(**bounds)]], {"min_length": 1, "max_length": MAX_LIST}
-        text = f"head {owners}: {option.help} (default: {default})"
+        text = f"{shown}: {option.help} (default: {default})"
         fields[name] = kind | None, Field(None, **bounds, description=text)
     return fields
 
@@ -174,6 +173,17 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
                 f"{key}={options[key]} does not divide {option.divides}={divided}; set {key} to a divisor, for example "
                 f"{math.gcd(option.default, divided)}"
             )
+
+
+def check_support(vocab_size: int, num_components: int, support: int | None, component_rank: int | None) -> None:
+    """Raise HeadConfigError for a support beyond the vocabulary, or where components have no base in common."""
+    if support and support > vocab_size:
+        raise HeadConfigError(f"support={support}: allowed are 1 to vocab_size={vocab_size}, or 0 (off); lower it")
+    if support and num_components > 1 and not component_rank:
+        raise HeadConfigError(
+            f"support={support} with num_components={num_components} and no component_rank: the likeliest tokens are "
+            "those of the one row that components share; set component_rank, for example component_rank=16"
+        )
 
 
 def default_options(name: str, target: Mapping[str, Any]) -> dict[str, Any]:

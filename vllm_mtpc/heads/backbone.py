@@ -22,16 +22,15 @@ mask keeps a window from what lies behind its start, from other documents and fr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads import components
-from vllm_mtpc.heads.base import INIT_STD, Head
-from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.heads.base import INIT_STD, DraftParams
+from vllm_mtpc.heads.components import LentHead
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
 CONTEXT_PER_QUERY = 4  # keys of context for each query of a pass, so that those of other windows are few beside them
@@ -158,15 +157,13 @@ def rotated(states: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-class BackboneHead(Head):
+class BackboneHead(LentHead):
     """Leaf parameters: `backbone.*`, and of more than one component component_in and component_out.
 
     What it reads as "hidden" is the backbone's states [B, n, D], not h [B, D].
     """
 
-    needs_lm_head = True
-    component_dims: ClassVar = {**Head.component_dims, **components.COMPONENT_DIMS}
-    noise_in = components.NOISE_IN
+    noise_in = "component_in"
 
     def add_leaves(
         self,
@@ -180,29 +177,22 @@ class BackboneHead(Head):
         aux_hidden_state_layer_ids: list[int],
         sample_from_anchor: bool,
         component_rank: int = 0,
+        support: int = 0,
     ) -> None:
         sizes = backbone_layers, backbone_heads, backbone_kv_heads, backbone_head_dim, backbone_width
         self.aux_layers, self.from_anchor = list(aux_hidden_state_layer_ids), sample_from_anchor
         self.backbone = Backbone(self.hidden_size, len(self.aux_layers), *sizes, backbone_theta, backbone_eps)
-        if self.circuit.num_components > 1:
-            components.add_components(self, component_rank)
-        # in tuples: no submodules, no parameters of ours
-        self._lm_head: tuple[Callable[[Tensor], Tensor], ...] = ()
-        self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()
+        self.add_components(component_rank if self.circuit.num_components > 1 else 0, support)
+        self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: no submodule, no parameter of ours
 
     def reset_leaves(self) -> None:
         self.backbone.reset_parameters()
-        if self.circuit.num_components > 1:
-            components.reset_components(self)
+        self.reset_components()
 
     @property
     def num_queries(self) -> int:
         """Queries, and so states, of a window."""
         return self.circuit.window - self.from_anchor
-
-    def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
-        """As in SharedHead."""
-        self._lm_head, self.leaf_shard = (logits,), shard
 
     def bind_embedding(self, embedding: Callable[[Tensor], Tensor]) -> None:
         """Lend the target's embeddings: token ids [...] -> [..., D], as they enter its first layer."""
@@ -268,29 +258,30 @@ class BackboneHead(Head):
         """As in Head, from the state of the first query."""
         return super().sum_logits(hidden[:, 0])
 
-    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """As in Head; x_1 weighs every component alike, so that its evidence is nothing."""
-        evidence = torch.zeros(len(prepared), self.circuit.num_components, device=prepared.device)
-        return evidence, self.unembed(prepared, 1, num_drafts + 1)
+    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in LentHead, of positions behind x_1."""
+        return prepared[:, start - self.from_anchor : stop - self.from_anchor, None]
 
     def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """As in Head; raises HeadConfigError where no lm_head is bound."""
-        if not self._lm_head:
-            raise HeadConfigError(
-                "head 'backbone' has no lm_head of its own and none is bound; call head.bind_lm_head(target.logits)"
-            )
-        drafted = self._drafted(prepared, max(1, start), stop)
-        if start:
-            return drafted
-        return F.pad(drafted, (0, 0, 0, 0, 1, 0))  # of x_1: the same for every token and component
+        """As in LentHead; the leaf of x_1 is the same for every token and component."""
+        drafted = super().unembed(prepared, max(1, start), stop)
+        return drafted if start else F.pad(drafted, (0, 0, 0, 0, 1, 0))
 
-    def _drafted(self, states: Tensor, start: int, stop: int) -> Tensor:
-        """Logits [B, stop - start, r, V] of positions behind x_1."""
-        states = states[:, start - self.from_anchor : stop - self.from_anchor]
-        base = self._lm_head[0](states)
-        if self.circuit.num_components == 1:
-            return base[:, :, None]
-        return components.split(base, states, self.component_in[start:stop], self.component_out[start:stop])
+    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        return self._no_evidence(prepared), self.unembed(prepared, 1, num_drafts + 1)
+
+    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
+        if not self.support:
+            return super().draft_params(hidden, first, num_drafts)
+        hidden = hidden.to(self.hidden_dtype)
+        states = self.states(self.prepare(hidden), 1, num_drafts + 1)
+        drafted, support = self.leaves_within(self.lm_head(states), states, 1)
+        sums, bigram = self.sum_logits(hidden), self.bigram(num_drafts)
+        return DraftParams(self._no_evidence(hidden), drafted, *sums, first, bigram, support)
+
+    def _no_evidence(self, states: Tensor) -> Tensor:
+        """log p(x_1 | z) [B, r] up to what is the same for every z."""
+        return torch.zeros(len(states), self.circuit.num_components, device=states.device)
 
 
 def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Components by low-rank differences, over one row of the target's lm_head per position.
+"""Leaves in front of the target's own lm_head; components by low-rank differences, over one row of it per position.
 
 base[k] = lm_head(s_k)        leaf[k, z, :] = log_softmax(base[k] + (A[k, z] s_k) B[k])
 
@@ -10,50 +10,136 @@ B starts as small noise and A at the size of the state, so every leaf starts nea
 factors have a gradient: that of B is the numbers A s, different in every component and as large as the state; that of A
 is as small as B until B has grown. Were both small, both gradients would be.
 
-Within a support of M tokens, the most probable ones of base[k], a draft is picked from the leaves' logits there alone:
-exactly the circuit whose leaves are truncated to these tokens and renormalised. Nothing but the base is then computed
-over the vocabulary.
+`support` M: drafts are picked within the M most probable tokens of base[k], exactly from the circuit whose leaves are
+truncated to these and renormalised. Of components nothing but x_1's evidence is then computed over the vocabulary. It
+is training that stays over the whole of it.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mtpc.heads.base import INIT_STD, Head
-
-COMPONENT_DIMS = {"component_in": (1,)}  # for `Head.component_dims`
-NOISE_IN = "component_in"  # for `Head.noise_in`
-
-
-def add_components(head: Head, rank: int) -> None:
-    """Give `head` uninitialised component_in [n, r, R_c, D] and component_out [n, R_c, V]."""
-    n, r = head.circuit.window, head.circuit.num_components
-    head.component_in = nn.Parameter(torch.empty(n, r, rank, head.hidden_size))
-    head.component_out = nn.Parameter(torch.empty(n, rank, head.vocab_size))
+from vllm_mtpc.circuits import CircuitParams
+from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.base import INIT_STD, DraftParams, Head
+from vllm_mtpc.kernels import leaf
+from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.kernels.support import Support
 
 
-def reset_components(head: Head) -> None:
-    """Initial values, from torch's own generator."""
-    head.component_in.normal_().mul_(head.hidden_size**-0.5)  # keeps the size of the state
-    head.component_out.normal_().mul_(INIT_STD)
+class LentHead(Head):
+    """A head whose leaves are the target's lm_head on `states`. The lm_head is bound, neither trained nor saved."""
+
+    needs_lm_head = True
+
+    def add_components(self, rank: int, support: int) -> None:
+        """With a rank: component_in [n, r, R_c, D], component_out [n, R_c, V]; `states` are then one per position."""
+        self.component_rank, self.support = rank, support
+        self._lm_head: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: no submodule, no parameter of ours
+        if rank:
+            n, r = self.circuit.window, self.circuit.num_components
+            self.component_in = nn.Parameter(torch.empty(n, r, rank, self.hidden_size))
+            self.component_out = nn.Parameter(torch.empty(n, rank, self.vocab_size))
+            self.component_dims = {**Head.component_dims, "component_in": (1,)}
+            self.noise_in = "component_in"
+
+    def reset_components(self) -> None:
+        """Initial values, from torch's own generator."""
+        if self.component_rank:
+            self.component_in.normal_().mul_(self.hidden_size**-0.5)  # keeps the size of the state
+            self.component_out.normal_().mul_(INIT_STD)
+
+    @abstractmethod
+    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """What lm_head reads at positions start to stop - 1: [B, k, r, D], or [B, k, 1, D] with components by rank."""
+
+    def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
+        """Lend the target's lm_head: hidden[..., D] of any float dtype -> logits[..., V], or [..., shard.rows]."""
+        self._lm_head, self.leaf_shard = (logits,), shard
+        if shard is not None and self.component_rank:
+            own = self.component_out.detach()[..., shard.start : shard.stop]
+            own = F.pad(own, (0, shard.rows - own.shape[-1]))
+            self.component_out = nn.Parameter(own, requires_grad=False)
+
+    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in Head; raises HeadConfigError where no lm_head is bound."""
+        states = self.states(prepared, start, stop)
+        return self.leaves(self.lm_head(states), states, start)
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        """The target's logits of states[..., D]."""
+        if not self._lm_head:
+            raise HeadConfigError(
+                f"{type(self).__name__} has no lm_head of its own and none is bound; "
+                "call head.bind_lm_head(target.logits)"
+            )
+        return self._lm_head[0](states)
+
+    def leaves(self, base: Tensor, states: Tensor, start: int) -> Tensor:
+        """Logits [B, k, r, V] of positions start, start + 1, ... from `states` and their lm_head, base[B, k, .., V]."""
+        if not self.component_rank:
+            return base
+        here = slice(start, start + states.shape[1])
+        return split(base[:, :, 0], states[:, :, 0], self.component_in[here], self.component_out[here])
+
+    def leaves_within(self, base: Tensor, states: Tensor, start: int) -> tuple[Tensor, Support]:
+        """`leaves` at the `support` most probable tokens alone, [B, k, r, M], and these tokens."""
+        logits, tokens = base[:, :, 0].topk(self.support, sorted=False)
+        support = Support(tokens, self.vocab_size)
+        if not self.component_rank:
+            return logits[:, :, None], support
+        here = slice(start, start + states.shape[1])
+        given = states[:, :, 0], self.component_in[here], self.component_out[here]
+        return split_within(logits, tokens, *given), support
+
+    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        shard = self.leaf_shard
+        if shard is None:
+            return super().draft_leaves(prepared, first, num_drafts)
+        logits = self.unembed(prepared, 0, num_drafts + 1)
+        own = logits[:, 0, :, : shard.stop - shard.start]
+        return shard.evidence(leaf.terms_of(own, first - shard.start)), logits[:, 1:]
+
+    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
+        if not self.support:
+            return super().draft_params(hidden, first, num_drafts)
+        hidden = hidden.to(self.hidden_dtype)
+        states = self.states(self.prepare(hidden), 0, num_drafts + 1)
+        base = self.lm_head(states)
+        evidence = leaf.evidence_of(self.leaves(base[:, :1], states[:, :1], 0)[:, 0], first)
+        drafted, support = self.leaves_within(base[:, 1:], states[:, 1:], 1)
+        return DraftParams(evidence, drafted, *self.sum_logits(hidden), first, self.bigram(num_drafts), support)
+
+    def drafted(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
+        params = self(hidden, num_positions)
+        if not self.support:
+            return params
+        states = self.states(self.prepare(hidden), 1, num_positions or self.circuit.window)
+        tokens = self.lm_head(states)[:, :, 0].topk(self.support, sorted=False).indices
+        outside = torch.ones_like(params.leaf[:, 1:, :1], dtype=torch.bool).scatter_(3, tokens[:, :, None], False)
+        later = params.leaf[:, 1:].masked_fill(outside, -torch.inf).log_softmax(dim=-1)
+        return params._replace(leaf=torch.cat([params.leaf[:, :1], later], dim=1))
 
 
-def split(base: Tensor, states: Tensor, given: Tensor, out: Tensor) -> Tensor:
+def split(base: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
     """Logits [B, k, r, V] of the components from base[B, k, V] and states[B, k, D], in the dtype of base.
 
-    given [k, r, R_c, D] and out [k, R_c, V]: `component_in` and `component_out` of these positions.
+    component_in [k, r, R_c, D] and component_out [k, R_c, V] of these positions.
     """
-    batch, positions, r = len(states), *given.shape[:2]
-    low = torch.einsum("bkd,kzcd->kbzc", states, given).flatten(1, 2)  # [k, B r, R_c]: out is read once for all
-    terms = torch.bmm(low, out).view(positions, batch, r, -1).transpose(0, 1)
+    batch, positions, r = len(states), *component_in.shape[:2]
+    low = torch.einsum("bkd,kzcd->kbzc", states, component_in).flatten(1, 2)  # [k, B r, R_c]: one product per position
+    terms = torch.bmm(low, component_out).view(positions, batch, r, -1).transpose(0, 1)
     return terms.to(base.dtype).add_(base[:, :, None])  # in place: they are as large as what is returned
 
 
-def split_within(base: Tensor, states: Tensor, given: Tensor, out: Tensor, support: int) -> tuple[Tensor, Tensor]:
-    """`split` at the `support` most probable tokens of base: logits [B, k, r, M] and these tokens [B, k, M] int64."""
-    logits, tokens = base.topk(support, dim=-1, sorted=False)
-    low = torch.einsum("bkd,kzcd->bkzc", states, given)
-    index = tokens[:, :, None].expand(-1, -1, out.shape[1], -1)
-    at = out.expand(len(base), -1, -1, -1).gather(3, index)  # [B, k, R_c, M]
-    return (low @ at).to(base.dtype).add_(logits[:, :, None]), tokens
+def split_within(logits: Tensor, tokens: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
+    """`split` at tokens[B, k, M] alone, of which base has these logits[B, k, M]: [B, k, r, M]."""
+    low = torch.einsum("bkd,kzcd->bkzc", states, component_in)
+    index = tokens[:, :, None].expand(-1, -1, component_out.shape[1], -1)
+    at = component_out.expand(len(logits), -1, -1, -1).gather(3, index)  # [B, k, R_c, M]
+    return (low @ at).to(logits.dtype).add_(logits[:, :, None])

@@ -66,8 +66,8 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
     are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components
     than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Where
-    only `head` has a token_rank, tokens add nothing yet; what tells components of a backbone apart starts as in a new
-    head where the source has one component. Raises HeadConfigError for anything else.
+    only `head` has a token_rank, tokens add nothing yet; where only it has a component_rank, one component becomes some
+    that differ by the noise they start with. Raises HeadConfigError for anything else.
     """
     _check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
@@ -116,14 +116,19 @@ def _check_source(head: Head, source: Head) -> None:
             f"token_rank={head.token_rank} cannot start from a head with token_rank={source.token_rank}; allowed: the "
             "same; set token_rank to the source's"
         )
-    compared = {**head.options, **source.options}
-    if theirs.num_components == 1:  # nothing tells its components apart
-        compared.pop("component_rank", None)
-    if any(head.options.get(name) != source.options.get(name) for name in compared):
+    if _kept(head, source) != _kept(source, source):
         raise HeadConfigError(
             f"a head with {_shown(head)} cannot start from one with {_shown(source)}; allowed: the same; set them to "
             "the source's"
         )
+
+
+def _kept(head: Head, source: Head) -> dict[str, int]:
+    """The options of `head` that must be those of `source`: not what says which drafts are picked, nor what a source of
+    one component has no need of."""
+    has_one = source.circuit.num_components == 1 and not source.component_rank
+    free = {"support", "component_rank"} if has_one else {"support"}
+    return {key: value for key, value in head.options.items() if key not in free and value}
 
 
 def _shown(head: Head) -> str:

@@ -74,12 +74,16 @@ def rows_at_once(
     def size(drafts: int) -> int:
         """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 beside them.
 
+        What components have in common, [1, 1 + K, V], is beside them too; drafts within a support have M logits, not V.
         A rank that has some columns only has the conditionals [1, K, V] beside them twice: its own, and all.
         """
-        shard = head.leaf_shard
-        position = head.circuit.num_components * (shard.rows if shard else head.vocab_size)
+        shard, r = head.leaf_shard, head.circuit.num_components
+        columns = shard.rows if shard else head.vocab_size
+        base = columns * (1 + drafts) if head.component_rank or head.support else 0
+        position, drafted = r * columns, drafts * r * (head.support or columns)
         conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0
-        return (position * (1 + drafts) + conditionals) * logits_dtype.itemsize + position * torch.float32.itemsize
+        logits = base + position + drafted + conditionals
+        return logits * logits_dtype.itemsize + position * torch.float32.itemsize
 
     rows = {drafts: min(batch, max(1, LOGITS_BYTES // size(drafts))) for drafts, batch in largest.items()}
     return dict(sorted(rows.items(), key=lambda item: item[1] * size(item[0]), reverse=True))
@@ -104,12 +108,12 @@ def draft_memory(
         if isinstance(head, LinearHead) and pays(head.leaf_weight.numel() * dtype.itemsize, num_ranks, device_type):
             head.shard_leaves(Shard(0, num_ranks, config.vocab_size, lambda own: torch.cat([own] * num_ranks)))
         if head.needs_lm_head:
-            head.bind_lm_head(*_lm_head(config.vocab_size, head.circuit.num_components, num_ranks))
+            head.bind_lm_head(*_lm_head(config.vocab_size, num_ranks, divides_logits(head, num_ranks)))
         found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
         drafts, rows = next(iter(found.items()))
         first = torch.empty(rows, dtype=torch.int64)
         drafter, circuit = None, head.circuit
-        if circuit.num_components <= MAX_COMPONENTS:  # what launches the kernels, as in `proposers/v2/speculator.py`
+        if circuit.num_components <= MAX_COMPONENTS and not head.support:  # as MtpcSpeculator
             from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
 
             sizes = circuit.program, circuit.num_components, config.vocab_size
@@ -120,7 +124,8 @@ def draft_memory(
             if drafter is None:
                 naive.draft(circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
             elif not drafter.one_launch:
-                held = drafter.buffers(rows, drafts, hidden.device, dtype if is_drawn else None)
+                drawn_dtype, has_bigram = dtype if is_drawn else None, params.bigram is not None
+                held = drafter.buffers(rows, drafts, hidden.device, drawn_dtype, has_bigram)
                 if held[-1] is not None:
                     head.leaf_shard.gather(held[-1].flatten(1))
         weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
@@ -142,12 +147,16 @@ def _read(head: Head, rows: int, dtype: torch.dtype) -> Tensor:
     return backbone(queries, position, context, torch.empty(rows, 1, count, count, dtype=torch.bool))
 
 
-def _lm_head(vocab_size: int, num_components: int, num_ranks: int) -> tuple[Callable[[Tensor], Tensor], Shard | None]:
+def divides_logits(head: Head, num_ranks: int) -> bool:
+    """Whether each rank keeps its columns of the logits: not of small leaves, nor where a support is looked for."""
+    return num_ranks > 1 and not head.support and not is_small(head.circuit.num_components, head.vocab_size)
+
+
+def _lm_head(vocab_size: int, num_ranks: int, is_divided: bool) -> tuple[Callable[[Tensor], Tensor], Shard | None]:
     """vLLM's `compute_logits` by what it allocates, as `proposers/heads/load.py` lends it.
 
-    A rank's columns; of small leaves then those of all ranks, and these side by side.
+    A rank's columns; where logits are not divided then those of all ranks, and these side by side.
     """
-    is_divided = num_ranks > 1 and not is_small(num_components, vocab_size)
     padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
     shard = Shard(0, num_ranks, vocab_size, lambda own: torch.cat([own] * num_ranks), padded)
 

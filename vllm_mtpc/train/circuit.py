@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.text import Samples
     from vllm_mtpc.hf import Target
 
-BLOCK_STEPS = 8  # steps of windows in a block of rows: as many positions of context are read for each window of a step
+STEPS_OF_A_BLOCK = 8  # with rounds, or a backbone
 
 
 class CircuitJob(Job):
@@ -39,13 +39,18 @@ class CircuitJob(Job):
 
     own = (
         "circuit", "components", *head_options(), "init", "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
-        "acceptance", "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
+        "acceptance", "acceptance_form", "train_first", "checkpoint_circuit", "rounds", "regenerate_greedy_share",
+        "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
     hints = {"ptp_loss": "; a circuit's loss is what beta and acceptance say"}  # noqa: RUF012
 
     def __init__(self, options: TrainOptions, target: Target) -> None:
         super().__init__(options, target)
+        own = {name: getattr(options, name) for name in head_options()}
+        config, source = load_head(resolve_head(options.init_from)) if options.init_from else (None, None)
+        if config is not None and config.head == options.head:  # what is not named is as there
+            own = {name: getattr(config, name) if value is None else value for name, value in own.items()}
         self.config = HeadConfig.create(
             circuit=options.circuit,
             window=options.window,
@@ -58,11 +63,11 @@ class CircuitJob(Job):
             head=options.head,
             num_speculative_tokens=options.num_speculative_tokens,
             lora_layers=options.lora_layers,
-            **{name: getattr(options, name) for name in head_options()},
+            **own,
         )
         self.head, self.layers = build_head(self.config), None
-        if options.init_from:
-            init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
+        if source is not None:
+            init_from_head(self.head, source, options.seed)
         elif options.init == "lm-head":
             init_from_lm_head(self.head, target.lm_head.weight.float().cpu(), options.seed)
             if isinstance(self.head, BackboneHead):
@@ -128,15 +133,16 @@ class CircuitJob(Job):
         return (layers + 1) * self.target.hidden_size
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """Draft layers run over whole rows, so a block then holds about one step's windows. A backbone's context costs
-        less than its windows: a block holds those of several steps."""
-        most = super().block_rows(source, world)
-        if not self.options.lora_layers and self.options.head != "backbone":
-            return most
+        """Draft layers run over whole rows, so a block then holds about one step's windows. With rounds it holds those
+        of some steps: all windows of a block are read before any is drawn; a backbone's context costs less than its
+        windows."""
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
-        steps = 1 if self.options.lora_layers else BLOCK_STEPS
-        rows = max(world, steps * self.options.windows_per_step // per_row)
-        return rows if self.options.lora_layers else min(most, rows)
+        of_a_step = max(world, self.options.windows_per_step // per_row)
+        if self.options.lora_layers:
+            return of_a_step
+        most = super().block_rows(source, world)
+        is_bounded = self.options.rounds > 1 or self.options.head == "backbone"
+        return min(most, STEPS_OF_A_BLOCK * of_a_step) if is_bounded else most
 
     def described(self) -> dict[str, Any]:
         names = ("circuit", "window", "num_components", "head", "lora_layers")

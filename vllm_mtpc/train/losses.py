@@ -42,6 +42,7 @@ from vllm_mtpc.train.windows import Windows, window_states
 CHUNK_BYTES = 1 << 30
 COPIES = 4  # logits, log-softmax, its exponential and a gradient exist at once
 WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
+Reader = Callable[[slice], Tensor]  # something of some of the windows
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -140,10 +141,10 @@ def chunk_size(options: TrainOptions, head: Head) -> int:
 
 def step_loss(
     head: Head,
-    read: Callable[[slice], Tensor],
+    read: Reader,
     tokens: Tensor,
     counts: Tensor,
-    log_p: Callable[[slice], Tensor],
+    log_p: Reader,
     options: TrainOptions,
 ) -> Tensor:
     """L of the windows of a step, chunk by chunk, each recomputed in the backward pass where there are several.
@@ -187,6 +188,31 @@ class Drafter(nn.Module):
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """The loss (nats, scalar) and, when watched, the expected tokens of a step started at these windows."""
+        read, tokens, counts, log_p = self._read(batch)
+        loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
+        if not watch:
+            return loss, None
+        with torch.no_grad():
+            some = slice(0, WATCHED)
+            return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
+
+    def survival(self, batch: Windows) -> Tensor:
+        """P(drafts 2..k are accepted | the text) [B, n - 1] of steps started at these windows, at T=1.
+
+        Windows by row and start.
+        """
+        read, tokens, _, log_p = self._read(batch)
+        size, found = chunk_size(self.options, self.head), []
+        for first in range(0, len(tokens), size):
+            piece = slice(first, first + size)
+            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+                params = self.head(read(piece))
+            chosen = self.head.circuit.conditional_log_probs(params, tokens[piece])
+            found.append(_survival(chosen, log_p(piece), tokens[piece]))
+        return torch.cat(found)
+
+    def _read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
+        """What the head reads of some of the windows, tokens [B, n], counts [n], and log p_k [., n, V] of some."""
         device, window = self.target.device, self.options.window
         if not len(batch.row):  # other processes have windows in this step, and wait for this one's gradient
             batch = _masked(batch, window)
@@ -201,16 +227,11 @@ class Drafter(nn.Module):
                 states = window_states(verified, row[piece], start[piece], window)
                 return self.target.logits(states).log_softmax(-1)
 
-        loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
-        if not watch:
-            return loss, None
-        with torch.no_grad():
-            some = slice(0, WATCHED)
-            return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
+        return read, tokens, counts, log_p
 
     def _reader(
         self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor
-    ) -> tuple[Callable[[slice], Tensor], Tensor]:
+    ) -> tuple[Reader, Tensor]:
         """What the head reads of some windows, and the target's states [R, S, D], from what is held of the rows.
 
         In the head's dtype, as when it is served; autocast takes care of the products.
@@ -243,7 +264,12 @@ def _masked(batch: Windows, window: int) -> Windows:
 def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, log_p: Tensor) -> Tensor:
     """Sums [2] over windows [B]: tokens a step started there is expected to gain at T=1 on this text, and windows."""
     log_q = conditionals(head.circuit, head(hidden), tokens)
-    ratio = (_at(log_q, tokens) - _at(log_p, tokens))[:, 1:].clamp(max=0).exp()
-    alive = ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)
+    alive = _survival(_at(log_q, tokens), log_p, tokens)
     windows = (tokens[:, 0] >= 0).sum()
     return torch.stack([alive.sum() + windows, windows.to(alive.dtype)])
+
+
+def _survival(chosen: Tensor, log_p: Tensor, tokens: Tensor) -> Tensor:
+    """P(drafts 2..k are accepted | the text) [B, n - 1], from chosen = log q_k(x_k) [B, n]; 0 behind its end."""
+    ratio = (chosen - _at(log_p, tokens))[:, 1:].clamp(max=0).exp()
+    return ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)

@@ -100,6 +100,9 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
     warmup_steps: int = Field(30, ge=0, description="steps of linear warm-up, a quarter of the steps at most")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
+    rounds: int = Field(
+        1, ge=1, description="parts of the run; after the first, windows start where serving starts steps"
+    )
     seed: int = Field(0, ge=0, description="the run repeats with it")
 
     # the data path

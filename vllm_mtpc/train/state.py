@@ -57,9 +57,16 @@ def paths(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, options: TrainOptions, is_main: bool
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    options: TrainOptions,
+    drawn: dict[str, Any] | None,
+    is_main: bool,
 ) -> None:
-    """Write the state after `step` steps. Every process calls it; `is_main` writes.
+    """Write the state after `step` steps, and by which chances windows are `drawn`. Every process calls it; `is_main`
+    writes.
 
     Raises CheckpointError when the disk is full; the state written before, if any, stays as it was.
     """
@@ -69,6 +76,7 @@ def save_state(
     folder.mkdir(parents=True, exist_ok=True)
     learnt = identity(options)
     values = {"step": step, "options": learnt, "paths": paths(learnt), "weights": weights, "moments": moments}
+    values["drawn"] = drawn
     try:
         with replacing(folder / FILE) as (partial,), open(partial, "wb") as file:
             torch.save(values, file)
@@ -86,8 +94,13 @@ def save_state(
         ) from None
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions) -> int:
-    """Restore a state and return its step. Raises CheckpointError for none, a damaged one, or another run's."""
+def load_state(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions
+) -> tuple[int, dict[str, Any] | None]:
+    """Restore a state; returns its step, and by which chances windows were drawn.
+
+    Raises CheckpointError for none, a damaged one, or another run's.
+    """
     values = read_state(folder)
     if key := changed_option(values, options):
         theirs, ours = values["options"].get(key), identity(options)[key]
@@ -98,7 +111,7 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     set_state_dict(
         model, optimizer, model_state_dict=values["weights"], optim_state_dict=values["moments"], options=FULL
     )
-    return values["step"]
+    return values["step"], values["drawn"]
 
 
 def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
@@ -116,7 +129,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         values = torch.load(file, map_location="cpu", weights_only=True)
         values.setdefault("paths", paths(values["options"]))  # states had none at first: paths from this folder
-        return {key: values[key] for key in ("step", "options", "paths", "weights", "moments")}
+        values.setdefault("drawn", None)
+        fields = TrainOptions.model_fields.items()  # one that came later had its default
+        values["options"] = {name: field.default for name, field in fields} | values["options"]
+        return {key: values[key] for key in ("step", "options", "paths", "weights", "moments", "drawn")}
     except Exception as error:  # torch.load raises many kinds on a damaged file
         raise CheckpointError(
             f"{file} is damaged ({first_line(error)}); delete it and train again without --resume"

@@ -69,6 +69,40 @@ def one_stream() -> Undo:
     return replaced(MtpcSpeculator, "_draft", _draft)
 
 
+def scored_without_tokens() -> Undo:
+    """Drafts come from leaves that look at the token before, and are scored by those that do not."""
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+    original = MtpcSpeculator._draft
+
+    def _draft(self: Any, *args: Any) -> None:
+        original(self, *args)
+        drawn = self.draft_tokens.clone()
+        self.model.bigram = lambda *_: None  # hides the method
+        original(self, *args)
+        del self.model.bigram
+        self.draft_tokens.copy_(drawn)
+
+    return replaced(MtpcSpeculator, "_draft", _draft)
+
+
+def scored_as_of_all() -> Undo:
+    """Drafts come from a support, and are scored as if they came from the vocabulary."""
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+    original = MtpcSpeculator._draft
+
+    def _draft(self: Any, *args: Any) -> None:
+        original(self, *args)
+        drawn, support = self.draft_tokens.clone(), self.model.support
+        self.model.support = 0
+        original(self, *args)
+        self.model.support = support
+        self.draft_tokens.copy_(drawn)
+
+    return replaced(MtpcSpeculator, "_draft", _draft)
+
+
 def drawn_cut() -> Undo:
     """How many drafts are verified depends on which were drawn: none from the first MARKED one on."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -103,6 +137,8 @@ INJECTED = {
     "drop_recovered_v2": drop_recovered_v2,
     "other temperature": other_temperature,
     "one stream": one_stream,
+    "scored without tokens": scored_without_tokens,
+    "scored as of all": scored_as_of_all,
     "drawn cut": drawn_cut,
     "switching": switching,
 }
