@@ -1,4 +1,4 @@
-"""Training that starts from a converted drafter: at its distribution, as any circuit, its draft layers frozen or not."""
+"""Training from a converted drafter: it starts at its distribution, as any circuit, its draft layers frozen or not."""
 
 from __future__ import annotations
 
