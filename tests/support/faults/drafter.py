@@ -9,7 +9,7 @@ from tests.support import engine
 
 
 def note_their_drafts() -> Callable[[], None]:
-    """Notes for every request of a step the position of the last token that was read, x_1 and the drafts.
+    """Notes for every request of every step where its text ends, x_1 behind it, and what was drafted.
 
     On a CPU vLLM 0.32 norms the context's keys of every draft layer with the first layer's weights, as its rms_norm
     there takes one row of weights: here it is called for each layer, as on a GPU.
@@ -24,9 +24,16 @@ def note_their_drafts() -> Callable[[], None]:
     def noted(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = propose(self, input_batch, *args, **kwargs)
         if not kwargs.get("dummy_run"):
-            start = self.input_buffers.query_start_loc[: input_batch.num_reqs].long()
-            at, first = self.input_buffers.positions[start] - 1, self.input_buffers.input_ids[start]
-            engine.RECORDED.append((at.tolist(), first.tolist(), drafts.tolist()))
+            for row, name in enumerate(input_batch.req_ids):
+                query = self.input_buffers.query_start_loc[row]
+                engine.RECORDED.append(
+                    {
+                        "request": int(name.partition("-")[0]),
+                        "prefix": int(self.input_buffers.positions[query]),
+                        "first": int(self.input_buffers.input_ids[query]),
+                        "drafts": drafts[row].clone(),
+                    }
+                )
         return drafts
 
     def each_layers(self: Any, keys: Any) -> Any:
