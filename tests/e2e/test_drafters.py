@@ -20,7 +20,7 @@ PROMPTS = [[3, 9, 4], [7, 30, 1, 12, 5, 2, 41, 8, 8, 19]]
 LENGTH = 12
 GREEDY = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 2}
-EVERY_DRAFT = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0, "head_dtype": "float32"}
+EVERY_DRAFT = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
 
 
 def engines(place: Path, layout: str, kind: str, drafts: int) -> dict[str, Engine]:
