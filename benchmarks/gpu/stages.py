@@ -6,12 +6,14 @@ Everything is measured by commands that users have (`vllm-mtpc bench`, `train`, 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.drafters import BLOCK, TOY, drafters_in, window_of
 from benchmarks.gpu.parts import Part, Programme
 from vllm_mtpc import demo
 
@@ -88,6 +90,7 @@ def tests(programme: Programme) -> list[Part]:
         tested("grammar", 400, "tests/e2e/test_grammar.py", "-k", "v2"),  # 10,000 answers among them
         tested("grammar-law", 200, "tests/e2e/test_grammar_law.py", "-k", "v2"),
         tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
+        tested("backbone", 240, "tests/e2e/test_backbone.py", "-m", "not slow"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
         tested("ptp-law", 180, f"{law}::test_law[o-ptp]", f"{law}::test_law[fault: o-ptp, u squared]"),
         tested("law-13-kinds", 480, f"{law}::test_law[13 kinds, btree, bad]"),
@@ -417,6 +420,43 @@ def components(programme: Programme) -> list[Part]:
     return parts
 
 
+# drafters
+
+
+def drafters(programme: Programme) -> list[Part]:
+    """Public DFlash and DSpark drafters, where a folder has some (MTPC_GPU_MODELS): each converted, a circuit trained
+    on its frozen layers over its target's own text, both served beside plain vLLM.
+    """
+    models = Path(os.environ.get("MTPC_GPU_MODELS") or programme.cache / "models")
+    toy = programme.size(None, programme.cache / "target")
+    parts = [Part("look", 30, words(sys.executable, "-m", "benchmarks.gpu.drafters", models=models, toy=toy))]
+    found = {name: (place, window_of(place)) for name, place in drafters_in(models).items() if not toy}
+    for name, (place, window) in (found or programme.size({}, {TOY: (models / TOY, BLOCK)})).items():
+        target, ff, circuit = place / "target", *(programme.cache / "drafters" / name / kind for kind in ("ff", "hmm"))
+        own, prompts = ff.parent / "sampled.jsonl", programme.cache / "data" / "train.jsonl"
+        command = words(*MTPC, "convert", place / "drafter", target=target, out=ff)
+        parts.append(Part(f"convert-{name}", 60, command, makes=ff / "model.safetensors"))
+        limits = programme.size({"limit": 2048, "max_tokens": 256, "dtype": "bfloat16"}, {"limit": 8, "max_tokens": 24})
+        given = {"target": target, "data": prompts, "out": own, "crops": 4, "engine": json.dumps(programme.engine)}
+        command = words(*MTPC, "regenerate", "--ignore-eos", **given, **limits)
+        parts.append(Part(f"text-{name}", 240, command, needs=[prompts], makes=own))
+        given = {"target": target, "data": own, "out": circuit, "window": window, "head": "backbone", "init_from": ff}
+        given |= {"circuit": "hmm", "components": programme.size(8, 2), "component_rank": programme.size(32, 4)}
+        given |= programme.size(
+            {"windows_per_step": 512, "max_steps": 600, "seq_len": 512, "target_dtype": "bfloat16"},
+            {"windows_per_step": 8, "max_steps": 2, "seq_len": 40, "evaluation_sequences": 2, "evaluation_tokens": 8},
+        )
+        command, weights = words(*MTPC, "train", "--freeze-backbone", **given), circuit / "model.safetensors"
+        needs = [own, ff / "model.safetensors"]
+        parts.append(Part(f"train-{name}", 420, command, circuit / "provenance.json", needs, makes=weights))
+        how = programme.size({"concurrency": [1, 4, 16, 64], "prompts": 8}, {"concurrency": 1, "prompts": 1})
+        how |= {"data": prompts, **programme.size({"max_tokens": 128, "dtype": "bfloat16"}, {"max_tokens": 8})}
+        how |= programme.size({}, {"prompt_tokens": 16})
+        served = {"heads": [ff, circuit], "variant": EVERY_DRAFT, "target": target, **how}
+        parts.append(bench_serve(programme, f"drafter-{name}", 440, [weights], **served))
+    return parts
+
+
 STAGES: dict[str, Callable[[Programme], list[Part]]] = {
     "tests": tests,
     "kernels": kernels,
@@ -427,4 +467,5 @@ STAGES: dict[str, Callable[[Programme], list[Part]]] = {
     "shapes": shapes,
     "ptp": ptp,
     "components": components,
+    "drafters": drafters,
 }

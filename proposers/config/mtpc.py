@@ -78,8 +78,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         return f"{type(self).__name__}({', '.join(f'{name}={known[name]!r}' for name in self.shown)})"
 
     def compute_hash(self) -> str:
-        """Key of compiled targets: with draft layers their graph hands out the states that enter one of its layers."""
-        return f"{SpeculativeConfig.compute_hash(self)}-{self.draft_layers}"
+        """Key of compiled targets: with draft layers their graph hands out the states that enter some of its layers."""
+        return f"{SpeculativeConfig.compute_hash(self)}-{self.aux_layers}"
 
     @classmethod
     def create(cls, *, target_model_config: ModelConfig, target_parallel_config: ParallelConfig, **given: Any) -> Self:
@@ -134,13 +134,26 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         return schedule.load_of(self.head, self.target_model_config.hf_text_config)
 
     @property
-    def draft_layers(self) -> int:
-        """How many LoRA draft layers the head reads."""
-        return getattr(self.head, "lora_layers", 0)  # only MtPC heads have any
+    def aux_layers(self) -> list[int]:
+        """Layers of the target whose incoming states draft layers read: a backbone's, or LoRA's."""
+        count = getattr(self.head, "lora_layers", 0)  # only MtPC heads have any
+        ours = getattr(self.head, "aux_hidden_state_layer_ids", None) or []
+        return [self.target_model_config.hf_text_config.num_hidden_layers - count] if count else list(ours)
+
+    @property
+    def lookahead(self) -> int:
+        """KV slots behind a request's text that its drafts write to: a backbone's queries."""
+        return self.head.window if self.has_backbone else 0
+
+    @property
+    def has_backbone(self) -> bool:
+        return getattr(self.head, "head", None) == "backbone"
 
     def speculator(self) -> str:
         """The class that drafts on Model Runner V2, by its name in `vllm_mtpc.proposers.v2`."""
-        return "layered.LayeredSpeculator" if self.draft_layers else "speculator.MtpcSpeculator"
+        if self.has_backbone:
+            return "backbone.BackboneSpeculator"
+        return "layered.LayeredSpeculator" if self.aux_layers else "speculator.MtpcSpeculator"
 
     def drafts_in_words(self, is_v2: bool) -> str:
         """How many drafts there will be, in a line."""

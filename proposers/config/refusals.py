@@ -86,7 +86,40 @@ def of_mtpc_target(spec: Any) -> Table:
         "lora_layers 0": is_layered and target.architecture not in ARCHITECTURES,
         f"{says} draft layers of a target with {ours} layers, but {target.model} has {depth}; "
         "use a head trained for this target": is_layered and ours not in (None, depth),
+        **(of_backbone_target(spec) if spec.has_backbone else {}),
     }
+
+
+def of_backbone_target(spec: Any) -> Table:
+    head, target, ranks = spec.head, spec.target_model_config, spec.target_parallel_config.tensor_parallel_size
+    depth, last = target.get_total_num_hidden_layers(), max(spec.aux_layers)
+    kinds = {
+        "mixes attention with other layers": target.is_hybrid,
+        "has no attention": target.is_attention_free,
+        "keeps compressed keys and values (MLA)": target.use_mla,
+        "has several positions per token": target.uses_mrope,
+        "does not hand out the states of its layers (vLLM: SupportsEagle3)": not _hands_out_layers(target),
+    }
+    parts = {name: getattr(head, name) for name in ("backbone_heads", "backbone_kv_heads", "backbone_width")}
+    uneven = [f"{name}={size}" for name, size in parts.items() if size % ranks and not _repeats(name, size, ranks)]
+    says = f"speculative_config: head {spec.model} has a backbone"
+    return {
+        f"{says}, and target {target.model} {what}: not served together in this version; "
+        "use a head of another kind": holds
+        for what, holds in kinds.items()
+    } | {
+        f"{says} that reads layer {last}, but target {target.model} has {depth}; "
+        "use a head trained for this target": last > depth,
+        f"{says}, whose layers share the target's KV cache: allowed head_dtype: auto; given: {spec.head_dtype}; "
+        "remove head_dtype": spec.head_dtype != "auto",
+        f"{says} with {', '.join(uneven)}, which tensor_parallel_size={ranks} does not divide; "
+        "lower tensor_parallel_size": bool(uneven),
+    }
+
+
+def _repeats(name: str, size: int, ranks: int) -> bool:
+    """Whether ranks have the same key and value heads."""
+    return name == "backbone_kv_heads" and ranks % size == 0
 
 
 def of_ptp_target(spec: Any) -> Table:
@@ -133,7 +166,7 @@ def of_mtpc_engine(spec: Any, vllm_config: Any) -> Table:
         f"pipeline_parallel_size={stages} with drafts on Model Runner {runner}: vLLM crashes there; allowed: Model "
         f"Runner V2 with asynchronous scheduling; {remedy}, "
         "or use tensor parallelism": stages > 1 and not is_served,
-        **(of_draft_layers(vllm_config) if head.lora_layers else {}),
+        **(of_draft_layers(vllm_config) if spec.aux_layers else {}),
         f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes one row "
         "per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop enable_lora or the "
         "head": vllm_config.lora_config is not None and needs_lm_head(head.head),
@@ -150,11 +183,14 @@ def of_mtpc_engine(spec: Any, vllm_config: Any) -> Table:
 
 
 def of_draft_layers(vllm_config: Any) -> Table:
-    says = f"a head with lora_layers={vllm_config.speculative_config.head.lora_layers}"
+    spec = vllm_config.speculative_config
+    says, remedy = f"a head with lora_layers={spec.head.lora_layers}", "a head trained with lora_layers 0"
+    if spec.has_backbone:
+        says, remedy = "a head of kind 'backbone'", "a head of another kind"
     stages, is_v1 = vllm_config.parallel_config.pipeline_parallel_size, not vllm_config.use_v2_model_runner
     return {
         f"{says} on Model Runner V1, which keeps no KV cache for draft layers: allowed: Model Runner V2; "
-        f"{how_to_v2()}, or use a head trained with lora_layers 0": is_v1,
+        f"{how_to_v2()}, or use {remedy}": is_v1,
         f"{says} and pipeline_parallel_size={stages}: draft layers are not divided into stages; allowed: 1; "
         "use tensor_parallel_size": stages > 1,
         **_not_together(
@@ -207,6 +243,12 @@ def _hands_out_copies(target: ModelConfig) -> bool:
     from vllm.model_executor.model_loader.utils import get_model_cls
 
     return hasattr(get_model_cls(target), "get_mtp_target_hidden_states")  # as vLLM's speculators find out
+
+
+def _hands_out_layers(target: ModelConfig) -> bool:
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    return hasattr(get_model_cls(target), "set_aux_hidden_state_layers")
 
 
 def _is_layerwise(kv_transfer_config: Any) -> bool:

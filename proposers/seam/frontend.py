@@ -177,6 +177,15 @@ def eagle_model_types(original: Any) -> Any:
     return Literal[(original, *METHODS)]
 
 
+@patch("vllm.config.vllm", "VllmConfig.num_lookahead_tokens", why="keep KV slots for the queries of a backbone")
+def num_lookahead_tokens(original: property) -> property:
+    def slots(config: Any) -> int:
+        spec = config.speculative_config
+        return spec.lookahead if getattr(spec, "method", None) in METHODS else original.fget(config)
+
+    return property(slots, doc=original.__doc__)
+
+
 @patch(
     "vllm.config.vllm",
     "VllmConfig._maybe_disable_dynamic_sd_for_v1",

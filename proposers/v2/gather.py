@@ -1,9 +1,13 @@
-"""Where a draft begins: each request's last accepted row, the token the target chose there, and its position."""
+"""Where a draft begins: each request's last accepted row, the token the target chose there, and its position.
+
+And where the rows of a backbone's queries lie in its KV cache.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 from vllm.triton_utils import tl, triton
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
@@ -59,4 +63,65 @@ def last_rows(
         rows,
         first,
         pos,
+    )
+
+
+@triton.jit
+def _query_rows(
+    slot_ptr,
+    row_ptr,
+    read_ptr,
+    table_ptr,
+    table_stride,
+    positions_ptr,
+    slots_ptr,
+    ends_ptr,
+    block_size,
+    max_len,
+    queries,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    is_real = tl.load(slot_ptr + request) >= 0
+    row = tl.load(row_ptr + request, mask=is_real, other=0)
+    start = tl.load(read_ptr + row, mask=is_real, other=-1).to(tl.int64) + 1
+    query = tl.arange(0, BLOCK)
+    at, is_query = start + query, query < queries
+    is_kept = is_query & is_real & (at < max_len)
+    block = tl.load(table_ptr + request * table_stride + at // block_size, mask=is_kept, other=0).to(tl.int64)
+    slot = tl.where(is_kept & (block > 0), block * block_size + at % block_size, PAD)
+    tl.store(positions_ptr + request * queries + query, tl.minimum(at, max_len - 1), mask=is_query)
+    tl.store(slots_ptr + request * queries + query, slot, mask=is_query)
+    tl.store(ends_ptr + request, tl.minimum(start + queries, max_len).to(tl.int32))
+
+
+def query_rows(
+    slots: Tensor,  # [R] of vLLM's states; -1: nobody's, whose rows are read and written nowhere
+    last_rows: Tensor,  # [R]
+    read: Tensor,  # positions of the target's rows
+    table: Tensor,  # [R, blocks]
+    block_size: int,
+    max_len: int,
+    queries: int,
+    row_positions: Tensor,
+    row_slots: Tensor,
+    ends: Tensor,
+) -> None:
+    """Fills positions and KV slots of the queries behind each request's last row, [R * queries] int64, and where its
+    text ends behind them, [R] int32. What lies behind the model's length has no slot, and nobody reads it."""
+    _query_rows[(len(slots),)](
+        slots,
+        last_rows,
+        read,
+        table,
+        table.stride(0),
+        row_positions,
+        row_slots,
+        ends,
+        block_size,
+        max_len,
+        queries,
+        PAD=PAD_SLOT_ID,
+        BLOCK=triton.next_power_of_2(queries),
     )

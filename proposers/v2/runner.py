@@ -141,7 +141,7 @@ class HeadModelRunner(GPUModelRunner):
     def begin(self) -> None:
         """Called once vLLM has made the runner, before it loads the target."""
         spec = self.speculative_config
-        if spec.draft_layers:  # let the target hand out the states that they read
+        if spec.aux_layers:  # let the target hand out the states that draft layers read
             self.use_aux_hidden_state_outputs = True
         if self.lora_config:
             self.lora_state = RowLoraState(self.max_num_reqs)

@@ -79,8 +79,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         return weights_dtype(self.speculative_config.head_dtype, self.dtype, self.device), 0.0
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        spec = self.speculative_config
-        head = load_served_head(spec.model_folder, self.dtype, self.device, target_model, self.dtype, spec.head_dtype)
+        head = self._load_head(target_model)
         logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, self.num_speculative_steps, logits_dtype, sizes)
@@ -92,9 +91,13 @@ class MtpcSpeculator(DraftModelSpeculator):
         target_model.get_model_state_cls = lambda: state
         return head
 
+    def _load_head(self, target_model: nn.Module) -> Head:
+        folder, dtype = self.speculative_config.model_folder, self.speculative_config.head_dtype
+        return load_served_head(folder, self.dtype, self.device, target_model, self.dtype, dtype)
+
     def _drafter(self, head: Head) -> Drafter | None:
-        """None: the circuit has more components than the kernel takes, or drafts are within a support."""
-        if head.circuit.num_components > MAX_COMPONENTS or head.support:
+        """None: the circuit has more components than the kernel takes."""
+        if head.circuit.num_components > MAX_COMPONENTS:
             return None
         return Drafter(
             head.circuit.program,
@@ -104,18 +107,20 @@ class MtpcSpeculator(DraftModelSpeculator):
             gumbel_noised_argmax,
             self.use_fp64_gumbel,
             shard=head.leaf_shard,
+            support=head.support,
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch)
 
     def capture(self) -> None:
-        def prepare(num_reqs: int, num_drafts: int) -> Callable[[], None]:
-            self.idx_mapping.fill_(-1)
-            return partial(self._draft, num_reqs, num_drafts)
-
         if self.graphs.needs_capture():
-            self.graphs.capture_drafts(prepare)
+            self.graphs.capture_drafts(self._captured)
+
+    def _captured(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
+        """What a graph holds, for a batch of padding alone."""
+        self.idx_mapping.fill_(-1)
+        return partial(self._draft, num_reqs, num_drafts)
 
     @torch.inference_mode()
     def propose(
@@ -155,8 +160,8 @@ class MtpcSpeculator(DraftModelSpeculator):
                 own = self.seeds[slots]
                 self.seeds[slots] = torch.where(stream == 0, own, step_seeds(own, self.noise_pos[:num_reqs]))
             self.noise_pos[:num_reqs] += stream
-            torch.index_select(last_hidden_states, 0, self.last_rows[:num_reqs], out=self.hidden_states[:num_reqs])
             graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
+            self._read(input_batch, last_hidden_states, graph)
             if graph is None:
                 self._draft(num_reqs, num_drafts)
             else:
@@ -164,6 +169,11 @@ class MtpcSpeculator(DraftModelSpeculator):
             if self.structured is not None and (rows := self.structured.rows(input_batch)):
                 self._draft_masked(input_batch, rows, num_sampled, num_drafts)
         return self.draft_tokens[:num_reqs]
+
+    def _read(self, input_batch: InputBatch, last_hidden_states: Tensor, graph: Any) -> None:
+        """Fills what `_draft` begins with; `graph`: that which will run it, if one does."""
+        num_reqs = input_batch.num_reqs
+        torch.index_select(last_hidden_states, 0, self.last_rows[:num_reqs], out=self.hidden_states[:num_reqs])
 
     def _draft_masked(self, input_batch: InputBatch, rows: list[int], num_sampled: Tensor, num_drafts: int) -> None:
         """Drafts of structured requests once more, as their grammars allow; waits for the device at every draft.

@@ -144,7 +144,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("toy")
 
 
-NEEDS = {"heads": ["target"], "tokens": ["target"], "serve": ["target", "heads"], "ptp": ["target"]}
+NEEDS = {
+    "heads": ["target"],
+    "tokens": ["target"],
+    "serve": ["target", "heads"],
+    "ptp": ["target"],
+    "drafters": ["target"],
+}
 
 
 @pytest.mark.slow

@@ -291,8 +291,8 @@ def test_a_good_index_is_read(target: Path) -> None:
     "values, words",
     [
         ([], "a JSON object"),
-        ({}, "weight_map has None"),
-        ({"weight_map": ["lm_head.weight"]}, "weight_map has None"),
+        ({}, "has no weight_map"),
+        ({"weight_map": ["lm_head.weight"]}, "has no weight_map"),
         ({"weight_map": {"lm_head.weight": 3}}, "weight_map has 3"),
         ({"weight_map": {"lm_head.weight": "/etc/passwd"}}, "the name of a file beside it"),
         ({"weight_map": {"lm_head.weight": "../target/model-1.safetensors"}}, "the name of a file beside it"),

@@ -25,6 +25,7 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
     "fault: the recovered token is dropped": 4_000,
     "coupled": FEW,
     "fault: coupled, noise of the first row": FEW,
+    "backbone": FEW,
     "leaves look at the token before": FEW,
     "V1: leaves look at the token before": FEW,
     "fault: drafts scored without the token before": 10_000,

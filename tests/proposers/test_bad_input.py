@@ -41,6 +41,63 @@ def test_a_head_may_name_greedy_drafts_as_its_default(place: Path) -> None:
 
 
 @pytest.fixture
+def with_backbone(place: Path) -> Path:
+    """The same folder; its head has a backbone."""
+    target = json.loads((place / "target" / "config.json").read_text())
+    write_head(place / "head", target, head="backbone", component_rank=2, backbone_layers=1, backbone_kv_heads=2)
+    return place
+
+
+def test_a_backbone_has_slots_for_its_queries(with_backbone: Path) -> None:
+    from vllm.config import VllmConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"method": "mtpc", "model": str(with_backbone / "head"), "num_speculative_tokens": 2}
+    args = EngineArgs(str(with_backbone / "target"), speculative_config=given, dtype="float32")
+    spec = args.create_speculative_config(args.create_model_config(), ParallelConfig())
+    assert spec.speculator() == "backbone.BackboneSpeculator" and spec.aux_layers
+    slots = VllmConfig.num_lookahead_tokens.fget
+    assert slots(SimpleNamespace(speculative_config=spec)) == 5  # as many as the window has tokens, not 1 + K
+    assert slots(SimpleNamespace(speculative_config=None)) == 0
+
+
+def test_a_backbone_on_model_runner_v1(with_backbone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    message = refusal(with_backbone)
+    assert "kind 'backbone' on Model Runner V1" in message and "allowed: Model Runner V2" in message
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "wanted"),
+    [
+        ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, {}, "does not hand out the states"),
+        ({"num_hidden_layers": 1}, {"aux_hidden_state_layer_ids": [0, 2]}, "reads layer 2, but target"),
+    ],
+)
+def test_a_backbone_on_other_targets(
+    with_backbone: Path, target: dict[str, Any], head: dict[str, Any], wanted: str
+) -> None:
+    rewrite(with_backbone, **head)
+    file = with_backbone / "target" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **target}))
+    assert wanted in refusal(with_backbone)
+
+
+def test_a_backbone_has_the_dtype_of_its_target(with_backbone: Path) -> None:
+    assert "allowed head_dtype: auto; given: bfloat16; remove" in refusal(with_backbone, head_dtype="bfloat16")
+
+
+def test_a_backbone_that_ranks_do_not_divide(with_backbone: Path) -> None:
+    target = json.loads((with_backbone / "target" / "config.json").read_text())
+    options = {"component_rank": 2, "backbone_layers": 1, "backbone_heads": 3, "backbone_kv_heads": 1}
+    write_head(with_backbone / "head", target, head="backbone", **options)
+    given = {"method": "mtpc", "model": str(with_backbone / "head")}
+    with pytest.raises(MtpcError, match=r"with backbone_heads=3, which tensor_parallel_size=2 does not divide"):
+        engine_config(with_backbone / "target", given, tensor_parallel_size=2)
+
+
+@pytest.fixture
 def layered(place: Path) -> Path:
     """The same folder; its head has draft layers."""
     target = json.loads((place / "target" / "config.json").read_text())
@@ -78,7 +135,7 @@ def test_draft_layers_with_a_connector_that_works_layer_by_layer(layered: Path, 
     )
     parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
     config = SimpleNamespace(
-        speculative_config=SimpleNamespace(head=read_config(layered / "head")),
+        speculative_config=SimpleNamespace(head=read_config(layered / "head"), has_backbone=False),
         use_v2_model_runner=True,
         parallel_config=parallel,
         lora_config=None,
@@ -120,7 +177,7 @@ def test_what_draft_layers_are_not_served_with(layered: Path, option: str, value
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_dbo": False}
     engine = SimpleNamespace(
         use_v2_model_runner=True,
-        speculative_config=SimpleNamespace(head=read_config(layered / "head")),
+        speculative_config=SimpleNamespace(head=read_config(layered / "head"), has_backbone=False),
         parallel_config=SimpleNamespace(**parallel),
         lora_config=None,
         kv_transfer_config=None,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import LlamaForCausalLM
 
+from tests.support import backbones
 from tests.support.engine import Engine, Reply, run
 from tests.support.laws import (
     AT_ONCE,
@@ -27,7 +28,7 @@ from tests.support.laws import (
     of_the_first,
     total_variation,
 )
-from tests.support.models import make_head, make_ptp_head, make_target, make_tokenizer
+from tests.support.models import make_head, make_ptp_head, make_target, make_tokenizer, sample_target
 
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
@@ -42,8 +43,9 @@ PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of 
 
 @dataclass(frozen=True)
 class Case:
-    """head: one of HEADS, a variant of PTP, or none. together: requests whose answers must be independent (1: each is
-    looked at by itself), and whether they are samples of one request. is_fault: the injected fault must be found."""
+    """head: one of HEADS, "backbone", a variant of PTP, or none. together: requests whose answers must be independent
+    (1: each is looked at by itself), and whether they are samples of one request. is_fault: the injected fault must be
+    found."""
 
     head: str | None
     settings: tuple[str, ...] = MIXED
@@ -81,6 +83,7 @@ def _cases() -> dict[str, Case]:
         "drafts within a support": Case("hmm, support", three),
         "fault: drafts within a support scored as of all tokens": Case("hmm, support", one, "scored as of all", True),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),
+        "backbone": Case("backbone", three),
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
     cases["V1: leaves look at the token before"] = Case("hmm, tokens", three, options=CUT, runner="v1")
@@ -118,6 +121,9 @@ def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
         return
     if head in ("o-ptp", "c-ptp"):
         make_ptp_head(folder / head, target, head, WINDOW)
+        return
+    if head == "backbone":
+        backbones.fit(folder / head, folder / "target", sample_target(target, 32, 12, 0).tolist(), WINDOW)
         return
     circuit, fit = head.split(", ")
     make_head(folder / head, target, circuit, WINDOW, CIRCUITS[circuit], is_bad="bad" in fit, **OPTIONS[fit])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, check_out, download, verifier_name
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.files import MAX_INDEX, MAX_NAME, open_tensors, read_json
+from vllm_mtpc.files import read_json
 from vllm_mtpc.heads import build_head
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LM_HEAD = "lm_head.weight"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,19 +66,9 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
 
 def _read_lm_head(folder: Path) -> Tensor:
     """The lm_head, out of the one file that holds it."""
-    from vllm_mtpc.checkpoint.load import checked
+    from vllm_mtpc.checkpoint.shards import Shards
 
-    file = folder / SINGLE
-    if folder.joinpath(INDEX).exists():
-        shards = read_json(folder / INDEX, MAX_INDEX).get("weight_map")
-        shard = shards.get(LM_HEAD, SINGLE) if isinstance(shards, dict) else None
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.isprintable() or len(shard) > MAX_NAME:
-            raise CheckpointError(
-                f"{folder / INDEX}: weight_map has {shard!r} for {LM_HEAD}; allowed: the name of a file beside it; "
-                "copy the target again"
-            )
-        file = folder / shard
-    with open_tensors(file) as handle:
-        if LM_HEAD not in handle.keys():  # noqa: SIM118
-            raise CheckpointError(f"{file}: has no {LM_HEAD}; name a model with several prediction heads")
-        return checked(file, LM_HEAD, handle.get_tensor(LM_HEAD))
+    shards = Shards(folder)
+    if LM_HEAD not in shards.files:
+        raise CheckpointError(f"{folder}: has no {LM_HEAD}; name a model with several prediction heads")
+    return shards.read(LM_HEAD)

@@ -34,6 +34,7 @@ from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.eval.metrics import Metrics, check_drafts, ratio
 from vllm_mtpc.eval.text import Samples, Sampling
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.hf import Session, Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
@@ -48,7 +49,7 @@ class Contexts:
     overlap: Tensor  # [S, T, K] the same with the last factor averaged over the target's distribution
     valid: Tensor  # [S, T] bool
     target_nats: Tensor  # [S, T] -log p(x_1), temperature 1
-    joint_nats: Tensor  # [S, T] -log q(x_1..x_(1+K)), temperature 1
+    joint_nats: Tensor  # [S, T] -log q(x_1..x_(1+K)), temperature 1; x_1 by the target where a head is given it
     bytes_per_token: float | None = None
 
 
@@ -117,6 +118,8 @@ def collect(
         if head.support:  # the joint is that of the whole circuit
             whole = head(read.to(next(head.parameters()).dtype), m)
             found[:, -1] = -head.circuit.conditional_log_probs(whole, tokens).sum(1)
+        if isinstance(head, BackboneHead):  # which is given x_1, and says the same of every token there
+            found[:, -1] += found[:, -2] - math.log(target.vocab_size)
         pieces.append(found.cpu())
     values = torch.cat(pieces)  # [contexts, 2 K + 2]
 

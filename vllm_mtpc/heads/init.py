@@ -67,7 +67,7 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components
     than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Where
     only `head` has a token_rank, tokens add nothing yet; where only it has a component_rank, one component becomes some
-    that differ by the noise they start with. Raises HeadConfigError for anything else.
+    that say the same, and part by what they read of the state. Raises HeadConfigError for anything else.
     """
     _check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
@@ -80,6 +80,8 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
             noise = torch.randn(value.shape, generator=generator) * INIT_STD
             value = value + noise.to(value)
         wanted[name].copy_(value)
+    if "component_out" in wanted and "component_out" not in given:
+        head.component_out.zero_()
     if head.inner_bias is not None and "inner_bias" not in given:
         head.inner_weight.zero_()
         head.inner_bias.copy_(stay_bias(head.circuit.num_components, INHERITED_STAY))

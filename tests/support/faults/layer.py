@@ -11,11 +11,16 @@ from tests.support import engine
 
 
 def _noting() -> Callable[[], None]:
+    from vllm_mtpc.proposers.v2.layered import LayeredSpeculator
+
+    return noting(LayeredSpeculator)
+
+
+def noting(owner: type) -> Callable[[], None]:
     """Notes, for every request of every step, where its text ends, the state its head reads and what was drafted."""
-    from vllm_mtpc.proposers.v2.layered import LayeredSpeculator as Owner
     from vllm_mtpc.proposers.v2.verification import DRAFTING
 
-    original = Owner.propose
+    original = owner.propose
 
     def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts = original(self, input_batch, *args, **kwargs)
@@ -30,7 +35,7 @@ def _noting() -> Callable[[], None]:
             )
         return drafts
 
-    return engine.replaced(Owner, "propose", propose)
+    return engine.replaced(owner, "propose", propose)
 
 
 def _without_adapters() -> Callable[[], None]:

@@ -1,7 +1,8 @@
-"""`vllm-mtpc convert`: a checkpoint of the papers' authors as a head folder.
+"""`vllm-mtpc convert`: a checkpoint that was not trained here as a head folder.
 
-Two kinds are known by what the file holds: PTP checkpoints (`state_dict`, see convert/ptp.py) and MtPC heads
-(`model_state_dict` with a config.yaml beside, see convert/mtpc.py).
+Kinds are known by what the files hold: PTP checkpoints (`state_dict`, see convert/ptp.py), MtPC heads
+(`model_state_dict` with a config.yaml beside, see convert/mtpc.py), and DFlash and DSpark drafters (folders with a
+config.json and safetensors, see convert/drafter.py).
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ def run(args: argparse.Namespace) -> int:
 
 def convert(options: ConvertOptions) -> str:
     """Write the head folder `options.out`; returns what it is, in words. Raises CheckpointError or HeadConfigError."""
+    from vllm_mtpc.checkpoint.convert.drafter import convert_drafter
     from vllm_mtpc.checkpoint.convert.mtpc import convert_mtpc
     from vllm_mtpc.checkpoint.convert.ptp import convert_ptp
 
     check_out(options.out)
     path, label = locate(options.ckpt)
     options = options.model_copy(update={"ckpt": path})
+    if path.is_dir():
+        _refuse_foreign(options, "a drafter")
+        return convert_drafter(options, label)[1]
     file: Any = load(path)
     kinds = [key for key in ("state_dict", "model_state_dict") if isinstance(file, dict) and key in file]
     if len(kinds) != 1:
@@ -52,9 +57,14 @@ def convert(options: ConvertOptions) -> str:
         config = convert_ptp(options, file)
         measured = "" if config.accepted else ", acceptance not measured"
         return f"{config.variant}, {config.u_embedding}, window {config.window}{measured}"
-    if foreign := sorted(options.model_fields_set - set(SHARED)):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise CheckpointError(f"{path}: is an MtPC head; {flags}: of PTP checkpoints only; leave it out")
+    _refuse_foreign(options, "an MtPC head")
     config = convert_mtpc(options, file, label)
     lora = f", {config.lora_layers} draft layers" if config.lora_layers else ""
     return f"{config.circuit}, window {config.window}, {config.num_components} components{lora}"
+
+
+def _refuse_foreign(options: ConvertOptions, kind: str) -> None:
+    """Raise CheckpointError for flags that say what PTP checkpoints do not say themselves."""
+    if foreign := sorted(options.model_fields_set - set(SHARED)):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        raise CheckpointError(f"{options.ckpt}: is {kind}; {flags}: of PTP checkpoints only; leave it out")

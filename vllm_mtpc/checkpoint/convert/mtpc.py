@@ -15,7 +15,6 @@ here (tensors, keys, wirings) is refused by name.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections.abc import Mapping
@@ -25,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, ConvertOptions, adapters_of, target_config
+from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, ConvertOptions, adapters_of, narrowest, target_config
 from vllm_mtpc.checkpoint.convert.tensors import Tensors, sort_tensors, sum_tensors
 from vllm_mtpc.checkpoint.convert.yaml import Settings
-from vllm_mtpc.checkpoint.load import FLOATS, check_adapter_shapes, module_names
+from vllm_mtpc.checkpoint.load import check_adapter_shapes, module_names
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.checkpoint.save import converted_card, save_head
 from vllm_mtpc.config.mtpc import HeadConfig
@@ -103,10 +102,7 @@ def convert_mtpc(options: ConvertOptions, file: Mapping[str, Any], label: str) -
     verifier = config.speculators_config.verifier.name_or_path
     about = f"Converted from `{label}` by `vllm-mtpc convert`; target `{verifier}`{lora}."
     card = converted_card(config, f"MtPC head: {config.circuit}, n={config.window}, r={config.num_components}", about)
-    # the narrowest type that holds every tensor exactly (float64: rounded to float32)
-    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
-    dtype = dtype if dtype in FLOATS else torch.float32
-    save_head(options.out, config, head, {"converted": record}, card, dtype, adapters)
+    save_head(options.out, config, head, {"converted": record}, card, narrowest(tensors), adapters)
     return config
 
 

@@ -1,12 +1,13 @@
 """What `vllm-mtpc convert` is asked, and what it reads: a checkpoint's file, and the config of its target.
 
-Files are read with `torch.load(weights_only=True, mmap=True)` and nothing else: no pickled object is ever run, and of a
-file that also holds an optimiser's state only the tensors that are used are read.
+Pickled files are read with `torch.load(weights_only=True, mmap=True)` and nothing else: no pickled object is ever run,
+and of a file that also holds an optimiser's state only the tensors that are used are read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,14 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_mtpc.checkpoint.locate import HUB_NAME, PICKLE_SUFFIXES
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, HUB_NAME, PICKLE_SUFFIXES
 from vllm_mtpc.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 SETTINGS_FILE = "config.yaml"  # beside an MtPC checkpoint
-SHARED = ("ckpt", "target", "out", "temperature", "top_k", "top_p")  # what an MtPC head does not say itself
+MASK_FILE = "mask_embedding.pt"  # beside a drafter, of a mask that was trained apart
+SHARED = ("ckpt", "target", "out", "temperature", "top_k", "top_p")  # what heads other than PTP's do not say themselves
 _ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
 
@@ -34,7 +37,7 @@ class ConvertOptions(BaseModel):
 
     ckpt: Path = Field(
         description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml beside it, the folder of "
-        "both (the last step is taken) or a hub repository"
+        "both (the last step is taken) or a hub repository; DFlash, DSpark: folder or hub repository"
     )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
     out: Path = Field(description="folder of the head")
@@ -59,17 +62,19 @@ class ConvertOptions(BaseModel):
 def locate(ckpt: Path) -> tuple[Path, str]:
     """The checkpoint named by a file, a folder of model@STEP.pt files (the last step) or a hub repository of them.
 
-    And what provenance calls it: a file's name, or repository@commit/file. Raises CheckpointError when there is none.
+    Of a DFlash or DSpark drafter, which has config.json and no such files, the folder. And what provenance calls it: a
+    file's or folder's name, or repository@commit with the file. Raises CheckpointError when there is none.
     """
     if ckpt.is_file():
         return ckpt, ckpt.name
     if ckpt.is_dir():
         name = _last_step(str(ckpt), os.listdir(ckpt))
-        return ckpt / name, name
+        return (ckpt / name, name) if name else (ckpt, ckpt.resolve().name)
     if HUB_NAME.fullmatch(str(ckpt)) and ckpt.suffix not in PICKLE_SUFFIXES:
         return _download(str(ckpt))
     raise CheckpointError(
-        f"{ckpt} is not a file; name a Lightning checkpoint (.ckpt), a model@STEP.pt or its folder, or a hub repository"
+        f"{ckpt} is not a file; name a Lightning checkpoint (.ckpt), a model@STEP.pt or its folder, a drafter's folder "
+        "or a hub repository"
     )
 
 
@@ -120,19 +125,34 @@ def target_config(name: str) -> dict[str, Any]:
     return values
 
 
-def _last_step(place: str, names: Iterable[str]) -> str:
+def narrowest(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The narrowest type of a head that holds every tensor exactly (float64: rounded to float32)."""
+    import torch
+
+    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _last_step(place: str, names: Iterable[str]) -> str | None:
+    """The file of the last step; None where there is none, but a drafter's config. Raises CheckpointError."""
     steps = {int(match[1]): name for name in names if (match := _STEP_FILE.fullmatch(name))}
-    if not steps:
-        raise CheckpointError(f"{place}: has no model@STEP.pt; name a checkpoint's file, its folder or its repository")
-    return steps[max(steps)]
+    if not steps and CONFIG_FILE not in names:
+        raise CheckpointError(
+            f"{place}: has no model@STEP.pt and no {CONFIG_FILE}; name a checkpoint's file, folder or repository"
+        )
+    return steps[max(steps)] if steps else None
 
 
 def _download(repo: str) -> tuple[Path, str]:
     try:
-        from huggingface_hub import HfApi, hf_hub_download
+        from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
         info = HfApi().model_info(repo)
         name = _last_step(repo, [sibling.rfilename for sibling in info.siblings or []])
+        if name is None:
+            patterns = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", MASK_FILE]
+            folder = snapshot_download(repo, revision=info.sha, allow_patterns=patterns)
+            return Path(folder), f"{repo}@{info.sha}"
         hf_hub_download(repo, SETTINGS_FILE, revision=info.sha)
         return Path(hf_hub_download(repo, name, revision=info.sha)), f"{repo}@{info.sha}/{name}"
     except CheckpointError:

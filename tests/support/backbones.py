@@ -1,0 +1,112 @@
+"""Heads with a backbone that know a little of a target's answers, and their drafts by the head's own definition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.backbone import BackboneHead
+from vllm_mtpc.kernels.draft import naive
+
+SMALL = {
+    "backbone_layers": 2,
+    "backbone_heads": 4,
+    "backbone_kv_heads": 1,  # not the target's: pages of another size
+    "backbone_head_dim": 32,
+    "backbone_width": 96,
+}
+
+
+class Target:
+    """A target on transformers, by whole texts."""
+
+    def __init__(self, folder: Path, layers: list[int]) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+        self.layers = layers
+
+    def lend(self, head: BackboneHead) -> BackboneHead:
+        head.bind_lm_head(self.model.lm_head)
+        head.bind_embedding(self.model.get_input_embeddings())
+        return head
+
+    @torch.no_grad()
+    def aux(self, tokens: list[int]) -> Tensor:
+        """What a backbone reads, [1, T, m D]: the residual stream behind so many layers, the last one's too."""
+        streams = []
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+            for layer in self.model.model.layers
+        ]
+        hooks.append(self.model.model.norm.register_forward_pre_hook(lambda _, args: streams.append(args[0])))
+        self.model(torch.tensor([tokens]))
+        for hook in hooks:
+            hook.remove()
+        return torch.cat([streams[layer] for layer in self.layers], dim=-1)
+
+    @torch.no_grad()
+    def best(self, tokens: list[int]) -> list[int]:
+        """The likeliest token behind each."""
+        return self.model(torch.tensor([tokens])).logits[0].argmax(dim=-1).tolist()
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(self.best(tokens)[-1])
+        return tokens[len(prompt) :]
+
+
+def states(head: BackboneHead, aux: Tensor, starts: Tensor, first: Tensor) -> Tensor:
+    """[W, n, D] of windows behind positions starts[W] of one text, whose x_1 are first[W]."""
+    place = torch.arange(aux.shape[1])[None]
+    return head.read(head.context(aux, place, torch.zeros_like(place)), torch.zeros_like(starts), starts, first)
+
+
+def fit(
+    folder: Path, target: Path, texts: list[list[int]], window: int = 4, steps: int = 30, seed: int = 0, **given: Any
+) -> None:
+    """A head fitted to windows of these texts, saved to `folder`."""
+    settings = {"circuit": "hmm", "num_components": 2, "component_rank": 4, **SMALL, **given}
+    layers = settings.setdefault("aux_hidden_state_layer_ids", [1, 2])
+    reader = Target(target, layers)
+    config = HeadConfig.create(
+        **settings, head="backbone", window=window, target=reader.model.config, verifier="../target"
+    )
+    torch.manual_seed(seed)
+    head = reader.lend(build_head(config))
+    rows = []
+    for text in texts:
+        windows = torch.tensor(text[1:]).unfold(0, window, 1)
+        rows.append((reader.aux(text), torch.arange(len(windows)), windows))
+    optimiser = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(steps):
+        losses = []
+        for aux, starts, windows in rows:
+            params = head(states(head, aux, starts, windows[:, 0]))
+            losses.append(-head.circuit.conditional_log_probs(params, windows))
+        optimiser.zero_grad()
+        torch.cat([loss.flatten() for loss in losses]).mean().backward()
+        optimiser.step()
+    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
+
+
+class Reference:
+    """The greedy drafts of a head by its definition, of whole texts."""
+
+    def __init__(self, head: Path, target: Path) -> None:
+        self.config, made = load_head(head)
+        self.target = Target(target, self.config.aux_hidden_state_layer_ids)
+        self.head = self.target.lend(made)
+
+    @torch.no_grad()
+    def drafts(self, aux: Tensor, prefix: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """States [W, n, D] and drafts [W, n - 1] behind so many tokens, prefix[W], of a text whose aux is given."""
+        read = states(self.head, aux, prefix - 1, first)
+        params = self.head.draft_params(read, first, self.config.window - 1)
+        return read, naive.draft(self.head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1))

@@ -1,0 +1,238 @@
+"""Tiny DFlash and DSpark checkpoints, in speculators' layout and in their authors', and what they draft.
+
+Names, shapes and config keys are those that `speculators` 0.9.0 writes (DFlashDraftModel, DSparkDraftModel: tiny ones
+were saved with it and listed, by hand, as the package is no requirement of the tests, see speculators_schema.py) and
+those of the authors' model code (z-lab/dflash; DeepSpec). `Reference` is written from vLLM's qwen3_dflash.py,
+qwen3_dspark.py and their speculators, and shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, EPS, THETA, RANK, BLOCK = 2, 4, 2, 32, 96, 1e-5, 5000.0, 6, 4
+AUX, MASK = (1, 2, 3), 7  # the states that enter these layers of the target; the mask's row of its embeddings
+
+
+def draft_tensors(target: LlamaForCausalLM, seed: int = 1, markov: bool = False) -> dict[str, Tensor]:
+    """What every one of these checkpoints has; loud, so that every part of it moves the drafts."""
+    D, V = target.config.hidden_size, target.config.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    tensors = {"fc.weight": normal(D, len(AUX) * D), "hidden_norm.weight": norm(D), "norm.weight": norm(D)}
+    for layer in range(LAYERS):
+        tensors |= {
+            f"layers.{layer}.{name}.weight": value
+            for name, value in {
+                "self_attn.q_proj": 2 * normal(HEADS * HEAD_DIM, D),
+                "self_attn.k_proj": 2 * normal(KV_HEADS * HEAD_DIM, D),
+                "self_attn.v_proj": 2 * normal(KV_HEADS * HEAD_DIM, D),
+                "self_attn.o_proj": 2 * normal(D, HEADS * HEAD_DIM),
+                "self_attn.q_norm": norm(HEAD_DIM),
+                "self_attn.k_norm": norm(HEAD_DIM),
+                "input_layernorm": norm(D),
+                "post_attention_layernorm": norm(D),
+                "mlp.gate_proj": 2 * normal(WIDTH, D),
+                "mlp.up_proj": 2 * normal(WIDTH, D),
+                "mlp.down_proj": 2 * normal(D, WIDTH),
+            }.items()
+        }
+    if markov:
+        tensors["markov_head.markov_w1.weight"] = 3 * normal(V, RANK)
+        tensors["markov_head.markov_w2.weight"] = 3 * normal(V, RANK)
+        tensors["confidence_head.proj.weight"] = normal(1, D + RANK)
+        tensors["confidence_head.proj.bias"] = normal(1)
+    return tensors
+
+
+def own(target: LlamaForCausalLM) -> dict[str, Tensor]:
+    """The target's embeddings and lm_head, which some of them repeat."""
+    return {
+        "embed_tokens.weight": target.model.embed_tokens.weight.detach().clone(),
+        "lm_head.weight": target.lm_head.weight.detach().clone(),
+    }
+
+
+def layer_config(target: LlamaForCausalLM) -> dict[str, Any]:
+    """The draft layers as a Qwen3Config says them."""
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "hidden_size": target.config.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": WIDTH,
+        "layer_types": ["full_attention"] * LAYERS,
+        "max_position_embeddings": 256,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "pad_token_id": None,
+        "rms_norm_eps": EPS,
+        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": target.config.vocab_size,
+    }
+
+
+def speculators(kind: str, target: LlamaForCausalLM, **settings: Any) -> dict[str, Any]:
+    """config.json of `speculators`; kind "dflash" or "dspark"."""
+    anchor = settings.get("sample_from_anchor", kind == "dspark")
+    values = {
+        "architectures": ["DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"],
+        "aux_hidden_state_layer_ids": list(AUX),
+        "block_size": BLOCK,
+        "draft_vocab_size": target.config.vocab_size,
+        "dtype": "float32",
+        "mask_token_id": MASK,
+        "sample_from_anchor": anchor,
+        "sliding_window_non_causal": kind == "dflash",  # False: vLLM 0.32 takes full attention for causal as well
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "accept_tolerance": 0.0,
+                    "proposal_type": "greedy",
+                    "speculative_tokens": BLOCK if anchor else BLOCK - 1,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "../target"},
+        },
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer_config(target),
+        "transformers_version": "5.19.0",
+    }
+    if kind == "dspark":
+        values |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+        values |= {"markov_head_type": "vanilla", "markov_rank": RANK}
+    return values | settings
+
+
+def original(kind: str, target: LlamaForCausalLM, **settings: Any) -> dict[str, Any]:
+    """config.json of the authors' code: transformers' own, with their keys in it, at its top or in `dflash_config`."""
+    layers = {"target_layer_ids": [layer - 1 for layer in AUX], "mask_token_id": MASK}
+    common = {"block_size": BLOCK, "num_target_layers": target.config.num_hidden_layers, "dtype": "float32"}
+    if kind == "dflash":
+        mine = {"architectures": ["DFlashDraftModel"], "dflash_config": layers, "auto_map": {"AutoModel": "dflash.X"}}
+    else:
+        mine = {"architectures": ["Qwen3DSparkModel"], "num_anchors": 8, **layers, "enable_confidence_head": True}
+        mine |= {"confidence_head_with_markov": True, "markov_head_type": "vanilla", "markov_rank": RANK}
+    return {**layer_config(target), **common, **mine, **settings}
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make(folder: Path, layout: str, target: LlamaForCausalLM, seed: int = 1, **settings: Any) -> Path:
+    """A checkpoint of LAYOUTS."""
+    made, kind = LAYOUTS[layout]
+    tensors = draft_tensors(target, seed, markov=kind == "dspark")
+    if layout != "original dflash":  # the only one that saves neither
+        tensors |= own(target)
+    return write(folder, made(kind, target, **settings), tensors)
+
+
+LAYOUTS = {
+    "speculators dflash": (speculators, "dflash"),
+    "speculators dspark": (speculators, "dspark"),
+    "original dflash": (original, "dflash"),
+    "original dspark": (original, "dspark"),
+}
+
+
+class Reference:
+    """A checkpoint of `make` on its target, one sequence at a time, in float64."""
+
+    def __init__(self, folder: Path, target: LlamaForCausalLM, anchor: bool) -> None:
+        self.weights = {name: value.double() for name, value in load_file(folder / "model.safetensors").items()}
+        self.embeddings = target.model.embed_tokens.weight.detach().double()
+        self.unembedding = target.lm_head.weight.detach().double()
+        self.target, self.anchor = target, anchor
+
+    def block(self, text: list[int], first: int, drafts: int) -> Tensor:
+        """States [drafts, D] that predict the tokens after `first`, which follows `text`."""
+        with torch.no_grad():
+            found = self.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        aux = torch.cat([found[layer][0] for layer in AUX], dim=-1).double()
+        context = self._norm(aux @ self.weights["fc.weight"].T, "hidden_norm")
+        masks = drafts - 1 if self.anchor else drafts
+        states = self.embeddings[[first, *[MASK] * masks]]
+        at = torch.arange(len(text) + 1 + masks)
+        for layer in range(LAYERS):
+            states = self._layer(f"layers.{layer}.", context, states, at)
+        states = self._norm(states, "norm")
+        return states if self.anchor else states[1:]
+
+    def _layer(self, name: str, context: Tensor, states: Tensor, at: Tensor) -> Tensor:
+        x, both = self._norm(states, f"{name}input_layernorm"), at[-len(states) :]
+        keys, values, heads = [], [], range(HEADS)
+        for rows in (context, x):
+            keys.append(self._heads(rows, f"{name}self_attn.k_proj", KV_HEADS))
+            values.append(self._heads(rows, f"{name}self_attn.v_proj", KV_HEADS))
+        k = _rotated(self._norm(torch.cat(keys), f"{name}self_attn.k_norm"), at)
+        q = _rotated(self._norm(self._heads(x, f"{name}self_attn.q_proj", HEADS), f"{name}self_attn.q_norm"), both)
+        v, group = torch.cat(values), HEADS // KV_HEADS
+        seen = [(q[:, i] @ k[:, i // group].T * HEAD_DIM**-0.5).softmax(-1) @ v[:, i // group] for i in heads]
+        states = states + torch.cat(seen, dim=-1) @ self.weights[f"{name}self_attn.o_proj.weight"].T
+        x = self._norm(states, f"{name}post_attention_layernorm")
+        gate, up, down = (self.weights[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return states + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    def _heads(self, rows: Tensor, name: str, heads: int) -> Tensor:
+        return (rows @ self.weights[f"{name}.weight"].T).view(len(rows), heads, HEAD_DIM)
+
+    def _norm(self, rows: Tensor, name: str) -> Tensor:
+        return rows * (rows.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[f"{name}.weight"]
+
+    def logits(self, states: Tensor, previous: int, draft: int) -> Tensor:
+        """Of draft 0, 1, ... behind the token `previous`: [V]."""
+        found = states[draft] @ self.unembedding.T
+        if "markov_head.markov_w1.weight" in self.weights:
+            w1, w2 = (self.weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+            found = found + w2 @ w1[previous]
+        return found
+
+    def greedy(self, text: list[int], first: int, drafts: int) -> list[int]:
+        states, tokens = self.block(text, first, drafts), [first]
+        for draft in range(drafts):
+            tokens.append(int(self.logits(states, tokens[-1], draft).argmax()))
+        return tokens[1:]
+
+
+def _rotated(x: Tensor, at: Tensor) -> Tensor:
+    """Rotary embedding of x[rows, heads, HEAD_DIM] at positions at[rows]; halves are the pairs (NeoX)."""
+    half = HEAD_DIM // 2
+    angles = at[:, None, None] * THETA ** (-torch.arange(half, dtype=torch.float64) / half)
+    cos, sin, one, two = angles.cos(), angles.sin(), x[..., :half], x[..., half:]
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1)
