@@ -48,7 +48,7 @@ COMMANDS = {
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.eval.inspect_command"),
     "convert": Command(
-        "make a head of what others trained: MtPC, PTP, DFlash, DSpark", "vllm_mtpc.checkpoint.convert.command"
+        "make a head of a checkpoint others trained", "vllm_mtpc.checkpoint.convert.command"
     ),
     "token-heads": Command("make a head of the prediction heads a target has", "vllm_mtpc.checkpoint.token_heads"),
 }
