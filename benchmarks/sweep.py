@@ -112,7 +112,8 @@ def done(options: TrainOptions) -> dict[str, Any] | None:
     record = json.loads(file.read_text(encoding="utf-8"))
     learnt = {**identity(options), "max_steps": options.max_steps}
     compared = learnt.keys() - {*NAMES} - options.of_others  # provenance holds NAMES without their folders
-    same = all(record["settings"].get(key) == learnt[key] for key in compared)
+    fields, settings = TrainOptions.model_fields, record["settings"]  # an option that came later had its default
+    same = all(settings.get(key, fields[key].default) == learnt[key] for key in compared)
     return record if same and record.get("figures") else None
 
 

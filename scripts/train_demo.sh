@@ -61,14 +61,19 @@ write --data "$data/train.jsonl" --out "$data/greedy.jsonl" --crops 4 --limit "$
     --temperature 0 --seed 1
 write --data "$data/valid.jsonl" --out "$data/heldout.jsonl" --crops 16 --limit 256 --max-tokens 8 --seed 2
 
+# Circuits with latents twice: the second run starts from the first, with leaves that look at the token before as well.
 for circuit in ff cp hmm btree; do
-    components=8
-    [ "$circuit" = ff ] && components=1
-    rm -rf "$out/$circuit/state"  # of a run that was cut off: this one begins anew
-    "$python" -m vllm_mtpc train --config scripts/train_demo.yaml --target "$out/target" \
-        --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
-        --circuit "$circuit" --components "$components" --out "$out/$circuit" ${head_steps[@]+"${head_steps[@]}"}
-    rm -r "$out/$circuit/state"
+    learn() {
+        rm -rf "$2/state"  # of a run that was cut off: this one begins anew
+        "$python" -m vllm_mtpc train --config scripts/train_demo.yaml --target "$out/target" \
+            --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
+            --circuit "$circuit" "$@" ${head_steps[@]+"${head_steps[@]}"}
+        rm -r "$2/state"
+    }
+    [ "$circuit" = ff ] && learn --out "$out/ff" --components 1 && continue
+    learn --out "$data/$circuit" --components 8
+    learn --out "$out/$circuit" --components 8 --token-rank 32 --init-from "$data/$circuit" --verifier ../target \
+        --learning-rate 0.003 --max-steps 1000
 done
 
 # Twice: u is learnt late, and a second run starts from the first with the rate at its peak again. Then o-ptp gets its

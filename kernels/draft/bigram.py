@@ -12,13 +12,13 @@ from vllm_mtpc.kernels.leaf.kernel import WIDEN
 
 
 @triton.jit
-def block_bias(source_ptr, target_ptr, target_stride, token, vocab_size, RANK: tl.constexpr, CHUNK: tl.constexpr):
-    """Of tokens [BLOCK], after the one whose row of W1 is at source_ptr; target_ptr: W2_k. 0 beyond the vocabulary."""
+def block_bias(source_ptr, target_ptr, target_stride, token, is_token, RANK: tl.constexpr, CHUNK: tl.constexpr):
+    """Of tokens [BLOCK], after the one whose row of W1 is at source_ptr; target_ptr: W2_k. 0 where none is."""
     bias = tl.zeros_like(token).to(tl.float32)
     for start in range(0, RANK, CHUNK):
         j = start + tl.arange(0, CHUNK)
         given = tl.load(source_ptr + j, mask=j < RANK, other=0.0).to(tl.float32)
-        inside = (j[:, None] < RANK) & (token[None, :] < vocab_size)
+        inside = (j[:, None] < RANK) & is_token[None, :]
         taken = tl.load(target_ptr + j[:, None].to(tl.int64) * target_stride + token[None, :], mask=inside, other=0.0)
         bias += tl.sum(given[:, None] * taken.to(tl.float32), axis=0)
     return bias

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from vllm_mtpc.kernels.bigram import Bigram
-from vllm_mtpc.kernels.draft import TILE, is_small, launches
+from vllm_mtpc.kernels.draft import TILE, is_small, launches, rows
 from vllm_mtpc.kernels.draft.bigram import token_bias
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.filter.kernel import encode
@@ -37,7 +37,8 @@ class Drafter:
     noised_argmax is a jit function of one vector, (logits, keys, mask, seed, pos, temp, IS_DRAFTING, USE_FP64) ->
     (value, index): vLLM's `gumbel_noised_argmax`, from which alone a served draft has its noise. use_fp64: what it
     compares is float64. one_launch: which path; None chooses by the size of a leaf. shard: leaves are this rank's
-    columns [B, K, r, shard.rows], tokens and the cache those of the vocabulary.
+    columns [B, K, r, shard.rows], tokens and the cache those of the vocabulary. support: where it is not 0, leaves are
+    those of as many tokens, one launch whatever their number.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Drafter:
         use_fp64: bool = False,
         one_launch: bool | None = None,
         shard: Shard | None = None,
+        support: int = 0,
     ) -> None:
         if not 1 <= num_components <= MAX_COMPONENTS:
             raise ValueError(
@@ -57,9 +59,9 @@ class Drafter:
             )
         self.program, depth = encode(program, device)
         size = triton.next_power_of_2(num_components)
-        small = shard is None and is_small(num_components, vocab_size)
+        small = bool(support) or (shard is None and is_small(num_components, vocab_size))
         self.one_launch, self.shard = small if one_launch is None else one_launch, shard
-        self.width = vocab_size = vocab_size if shard is None else shard.rows
+        self.width = vocab_size = support or (vocab_size if shard is None else shard.rows)
         tile = TILE if self.one_launch else BLOCKED_TILE
         block = min(triton.next_power_of_2(vocab_size), max(MIN_BLOCK, tile // size))
         self.sizes = {"R": size, "DEPTH": depth}
@@ -89,14 +91,12 @@ class Drafter:
         """Fills tokens and confidences [B, K] and, where not None, cache [slots, K or more, V] of any float dtype.
 
         evidence [B, r], leaf [B, K, r, V], root [B, r], inner [B, F, r, r] as in `naive.draft`; any float dtype.
-        first [B] and bigram: as there, the whole vocabulary's also with a shard.
+        first [B], bigram and support: as there; the bigram is the whole vocabulary's also with a shard.
         slots [B] int: where a request's temperature, seed and part of the cache are; -1: a padded row, drafted by
         argmax and not cached. pos [B]: keys the noise of the first draft, pos + k that of draft k; it says the
         stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
         dtype of the cache: the very numbers the noise was added to.
         """
-        if support is not None:
-            raise ValueError("drafts within a support: use naive.draft")
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()
@@ -112,11 +112,12 @@ class Drafter:
             if self.shard is not None:
                 target = target[..., self.shard.start :]
             before = (first, bigram.source.contiguous(), target, *target.stride()[:2])
+        tokens_of = None if support is None else support.tokens.contiguous()
         requests = (slots, temperature, seeds, pos)
         cached = (None, 0, 0) if cache is None else (cache, cache.stride(0), cache.stride(1))
         out = (tokens, tokens.stride(0), confidences, confidences.stride(0))
         launch = self._rows if self.one_launch else self._blocks
-        launch(from_leaf, before, circuit, requests, cached, out, {**self.tile, "UNIT": unit}, draw)
+        launch(from_leaf, (*before, tokens_of), circuit, requests, cached, out, {**self.tile, "UNIT": unit}, draw)
 
     def _rows(
         self,
@@ -129,13 +130,18 @@ class Drafter:
         tile: dict,
         draw: bool,
     ) -> None:
-        batch, num_drafts, r, vocab_size = from_leaf[0].shape
+        batch, num_drafts, r, num_columns = from_leaf[0].shape
         rank = 0 if before[1] is None else before[1].shape[1]
         chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // tile["BLOCK"])) if rank else 0
         options = {**self.noise, **self.sizes, **tile, "DRAW": draw, "BLOCKS": self.num_blocks, **REGISTERS}
         given = (*from_leaf, *before, *circuit, *requests, *out, *cached)
-        sizes = (num_drafts, circuit[2].shape[1], r, vocab_size)
-        launches.draft_rows[(batch,)](*given, *sizes, **options, RANK=rank, CHUNK=chunk)
+        sizes = (num_drafts, circuit[2].shape[1], r, num_columns)
+        if before[-1] is not None and cached[0] is not None:
+            vocab_size = cached[0].shape[2]
+            rows.clear_rows[(triton.cdiv(vocab_size, BLOCKED_TILE), num_drafts, batch)](
+                requests[0], *cached, vocab_size, BLOCK=BLOCKED_TILE
+            )
+        rows.draft_rows[(batch,)](*given, *sizes, **options, RANK=rank, CHUNK=chunk)
 
     def buffers(
         self,
@@ -218,7 +224,7 @@ class Drafter:
 
     def _add(self, before: tuple, k: int, tokens: Tensor, bias: Tensor, vocab_size: int) -> None:
         """Fills bias [B, width] with what the token before draft k, of tokens [B, K] or the first, adds to it."""
-        first, source, *target = before
+        first, source, *target, _ = before
         last = first if k == 0 else tokens[:, k - 1]
         (batch, width), rank = bias.shape, source.shape[1]
         options = {**BIAS, "CHUNK": min(BIAS["CHUNK"], max(16, triton.next_power_of_2(rank))), "RANK": rank}

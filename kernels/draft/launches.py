@@ -1,4 +1,4 @@
-"""The kernels of both paths, and what they are made of: `draft_rows` alone, or the others (README.md).
+"""The kernels of the path in blocks, and what those of both paths are made of (README.md).
 
 Vectors [R] and the stack are those of `filter.kernel`; a tile is [R, BLOCK], components by tokens. Strides of a leaf
 are given in multiples of UNIT (`kernel.Drafter`).
@@ -14,7 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_mtpc.kernels.draft import bigram
 from vllm_mtpc.kernels.filter import kernel as machine
 
 RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, beside one for each component
@@ -28,28 +27,6 @@ def load_tile(leaf_ptr, z_stride, token, vocab_size, r, R: tl.constexpr):
     offset = z[:, None].to(tl.int64) * z_stride + token[None, :]
     x = tl.load(leaf_ptr + offset, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.where(z[:, None] < r, x, 0.0)
-
-
-@triton.jit
-def load_conditioned(
-    leaf_ptr,
-    z_stride,
-    source_ptr,
-    target_ptr,
-    target_stride,
-    token,
-    vocab_size,
-    r,
-    R: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """A tile, and what the token before has added to it [BLOCK]; RANK 0: nothing."""
-    tile, bias = load_tile(leaf_ptr, z_stride, token, vocab_size, r, R), tl.zeros_like(token).to(tl.float32)
-    if RANK > 0:
-        bias = bigram.block_bias(source_ptr, target_ptr, target_stride, token, vocab_size, RANK, CHUNK)
-        tile += bias[None, :]
-    return tile, bias
 
 
 @triton.jit
@@ -157,123 +134,6 @@ def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr)
     first = tl.sum(old * tl.load(at + 3, mask=mask, other=0.0).to(tl.float32), axis=0)
     second = tl.sum(old * old * tl.load(at + 4, mask=mask, other=0.0).to(tl.float32), axis=0)
     return record_ptr + (winner.to(tl.int64) * num_rows + row) * (RECORD + R), top, first, second
-
-
-@triton.jit(
-    do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "num_inner"],
-    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "token_ptr", "confidence_ptr", "first_ptr"],
-)
-def draft_rows(
-    leaf_ptr,
-    leaf_stride,
-    k_stride,
-    z_stride,
-    first_ptr,
-    source_ptr,
-    target_ptr,
-    target_k_stride,
-    target_stride,
-    evidence_ptr,
-    root_ptr,
-    inner_ptr,
-    program_ptr,
-    slot_ptr,
-    temperature_ptr,
-    seed_ptr,
-    pos_ptr,
-    token_ptr,
-    token_stride,
-    confidence_ptr,
-    confidence_stride,
-    cache_ptr,
-    cache_stride,
-    cache_k_stride,
-    num_drafts,
-    num_inner,
-    r,
-    vocab_size,
-    NOISED_ARGMAX: tl.constexpr,
-    DRAW: tl.constexpr,
-    USE_FP64: tl.constexpr,
-    R: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    UNIT: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """All drafts of one request; a leaf of one block is read once and stays in registers.
-
-    RANK: of what the token before adds to the logits; 0: nothing, and there is none of its tensors.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
-    inner_ptr += row * num_inner * r * r
-    weights, stack = start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
-    leaf_ptr += row * leaf_stride * UNIT
-    z_stride *= UNIT
-    in_block = tl.arange(0, BLOCK)
-    if RANK > 0:
-        before = tl.load(first_ptr + row).to(tl.int64)
-    for k in range(num_drafts):
-        leaf = leaf_ptr + k * k_stride * UNIT
-        source, target = source_ptr, target_ptr
-        if RANK > 0:
-            source += before * RANK
-            target += target_k_stride.to(tl.int64) * k
-        top = tl.full([R], float("-inf"), tl.float32)
-        total = tl.full([R], 0.0, tl.float32)
-        if BLOCKS == 1:
-            tile, bias = load_conditioned(
-                leaf, z_stride, source, target, target_stride, in_block, vocab_size, r, R, RANK, CHUNK
-            )
-            top, total = add_block(tile, top, total)
-        else:
-            for block in range(BLOCKS):
-                token = block * BLOCK + in_block
-                logits, _ = load_conditioned(
-                    leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK
-                )
-                top, total = add_block(logits, top, total)
-        norm = machine.finite(top) + tl.log(total)
-
-        largest = tl.full([], float("-inf"), tl.float64 if USE_FP64 else tl.float32)
-        chosen = tl.full([], 0, tl.int64)
-        q_top = tl.full([], float("-inf"), tl.float32)
-        first = tl.full([], 0.0, tl.float32)
-        second = tl.full([], 0.0, tl.float32)
-        added = tl.full([], 0.0, tl.float32)  # to the logits of the chosen token
-        for block in range(BLOCKS):
-            token = block * BLOCK + in_block
-            if BLOCKS > 1:
-                tile, bias = load_conditioned(
-                    leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK
-                )
-            log_q = mixture(tile, weights, norm)
-            mask = token < vocab_size
-            if cache_ptr is not None:
-                log_q = rounded(log_q, cache_ptr)
-                cached = cache_ptr + slot * cache_stride + k * cache_k_stride
-                tl.store(cached + token, log_q, mask=mask & (slot >= 0))
-            q_top, first, second = add_moments(log_q, scale, q_top, first, second)
-            value, index = NOISED_ARGMAX(
-                log_q, token, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
-            )
-            is_better = value > largest
-            largest = tl.where(is_better, value, largest)
-            chosen = tl.where(is_better, (block * BLOCK + index).to(tl.int64), chosen)
-            if RANK > 0:
-                added = tl.where(is_better, tl.sum(tl.where(in_block == index, bias, 0.0), axis=0), added)
-
-        tl.store(token_ptr + row * token_stride + k, chosen)
-        tl.store(confidence_ptr + row * confidence_stride + k, confidence(first, second, temperature, DRAW))
-        if k + 1 < num_drafts:
-            message = evidence(leaf, z_stride, chosen, norm, r, R)
-            if RANK > 0:
-                message += added
-                before = chosen
-            weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)
 
 
 @triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "draft"])

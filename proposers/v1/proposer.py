@@ -27,6 +27,7 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.support import Support
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.heads import shipped
 from vllm_mtpc.proposers.heads.counts import check_ranks
@@ -182,14 +183,19 @@ class MtpcProposer:
         batch, names = len(sampled_token_ids), runner.input_batch.req_ids
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, names, sampled_token_ids)
-        pick = self._argmax
+        params, pick = self.model.draft_params(hidden, first, num_drafts), self._argmax
         if self.is_probabilistic and not sampling_metadata.all_greedy:
             # an unfinished prompt must not advance its request's generator
             seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
-            noise = self.noise[:batch, :num_drafts].exponential_()
-            pick = self._drawing(noise, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
+            support, noise = params.support, self.noise[:batch, :num_drafts]
+            if masks.rows:  # a grammar may allow nothing of it
+                support = None
+            elif support is not None:
+                noise = noise[..., : support.tokens.shape[2]]
+            pick = self._drawing(
+                noise.exponential_(), support, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples
+            )
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
-        params = self.model.draft_params(hidden, first, num_drafts)
         program, shard = self.model.circuit.program, self.model.leaf_shard
         drafts = naive.draft(program, *params, pick=masks.around(pick), shard=shard).tolist()
         masks.rewind()
@@ -202,7 +208,8 @@ class MtpcProposer:
 
     def _drawing(
         self,
-        noise: torch.Tensor,  # [B, K, V] of exponential draws
+        noise: torch.Tensor,  # [B, K, V] of exponential draws, [B, K, M] for the tokens of a support
+        support: Support | None,
         temperature: torch.Tensor,  # [B]
         seeds: dict[int, torch.Generator],  # by row
         unmasked: list[int],  # rows under a grammar that does not mask them
@@ -228,7 +235,10 @@ class MtpcProposer:
             logits = log_q / scale if is_scaled else log_q
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(noise), k])  # [B, V]
             self.confidence.drawn(k, probs, is_greedy)
-            race = (probs / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
+            racing = probs if support is None else support.gather(probs, k)
+            race = (racing / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
+            if support is not None:
+                race = support.tokens[:, k].gather(1, race[:, None])[:, 0]
             if coupled:
                 race[coupled] = draw(logits[coupled], numbers[:, k])
             drafts = torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race

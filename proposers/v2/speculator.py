@@ -96,8 +96,8 @@ class MtpcSpeculator(DraftModelSpeculator):
         return load_served_head(folder, self.dtype, self.device, target_model, self.dtype, dtype)
 
     def _drafter(self, head: Head) -> Drafter | None:
-        """None: the circuit has more components than the kernel takes, or drafts are within a support."""
-        if head.circuit.num_components > MAX_COMPONENTS or head.support:
+        """None: the circuit has more components than the kernel takes."""
+        if head.circuit.num_components > MAX_COMPONENTS:
             return None
         return Drafter(
             head.circuit.program,
@@ -107,6 +107,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             gumbel_noised_argmax,
             self.use_fp64_gumbel,
             shard=head.leaf_shard,
+            support=head.support,
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:

@@ -28,7 +28,8 @@ OURS = {
         "draft.launches.nominate",
         "draft.launches.spread",
         "draft.launches.start_rows",
-        "draft.launches.draft_rows",
+        "draft.rows.clear_rows",
+        "draft.rows.draft_rows",
         "filter.kernel._filter",
         "filter.kernel._filter_backward",
         "leaf.kernel._join_terms",
@@ -67,7 +68,7 @@ VLLMS = {
         "spec_decode.rejection_sampler_utils._resample_kernel",
         "structured_outputs._apply_grammar_bitmask_kernel",
     )
-} | {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
+} | {"vllm_mtpc.kernels.draft.rows.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
 
 FALLS_BACK = {f"tests.support.odd_kernels.{name}" for name in ("compares_chained", "sorts", "transposes")}
 

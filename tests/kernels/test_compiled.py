@@ -21,6 +21,7 @@ FOLDERS = (forks.ROOT / "kernels", forks.ROOT / "proposers")
 QUICK = (
     *("demo btree, float64", "EvaByte btree, K=2", "EvaByte btree, float32", "Llama btree, K=2", "Qwen btree, K=2"),
     *("demo btree, token 32", "EvaByte btree, token 64, float32", "Qwen btree, token 64", "Qwen btree, 2 ranks"),
+    "Qwen btree, token 64 within 1024",
     *("EvaByte B=64", "training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
 )
 
@@ -75,6 +76,13 @@ HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # sizes and options of a head
     "mlp": ({"vocab_size": 257, "hidden_size": 128, "expander_layers": 1}, False),
     "linear, tokens": ({"vocab_size": 257, "hidden_size": 128, "token_rank": 32}, False),
     "shared, tokens": ({"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64, "token_rank": 32}, False),
+    "shared, support": (
+        {
+            **{"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64, "token_rank": 32},
+            **{"component_rank": 16, "support": 1024},
+        },
+        False,
+    ),
     "shared": ({"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64}, False),
     # 16,040 columns a rank, no multiple of 16
     "shared, 8 ranks": ({"vocab_size": 128_264, "hidden_size": 4096, "expander_rank": 64}, False),

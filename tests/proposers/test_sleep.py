@@ -27,6 +27,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "linear": {"method": "mtpc"},
     "shared": {"method": "mtpc"},
     "draft layers": {"method": "mtpc"},
+    "backbone": {"method": "mtpc"},
     "o-ptp": {"method": "ptp", "draft_pass": "two-pass"},
     "c-ptp, late": {"method": "ptp", "draft_pass": "merged", "u_table": True},
 }
@@ -40,6 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(2)
     write_head(folder / "linear", sizes)
     write_head(folder / "shared", sizes, head="shared")
+    write_head(folder / "backbone", sizes, head="backbone", component_rank=2)
     config = HeadConfig.create(
         circuit="cp", window=3, num_components=2, target=sizes, verifier="../target", lora_layers=1
     )

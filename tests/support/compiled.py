@@ -40,6 +40,7 @@ from vllm_mtpc.kernels.draft import SMALL_VOCAB
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.kernels.support import Support
 from vllm_mtpc.report import check_file, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -174,12 +175,13 @@ def draft(
     use_fp64: bool = False,
     ranks: int = 1,
     token_rank: int = 0,
+    support: int = 0,
 ) -> None:
     """The draft kernel on two requests; leaf, cache and bigram have a dtype. ranks: on the last one of so many."""
     circuit = get_circuit(name, n, r)
     shard = last_of(ranks, vocab) if ranks > 1 else None
-    drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
-    leaf = empty(2, drafts, r, shard.rows if shard else vocab, dtype=dtype)
+    drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard, support=support)
+    leaf = empty(2, drafts, r, support or (shard.rows if shard else vocab), dtype=dtype)
     params = (empty(2, r, dtype=WHOLE), leaf, empty(2, r, dtype=WHOLE))
     bigram = None
     if token_rank:
@@ -189,6 +191,7 @@ def draft(
         empty(2, circuit.num_inner, r, r, dtype=WHOLE),
         empty(2, dtype=LONG),
         bigram,
+        Support(empty(2, drafts, support, dtype=LONG), vocab) if support else None,
         slots=empty(2, dtype=LONG),
         temperature=empty(64, dtype=WHOLE),
         seeds=empty(64, dtype=LONG),
@@ -264,6 +267,9 @@ def served_tokens(model: str, given: tuple[Any, str, int, int, int]) -> Iterator
     }.items():
         yield f"{model} {name}, {what}", lambda options=options: draft(*given, n - 1, **options), 0
     if vocab > SMALL_VOCAB:
+        for size in (256, 1024, 4096):
+            yield f"{model} {name}, within {size}", lambda size=size: draft(*given, n - 1, support=size), 0
+        yield f"{model} {name}, token 64 within 1024", lambda: draft(*given, n - 1, token_rank=64, support=1024), 0
         yield f"{model} {name}, token 64, 2 ranks", lambda: draft(*given, n - 1, ranks=2, token_rank=64), 0
 
 

@@ -17,6 +17,7 @@ from tests.support.interpreted import moved
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.kernels.support import Support
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
@@ -28,7 +29,7 @@ class Case:
     """What a batch is drafted from, and the sizes of what is handed to the kernel beside it."""
 
     program: Program
-    params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None]  # as `DraftParams`
+    params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None, Support | None]  # as `DraftParams`
     slots: Tensor  # [B]
     temperature: Tensor  # [slots]
     seeds: Tensor  # [slots]
@@ -75,7 +76,9 @@ def _draft(case: Case, device: str) -> Drafts:
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, num_drafts, r, vocab_size = case.params[1].shape
-    vocab_size = case.shard.vocab_size if case.shard else vocab_size
+    *params, bigram, support = case.params
+    if case.shard or support:
+        vocab_size = (case.shard or support).vocab_size
     drafter = Drafter(
         case.program,
         r,
@@ -85,15 +88,16 @@ def _draft(case: Case, device: str) -> Drafts:
         case.use_fp64,
         case.one_launch,
         case.shard,
+        support.tokens.shape[2] if support else 0,
     )
     tokens = torch.full((batch, num_drafts + 2), POISON, device=device)[:, :num_drafts]
     confidences = torch.full((batch, num_drafts + 1), float("nan"), device=device)[:, :num_drafts]
     shape = (len(case.temperature), num_drafts + 1, vocab_size)
     cache = torch.full(shape, float("nan"), dtype=case.cache_dtype, device=device) if case.with_cache else None
-    *params, bigram = case.params
     drafter(
         *(moved(part, device) for part in params),
-        None if bigram is None else Bigram(*(moved(part, device) for part in bigram)),
+        bigram and Bigram(*(moved(part, device) for part in bigram)),
+        support and support._replace(tokens=moved(support.tokens, device)),
         slots=case.slots.to(device),
         temperature=case.temperature.to(device),
         seeds=case.seeds.to(device),

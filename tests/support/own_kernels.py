@@ -33,6 +33,7 @@ FEW = {
         "no draws",
         "float64 noise, blocks",
         "bfloat16 cache, blocks",
+        "support, padded",
         "token, padded",
         "token, padded, blocks",
     ),

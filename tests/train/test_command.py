@@ -134,10 +134,10 @@ def test_a_finished_run_is_resumed_without_its_metrics(place, capsys):
     assert record["steps"] == 4 and record["peak_memory_bytes"] > 0
 
 
-def spread(place: Path, out: str, *more: str) -> Path:
+def spread(place: Path, out: str, *more: str, **changes: object) -> Path:
     """The same command under torchrun, in two processes."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vllm_mtpc"]
-    execute([*start, "train", *flags(place, out), *more])
+    execute([*start, "train", *flags(place, out, **changes), *more])
     return place / out
 
 
@@ -147,13 +147,23 @@ def execute(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_two_processes_equal_one(place, parallel):
-    case = ["--dtype", "float32", "--rounds", "2"]
-    one = place / "one"
+@pytest.mark.parametrize(
+    "parallel, head",
+    [
+        ("ddp", "linear"),
+        pytest.param("fsdp", "linear", marks=pytest.mark.slow),
+        pytest.param("ddp", "backbone", marks=pytest.mark.slow),
+        pytest.param("fsdp", "backbone", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_equal_one(place, parallel, head):
+    case, own = ["--dtype", "float32", "--rounds", "2", "--head", head], {}
+    if head == "backbone":
+        own = {"component_rank": 2, "backbone_width": 16, "learning_rate": 1e-3}
+    one = place / f"one-{head}"
     if not one.exists():
-        assert main(["train", *flags(place, "one"), *case]) == 0
-    two = spread(place, f"two-{parallel}", "--parallel", parallel, *case)
+        assert main(["train", *flags(place, one.name, **own), *case]) == 0
+    two = spread(place, f"two-{parallel}-{head}", "--parallel", parallel, *case, **own)
     # The same windows, those that round 2 draws among them, and denominators; sums of float32 in another order, four
     # steps of Adam on them.
     assert losses(two) == pytest.approx(losses(one), abs=1e-5)
@@ -162,12 +172,10 @@ def test_two_processes_equal_one(place, parallel):
     for name in mine:
         torch.testing.assert_close(theirs[name], mine[name], atol=2e-4, rtol=0)
     # It must be able to fail: a step is far larger than what is allowed.
-    assert (mine["leaf_weight"] - load_file_of_start(place)["leaf_weight"]).abs().max() > 1e-2
-
-
-def load_file_of_start(place: Path) -> dict[str, torch.Tensor]:
-    assert main(["train", *flags(place, "start", dry_run=True, dtype="float32")]) == 0
-    return load_file(place / "start" / "model.safetensors")
+    start, learnt = f"start-{head}", "leaf_weight" if head == "linear" else "backbone.fc.weight"
+    assert main(["train", *flags(place, start, dry_run=True, dtype="float32", head=head, **own)]) == 0
+    began = load_file(place / start / "model.safetensors")[learnt]
+    assert (mine[learnt] - began).abs().max() > (1e-2 if head == "linear" else 2e-3)
 
 
 @pytest.mark.slow

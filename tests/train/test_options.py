@@ -50,7 +50,10 @@ def test_flags_go_before_the_file(tmp_path):
         ("target: t\ndata: [d]\nout: o\nwindows: 8\n", "unknown key 'windows'; allowed keys: .*window"),
         ("target: t\ndata: [d]\nout: o\nsave_every: 8\n", "unknown key 'save_every'"),
         ("target: t\ndata: [d]\nout: o\nlearning_rat: 8\n", "correct its name; did you mean learning_rate\\?$"),
-        ("target: t\ndata: [d]\nout: o\nhead: medusa\n", "'medusa'; allowed: linear, shared, mlp, transformer, ptp;"),
+        (
+            "target: t\ndata: [d]\nout: o\nhead: medusa\n",
+            "'medusa'; allowed: linear, shared, mlp, transformer, backbone, ptp;",
+        ),
         ("target: t\ndata: [d]\nout: o\nptp_loss: ce\n", "a circuit's loss is what beta and acceptance say"),
         ("target: [\n", "cannot be read as YAML"),
         ("- a\n", "holds list; expected are lines"),

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny import acceptance
-from tests.support.training import losses, make_trainer, options_for, save_every
+from tests.support.training import V, losses, make_trainer, options_for, save_every
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import CheckpointError, UsageError
-from vllm_mtpc.eval.text import Sampling
+from vllm_mtpc.eval.acceptance import collect, step_starts
+from vllm_mtpc.eval.text import Samples, Sampling, with_backbone
 from vllm_mtpc.train import state
 from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.rounds import start_chances
 from vllm_mtpc.train.windows import drawn
+
+BACKBONE = {
+    "head": "backbone", "backbone_layers": 1, "backbone_width": 32, "component_rank": 4, "train_first": False,
+}  # fmt: skip
 
 
 def walked(alive: list[list[float]], starts: list[int]) -> dict[int, float]:
@@ -73,8 +80,8 @@ def test_a_pass_takes_no_window_twice():
     assert order[:7] != order[7:]
 
 
-def started(target, out, **changes):
-    trainer = make_trainer(options_for(target, out, **{"max_steps": 8, "rounds": 2, **changes}), target)
+def started(target, out, documents=None, **changes):
+    trainer = make_trainer(options_for(target, out, **{"max_steps": 8, "rounds": 2, **changes}), target, documents)
     trainer.run()
     return trainer
 
@@ -114,6 +121,25 @@ def test_chances_are_of_the_head_at_hand(tiny_target, tmp_path, more):
     assert 0.2 < chances[chances > 0].float().mean() < 0.95  # some drafts are accepted, some are not
 
 
+@torch.no_grad()
+def test_chances_of_a_backbone_are_the_evaluator_s(tiny_target, tmp_path):
+    rng = np.random.default_rng(0)
+    documents = Documents.join([(rng.integers(0, V, 40), np.ones(40, bool)) for _ in range(8)])  # each a row
+    with torch.enable_grad():
+        trainer = started(tiny_target, tmp_path, documents, **BACKBONE)
+    (block, *_), rows = trainer.source.blocks(0), trainer.source.source.rows
+    trainer.rounds.known = None
+    chances = trainer.rounds.chances(block).double()
+    tokens, document = rows.tokens[block].long(), rows.document[block]
+    size = torch.full((len(block),), tokens.shape[1])
+    samples = Samples(tokens, tiny_target.hidden(tokens, document)[:, :-1], torch.ones_like(size), size)
+    head = trainer.drafter.head
+    contexts = collect(head, tiny_target, with_backbone(samples, head, tiny_target), Sampling(1.0))
+    expected = step_starts(contexts.text)
+    assert expected.shape[1] > 30
+    torch.testing.assert_close(chances[:, : expected.shape[1]], expected, atol=2e-3, rtol=0)  # kept as float16
+
+
 def test_the_first_round_is_as_without(tiny_target, tmp_path):
     started(tiny_target, tmp_path / "two")
     started(tiny_target, tmp_path / "one", rounds=1)
@@ -122,7 +148,11 @@ def test_the_first_round_is_as_without(tiny_target, tmp_path):
     assert all(without != within for without, within in zip(one[4:], two[4:], strict=True))
 
 
-@pytest.mark.parametrize("more", [{}, {"block_rows": 100}, {"lora_layers": 1}], ids=["head", "one-block", "layers"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"block_rows": 100}, {"lora_layers": 1}, BACKBONE],
+    ids=["head", "one-block", "layers", "backbone"],
+)
 def test_a_run_goes_on_within_a_later_round(tiny_target, tmp_path, more, monkeypatch):
     """Saved at step 6 of 9, within round 2; the chances in use then are of the head at step 4."""
     case = {"max_steps": 9, "rounds": 2, **more}

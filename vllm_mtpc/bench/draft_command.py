@@ -24,7 +24,7 @@ from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.loading import resolve
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.hf import choose_device
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.filter.program import Program
@@ -225,29 +225,32 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(batch, head.hidden_size, generator=generator).to(weight.device, weight.dtype)
     first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
-    if weight.device.type == "cuda" and not head.support:  # as MtpcSpeculator
+    if weight.device.type == "cuda":
         leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
-        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device)
+        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device, head.support)
     else:
-        shape = (batch, num_drafts, head.vocab_size)
-        draw = _definition(head.circuit.program, shape, temperature, weight.device)
+        draw = _definition(head.circuit.program, (batch, num_drafts, head.vocab_size), temperature)
     params = partial(head.draft_params, hidden, first, num_drafts)
     return params, partial(draw, params()), lambda: draw(params())
 
 
-def _definition(
-    program: Program, shape: tuple[int, int, int], temperature: float, device: torch.device
-) -> Callable[[Any], torch.Tensor]:
+def _definition(program: Program, shape: tuple[int, int, int], temperature: float) -> Callable[[Any], torch.Tensor]:
     """Tokens of a head's parameters as on the V1 runner, with buffers of the shape [B, K, V]."""
-    probs, noise = torch.zeros(shape, device=device), torch.ones(shape, device=device)
+    probs, every = torch.zeros(shape), torch.ones(shape)
 
-    def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
-        if temperature == 0:
-            return log_q.argmax(dim=-1)
-        torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
-        return (probs[:, k] / noise[:, k]).argmax(dim=-1)  # exponential race
+    def draw(given: DraftParams) -> torch.Tensor:
+        support = given.support
+        noise = every if support is None else every[..., : support.tokens.shape[2]]
 
-    def draw(given: Any) -> torch.Tensor:
+        def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
+            if temperature == 0:
+                return log_q.argmax(dim=-1)
+            racing = torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
+            if support is None:
+                return (racing / noise[:, k]).argmax(dim=-1)  # exponential race
+            race = (support.gather(racing, k) / noise[:, k]).argmax(dim=-1, keepdim=True)
+            return support.tokens[:, k].gather(1, race)[:, 0]
+
         if temperature:
             noise.exponential_()
         return naive.draft(program, *given, pick=pick)
@@ -256,10 +259,16 @@ def _definition(
 
 
 def weight_bytes(head: Head, num_drafts: int) -> int:
-    """Weights that a draft reads: the leaves of 1 + `num_drafts` positions where each has its own, the rest whole."""
+    """Weights that a draft reads: of positions that have their own those that are drafted, the rest whole.
+
+    Of token_source a row per draft.
+    """
+    of_leaves = (1 + num_drafts) / head.circuit.window
+    shares = {"leaf_weight": of_leaves, "component_in": of_leaves, "component_out": of_leaves}
+    shares |= {"token_source": num_drafts / head.vocab_size, "token_target": num_drafts / (head.circuit.window - 1)}
     total = 0
     for name, weight in head.named_parameters():
-        share = (1 + num_drafts) / head.circuit.window if name.startswith("leaf_weight") else 1
+        share = next((share for start, share in shares.items() if name.startswith(start)), 1)
         total += round(share * weight.numel()) * weight.element_size()
     if head.needs_lm_head:
         total += head.vocab_size * head.hidden_size * next(head.parameters()).element_size()

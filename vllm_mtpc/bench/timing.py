@@ -93,17 +93,17 @@ def bytes_per_second(device: Any) -> float:
 
 
 def draft_kernel(
-    program: Program, shape: tuple[int, int, int, int], temperature: float, device: torch.device
+    program: Program, shape: tuple[int, int, int, int], temperature: float, device: torch.device, support: int = 0
 ) -> Callable[[tuple[Tensor, ...]], Tensor]:
     """The draft kernel as Model Runner V2 calls it, with buffers of its own; a GPU's, or an interpreter's.
 
-    The call drafts from `DraftParams` whose leaf has the shape [B, K, r, V].
+    The call drafts from `DraftParams` whose leaf has the shape [B, K, r, V], or within a support [B, K, r, support].
     """
     from vllm_mtpc.engine.noise import gumbel_noised_argmax  # needs Triton
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, drafts, r, vocab_size = shape
-    drafter = Drafter(program, r, vocab_size, device, gumbel_noised_argmax)
+    drafter = Drafter(program, r, vocab_size, device, gumbel_noised_argmax, support=support)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     given = {
         "slots": slots,

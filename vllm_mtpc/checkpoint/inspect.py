@@ -190,7 +190,7 @@ def _provenance_rows(record: Report | None) -> list[tuple[str, str]]:
 
 
 def mtpc_rows(report: Report) -> list[tuple[str, str]]:
-    adapters, layers = report["adapters"], "none"
+    adapters, layers = report["adapters"], "its own" if report["head"] == "backbone" else "none"
     if adapters:
         layers = f"{', '.join(map(str, adapters['layers']))} of the target, rank {adapters['rank']}, "
         layers += f"alpha {adapters['alpha']}, {adapters['parameters']:,} parameters"

@@ -113,11 +113,11 @@ def draft_memory(
         drafts, rows = next(iter(found.items()))
         first = torch.empty(rows, dtype=torch.int64)
         drafter, circuit = None, head.circuit
-        if circuit.num_components <= MAX_COMPONENTS and not head.support:  # as MtpcSpeculator
+        if circuit.num_components <= MAX_COMPONENTS:  # what launches the kernels, as in `proposers/v2/speculator.py`
             from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
 
             sizes = circuit.program, circuit.num_components, config.vocab_size
-            drafter = Drafter(*sizes, torch.device("meta"), None, shard=head.leaf_shard)
+            drafter = Drafter(*sizes, torch.device("meta"), None, shard=head.leaf_shard, support=head.support)
         with LiveBytes() as live:
             hidden = _read(head, rows, dtype)
             params = head.draft_params(hidden, first, drafts)

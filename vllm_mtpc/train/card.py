@@ -197,8 +197,9 @@ def circuit_card(record: Mapping[str, Any]) -> str:
     head, settings = record["head"], record["settings"]
     r, layers = head["num_components"], head["lora_layers"]
     kind = "" if head["head"] == "linear" else f", head `{head['head']}`"
-    start = "the target's lm_head" if settings["init"] == "lm-head" else "random weights"
     is_backbone, read, serving = head["head"] == "backbone", "the target's last hidden state", ""
+    start = "the target's final norm and last layers" if is_backbone else "the target's lm_head"
+    start = start if settings["init"] == "lm-head" else "random weights"
     if layers:
         serving = f"It comes with adapters for the target's last {layers} layers, which are"
     if is_backbone:

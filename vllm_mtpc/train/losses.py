@@ -197,10 +197,8 @@ class Drafter(nn.Module):
             return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
 
     def survival(self, batch: Windows) -> Tensor:
-        """P(drafts 2..k are accepted | the text) [B, n - 1] of steps started at these windows, at T=1.
-
-        Windows by row and start.
-        """
+        """P(drafts 2..k are accepted | the text) [B, n - 1] of steps started at these windows, in the order of row and
+        start, at T=1."""
         read, tokens, _, log_p = self._read(batch)
         size, found = chunk_size(self.options, self.head), []
         for first in range(0, len(tokens), size):
