@@ -69,19 +69,27 @@ def default_schedule(
 
 
 def load_of(head: HeadConfig, target: Any) -> float:
-    """Multiplications of a head's leaves for one draft, by those of the target's layers and lm_head for one row.
+    """Multiplications of a head for one draft, by those of the target's layers and lm_head for one row.
 
-    target: its config of transformers.
+    target: its config of transformers. Of a head its leaves, and of a backbone's layers a query.
     """
     wide, deep = head.hidden_size, getattr(target, "num_hidden_layers", 1)
     layer = 4 * wide**2 + 3 * wide * getattr(target, "intermediate_size", 4 * wide)
-    return leaf_products(head) / (deep * layer + head.vocab_size * wide)
+    return (leaf_products(head) + layer_products(head)) / (deep * layer + head.vocab_size * wide)
 
 
 def leaf_products(head: HeadConfig) -> int:
     """Multiplications of a head's leaves for one draft: r rows of an lm_head, or one and r low-rank terms."""
     r, rank, row = head.num_components, head.component_rank or 0, head.vocab_size * head.hidden_size
     return row + r * rank * (head.hidden_size + (head.support or head.vocab_size)) if rank else r * row
+
+
+def layer_products(head: HeadConfig) -> int:
+    """Multiplications of the layers of a head's backbone for one query."""
+    if head.head != "backbone":
+        return 0
+    attention = 2 * (head.backbone_heads + head.backbone_kv_heads) * head.backbone_head_dim
+    return head.backbone_layers * head.hidden_size * (attention + 3 * head.backbone_width)
 
 
 def in_words(ranges: Schedule | None, num_drafts: int, is_planned: bool = False) -> str:

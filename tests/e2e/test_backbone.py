@@ -45,7 +45,7 @@ CALLS = [
 ]
 ALONE = CALLS[1:2]  # a prompt whose first pieces are read in steps that sample nothing
 HEADS: dict[str, dict[str, Any]] = {
-    "hmm": {},
+    "hmm": {"token_rank": 4},
     "from anchor": {"circuit": "ff", "num_components": 1, "component_rank": 0, "sample_from_anchor": True},
 }
 
