@@ -105,6 +105,7 @@ def test_v1_is_kept_synchronous() -> None:
     spec = SimpleNamespace(
         method="mtpc",
         head=SimpleNamespace(head="linear", lora_layers=0),
+        aux_layers=(),
         rejection_sample_method="standard",
         min_survival=None,
         verify=None,

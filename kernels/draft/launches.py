@@ -262,8 +262,7 @@ def draft_blocks(
     z_stride = z_stride.to(tl.int64) * UNIT
     tile = load_tile(leaf, z_stride, token, vocab_size, r, R)
     if bias_ptr is not None:
-        bias_ptr += row * bias_stride
-        tile += tl.load(bias_ptr + token, mask=mask, other=0.0)[None, :]
+        tile += tl.load(bias_ptr + row * bias_stride + token, mask=mask, other=0.0)[None, :]
     log_q = mixture(tile, weights, norm)
     if cache_ptr is not None:
         log_q = rounded(log_q, cache_ptr)
@@ -276,8 +275,6 @@ def draft_blocks(
     value, index = NOISED_ARGMAX(log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64)
     chosen = block * BLOCK + index
     message = evidence(leaf, z_stride, chosen, norm, r, R)
-    if bias_ptr is not None:
-        message += tl.load(bias_ptr + chosen)
     record_ptr += (block * tl.num_programs(1) + row) * (RECORD + R)
     keep_record(record_ptr, value, chosen if begin is None else chosen + begin, top, first, second, message, R)
 

@@ -37,13 +37,13 @@ def load_conditioned(
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A tile, and what the token before has added to it [BLOCK]; RANK 0: nothing."""
-    tile, bias = launches.load_tile(leaf_ptr, z_stride, column, num_columns, r, R), tl.zeros_like(column).to(tl.float32)
+    """A tile, with what the token before adds to its columns; RANK 0: nothing."""
+    tile = launches.load_tile(leaf_ptr, z_stride, column, num_columns, r, R)
     if RANK > 0:
         token = tokens_at(support_ptr, column, num_columns)
         bias = bigram.block_bias(source_ptr, target_ptr, target_stride, token, column < num_columns, RANK, CHUNK)
         tile += bias[None, :]
-    return tile, bias
+    return tile
 
 
 @triton.jit(
@@ -116,14 +116,14 @@ def draft_rows(
         top = tl.full([R], float("-inf"), tl.float32)
         total = tl.full([R], 0.0, tl.float32)
         if BLOCKS == 1:
-            tile, bias = load_conditioned(
+            tile = load_conditioned(
                 leaf, z_stride, support, source, target, target_stride, in_block, num_columns, r, R, RANK, CHUNK
             )
             top, total = launches.add_block(tile, top, total)
         else:
             for block in range(BLOCKS):
                 column = block * BLOCK + in_block
-                logits, _ = load_conditioned(
+                logits = load_conditioned(
                     leaf, z_stride, support, source, target, target_stride, column, num_columns, r, R, RANK, CHUNK
                 )
                 top, total = launches.add_block(logits, top, total)
@@ -134,11 +134,10 @@ def draft_rows(
         q_top = tl.full([], float("-inf"), tl.float32)
         first = tl.full([], 0.0, tl.float32)
         second = tl.full([], 0.0, tl.float32)
-        added = tl.full([], 0.0, tl.float32)  # to the logits of the chosen token
         for block in range(BLOCKS):
             column = block * BLOCK + in_block
             if BLOCKS > 1:
-                tile, bias = load_conditioned(
+                tile = load_conditioned(
                     leaf, z_stride, support, source, target, target_stride, column, num_columns, r, R, RANK, CHUNK
                 )
             log_q = launches.mixture(tile, weights, norm)
@@ -154,8 +153,6 @@ def draft_rows(
             is_better = value > largest
             largest = tl.where(is_better, value, largest)
             chosen = tl.where(is_better, (block * BLOCK + index).to(tl.int64), chosen)
-            if RANK > 0:
-                added = tl.where(is_better, tl.sum(tl.where(in_block == index, bias, 0.0), axis=0), added)
 
         drafted = chosen if support_ptr is None else tl.load(support + chosen)
         tl.store(token_ptr + row * token_stride + k, drafted)
@@ -163,7 +160,6 @@ def draft_rows(
         if k + 1 < num_drafts:
             message = launches.evidence(leaf, z_stride, chosen, norm, r, R)
             if RANK > 0:
-                message += added
                 before = drafted
             weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)
 

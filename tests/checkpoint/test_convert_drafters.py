@@ -230,6 +230,27 @@ def test_files_of_many_parts_and_short_types(tmp_path: Path, place: Path, target
     assert torch.equal(head.backbone.fc.weight, tensors["fc.weight"].float())
 
 
+def test_hub_names_are_downloaded_at_one_commit(tmp_path: Path, place: Path, target: Target, monkeypatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.hf_api import ModelInfo
+
+    source, asked = drafter(tmp_path / "drafter", target), []
+
+    def info(self, repo: str) -> ModelInfo:
+        return ModelInfo(id=repo, sha="c0ffee", siblings=[{"rfilename": name} for name in ("config.json", "a.bin")])
+
+    def download(repo: str, revision: str, allow_patterns: list[str]) -> str:
+        asked.append((repo, revision, set(allow_patterns)))
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    convert(Path("someone/a-DFlash"), place, tmp_path / "head")
+    files = {"config.json", "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"}
+    assert asked == [("someone/a-DFlash", "c0ffee", files)]
+    assert inspect_head(tmp_path / "head")["provenance"]["converted"]["from"] == "someone/a-DFlash@c0ffee"
+
+
 # ---- what is refused ------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from vllm_mtpc.checkpoint import load_head, resolve_verifier
 from vllm_mtpc.checkpoint.ptp import load_ptp, load_student
 from vllm_mtpc.hf import load_target
 
-MAX_BYTES = 24_000_000
+MAX_BYTES = 24_500_000
 
 
 def test_assets_are_complete_and_small():

@@ -28,7 +28,7 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
     "backbone": FEW,
     "leaves look at the token before": FEW,
     "V1: leaves look at the token before": FEW,
-    "fault: drafts scored without the token before": 10_000,
+    "fault: drafts scored without the token before": FEW,
     "drafts within a support": FEW,
     "V1: drafts within a support": FEW,
     "fault: drafts within a support scored as of all tokens": FEW,

@@ -136,12 +136,13 @@ def check_growth_from_a_cp(name: str, circuit: str, n: int, sums: int) -> None:
 def check_growth_from_an_ff(name: str, circuit: str) -> None:
     source, head = build("ff", 1, name, vocab=SMALL, std=0.3), build(circuit, 4, name, vocab=SMALL)
     init_from_head(head, source, seed=0)
+    if head.noise_in not in source.state_dict():  # components are new: they say the same, and part as they learn
+        torch.testing.assert_close(joint(head), joint(source), rtol=0, atol=2e-5)  # float32 rounding near -10
+        return
     # Noise of std 0.01 in the leaf parameters times |h| of about 4 moves a logit by 0.04; a mean of four of them.
     assert (joint(head) - joint(source)).abs().max() < 0.5
     leaf = head(one_read_by(head)).leaf[0]
     assert all(not torch.equal(leaf[:, 0], leaf[:, z]) for z in range(1, 4))
-    if head.noise_in not in source.state_dict():  # components are new, and differ by their own start
-        return
     before = joint(head)
     init_from_head(head, source, seed=1)
     assert not torch.equal(joint(head), before)

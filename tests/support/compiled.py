@@ -126,6 +126,7 @@ def _in_place_of_vllm() -> Iterator[None]:
     """What files read without vLLM import of it."""
     stands = {"vllm.triton_utils": {"tl": triton.language, "triton": triton}}
     stands["vllm.v1.worker.gpu.input_batch"] = {"InputBatch": object}
+    stands["vllm.v1.attention.backends.utils"] = {"PAD_SLOT_ID": -1}
     kept = {name: sys.modules.get(name) for name in stands}
     for name, attributes in stands.items():
         sys.modules[name] = ModuleType(name)

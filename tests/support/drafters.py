@@ -1,9 +1,10 @@
 """Tiny DFlash and DSpark checkpoints, in speculators' layout and in their authors', and what they draft.
 
-Names, shapes and config keys are those that `speculators` 0.9.0 writes (DFlashDraftModel, DSparkDraftModel: tiny ones
-were saved with it and listed, by hand, as the package is no requirement of the tests, see speculators_schema.py) and
-those of the authors' model code (z-lab/dflash; DeepSpec). `Reference` is written from vLLM's qwen3_dflash.py,
-qwen3_dspark.py and their speculators, and shares no code with the package.
+Names, shapes and config keys are those of speculators (c05b95b), z-lab/dflash (44947fb) and DeepSpec (afdfa7c). By
+hand, as these are no requirements of the tests, speculators' DFlashDraftModel and DSparkDraftModel saved tiny
+checkpoints, which were listed; and the model classes of all three loaded what `make` writes with no key missing (but
+speculators' own copies of the target) or left over, and gave the states of `Reference` to 2e-6. `Reference` is
+written from vLLM's qwen3_dflash.py, qwen3_dspark.py and their speculators, and shares no code with the package.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def training_gradients(name: str, filter_weights: Filter | None = None, device: 
     kept = base.filter_weights, conditionals.filter_weights
     base.filter_weights = conditionals.filter_weights = filter_weights or kept[0]
     try:
-        loss = step_loss(head, hidden, tokens, (tokens >= 0).sum(0), lambda rows: law[rows], options)
+        loss = step_loss(head, lambda rows: hidden[rows], tokens, (tokens >= 0).sum(0), lambda rows: law[rows], options)
         loss = loss - head.circuit.conditional_log_probs(head(hidden), tokens).mean()
         loss.backward()
     finally:

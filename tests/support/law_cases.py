@@ -35,6 +35,7 @@ CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
 HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
 WITHIN = {"head": "shared", "expander_rank": 4, "component_rank": 2, "support": 2, "token_rank": 2}
 OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}, "support": WITHIN}
+OPTIONS["loud tokens"] = {"token_rank": 2, "token_scale": 10.0}
 DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
 CUT = {**DRAFT_ALL, "min_survival": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
@@ -79,7 +80,7 @@ def _cases() -> dict[str, Case]:
         "block verification": Case("btree, good", three, options={"rejection_sample_method": "block"}),
         "no head": Case(None),
         "leaves look at the token before": Case("btree, bad tokens", three),
-        "fault: drafts scored without the token before": Case("hmm, tokens", one, "scored without tokens", True),
+        "fault: drafts scored without the token before": Case("hmm, loud tokens", one, "scored without tokens", True),
         "drafts within a support": Case("hmm, support", three),
         "fault: drafts within a support scored as of all tokens": Case("hmm, support", one, "scored as of all", True),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),

@@ -71,11 +71,12 @@ def make_head(
     steps: int = 60,
     seed: int = 0,
     is_bad: bool = False,
+    token_scale: float = 1.0,
     **options: Any,
 ) -> None:
     """A head fitted a little to its target's own samples, so that drafts are accepted and rejected.
 
-    is_bad: it learns to say what the target finds least likely.
+    is_bad: it learns to say what the target finds least likely. token_scale: times what the token before adds.
     """
     config = HeadConfig.create(
         circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target", **options
@@ -100,6 +101,8 @@ def make_head(
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
+    if head.token_target is not None:
+        head.token_target.data *= token_scale
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
 
 

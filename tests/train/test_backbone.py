@@ -122,6 +122,8 @@ def test_a_circuit_on_a_frozen_backbone(place, capsys):
     more = {"circuit": "hmm", "init_from": place / "drafter", "freeze_backbone": True, "token_rank": 2, "max_steps": 2}
     more |= {"head": "backbone", "component_rank": 4}  # its sizes are those of init_from
     assert main(["train", *flags(place, "circuit", **more)]) == 0
+    assert main(["train", *flags(place, "none", **more | {"circuit": "ff", "components": 1, "token_rank": 0})]) == 1
+    assert "nothing is left to learn; set components or token_rank" in capsys.readouterr().err
     config, head = load_head(place / "circuit")
     source = load_head(place / "drafter")[1].backbone.state_dict()
     assert all(torch.equal(value, source[name]) for name, value in head.backbone.state_dict().items())

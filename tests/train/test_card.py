@@ -181,4 +181,4 @@ def test_commands_and_flags_in_the_docs_exist(root: Path) -> None:
 
 
 def test_the_docs_stay_short(root: Path) -> None:
-    assert len((root / "docs" / "training.md").read_text(encoding="utf-8").splitlines()) <= 320
+    assert len((root / "docs" / "training.md").read_text(encoding="utf-8").splitlines()) <= 370

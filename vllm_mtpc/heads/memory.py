@@ -111,7 +111,7 @@ def draft_memory(
             head.bind_lm_head(*_lm_head(config.vocab_size, num_ranks, divides_logits(head, num_ranks)))
         found = rows_at_once(head, drafts_by_batch, num_drafts, dtype)
         drafts, rows = next(iter(found.items()))
-        first = torch.empty(rows, dtype=torch.int64)
+        hidden, first = torch.empty(rows, config.hidden_size, dtype=dtype), torch.empty(rows, dtype=torch.int64)
         drafter, circuit = None, head.circuit
         if circuit.num_components <= MAX_COMPONENTS:  # what launches the kernels, as in `proposers/v2/speculator.py`
             from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
@@ -119,7 +119,8 @@ def draft_memory(
             sizes = circuit.program, circuit.num_components, config.vocab_size
             drafter = Drafter(*sizes, torch.device("meta"), None, shard=head.leaf_shard, support=head.support)
         with LiveBytes() as live:
-            hidden = _read(head, rows, dtype)
+            if isinstance(head, BackboneHead):
+                hidden = _passed(head, rows, dtype)
             params = head.draft_params(hidden, first, drafts)
             if drafter is None:
                 naive.draft(circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard)
@@ -137,10 +138,8 @@ def draft_memory(
     return DraftMemory(weights, buffers + requests * row + 4 * num_drafts, live.peak)
 
 
-def _read(head: Head, rows: int, dtype: torch.dtype) -> Tensor:
-    """What the head reads of each request; made by the pass of a backbone, whose context is in the KV cache."""
-    if not isinstance(head, BackboneHead):
-        return torch.empty(rows, head.hidden_size, dtype=dtype)
+def _passed(head: BackboneHead, rows: int, dtype: torch.dtype) -> Tensor:
+    """What the head reads of each request, made by its backbone's pass, whose context is in the KV cache."""
     count, backbone = head.num_queries, head.backbone
     queries, position = torch.empty(rows, count, head.hidden_size, dtype=dtype), torch.empty(rows, count)
     context = backbone.context(torch.empty(rows, 0, backbone.fc.in_features, dtype=dtype), torch.empty(rows, 0))

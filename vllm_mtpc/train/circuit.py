@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_mtpc.checkpoint import load_head, resolve_head, save_head
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import with_backbone, with_draft_layers
 from vllm_mtpc.families import FAMILIES
@@ -74,6 +75,11 @@ class CircuitJob(Job):
                 init_backbone(self.head.backbone, target)
         bind(self.head, target)
         if options.freeze_backbone:
+            if options.num_components == 1 and not self.head.token_rank:
+                raise UsageError(
+                    f"freeze_backbone with circuit {options.circuit} of one component and no token_rank: nothing is "
+                    "left to learn; set components or token_rank"
+                )
             self.head.backbone.requires_grad_(False)
         if options.lora_layers:
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}

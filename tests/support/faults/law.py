@@ -94,10 +94,10 @@ def scored_as_of_all() -> Undo:
 
     def _draft(self: Any, *args: Any) -> None:
         original(self, *args)
-        drawn, support = self.draft_tokens.clone(), self.model.support
-        self.model.support = 0
+        drawn, kept = self.draft_tokens.clone(), (self.model.support, self.drafter)
+        self.model.support, self.drafter = 0, None  # the kernel is made for the support
         original(self, *args)
-        self.model.support = support
+        self.model.support, self.drafter = kept
         self.draft_tokens.copy_(drawn)
 
     return replaced(MtpcSpeculator, "_draft", _draft)

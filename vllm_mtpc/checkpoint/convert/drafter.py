@@ -85,7 +85,7 @@ def _report(config: HeadConfig, given: Drafter, read: int, mask_from: str, left_
     rank = f", token_rank {config.token_rank}" if config.token_rank else ""
     anchor = ", drafts from the anchor on" if options["sample_from_anchor"] else ""
     return (
-        f"{config.circuit}, window {config.window}, {options['backbone_layers']} draft layers that read layers "
+        f"{config.circuit}, window {config.window}, draft layers: {options['backbone_layers']}, layers they read: "
         f"{', '.join(map(str, options['aux_hidden_state_layer_ids']))}{rank}{anchor}; read of {given.layout}: {read} "
         f"tensors, the mask from {mask_from}; left out: {', '.join(left_out) or 'nothing'}"
     )

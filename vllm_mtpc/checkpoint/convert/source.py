@@ -160,5 +160,5 @@ def _download(repo: str) -> tuple[Path, str]:
     except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
         raise CheckpointError(
             f"{repo}: not a file or folder here, and not to be had from the hub ({first_line(error)}); correct its "
-            f"name, or download its model@STEP.pt and {SETTINGS_FILE} into one folder and name that"
+            f"name, or download its files, of MtPC a model@STEP.pt and {SETTINGS_FILE} into one folder, and name that"
         ) from None
