@@ -247,7 +247,7 @@ class Job:
         from vllm_mtpc.train.losses import step_loss
 
         counts = torch.full((self.shape.window,), self.shape.windows, device=self.tokens.device)
-        loss = step_loss(self.head, self.hidden, self.tokens, counts, self._log_p, self.options)
+        loss = step_loss(self.head, self.hidden.__getitem__, self.tokens, counts, self._log_p, self.options)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.options.grad_clip)
         self.optimizer.step()

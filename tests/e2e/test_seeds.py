@@ -63,7 +63,7 @@ def engine(
         "max_model_len": 240,
         "max_num_batched_tokens": 48,  # less than most prompts, and than all drafts of a batch
         "block_size": 32,
-        "num_gpu_blocks_override": 20,
+        "num_gpu_blocks_override": 16,
         "enable_prefix_caching": True,
         **more,
     }

@@ -7,6 +7,7 @@ two tests start vLLM itself, healthy and, in the slow one, with a fault.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -99,10 +100,12 @@ def test_noise_is_that_of_repeated_serving():
 
 
 def shifted(loaded: MtpcEvaluator, by: int = 3):
-    head = type(loaded.head)(loaded.head.circuit, loaded.target.vocab_size, loaded.target.hidden_size)
-    state = loaded.head.state_dict()
-    head.load_state_dict({**state, "leaf_weight": state["leaf_weight"].roll(-by, 0)})
-    return head.eval().requires_grad_(False)
+    """The head with the weights of another order of positions; the first has none of the token before."""
+    head = copy.deepcopy(loaded.head)
+    order = [(k + by) % head.circuit.window for k in range(head.circuit.window)]
+    head.leaf_weight.copy_(head.leaf_weight[order].clone())
+    head.token_target.copy_(head.token_target[[max(k - 1, 0) for k in order[1:]]].clone())
+    return head
 
 
 def test_positions_in_another_order_are_named(loaded, prompts):
