@@ -17,23 +17,10 @@ import torch
 from tests.support import backbones, forks
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.models import make_target
+from tests.support.pieces import LONGEST, PROMPTS, SHARED, SMALL, VOCAB, ask
 
-VOCAB, LONGEST, BLOCK, WINDOW = 48, 96, 32, 4
-PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41] * 3, [8], [20, 21, 22, 23, 24]]
-SHARED = [5, 6, 7, 8] * 10  # long enough for blocks to be found again in the prefix cache
-SMALL = {
-    "skip_tokenizer_init": True,
-    "max_model_len": LONGEST,
-    "max_num_seqs": 4,
-    "block_size": BLOCK,
-    "max_num_batched_tokens": 16,
-}
+WINDOW = 4
 FEW = 6  # blocks, the one that vLLM keeps for itself among them
-
-
-def ask(prompts: list[list[int]], max_tokens: int) -> Call:
-    one = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
-    return Call(prompts, [one] * len(prompts))
 
 
 CALLS = [

@@ -20,27 +20,13 @@ from tests.support.engine import Call, Engine, Reply, run
 from tests.support.faults.layer import FAULTS
 from tests.support.heads import fit_head
 from tests.support.models import make_target, random_layers
+from tests.support.pieces import PROMPTS, SHARED, SMALL, VOCAB, ask
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.draft import naive
 
-VOCAB, LONGEST, BLOCK = 48, 96, 32
-PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41] * 3, [8], [20, 21, 22, 23, 24]]
-SHARED = [5, 6, 7, 8] * 10  # long enough for blocks to be found again in the prefix cache
-SMALL = {
-    "skip_tokenizer_init": True,
-    "max_model_len": LONGEST,
-    "max_num_seqs": 4,
-    "block_size": BLOCK,
-    "max_num_batched_tokens": 16,
-}
 FEW = 5  # blocks, the one that vLLM keeps for itself among them
-
-
-def ask(prompts: list[list[int]], max_tokens: int) -> Call:
-    one = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
-    return Call(prompts, [one] * len(prompts))
 
 
 CALLS = [
