@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_mtpc.bench import timing
+from vllm_mtpc.bench.draft_command import DEFINITIONS as OF_DRAFTS
+from vllm_mtpc.bench.draft_command import Case, parts
 from vllm_mtpc.checkpoint import load_head, resolve_head
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
@@ -100,13 +103,16 @@ def run(args: argparse.Namespace) -> int:
                     "parameters": sum(v.numel() for name, v in job.head.named_parameters() if "backbone." not in name),
                     "seconds": round(time.monotonic() - started, 1),
                     **{name: measured(job, target, some, name) for name, some in texts.items()},
+                    "draft_ms": draft_ms(job.head),
                 }
             )
             print(row(results[-1]), flush=True)
     title = f"Circuits on a frozen backbone, n={window}, {args.steps} steps of {args.windows} windows"
-    print_table(title, ["circuit", "r", "token_rank", "parameters", "T=1", "T=0"], [row(one) for one in results])
+    columns = ["circuit", "r", "token_rank", "parameters", "T=1", "T=0", "draft ms"]
+    print_table(title, columns, [row(one) for one in results])
     if args.json:
-        values = {"title": title, "definitions": DEFINITIONS.splitlines(), **provenance.collect(), "rows": results}
+        definitions = [*DEFINITIONS.splitlines(), *OF_DRAFTS]
+        values = {"title": title, "definitions": definitions, **provenance.collect(), "rows": results}
         write_json(args.json, values)
     return 0
 
@@ -143,10 +149,18 @@ def measured(job: Any, target: Any, samples: Any, name: str) -> dict[str, Any]:
     return {key: getattr(found, key) for key in ("tokens_per_step", "standard_error", "per_position")}
 
 
+@torch.inference_mode()
+def draft_ms(head: Any) -> timing.Time:
+    """Milliseconds of a draft at T=1 for one request, as of `vllm-mtpc bench draft`."""
+    *_, draft = parts(Case("", head, head.circuit.window - 1), 1, 1.0)
+    return timing.measure(draft, torch.device("cpu"), 50)
+
+
 def row(one: dict[str, Any]) -> list[str]:
     """A line of the table."""
     shown = [f"{one[name]['tokens_per_step']:.3f} ± {one[name]['standard_error']:.3f}" for name in ("t1", "t0")]
-    return [one["circuit"], str(one["components"]), str(one["token_rank"]), f"{one['parameters']:,}", *shown]
+    sizes = [str(one["components"]), str(one["token_rank"]), f"{one['parameters']:,}"]
+    return [one["circuit"], *sizes, *shown, f"{one['draft_ms'].median:.2f}"]
 
 
 if __name__ == "__main__":

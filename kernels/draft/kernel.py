@@ -8,7 +8,7 @@ conditioned leaves at every draft), once more at every draft, and at the end.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +29,19 @@ REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 BLOCKED_TILE = 4096  # beyond: many instances share a leaf
 MIN_BLOCK = 64
 BIAS = {"CHUNK": 64, "ROWS": 16, "BLOCK": 128}  # of `token_bias`: a product of tiles takes 16 rows and more
+
+
+class Given(NamedTuple):
+    """Arguments of the launches of one call, in the order in which they take them."""
+
+    leaf: tuple  # the leaf, and its strides in units of tile["UNIT"]
+    before: tuple  # x_1, the bigram and its strides, the support; each None without
+    circuit: tuple  # evidence, root, inner, program
+    requests: tuple  # slots, temperature, seeds, pos
+    out: tuple  # tokens and confidences, a stride behind each
+    cached: tuple  # the cache and its strides; None, 0, 0 without
+    tile: dict[str, int]
+    draw: bool
 
 
 class Drafter:
@@ -116,32 +129,24 @@ class Drafter:
         requests = (slots, temperature, seeds, pos)
         cached = (None, 0, 0) if cache is None else (cache, cache.stride(0), cache.stride(1))
         out = (tokens, tokens.stride(0), confidences, confidences.stride(0))
+        tile = {**self.tile, "UNIT": unit}
         launch = self._rows if self.one_launch else self._blocks
-        launch(from_leaf, (*before, tokens_of), circuit, requests, cached, out, {**self.tile, "UNIT": unit}, draw)
+        launch(Given(from_leaf, (*before, tokens_of), circuit, requests, out, cached, tile, draw))
 
-    def _rows(
-        self,
-        from_leaf: tuple,
-        before: tuple,
-        circuit: tuple,
-        requests: tuple,
-        cached: tuple,
-        out: tuple,
-        tile: dict,
-        draw: bool,
-    ) -> None:
-        batch, num_drafts, r, num_columns = from_leaf[0].shape
-        rank = 0 if before[1] is None else before[1].shape[1]
-        chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // tile["BLOCK"])) if rank else 0
-        options = {**self.noise, **self.sizes, **tile, "DRAW": draw, "BLOCKS": self.num_blocks, **REGISTERS}
-        given = (*from_leaf, *before, *circuit, *requests, *out, *cached)
-        sizes = (num_drafts, circuit[2].shape[1], r, num_columns)
-        if before[-1] is not None and cached[0] is not None:
-            vocab_size = cached[0].shape[2]
+    def _rows(self, given: Given) -> None:
+        (leaf, *_), (_, source, *_, support), (cache, *_) = given.leaf, given.before, given.cached
+        batch, num_drafts, r, num_columns = leaf.shape
+        rank = 0 if source is None else source.shape[1]
+        chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // given.tile["BLOCK"])) if rank else 0
+        options = {**self.noise, **self.sizes, **given.tile, "DRAW": given.draw, "BLOCKS": self.num_blocks, **REGISTERS}
+        if support is not None and cache is not None:
+            vocab_size = cache.shape[2]
             rows.clear_rows[(triton.cdiv(vocab_size, BLOCKED_TILE), num_drafts, batch)](
-                requests[0], *cached, vocab_size, BLOCK=BLOCKED_TILE
+                given.requests[0], *given.cached, vocab_size, BLOCK=BLOCKED_TILE
             )
-        rows.draft_rows[(batch,)](*given, *sizes, **options, RANK=rank, CHUNK=chunk)
+        read = (*given.leaf, *given.before, *given.circuit, *given.requests)
+        sizes = (num_drafts, given.circuit[2].shape[1], r, num_columns)
+        rows.draft_rows[(batch,)](*read, *given.out, *given.cached, *sizes, **options, RANK=rank, CHUNK=chunk)
 
     def buffers(
         self,
@@ -171,20 +176,11 @@ class Drafter:
         columns = None if self.shard is None or cache_dtype is None else buffer(batch, drafts, width, dtype=cache_dtype)
         return of_leaves, norms, state, records, bias, columns
 
-    def _blocks(
-        self,
-        from_leaf: tuple,
-        before: tuple,
-        circuit: tuple,
-        requests: tuple,
-        cached: tuple,
-        out: tuple,
-        tile: dict,
-        draw: bool,
-    ) -> None:
-        leaf, inner, shard, blocks = from_leaf[0], circuit[2], self.shard, self.num_blocks
+    def _blocks(self, given: Given) -> None:
+        from_leaf, before, circuit, requests, out, cached, tile, draw = given
+        leaf, inner, cache, shard, blocks = from_leaf[0], circuit[2], cached[0], self.shard, self.num_blocks
         batch, num_drafts, r, vocab_size = leaf.shape
-        begin, cache = None, cached[0]
+        begin = None
         if shard is not None:
             vocab_size, begin = shard.stop - shard.start, shard.start
         of_leaves, norms, state, records, bias, columns = self.buffers(
@@ -199,14 +195,14 @@ class Drafter:
             if bias is not None:
                 self._add(before, k, out[0], bias, vocab_size)
             if k % at_once == 0:
-                given = (*from_leaf, *added, k, *of_leaves, at_once, r, vocab_size)
-                launches.leaf_blocks[(blocks, at_once, batch)](*given, **tile)
-                given = (*circuit, *of_leaves, norms, state, at_once, inner.shape[1], r, blocks)
-                launches.start_rows[(at_once, batch)](*given, **self.sizes, CHUNK=chunk, START=k == 0)
+                read = (*from_leaf, *added, k, *of_leaves, at_once, r, vocab_size)
+                launches.leaf_blocks[(blocks, at_once, batch)](*read, **tile)
+                read = (*circuit, *of_leaves, norms, state, at_once, inner.shape[1], r, blocks)
+                launches.start_rows[(at_once, batch)](*read, **self.sizes, CHUNK=chunk, START=k == 0)
                 normalisers = norms if shard is None else shard.normalisers(norms)
-            given = (*from_leaf, *added, normalisers, state, *requests, *cached, records)
+            read = (*from_leaf, *added, normalisers, state, *requests, *cached, records)
             sizes = (k, num_drafts, r, vocab_size, begin)
-            launches.draft_blocks[(blocks, batch)](*given, *sizes, **self.noise, **tile, DRAW=draw)
+            launches.draft_blocks[(blocks, batch)](*read, *sizes, **self.noise, **tile, DRAW=draw)
             found, count = records, blocks
             if shard is not None:
                 nominee = records.new_empty(batch, records.shape[2])
@@ -214,8 +210,8 @@ class Drafter:
                     records, nominee, blocks, R=tile["R"], BLOCKS=triton.next_power_of_2(blocks)
                 )
                 found, count = shard.gather(nominee), shard.size
-            given = (found, *circuit[2:], state, *requests[:2], *out, k, num_drafts, inner.shape[1], r, count)
-            launches.choose[(batch,)](*given, **self.sizes, DRAW=draw, COUNT=triton.next_power_of_2(count))
+            read = (found, *circuit[2:], state, *requests[:2], *out, k, num_drafts, inner.shape[1], r, count)
+            launches.choose[(batch,)](*read, **self.sizes, DRAW=draw, COUNT=triton.next_power_of_2(count))
         if columns is not None:
             to_cache = (requests[0], cache, cache.stride(0), cache.stride(1))
             sizes = (num_drafts, shard.rows, columns.shape[2], cache.shape[2])

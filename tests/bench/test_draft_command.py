@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support import heads_zoo
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import draft_command, timing
 from vllm_mtpc.bench.draft_command import Shape, cases, check, parts, shape, steps, weight_bytes
@@ -71,6 +72,21 @@ def test_what_is_timed_drafts(temperature: float) -> None:
         first = torch.randint(0, 257, (3,), generator=generator)
         expected = case.head.circuit.greedy(case.head(hidden, 8), first[:, None])[:, 1:]
         assert torch.equal(found, again) and torch.equal(found, expected)
+
+
+def test_a_backbone_s_pass_is_that_of_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind nothing but what a step verified, its states are those of windows of such a text."""
+    monkeypatch.setattr(draft_command, "CONTEXT", 3)
+    head, first = heads_zoo.build("backbone", std=0.3), torch.tensor([4, 1])
+    torch.manual_seed(0)
+    read = draft_command.backbone_pass(head, first, 2)
+    torch.manual_seed(0)
+    aux = torch.randn(2, 3, head.backbone.fc.in_features)
+    context = head.context(aux, torch.arange(3).expand(2, -1), torch.zeros(2, 3, dtype=torch.long))
+    expected = head.read(context, torch.tensor([0, 1]), torch.tensor([2, 2]), first)
+    torch.testing.assert_close(read(), expected, rtol=0, atol=1e-5)  # sums over other numbers of masked terms
+    *_, both = parts(draft_command.Case("", head, 2), 2, 1.0)
+    assert both().shape == (2, 2)
 
 
 def test_bytes_are_of_what_a_draft_reads() -> None:

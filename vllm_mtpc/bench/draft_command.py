@@ -24,6 +24,7 @@ from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.loading import resolve
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.hf import choose_device
 from vllm_mtpc.kernels.draft import naive
@@ -32,10 +33,11 @@ from vllm_mtpc.report import check_file
 
 KIND = "bench draft"
 BATCHES = [1, 2, 4, 8, 16, 32, 64]
+CONTEXT = 512  # tokens that the layers of a backbone read
 BYTES = 320  # vocabulary of EvaByte; more than that asks for a head that shares the target's own lm_head
 DEFINITIONS = (
-    "params ms: the head's products for one draft of K tokens per request; tokens ms: K tokens from the circuit; "
-    "draft ms: both in one go. Medians, with quartiles for the draft.",
+    "params ms: the head's products for one draft of K tokens per request, and of a backbone its pass behind "
+    f"{CONTEXT} tokens; tokens ms: K tokens from the circuit; draft ms: both in one go. Medians, with quartiles.",
     "MiB: weights that every draft must read, whatever the batch; floor ms: these bytes at the bandwidth of a large "
     "copy on this device. A head that fits a cache may be below it.",
     "captured ms: both as one CUDA graph; launches: kernels, copies and fills of a draft that is not captured.",
@@ -161,8 +163,10 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
 
     def case(name: str, head: Head, num_drafts: int) -> Case:
         if head.needs_lm_head:
-            lm_head = torch.randn(head.vocab_size, head.hidden_size, dtype=dtype, device=device)
-            head.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
+            lent = torch.randn(head.vocab_size, head.hidden_size, dtype=dtype, device=device)
+            head.bind_lm_head(lambda hidden: F.linear(hidden, lent))
+            if isinstance(head, BackboneHead):
+                head.bind_embedding(lambda tokens: F.embedding(tokens, lent))
         return Case(name, head, min(args.num_drafts or num_drafts, head.circuit.window - 1))
 
     for name in args.head:
@@ -225,13 +229,37 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(batch, head.hidden_size, generator=generator).to(weight.device, weight.dtype)
     first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
+    read = backbone_pass(head, first, num_drafts) if isinstance(head, BackboneHead) else lambda: hidden
     if weight.device.type == "cuda":
         leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
         draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device, head.support)
     else:
         draw = _definition(head.circuit.program, (batch, num_drafts, head.vocab_size), temperature)
-    params = partial(head.draft_params, hidden, first, num_drafts)
+
+    def params() -> DraftParams:
+        return head.draft_params(read(), first, num_drafts)
+
     return params, partial(draw, params()), lambda: draw(params())
+
+
+def backbone_pass(head: BackboneHead, first: torch.Tensor, num_drafts: int) -> Callable[[], torch.Tensor]:
+    """States of a window per request: keys and values of what a step verified, then the layers behind the context."""
+    backbone, batch, verified = head.backbone, len(first), num_drafts + 1
+    weight, attention = backbone.fc.weight, backbone.layers[0].self_attn
+    aux = torch.randn(batch, verified, backbone.fc.in_features).to(weight)
+    keys = torch.randn(2, len(backbone.layers), batch, attention.kv_heads, CONTEXT, attention.head_dim).to(weight)
+    layers = list(zip(*keys, strict=True))
+    new = torch.arange(CONTEXT - verified, CONTEXT, device=weight.device).expand(batch, -1)
+    positions = torch.arange(CONTEXT, CONTEXT + head.num_queries, device=weight.device).expand(batch, -1)
+    mask = torch.ones(batch, 1, head.num_queries, CONTEXT + head.num_queries, dtype=torch.bool, device=weight.device)
+
+    def read() -> torch.Tensor:
+        for cached, given in zip(layers, backbone.context(aux, new), strict=True):
+            for whole, part in zip(cached, given, strict=True):
+                whole[:, :, -verified:] = part
+        return backbone(head.queries(first), positions, layers, mask)
+
+    return read
 
 
 def _definition(program: Program, shape: tuple[int, int, int], temperature: float) -> Callable[[Any], torch.Tensor]:
