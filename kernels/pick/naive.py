@@ -12,14 +12,16 @@ from torch import Tensor
 
 def pick(logits: Tensor, u: Tensor) -> Tensor:
     """Tokens [T] int64 of logits [T, V] float32 and u [T] float32 in [0, 1)."""
-    vocab_size = logits.shape[-1]
     x = torch.where(logits > -torch.inf, logits, -torch.inf).double()
     top = x.amax(dim=-1, keepdim=True)
     mass = torch.where(x > -torch.inf, (x - top).exp(), 0.0)  # [T, V]
-    cumulative = mass.cumsum(dim=-1)
-    index = torch.arange(vocab_size, device=logits.device)
-    over = (mass > 0) & (cumulative > u.double()[:, None] * cumulative[:, -1:])
-    first = torch.where(over, index, vocab_size).amin(dim=-1)
-    last = torch.where(mass > 0, index, -1).amax(dim=-1)
-    token = torch.minimum(first, last)
-    return torch.where(token < 0, vocab_size - 1, token)
+    return torch.where((mass > 0).any(dim=-1), of_mass(mass, u), logits.shape[-1] - 1)
+
+
+def of_mass(mass: Tensor, u: Tensor) -> Tensor:
+    """Tokens [T] int64 of masses [T, V], none below 0 and not all of them 0, and u [T] in [0, 1)."""
+    cumulative = mass.cumsum(dim=-1, dtype=torch.float64)
+    whole = cumulative[:, -1:].contiguous()
+    token = torch.searchsorted(cumulative, u.double()[:, None] * whole, right=True)
+    last = torch.searchsorted(cumulative, whole)  # rounding may leave none above
+    return torch.minimum(token, last)[:, 0].clamp(max=mass.shape[1] - 1)

@@ -27,6 +27,7 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.kernels.support import Support
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.heads import shipped
@@ -112,7 +113,6 @@ class MtpcProposer:
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, spec.head.vocab_size)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32)
-            self.noise = torch.ones(shape, dtype=torch.float32)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the head beside the target, on the target's device."""
@@ -126,7 +126,7 @@ class MtpcProposer:
         )
         self.confidence.values = self.confidence.values.to(device)
         if self.is_probabilistic:
-            self.draft_probs, self.noise = self.draft_probs.to(device), self.noise.to(device)
+            self.draft_probs = self.draft_probs.to(device)
 
     @torch.inference_mode()
     def propose(
@@ -187,14 +187,9 @@ class MtpcProposer:
         if self.is_probabilistic and not sampling_metadata.all_greedy:
             # an unfinished prompt must not advance its request's generator
             seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
-            support, noise = params.support, self.noise[:batch, :num_drafts]
-            if masks.rows:  # a grammar may allow nothing of it
-                support = None
-            elif support is not None:
-                noise = noise[..., : support.tokens.shape[2]]
-            pick = self._drawing(
-                noise.exponential_(), support, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples
-            )
+            support = None if masks.rows else params.support  # a grammar may allow nothing of it
+            u = torch.rand(batch, num_drafts, dtype=torch.float64, device=hidden.device)
+            pick = self._drawing(u, support, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
         program, shard = self.model.circuit.program, self.model.leaf_shard
         drafts = naive.draft(program, *params, pick=masks.around(pick), shard=shard).tolist()
@@ -208,8 +203,8 @@ class MtpcProposer:
 
     def _drawing(
         self,
-        noise: torch.Tensor,  # [B, K, V] of exponential draws, [B, K, M] for the tokens of a support
-        support: Support | None,
+        u: torch.Tensor,  # [B, K] float64, uniform
+        support: Support | None,  # outside of it probabilities are 0
         temperature: torch.Tensor,  # [B]
         seeds: dict[int, torch.Generator],  # by row
         unmasked: list[int],  # rows under a grammar that does not mask them
@@ -225,23 +220,22 @@ class MtpcProposer:
         some_are_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # looked up once, not per draft
         coupled = list(seeds) if couples else []
         if coupled:
-            numbers = torch.stack([read_ahead(seeds[row], noise.shape[1]) for row in coupled])  # [S, K]
+            numbers = torch.stack([read_ahead(seeds[row], u.shape[1]) for row in coupled])  # [S, K]
         else:
             for row, generator in seeds.items():
-                noise[row].exponential_(generator=generator)
-        noise.clamp_(min=torch.finfo(torch.float32).tiny)  # 0 / 0 would win the race below
+                u[row].uniform_(generator=generator)
 
         def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
             logits = log_q / scale if is_scaled else log_q
-            probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(noise), k])  # [B, V]
+            probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(u), k])  # [B, V]
             self.confidence.drawn(k, probs, is_greedy)
-            racing = probs if support is None else support.gather(probs, k)
-            race = (racing / noise[:, k]).argmax(dim=-1)  # exponential race: a draw from probs
+            drafts = of_mass(probs if support is None else support.gather(probs, k), u[:, k])
             if support is not None:
-                race = support.tokens[:, k].gather(1, race[:, None])[:, 0]
+                drafts = support.tokens[:, k].gather(1, drafts[:, None])[:, 0]
             if coupled:
-                race[coupled] = draw(logits[coupled], numbers[:, k])
-            drafts = torch.where(is_greedy, probs.argmax(dim=-1), race) if some_are_greedy else race
+                drafts[coupled] = draw(logits[coupled], numbers[:, k])
+            if some_are_greedy:
+                drafts = torch.where(is_greedy, probs.argmax(dim=-1), drafts)
             as_point(probs, unmasked, drafts)
             return drafts
 

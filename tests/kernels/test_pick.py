@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.kernels.uniform import uniform
 
 torch.set_num_threads(1)
@@ -51,6 +52,14 @@ def test_equals_searchsorted(row: list[float], u: float, before: int, behind: in
     # torch and numpy differ in the last digits of exp: at an edge either side will do
     at_edge = np.abs(cumulative(logits) - u).min() < 1e-13
     assert got == searched(logits, u) or (at_edge and logits[got] > -INF)
+
+
+def test_of_mass_never_gives_what_has_none() -> None:
+    """Float32 masses as drafts have them, and u of 53 bits; also the largest one, which rounds up to the whole."""
+    mass = torch.tensor([[0.0, 0.1, 0.0, 1e-30, 0.2, 0.0]] * 4)
+    u = torch.tensor([0.0, 0.1 / 0.3 - 1e-6, 0.1 / 0.3 + 1e-6, 1 - 2**-53], dtype=torch.float64)
+    assert of_mass(mass, u).tolist() == [1, 1, 4, 4]
+    assert int(of_mass(torch.full((1, 3), torch.nan), u[:1])) < 3, "a token at any rate"
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

@@ -29,6 +29,7 @@ from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.hf import choose_device
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.filter.program import Program
+from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.report import check_file
 
 KIND = "bench draft"
@@ -264,23 +265,19 @@ def backbone_pass(head: BackboneHead, first: torch.Tensor, num_drafts: int) -> C
 
 def _definition(program: Program, shape: tuple[int, int, int], temperature: float) -> Callable[[Any], torch.Tensor]:
     """Tokens of a head's parameters as on the V1 runner, with buffers of the shape [B, K, V]."""
-    probs, every = torch.zeros(shape), torch.ones(shape)
+    probs = torch.zeros(shape)
 
     def draw(given: DraftParams) -> torch.Tensor:
-        support = given.support
-        noise = every if support is None else every[..., : support.tokens.shape[2]]
+        support, u = given.support, torch.rand(shape[:2], dtype=torch.float64)
 
         def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
             if temperature == 0:
                 return log_q.argmax(dim=-1)
-            racing = torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
+            drawn = torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
             if support is None:
-                return (racing / noise[:, k]).argmax(dim=-1)  # exponential race
-            race = (support.gather(racing, k) / noise[:, k]).argmax(dim=-1, keepdim=True)
-            return support.tokens[:, k].gather(1, race)[:, 0]
+                return of_mass(drawn, u[:, k])
+            return support.tokens[:, k].gather(1, of_mass(support.gather(drawn, k), u[:, k])[:, None])[:, 0]
 
-        if temperature:
-            noise.exponential_()
         return naive.draft(program, *given, pick=pick)
 
     return draw
