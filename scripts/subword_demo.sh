@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # A subword target end to end: a BPE of 4096 ids, a small Llama, its own text, FF and BTree heads that borrow its
-# lm_head (--head shared), and both served beside plain vLLM.
+# lm_head (--head shared) and look at the token before, and both served beside plain vLLM.
 #
 #   scripts/subword_demo.sh [--quick] [--text FILE]
 #
-# A quarter of an hour to half an hour on two CPU cores. --quick: a few steps of everything, to try the pipeline. --text:
+# Half an hour to an hour on two CPU cores. --quick: a few steps of everything, to try the pipeline. --text:
 # that text in place of the Python standard library's source. What is there already is kept: remove build/subword to
 # begin anew.
 set -euo pipefail
@@ -22,8 +22,8 @@ while [ $# -gt 0 ]; do
         *) echo "subword_demo.sh: $1 is not known; allowed: --quick, --text FILE" >&2; exit 1 ;;
     esac
 done
-out=build/subword${quick:+-quick} steps=550 responses=768 new_tokens=96 head_steps=200
-bench=(--concurrency 1 4 --prompts 8 --max-tokens 64 --rounds 2)
+out=build/subword${quick:+-quick} steps=550 responses=768 new_tokens=96 head_steps=300
+bench=(--concurrency 1 4 16 --prompts 8 --max-tokens 64 --rounds 3)
 if [ -n "$quick" ]; then
     steps=4 responses=16 new_tokens=24 head_steps=4
     bench=(--concurrency 1 --prompts 2 --max-tokens 12 --rounds 1)
@@ -39,13 +39,13 @@ write --data "$out/train.jsonl" --out "$out/responses.jsonl" --crops 3 --limit "
 write --data "$out/valid.jsonl" --out "$out/heldout.jsonl" --crops 4 --limit 128 --max-tokens 6 --seed 2
 
 for circuit in ff btree; do
-    components=4
-    [ "$circuit" = ff ] && components=1
+    sizes=(--components 4 --component-rank 16)
+    [ "$circuit" = ff ] && sizes=(--components 1)
     [ -f "$out/$circuit/model.safetensors" ] && continue
     rm -rf "$out/$circuit/state"  # of a run that was cut off: this one begins anew
     "$python" -m vllm_mtpc train --target "$out/target" \
         --data "$out/responses.jsonl" --validation-data "$out/heldout.jsonl" --out "$out/$circuit" \
-        --head shared --circuit "$circuit" --components "$components" --window 6 --expander-rank 64 \
+        --head shared --circuit "$circuit" "${sizes[@]}" --token-rank 32 --window 6 --expander-rank 64 \
         --windows-per-step 192 --seq-len 128 --max-steps "$head_steps" --learning-rate 0.003 \
         --evaluation-sequences "$([ -n "$quick" ] && echo 4 || echo 48)"
 done
