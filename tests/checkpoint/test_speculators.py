@@ -61,7 +61,7 @@ def test_a_heads_config_is_read(kind: str) -> None:
     assert values["transformer_layer_config"].keys() == {"model_type", "hidden_size", "vocab_size", "num_hidden_layers"}
 
 
-@pytest.mark.parametrize("name", [*demo.CIRCUITS, *demo.PTP])
+@pytest.mark.parametrize("name", [*demo.CIRCUITS, demo.BACKBONE, *demo.PTP])
 def test_the_packaged_heads_are_read(name: str) -> None:
     values = json.loads((demo.path(name) / "config.json").read_text())
     assert validate(values).speculators_config.proposal_methods[0].speculative_tokens == 7

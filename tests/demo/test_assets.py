@@ -13,7 +13,12 @@ from vllm_mtpc.checkpoint import load_head, resolve_verifier
 from vllm_mtpc.checkpoint.ptp import load_ptp, load_student
 from vllm_mtpc.hf import load_target
 
-MAX_BYTES = 24_500_000
+MAX_BYTES = 28_000_000
+
+
+def figures(name: str) -> dict[str, dict]:
+    """Of a head, by its own evaluation."""
+    return json.loads((demo.path(name) / "provenance.json").read_text())["figures"]
 
 
 def test_assets_are_complete_and_small():
@@ -36,7 +41,7 @@ def test_no_absolute_paths():
 
 
 def test_wrong_name_is_refused():
-    with pytest.raises(ValueError, match=r"'tree' does not exist: use one of target, ff, cp, hmm, btree, o-ptp, c-ptp"):
+    with pytest.raises(ValueError, match=r"'tree' does not exist: use one of target, .*, backbone, o-ptp, c-ptp"):
         demo.path("tree")
 
 
@@ -76,13 +81,23 @@ def test_heads_load_and_name_their_target(name):
     assert head(torch.zeros(2, config.hidden_size)).leaf.shape == (2, 8, config.num_components, 257)
 
 
+def test_the_backbone_pays():
+    """It names its target, and what it reads of five layers makes more tokens than any head that reads one state."""
+    config, _ = load_head(demo.path(demo.BACKBONE))
+    assert (config.head, config.circuit, config.window, config.token_rank) == ("backbone", "btree", 8, 32)
+    verifier = config.speculators_config.verifier.name_or_path
+    assert resolve_verifier(demo.path(demo.BACKBONE), verifier) == str(demo.path("target"))
+    for temperature in ("t1", "t0"):
+        found = {name: figures(name)[temperature]["tokens_per_step"] for name in (*demo.CIRCUITS, demo.BACKBONE)}
+        assert found.pop(demo.BACKBONE) > 1.05 * max(found.values())
+
+
 def test_structure_pays():
     """What the demo is there to show: a tree drafts at least a fifth more tokens per step than independent bytes."""
-    figures = {name: json.loads((demo.path(name) / "provenance.json").read_text())["figures"] for name in demo.CIRCUITS}
-    assert figures["btree"]["t1"]["tokens_per_step"] >= 1.2 * figures["ff"]["t1"]["tokens_per_step"]
-    for name in demo.CIRCUITS:
+    assert figures("btree")["t1"]["tokens_per_step"] >= 1.2 * figures("ff")["t1"]["tokens_per_step"]
+    for name in (*demo.CIRCUITS, demo.BACKBONE):
         for temperature in ("t1", "t0"):
-            assert figures[name][temperature]["contexts"] >= 1000
+            assert figures(name)[temperature]["contexts"] >= 1000
 
 
 @pytest.mark.parametrize("name", demo.PTP)
@@ -97,6 +112,6 @@ def test_ptp_heads_fit_their_target_and_read_u(name):
     read = student.prefix(torch.tensor([list(b"import ")]))
     zero = torch.zeros(1, dtype=torch.long)
     assert student.aux(read, zero, zero + 6, torch.full((1, 8), 0.25)).shape == (1, 8, config.hidden_size)
-    figures = json.loads((demo.path(name) / "provenance.json").read_text())["figures"]["t1"]
+    found = figures(name)["t1"]
     # c-ptp picks with a u that is not shuffled: only what rows are told is
-    assert figures["shuffled_accuracy"] < (0.9 if name == "o-ptp" else 0.95) * figures["accuracy"]
+    assert found["shuffled_accuracy"] < (0.9 if name == "o-ptp" else 0.95) * found["accuracy"]

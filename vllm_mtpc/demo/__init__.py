@@ -1,4 +1,5 @@
-"""The packaged demo: a small byte-level target, one trained MtPC head per circuit, and a PTP head of each variant.
+"""The packaged demo: a small byte-level target, an MtPC head of each circuit, one with a backbone, a PTP head of each
+variant.
 
 Its text is the source of the Python standard library, which is on every machine that can run this package.
 """
@@ -9,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CIRCUITS = ("ff", "cp", "hmm", "btree")
+BACKBONE = "backbone"
 PTP = ("o-ptp", "c-ptp")
-NAMES = ("target", *CIRCUITS, *PTP)
+NAMES = ("target", *CIRCUITS, BACKBONE, *PTP)
 HOLDOUT = 20  # every so many-th file is held out
 # Folders that are tests or somebody else's code, and not the library's own style.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -20,7 +22,7 @@ MIN_BYTES = 64
 
 
 def path(name: str) -> Path:
-    """Folder of a packaged asset: ``"target"``, the circuit of an MtPC head or the variant of a PTP head."""
+    """Folder of a packaged asset: ``"target"``, a circuit, ``"backbone"``, or the variant of a PTP head."""
     if name not in NAMES:
         raise ValueError(f"demo asset {name!r} does not exist: use one of {', '.join(NAMES)}")
     return Path(__file__).resolve().parent / "assets" / name
