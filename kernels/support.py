@@ -17,10 +17,6 @@ class Support(NamedTuple):
     tokens: Tensor
     vocab_size: int
 
-    def gather(self, whole: Tensor, k: int) -> Tensor:
-        """[B, M] of numbers [B, V] at draft k."""
-        return whole.gather(1, self.tokens[:, k])
-
     def spread(self, own: Tensor, k: int) -> Tensor:
         """[B, V] from own[B, M] at draft k; -inf elsewhere."""
         return own.new_full((len(own), self.vocab_size), -torch.inf).scatter_(1, self.tokens[:, k], own)

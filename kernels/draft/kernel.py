@@ -32,7 +32,7 @@ BIAS = {"CHUNK": 64, "ROWS": 16, "BLOCK": 128}  # of `token_bias`: a product of 
 
 
 class Given(NamedTuple):
-    """Arguments of the launches of one call, in the order in which they take them."""
+    """What the launches of one call are made of."""
 
     leaf: tuple  # the leaf, and its strides in units of tile["UNIT"]
     before: tuple  # x_1, the bigram and its strides, the support; each None without

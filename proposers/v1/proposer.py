@@ -28,7 +28,6 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.pick.naive import of_mass
-from vllm_mtpc.kernels.support import Support
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.heads import shipped
 from vllm_mtpc.proposers.heads.counts import check_ranks
@@ -187,9 +186,8 @@ class MtpcProposer:
         if self.is_probabilistic and not sampling_metadata.all_greedy:
             # an unfinished prompt must not advance its request's generator
             seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
-            support = None if masks.rows else params.support  # a grammar may allow nothing of it
             u = torch.rand(batch, num_drafts, dtype=torch.float64, device=hidden.device)
-            pick = self._drawing(u, support, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
+            pick = self._drawing(u, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
         program, shard = self.model.circuit.program, self.model.leaf_shard
         drafts = naive.draft(program, *params, pick=masks.around(pick), shard=shard).tolist()
@@ -204,7 +202,6 @@ class MtpcProposer:
     def _drawing(
         self,
         u: torch.Tensor,  # [B, K] float64, uniform
-        support: Support | None,  # outside of it probabilities are 0
         temperature: torch.Tensor,  # [B]
         seeds: dict[int, torch.Generator],  # by row
         unmasked: list[int],  # rows under a grammar that does not mask them
@@ -229,9 +226,7 @@ class MtpcProposer:
             logits = log_q / scale if is_scaled else log_q
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(u), k])  # [B, V]
             self.confidence.drawn(k, probs, is_greedy)
-            drafts = of_mass(probs if support is None else support.gather(probs, k), u[:, k])
-            if support is not None:
-                drafts = support.tokens[:, k].gather(1, drafts[:, None])[:, 0]
+            drafts = of_mass(probs, u[:, k])
             if coupled:
                 drafts[coupled] = draw(logits[coupled], numbers[:, k])
             if some_are_greedy:

@@ -268,15 +268,12 @@ def _definition(program: Program, shape: tuple[int, int, int], temperature: floa
     probs = torch.zeros(shape)
 
     def draw(given: DraftParams) -> torch.Tensor:
-        support, u = given.support, torch.rand(shape[:2], dtype=torch.float64)
+        u = torch.rand(shape[:2], dtype=torch.float64)
 
         def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
             if temperature == 0:
                 return log_q.argmax(dim=-1)
-            drawn = torch.softmax(log_q / temperature, dim=-1, out=probs[:, k])
-            if support is None:
-                return of_mass(drawn, u[:, k])
-            return support.tokens[:, k].gather(1, of_mass(support.gather(drawn, k), u[:, k])[:, None])[:, 0]
+            return of_mass(torch.softmax(log_q / temperature, dim=-1, out=probs[:, k]), u[:, k])
 
         return naive.draft(program, *given, pick=pick)
 
