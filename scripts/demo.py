@@ -69,7 +69,7 @@ def same(mine: Measured, plain: Measured) -> tuple[int, int]:
 def measure(lines: Lines, logs: Path) -> tuple[rounds.Comparison, Measured, list[rounds.Pass]]:
     """Plain and heads side by side; the server's pass; passes of heads that only the interpreter runs here."""
     on_gpu = torch.cuda.is_available()
-    heads, _ = decodings.heads([str(demo.path("btree")), str(demo.path("o-ptp"))], {}, None, on_gpu)
+    heads, _ = decodings.heads([str(demo.path("btree")), str(demo.path("late"))], {}, None, on_gpu)
     engine = decodings.arguments(str(demo.path("target")), "float32", 512, BATCH, on_gpu, ON_GPU if on_gpu else {})
     texts = prompts.held_out(ROUNDS * max(cell.prompts for cell in CELLS))
     comparison = rounds.Comparison(lines)

@@ -89,22 +89,15 @@ draft --out "$data/drafter" --circuit ff --backbone-layers 3 --backbone-width 51
 draft --out "$out/backbone" --circuit btree --components 8 --component-rank 32 --token-rank 32 \
     --init-from "$data/drafter" --verifier ../target --learning-rate 0.002 --max-steps 1000
 
-# Twice: u is learnt late, and a second run starts from the first with the rate at its peak again. Then o-ptp gets its
-# late network, and learns laws for u to pick from.
-for variant in o-ptp c-ptp; do
-    first=1400
-    [ "$variant" = c-ptp ] && first=1200
-    ptp() {
-        rm -rf "$2/state"
-        "$python" -m vllm_mtpc train --config scripts/train_demo_ptp.yaml --target "$out/target" \
-            --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
-            --variant "$variant" "$@" ${head_steps[@]+"${head_steps[@]}"}
-    }
-    ptp --out "$data/$variant" --max-steps "$first" --learning-rate 0.005
-    second="$out/$variant"
-    [ "$variant" = o-ptp ] && second="$data/o-ptp-plain"
-    ptp --out "$second" --init-from "$data/$variant" --precision bf16
-    [ "$variant" = o-ptp ] && ptp --out "$out/o-ptp" --init-from "$data/o-ptp-plain" --verifier ../target \
-        --no-informed --ptp-loss kl --law-trust 0.85 --late-width 384 --learning-rate 0.003 --max-steps 1000 --precision bf16
-    rm -r "$out/$variant/state"
-done
+# The baseline first: the cards of the others have its tokens/step beside theirs. The late head starts from it.
+ptp() {
+    rm -rf "$2/state"
+    "$python" -m vllm_mtpc train --config scripts/train_demo_ptp.yaml --target "$out/target" --verifier ../target \
+        --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" "$@" \
+        ${head_steps[@]+"${head_steps[@]}"}
+    rm -r "$2/state"
+}
+ptp --out "$data/independent" --variant independent
+ptp --out "$out/o-ptp" --variant o-ptp --baseline "$data/independent"
+ptp --out "$out/c-ptp" --variant c-ptp --baseline "$data/independent"
+ptp --out "$out/late" --variant late --init-from "$data/independent" --late-width 384 --max-steps 1000

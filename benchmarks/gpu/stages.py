@@ -85,7 +85,7 @@ def tests(programme: Programme) -> list[Part]:
         only_a_gpus(),
         identity("identity-float32", programme.size(["ff", "cp", "hmm", "btree"], ["btree"]), 300, "float32", **ieee),
         identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
-        identity("identity-ptp", ["o-ptp"], 200, "float32", **ieee),
+        identity("identity-ptp", ["late"], 200, "float32", **ieee),
         tested("greedy", 300, "tests/e2e/test_greedy.py", "-k", "v2"),
         tested("grammar", 400, "tests/e2e/test_grammar.py", "-k", "v2"),  # 10,000 answers among them
         tested("grammar-law", 200, "tests/e2e/test_grammar_law.py", "-k", "v2"),
@@ -334,8 +334,8 @@ def shapes(programme: Programme) -> list[Part]:
 
 
 def ptp(programme: Programme) -> list[Part]:
-    """An O-PTP head with informed rows on that target, drafting in two passes and in one; the demo's likewise."""
-    folder = programme.cache / "heads" / "o-ptp"
+    """O-PTP and its independent baseline, trained alike on that target, in two passes and in one; the demo's late."""
+    folder, baseline = (programme.cache / "heads" / name for name in ("o-ptp", "independent"))
     sizes = programme.size(
         {
             "window": 8, "lora_rank": 32, "lora_alpha": 32, "windows_per_step": 512, "max_steps": 1500,
@@ -343,7 +343,7 @@ def ptp(programme: Programme) -> list[Part]:
         },
         {"window": 4, "lora_rank": 4, "windows_per_step": 8, "max_steps": 2},
     )  # fmt: skip
-    options = {"head": "ptp", "variant": "o-ptp", "u_embedding": "threshold", "u_features": 64, **sizes}
+    options = {"head": "ptp", "u_embedding": "threshold", "u_features": 64, **sizes}
     variants = []
     for way in programme.size(("two-pass", "merged"), ("two-pass",)):
         variants += ["--variant", f"{way}=" + json.dumps({"draft_pass": way})]
@@ -358,9 +358,11 @@ def ptp(programme: Programme) -> list[Part]:
     on_demo = programme.size({"dtype": "bfloat16"}, {"max_tokens": 8})
     own = {**own_text(programme), **programme.size({}, {"max_tokens": 8})}
     return [
-        *programme.size([served("demo", demo.path("o-ptp"), [], **on_demo)], []),
-        trained(programme, "train", folder, 450, **options),
+        *programme.size([served("demo", demo.path("late"), [], **on_demo)], []),
+        trained(programme, "train-baseline", baseline, 450, variant="independent", **options),
+        trained(programme, "train", folder, 450, variant="o-ptp", baseline=baseline, **options),
         served("own", folder, [folder / "config.json"], **own),
+        served("own-baseline", baseline, [baseline / "config.json"], **own),
     ]
 
 

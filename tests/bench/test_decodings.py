@@ -18,7 +18,7 @@ NAMES = [str(demo.path(name)) for name in (*demo.CIRCUITS, *demo.PTP)]
 
 def test_heads_are_named_by_circuit_and_ptp_is_apart_without_a_gpu() -> None:
     found, missing = heads(NAMES, {}, None, on_gpu=False)
-    assert [one.name for one in found] == ["ff (Medusa-style)", "cp", "hmm", "btree", "o-ptp", "c-ptp"]
+    assert [one.name for one in found] == ["ff (Medusa-style)", "cp", "hmm", "btree", "o-ptp", "c-ptp", "late"]
     assert [one.group for one in found] == [OWN] * 4 + [V2_INTERPRETED] * 2 and not missing
     assert [one.circuit for one in found] == ["ff", "cp", "hmm", "btree", None, None]
     assert all(one.is_ours and not one.is_plain for one in found) and plain().is_plain

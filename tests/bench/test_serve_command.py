@@ -33,7 +33,7 @@ def test_the_demo_is_whole() -> None:
     assert (args.dtype, args.order) == ("float32", "interleaved")
     members, missing = serve_command.wanted(args, on_gpu=False)
     found = [one for group in (OWN, V2_INTERPRETED) for one in members[group]]
-    names = ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree", "plain", "o-ptp"]
+    names = ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree", "plain", "late"]
     assert [one.name for one in found] == names and [one.group for one in found][-2:] == [V2_INTERPRETED] * 2
     assert [one.name for one in missing] in ([], ["suffix"])
 

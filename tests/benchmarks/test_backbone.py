@@ -1,4 +1,4 @@
-"""Circuits on a frozen backbone: every circuit is trained, measured and timed, and what is frozen stays."""
+"""Circuits on a frozen backbone: every circuit is trained, measured and timed."""
 
 from __future__ import annotations
 

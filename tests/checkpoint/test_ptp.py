@@ -114,7 +114,7 @@ def edit(folder: Path, file: str, **changes: object) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("u_embedding", EMBEDDINGS)
 def test_a_head_is_read_back_as_saved(tmp_path: Path, u_embedding: str, dtype: torch.dtype) -> None:
-    config, lora, embedding = new(u_embedding=u_embedding, variant="c-ptp", informed=False, accepted=[0.5, 0.5, 0, 0])
+    config, lora, embedding = new(u_embedding=u_embedding, variant="c-ptp", accepted=[0.5, 0.5, 0, 0])
     save(tmp_path / "head", config, lora, embedding, dtype)
     head = load_ptp(tmp_path / "head")
     assert head.config == read_config(tmp_path / "head") == config
@@ -130,7 +130,7 @@ def test_a_head_is_read_back_as_saved(tmp_path: Path, u_embedding: str, dtype: t
 
 
 def test_a_late_network_is_read_back_as_saved(tmp_path: Path) -> None:
-    config, lora, embedding = new(late_width=3, law_trust=0.8)
+    config, lora, embedding = new(variant="late", late_width=3, law_trust=0.8)
     late = build_late(8, 3)
     late.outer.weight.data.normal_()
     save_ptp(tmp_path, config, lora, embedding, {"command": "train me"}, "# a head\n", torch.float16, late)
@@ -151,16 +151,19 @@ def test_a_late_network_is_read_back_as_saved(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_tensors_of_the_late_network_are_named(tmp_path: Path, change, words: list[str]) -> None:
-    save(tmp_path / "head", *new(late_width=3))
+    save(tmp_path / "head", *new(variant="late", late_width=3))
     rewrite(tmp_path / "head", U_EMBED, change)
     text = refusal(tmp_path / "head")
     assert U_EMBED in text and all(word in text for word in words), text
 
 
 def test_a_config_without_the_late_network_of_its_files_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "head", *new(late_width=3))
-    edit(tmp_path / "head", "config.json", late_width=0)
-    assert "unknown" in (text := refusal(tmp_path / "head")) and "late." in text
+    save(tmp_path / "head", *new(variant="late", late_width=3))
+    values = json.loads((tmp_path / "head" / "config.json").read_text())
+    for key in ("late_width", "law_trust"):
+        del values[key]
+    (tmp_path / "head" / "config.json").write_text(json.dumps(values | {"variant": "independent"}))
+    assert "variant 'late'" in (text := refusal(tmp_path / "head")) and "'independent'" in text
 
 
 def test_a_head_is_loaded_in_the_asked_dtype(folder: Path) -> None:
@@ -192,7 +195,6 @@ def test_inspect_shows_the_head(tmp_path: Path, capsys) -> None:
     expected = {
         "method": "ptp",
         "variant": "o-ptp",
-        "informed": True,
         "window": 4,
         "drafts_per_step": 3,
         "u_embedding": "arithmetic-mlp",
@@ -217,10 +219,10 @@ def test_inspect_shows_the_head(tmp_path: Path, capsys) -> None:
         "weights: ok (46 tensors",
     ]:
         assert words in text, words
-    save(tmp_path / "other", *new(informed=False))
+    save(tmp_path / "other", *new(variant="late", late_width=5))
     assert main(["inspect", str(tmp_path / "other")]) == 0
     text = capsys.readouterr().out
-    assert "0.5 on every row" in text and "not measured" in text
+    assert "width 5, trust 0.85" in text and "not measured" in text
 
 
 def test_each_kind_of_head_is_refused_where_the_other_is_needed(folder: Path, tmp_path: Path) -> None:
@@ -350,7 +352,7 @@ def test_adapters_of_another_head_are_refused(folder: Path, tmp_path: Path) -> N
     "changes, words",
     [
         ({"variant": "c-ptp"}, ["variant 'o-ptp'", "'c-ptp'"]),
-        ({"informed": False}, ["informed 'true'", "'false'"]),
+        ({"informed": False}, ["unknown key 'informed'"]),
         ({"u_embedding": "threshold", "u_features": 32}, ["u_embedding 'ieee'", "'threshold'"]),
         ({"hidden_size": 9}, ["(8,", "(9,", "hidden_size"]),
         ({"lora_rank": 3}, ["r = 2", "lora_rank=3"]),

@@ -37,11 +37,10 @@ def refusal(values) -> str:
 
 
 @pytest.mark.parametrize("u_embedding", EMBEDDINGS)
-@pytest.mark.parametrize("variant, informed", [("o-ptp", True), ("c-ptp", False)])
-def test_what_create_makes_is_read_back_equal(tmp_path, u_embedding, variant, informed):
+@pytest.mark.parametrize("variant", ["o-ptp", "c-ptp", "late", "independent"])
+def test_what_create_makes_is_read_back_equal(tmp_path, u_embedding, variant):
     config = create(
         variant=variant,
-        informed=informed,
         u_embedding=u_embedding,
         lora_rank=3,
         lora_alpha=6,
@@ -68,8 +67,9 @@ def test_a_config_follows_the_speculators_convention():
 
 
 def test_what_a_head_has_not_is_not_written():
-    assert OPTIONAL & json.loads(create().to_json()).keys() == {"late_width"}  # 0: none
-    whole = create(u_embedding="arithmetic-mlp", late_width=4, law_trust=0.8, accepted=[1, 0, 0, 0])
+    assert not OPTIONAL & json.loads(create().to_json()).keys()
+    whole = create(variant="late", u_embedding="arithmetic-mlp", accepted=[1, 0, 0, 0])
+    assert (whole.late_width, whole.law_trust) == (8, 0.85)  # where none are given
     assert OPTIONAL & json.loads(whole.to_json()).keys() == OPTIONAL
 
 
@@ -92,15 +92,18 @@ def test_every_key_is_needed(key):
 @pytest.mark.parametrize(
     "path, value, words",
     [
-        ("variant", "mtp", ["variant", "'mtp'", "'o-ptp' or 'c-ptp'"]),
-        ("informed", 1, ["informed", "1", "boolean"]),
+        ("variant", "mtp", ["variant", "'mtp'", "'o-ptp', 'c-ptp', 'late' or 'independent'"]),
+        ("variant", "late", ["late_width=None", "variant late has it", "set it"]),
+        ("informed", False, ["unknown key 'informed'"]),
         ("window", 1, ["window", "1", "2"]),
         ("window", 10**9, ["window", "1000000000", "256"]),
         ("window", "4", ["window", "'4'", "integer"]),
         ("u_embedding", "fourier", ["'fourier'", "ieee, scalar"]),
         ("u_features", 32, ["u_features=32", "'ieee'"]),
         ("u_hidden", 0, ["u_hidden", "0", "1"]),
-        ("late_width", -1, ["late_width", "-1", "0"]),
+        ("late_width", 0, ["late_width", "0", "1"]),
+        ("late_width", 3, ["late_width=3 with variant 'o-ptp'", "remove it"]),
+        ("law_trust", 0.5, ["law_trust=0.5 with variant 'o-ptp'", "remove it"]),
         ("law_trust", 0, ["law_trust", "0", "greater than 0"]),
         ("law_trust", 1.0, ["law_trust", "1.0", "less than 1"]),
         ("u_embedding", "threshold-mlp", ["'threshold-mlp'", "needs u_features"]),

@@ -36,7 +36,7 @@ def test_no_absolute_paths():
 
 
 def test_wrong_name_is_refused():
-    with pytest.raises(ValueError, match=r"'tree' does not exist: use one of target, .*, backbone, o-ptp, c-ptp"):
+    with pytest.raises(ValueError, match=r"'tree' does not exist: use one of target, .*, backbone, o-ptp, c-ptp, late"):
         demo.path("tree")
 
 

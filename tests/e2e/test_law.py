@@ -54,7 +54,13 @@ def check(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 def case(name: str) -> Any:
     """A case as a parameter; where it asks all kinds of request or injects a fault, it speaks for the feature page."""
     made = CASES[name]
-    column = "mtpc on V1" if made.runner == "v1" else "ptp on V2" if "ptp" in name else "mtpc on V2"
+    column = (
+        "mtpc on V1"
+        if made.runner == "v1"
+        else "ptp on V2"
+        if "ptp" in name or made.head in law_cases.PTP
+        else "mtpc on V2"
+    )
     marks = []
     if made.settings == laws.MIXED and name != "no head":
         marks = [pytest.mark.feature(row, "law", column) for row in laws.FEATURES]

@@ -48,8 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     target = make_target(folder / "target", VOCAB, seed=3)
     for variant in ("o-ptp", "c-ptp"):
         make_ptp_head(folder / variant, target, variant, WINDOW)
-        trust = {"law_trust": 0.8} if variant == "o-ptp" else {}
-        make_ptp_head(folder / f"late {variant}", target, variant, WINDOW, late_width=12, **trust)
+    make_ptp_head(folder / "late", target, "late", WINDOW, late_width=12, law_trust=0.8)
     make_ptp_head(folder / "idle", target, "o-ptp", WINDOW, scale=0.0)
     make_ptp_head(folder / "loud", target, "o-ptp", WINDOW, scale=0.5)
     return folder
@@ -80,7 +79,7 @@ DRAFTED = {
         "draft_pass": "two-pass",
         "injected": "replayed",
     },
-    "merged late": {"head": "late o-ptp", "num_speculative_tokens": 3},
+    "merged late": {"head": "late", "num_speculative_tokens": 3},
     "oracle": {"head": "o-ptp", "num_speculative_tokens": 4, "injected": "oracle"},
     "few blocks": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 16, "num_gpu_blocks_override": "few"},
 }
@@ -193,7 +192,7 @@ def test_group_states_are_the_students(folder, recorded, head: str) -> None:
 @pytest.fixture(scope="module")
 def drafted(folder) -> dict[tuple[str, str], Reply]:
     call = [ask(PROMPTS[:2], {**SAMPLED, "max_tokens": 8})]
-    cases = [(head, draft_pass) for head in ("late o-ptp", "late c-ptp") for draft_pass in ("merged", "two-pass")]
+    cases = [(head, draft_pass) for head in ("late", "c-ptp") for draft_pass in ("merged", "two-pass")]
     engines = {
         " ".join(case): engine(folder, call, case[0], "record_drafts", num_speculative_tokens=3, draft_pass=case[1])
         for case in cases
@@ -206,20 +205,23 @@ def drafted(folder) -> dict[tuple[str, str], Reply]:
 
 @pytest.mark.slow  # in every run test_text_is_that_without_drafts serves a late network
 @pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
-@pytest.mark.parametrize("head", ["late o-ptp", "late c-ptp"])
+@pytest.mark.parametrize("head", ["late", "c-ptp"])
 def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) -> None:
-    """What is served with a late network and a trust in laws is what the evaluator reads from the student.
+    """What is served is what the evaluator reads from the student.
 
-    Without the network it is not, nor with another trust.
+    Without the late network it is not, nor with another trust, nor (c-ptp) as another variant.
     """
     from vllm_mtpc.checkpoint.ptp import load_student
     from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows
     from vllm_mtpc.hf import load_target
 
     student = load_student(folder / head, load_target(folder / "target", torch.float32))
-    reply, same, steps = drafted[head, draft_pass], [0, 0], 0
     config, late = student.config, student.late
-    others = ((None, config), (late, config.model_copy(update={"law_trust": 0.2 if config.law_trust else 0.8})))
+    if late is None:
+        others = ((None, config.model_copy(update={"variant": "independent"})),)
+    else:
+        others = ((None, config), (late, config.model_copy(update={"law_trust": 0.2})))
+    reply, same, steps = drafted[head, draft_pass], [0] * len(others), 0
     for note in reply.recorded:
         number, known = int(note["request"].partition("-")[0]), note["known"]
         text = torch.tensor(PROMPTS[number] + reply.tokens[number][0])

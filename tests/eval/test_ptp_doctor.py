@@ -114,7 +114,7 @@ def test_a_head_that_does_not_read_u_is_named():
     answer = served(random_student(reader.target), Sampling(1.0), tokens=7)
     loaded, comparison = compare(reader, answer, Sampling(1.0))
     assert loaded.knows_nothing([comparison], K) is None
-    baseline = random_student(llama_target(vocab_size=12), informed=False)
+    baseline = random_student(llama_target(vocab_size=12), "independent")
     loaded, comparison = compare(baseline, served(baseline, SAMPLED), SAMPLED)
     assert loaded.knows_nothing([comparison], K) is None  # the baseline is not meant to
 

@@ -178,7 +178,7 @@ def test_a_new_student_starts_as_the_target(target: Target) -> None:
 
 
 def test_uninformed_students_read_nothing_of_u(target: Target) -> None:
-    student = student_of(target, informed=False)
+    student = student_of(target, variant="independent")
     prefix = student.prefix(TOKENS, DOCUMENTS)
     one, other = (student.aux(prefix, ROW, START, numbers(len(ROW), seed)) for seed in (3, 4))
     assert torch.equal(one, other)

@@ -28,7 +28,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "shared": {"method": "mtpc"},
     "draft layers": {"method": "mtpc"},
     "o-ptp": {"method": "ptp", "draft_pass": "two-pass"},
-    "c-ptp, late": {"method": "ptp", "draft_pass": "merged", "u_table": True},
+    "late": {"method": "ptp", "draft_pass": "merged", "u_table": True},
 }
 
 
@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = random_layers(folder / "target", 1)
     save_head(folder / "draft layers", config, build_head(config), {}, "card", torch.float32, layers)
     make_ptp_head(folder / "o-ptp", target, "o-ptp", 4)
-    make_ptp_head(folder / "c-ptp, late", target, "c-ptp", 4, late_width=3)
+    make_ptp_head(folder / "late", target, "late", 4, late_width=3)
     return folder
 
 

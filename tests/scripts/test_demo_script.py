@@ -47,12 +47,12 @@ def test_plain_and_head_take_turns_and_only_the_same_is_compared(script, capsys)
     said = capsys.readouterr().out
     assert "| btree | 16 (2.00x) | 16 (2.00x) | 16 (2.00x) | 16 (2.00x) |" in said  # 8 tokens in 0.5 s beside 1 s
     assert "BTree / FF" not in said  # the schedule gives FF no drafts at a batch: nothing to divide
-    assert "o-ptp, T=1, c=1 (V2, interpreted): 1.75 tokens/step" in said and "o-ptp | " not in said
+    assert "late, T=1, c=1 (V2, interpreted): 1.75 tokens/step" in said and "late | " not in said
     assert "identical to plain vLLM's, offline and served: 12 of 12" in said
-    assert [name for what, name, *_ in script.engines_made.log if what == "start"] == ["plain", "btree", "o-ptp"]
+    assert [name for what, name, *_ in script.engines_made.log if what == "start"] == ["plain", "btree", "late"]
 
 
-@pytest.mark.parametrize("where", ["btree", "o-ptp", "server"])
+@pytest.mark.parametrize("where", ["btree", "late", "server"])
 def test_a_greedy_answer_that_is_not_plains_is_an_error(script, where, capsys):
     if where == "server":
         script.wrong_served = 1

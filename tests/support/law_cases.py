@@ -36,6 +36,7 @@ HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
 WITHIN = {"head": "shared", "expander_rank": 4, "component_rank": 2, "support": 2, "token_rank": 2}
 OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}, "support": WITHIN}
 OPTIONS["loud tokens"] = {"token_rank": 2, "token_scale": 10.0}
+PTP = ("o-ptp", "c-ptp", "late")
 DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
 CUT = {**DRAFT_ALL, "min_survival": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
@@ -59,7 +60,7 @@ class Case:
 
 
 def _cases() -> dict[str, Case]:
-    one, three, ptp = ("T=1",), ("T=1", "T=1.3, top-p 0.8", "bad words"), ("T=1", "T=0.7, top-p 0.9")
+    one, three, ptp = ("T=1",), ("T=1", "T=1.3, top-p 0.8", "bad words"), ("T=1", "T=0.7", "T=0.7, top-p 0.9")
     cases = {f"13 kinds, {head}": Case(head) for head in HEADS}
     cases |= {
         "fault: scored at another temperature": Case("btree, good", one, "other temperature", True),
@@ -75,6 +76,7 @@ def _cases() -> dict[str, Case]:
         "3, 1, 0, 2 drafts in turns": Case("btree, good", three, "switching"),
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),
+        "late": Case("late", ptp),
         "fault: o-ptp, u squared": Case("o-ptp", one, "squared_u", True),
         "ptp's sampler without drafts": Case(None, injected="coupled_without_drafts"),
         "block verification": Case("btree, good", three, options={"rejection_sample_method": "block"}),
@@ -120,7 +122,7 @@ def make_models(folder: Path) -> LlamaForCausalLM:
 def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
     if (folder / head).exists():
         return
-    if head in ("o-ptp", "c-ptp"):
+    if head in PTP:
         make_ptp_head(folder / head, target, head, WINDOW)
         return
     if head == "backbone":
@@ -138,8 +140,7 @@ def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int, lengt
     arguments |= {"max_num_batched_tokens": BATCH * WINDOW, "kv_cache_memory_bytes": 1 << 28}
     if case.head:
         _make(folder, target, case.head)
-        is_ptp = "ptp" in case.head
-        spec = {"method": "ptp", "draft_pass": "merged"} if is_ptp else {"method": "mtpc", **DRAFT_ALL}
+        spec = {"method": "ptp", "draft_pass": "merged"} if case.head in PTP else {"method": "mtpc", **DRAFT_ALL}
         arguments["speculative_config"] = {**spec, "model": str(folder / case.head), **case.options}
     return Engine(str(folder / "target"), [asking(PROMPT, kinds, count, at_once)], arguments, case.injected)
 

@@ -102,7 +102,7 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
             raise UsageError("--demo has its own target and heads; leave --target and --heads out, or --demo")
         args.target = str(demo.path("target"))
         of_gpus = (demo.BACKBONE,) if on_gpu else ()  # elsewhere interpreted, where its speed says nothing
-        args.heads = [str(demo.path(name)) for name in (*demo.CIRCUITS, *of_gpus, "o-ptp")]
+        args.heads = [str(demo.path(name)) for name in (*demo.CIRCUITS, *of_gpus, "late")]
     if not args.target:
         if not args.heads:
             raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")

@@ -89,7 +89,7 @@ def ptp_facts(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
     from vllm_mtpc.checkpoint.ptp import check_ptp
     from vllm_mtpc.heads.adapters import ADAPTER_WEIGHTS_FILE
 
-    own = ("variant", "informed", "u_embedding", "late_width", "law_trust", "accepted")
+    own = ("variant", "u_embedding", "late_width", "law_trust", "accepted")
     options = config.model_dump(include={"u_features", "u_hidden"}, exclude_none=True)
     adapters = check_ptp(folder, config)._asdict()
     found = {name: getattr(config, name) for name in own} | {"u_options": options, "adapters": adapters}
@@ -212,14 +212,13 @@ def ptp_rows(report: Report) -> list[tuple[str, str]]:
         mean = sum(count * share for count, share in enumerate(shares))
         listed = ", ".join(f"{count}: {share:.1%}" for count, share in enumerate(shares))
         accepted = f"{mean:.2f} of {len(shares) - 1} on average ({listed})"
+    late = [] if trust is None else [("late network", f"width {report['late_width']}, trust {trust:g}")]
     return [
         ("variant", report["variant"]),
-        ("informed", "yes, rows carry u" if report["informed"] else "no: u = 0.5 on every row"),
         ("window n", f"{report['window']} auxiliary rows"),
         ("drafts per step", str(report["drafts_per_step"])),
         ("u embedding", ", ".join([report["u_embedding"], *(f"{k} {v}" for k, v in report["u_options"].items())])),
-        ("late network", f"width {report['late_width']}" if report["late_width"] else "none"),
-        ("trust in rows", "none: as the variant drafts" if trust is None else f"{trust:g}: u picks what they give"),
+        *late,
         ("adapters", f"all {len(adapters['layers'])} layers of the target, {', '.join(adapters['modules'])}; {size}"),
         ("accepted drafts", accepted),
     ]

@@ -157,7 +157,7 @@ def _check_embedding(file: Path, shapes: Shapes, config: PtpConfig) -> None:
 
 def _identity(config: PtpConfig) -> dict[str, str]:
     """What tells heads of the same shapes apart."""
-    return {"variant": config.variant, "informed": str(config.informed).lower(), "u_embedding": config.u_embedding}
+    return {"variant": config.variant, "u_embedding": config.u_embedding}
 
 
 def _build(config: PtpConfig) -> tuple[AuxEmbedding, LateNetwork | None]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 MAX_WINDOW = 256
+OF_LATE = ("late_width", "law_trust")  # options of variant late alone
+TRUST = 0.85  # where none is given: 0.8 to 0.87 served the demo alike
 SUM_TOLERANCE = 1e-4  # what the sum of `accepted` may miss of 1: it is written in decimals
 
 
@@ -26,29 +28,25 @@ class PtpConfig(AnyHeadConfig):
     target_sizes = (*AnyHeadConfig.target_sizes, "num_hidden_layers")
 
     speculators_model_type: Literal["ptp"] = Field(description="The vLLM method this head is served with.")
-    variant: Literal["o-ptp", "c-ptp"] = Field(
+    variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
         description="o-ptp: the argmax of the row that carries u_k is token k; c-ptp: the row that carries u_(k-1) "
-        "gives the distribution that u_k picks token k from."
-    )
-    informed: bool = Field(
-        description="Whether rows carry u; false: 0.5 on every row, without law_trust the independent baseline."
+        "gives the distribution that u_k picks token k from. Not the paper's: late, rows that carry 0.5, behind them a "
+        "network that drafts token by token, u picks from its distributions; independent, the baseline, the argmax of "
+        "rows that carry 0.5."
     )
     window: int = Field(ge=2, le=MAX_WINDOW, description="n, auxiliary rows; at most n - 1 drafts.")
     u_embedding: str = Field(description="How u becomes the embedding of a row (vllm_mtpc.heads.ptp.embedding).")
     u_features: int | None = Field(None, description="Features or rows of the embedding, where it may vary.")
     u_hidden: int | None = Field(None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings in -mlp: their hidden layer.")
-    late_width: int = Field(
-        0,
-        ge=0,
-        le=MAX_HIDDEN_SIZE,
-        description="Width of the late network, behind the final norm; 0: none, as in the paper.",
+    late_width: int | None = Field(
+        None, ge=1, le=MAX_HIDDEN_SIZE, description="Variant late: width of its network, behind the final norm."
     )
     law_trust: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="How far a row's distribution is trusted when u picks the draft from it "
-        "(vllm_mtpc.heads.ptp.distribution); absent: as in the paper, o-ptp takes the argmax, c-ptp what u picks.",
+        description="Variant late: how far its distributions are trusted when u picks the draft from them "
+        "(vllm_mtpc.heads.ptp.distribution).",
     )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
@@ -63,6 +61,12 @@ class PtpConfig(AnyHeadConfig):
         from vllm_mtpc.heads.ptp.embedding import check_embedding
 
         check_embedding(self.u_embedding, self.u_features, self.u_hidden)
+        for key in OF_LATE:
+            if (getattr(self, key) is not None) != (self.variant == "late"):
+                raise ValueError(
+                    f"{key}={getattr(self, key)} with variant {self.variant!r}: variant late has it and no other; "
+                    f"{'remove it' if self.variant != 'late' else 'set it'}, or choose another variant"
+                )
         shares, remedy = self.accepted, "measure the head again, or remove accepted"
         if shares is None:
             return self
@@ -78,9 +82,19 @@ class PtpConfig(AnyHeadConfig):
         return self
 
     @property
+    def informed(self) -> bool:
+        """Whether rows carry u, as in the paper; 0.5 on every row else."""
+        return self.variant in ("o-ptp", "c-ptp")
+
+    @property
     def uses_u(self) -> bool:
         """Whether drafts at a temperature above 0 depend on u at all; not those of the independent baseline."""
-        return self.informed or self.law_trust is not None
+        return self.variant != "independent"
+
+    @property
+    def first_row(self) -> int:
+        """Row of a window that gives its first draft; a row 0 that names its own token names x_1, which is given."""
+        return 0 if self.variant == "c-ptp" else 1
 
     @property
     def num_layers(self) -> int:
@@ -92,5 +106,7 @@ class PtpConfig(AnyHeadConfig):
         from vllm_mtpc.heads.ptp.embedding import default_options
 
         name = given.get("u_embedding", "ieee")
-        own = {"informed": True, "u_embedding": name, "late_width": 0, "lora_rank": 16, "lora_alpha": 16.0}
+        own = {"u_embedding": name, "lora_rank": 16, "lora_alpha": 16.0}
+        if given.get("variant") == "late":
+            own |= {"late_width": target["hidden_size"], "law_trust": TRUST}
         return own | default_options(name, target["hidden_size"])

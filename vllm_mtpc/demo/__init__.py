@@ -11,7 +11,7 @@ from pathlib import Path
 
 CIRCUITS = ("ff", "cp", "hmm", "btree")
 BACKBONE = "backbone"
-PTP = ("o-ptp", "c-ptp")
+PTP = ("o-ptp", "c-ptp", "late")
 NAMES = ("target", *CIRCUITS, BACKBONE, *PTP)
 HOLDOUT = 20  # every so many-th file is held out
 # Folders that are tests or somebody else's code, and not the library's own style.

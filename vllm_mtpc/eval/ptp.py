@@ -129,9 +129,8 @@ class PtpEvaluator(Evaluator):
 
     def title(self, num_drafts: int) -> str:
         config = self.config
-        informed = "" if config.uses_u else " without u"
         sizes = f"n={config.window}, r={config.lora_rank}, K={num_drafts} drafts"
-        return f"{self.folder}: {config.variant}{informed}, {sizes}"
+        return f"{self.folder}: {config.variant}, {sizes}"
 
     def rows(self, results: Sequence[PtpEvaluation]) -> list[tuple[str, Callable[[PtpEvaluation], str]]]:
         def two_passes(r: PtpEvaluation) -> str:

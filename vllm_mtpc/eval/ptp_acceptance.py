@@ -6,9 +6,8 @@ text of the target with u_k drawn uniformly inside the interval of x_k is distri
 drafts it accepts is known without a further pass of the target. Greedy: the text is the argmax, rows carry 0.5.
 
 A window at position t (visible: tokens up to t) drafts x_2..x_(1+K), tokens t + 2..t + 1 + K; x_1 is the target's own.
-o-ptp: the argmax of rows 1..K. c-ptp: Pick(u, P), P what rows 0..K - 1 give (greedy, and heads that were trained
-without u: its argmax). Heads with `law_trust` pick as `vllm_mtpc.heads.ptp.distribution` says. The step accepts the
-leading drafts that are the text.
+o-ptp and the independent baseline: the argmax of rows 1..K. c-ptp: Pick(u, P), P what rows 0..K - 1 give (greedy: its
+argmax). late: as `vllm_mtpc.heads.ptp.distribution` says. The step accepts the leading drafts that are the text.
 
 Steps follow each other through each continuation, and tokens/step is the number of tokens by the number of steps:
 
@@ -57,6 +56,7 @@ class PtpMetrics(StepMetrics):
     two_pass_standard_error: float
     accuracy: float  # drafts that are the text's token, of all drafts of all windows, whatever those before them are
     shuffled_accuracy: float  # the same where rows carry the u of another window
+    shuffled_tokens_per_step: float  # merged, likewise
     anywhere: float  # expected tokens of a step started at a uniformly chosen position
     contexts: int
 
@@ -122,8 +122,8 @@ def collect(
     shape = (len(count), int(count.max()) + 1, drafts)
     right, shuffled = torch.zeros(2, *shape, dtype=torch.bool)
     generator, rows = torch.Generator().manual_seed(seed), draft_rows(student, drafts)
-    # Where not the rows alone make drafts good (a late network, `law_trust`), u is foreign to Pick as well.
-    is_plain = student.late is None and config.law_trust is None
+    # Where rows carry no u, a foreign one has to be foreign to what picks from their distributions.
+    is_plain = config.variant != "late"
     prefix_elements = 2 * student.target.config.num_hidden_layers * student.target.hidden_size * samples.tokens.shape[1]
     for texts in _parts(len(count), PREFIX_ELEMENTS, prefix_elements):
         tokens, columns = samples.tokens[texts], torch.arange(shape[1])
@@ -166,7 +166,7 @@ def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int)
 def draft(student: Student, hidden: Tensor, u: Tensor, greedy: bool, first: Tensor) -> Tensor:
     """Drafts [B, K] from the states hidden[B, K, D] of the rows that give them, behind x_1 first[B].
 
-    u[B, K] picks them (c-ptp, heads with law_trust).
+    u[B, K] picks them (c-ptp, late).
     """
     u = u.to(hidden.device)
 
@@ -229,6 +229,7 @@ def summarise(windows: Windows) -> PtpMetrics:
     """Metrics of all texts together."""
     merged, valid = follow(windows), windows.valid
     two_pass = follow(windows, two_pass=True)
+    shuffled = follow(windows._replace(right=windows.shuffled))
     tokens_per_step, standard_error = ratio(two_pass.tokens, two_pass.count)
     return PtpMetrics.of(
         *merged,
@@ -237,6 +238,7 @@ def summarise(windows: Windows) -> PtpMetrics:
         two_pass_standard_error=standard_error,
         accuracy=windows.right[:, :-1][valid].double().mean().item(),
         shuffled_accuracy=windows.shuffled[:, :-1][valid].double().mean().item(),
+        shuffled_tokens_per_step=(shuffled.tokens.sum() / shuffled.count.sum()).item(),
         anywhere=1 + windows.leading[:, :-1][valid].double().mean().item(),
         contexts=int(valid.sum()),
     )

@@ -47,22 +47,25 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
 
     # a PTP head (--head ptp)
-    variant: Literal["o-ptp", "c-ptp"] = Field(
-        "o-ptp", description="o-ptp: rows name tokens; c-ptp: they give distributions"
+    variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
+        "o-ptp",
+        description="o-ptp: rows carry u and name tokens; c-ptp: they carry u and give distributions; late: a network "
+        "behind them drafts token by token; independent: the baseline, rows carry no u",
     )
-    informed: bool = Field(True, description="rows carry u; off: the independent baseline")
+    baseline: str | None = Field(
+        None, description="trained head of variant independent, all else equal: the card says what u brings beside it"
+    )
     u_embedding: str = Field("ieee", description="how u is embedded: ieee, scalar, threshold, arithmetic, ...")
     u_features: int | None = Field(None, ge=1, description="features of u, where the embedding leaves it open")
     u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
-    late_width: int = Field(0, ge=0, description="width of the late network behind the final norm; 0: none")
+    late_width: int | None = Field(None, ge=1, description="variant late: width of its network (default: D)")
     law_trust: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="u picks drafts from rows' distributions, trusted so far (default: as the variant does)",
+        None, gt=0, lt=1, description="variant late: how far its distributions are trusted (default: 0.85)"
     )
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
-        None, description="o-ptp: ce (default), bce or kl; c-ptp: kl (default), reverse-kl or inverse (no teacher)"
+        None,
+        description="o-ptp: ce (default) or bce; c-ptp: kl (default), reverse-kl or inverse (no teacher); late: kl "
+        "(default) or ce; independent: ce (default), bce or kl",
     )
     proposals: Literal["teacher", "dataset", "student"] = Field(
         "teacher", description="whose continuations are learnt: the target's (the data are its text), any text, its own"

@@ -123,7 +123,7 @@ class MergedSpeculator(PtpSpeculator):
         self.embeds[:real] = embeds[:real]
         self.embeds[real:total] = self._embed(keys, batch).flatten(0, 1)
         self.row_positions[:real] = positions[:real]
-        self.row_positions[real:total] = (keys if self.is_onehot else at).flatten().clamp(max=self.max_model_len - 1)
+        self.row_positions[real:total] = (keys if self.lead else at).flatten().clamp(max=self.max_model_len - 1)
         self.gate.rows = self.row_index[real:total]
 
         num_groups = num_reqs * layout.num_groups
@@ -171,7 +171,7 @@ class MergedSpeculator(PtpSpeculator):
         layout, num_reqs = drafted.layout, batch.num_reqs
         accepted = (batch.num_sampled[:num_reqs].long() - 1).clamp(min=0)  # [R]
         start, size = layout.behind(accepted)  # [R]
-        row = self.draft_index + self.is_onehot  # [K] row within the group: o-ptp leaves the first one out
+        row = self.draft_index + self.lead  # [K] row within the group
         is_real = row < size[:, None]  # [R, K]
         index = self.row_index[:num_reqs, None] * layout.rows + (start[:, None] + row).clamp(max=layout.rows - 1)
         hidden = drafted.hidden[index]  # [R, K, D]

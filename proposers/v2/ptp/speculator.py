@@ -103,7 +103,7 @@ class PtpSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         spec = self.speculative_config
         self.head, self.plan = spec.head, spec.plan(self.max_num_reqs)
-        self.is_onehot = self.head.variant == "o-ptp"
+        self.lead = self.head.first_row  # rows of a group that draft nothing
         self.gate, self.writes = Gate(), Writes()
         rows, groups = self.num_rows(), self.plan.max_groups
         self.embeds = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
@@ -219,8 +219,8 @@ class PtpSpeculator(DraftModelSpeculator):
             return
         size = bucket.sizes[0]
         hidden = self._draft_pass(batch, size)  # [R, 1 + A, D]
-        count = min(self.num_speculative_steps, size + (not self.is_onehot))
-        skip = 2 if self.is_onehot else 1  # o-ptp: the first auxiliary row only says which token x_2 is
+        count = min(self.num_speculative_steps, size + 1 - self.lead)
+        skip = 1 + self.lead
         keys = batch.prefix[:, None] + self.draft_index[1:count]
         rows = hidden[:, skip : skip + count - 1]  # [R, count - 1, D]
         if self.late is not None:
@@ -248,7 +248,7 @@ class PtpSpeculator(DraftModelSpeculator):
         embeds[:, 1:] = self._embed(keys, batch)
         positions = self.row_positions[:rows].view(num_reqs, width)
         positions[:, 0] = prefix
-        positions[:, 1:] = keys if self.is_onehot else at[:, 1:]
+        positions[:, 1:] = keys if self.lead else at[:, 1:]
         positions.clamp_(max=self.max_model_len - 1)
 
         _, self.copied[:num_reqs], _ = self.scratch.attach(prefix, self.block_tables.input_block_tables[0][:num_reqs])

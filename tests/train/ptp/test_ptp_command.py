@@ -36,7 +36,7 @@ def test_a_run_writes_a_head_with_its_figures(place: Path, capsys: pytest.Captur
     assert main(["train", *ptp_flags(place, "ptp", u_embedding="arithmetic", temperature=0.9, top_k=40)]) == 0
     out, printed = place / "ptp", capsys.readouterr().out
     config = load_ptp(out).config
-    assert (config.variant, config.window, config.lora_rank, config.informed) == ("o-ptp", 4, 3, True)
+    assert (config.variant, config.window, config.lora_rank) == ("o-ptp", 4, 3)
     assert (config.trained_temperature, config.trained_top_k, config.trained_top_p) == (0.9, 40, 1.0)
     assert config.speculators_config.verifier.name_or_path == "../target"
     assert (
@@ -91,7 +91,7 @@ def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) 
     assert one.lora.keys() == two.lora.keys() and any(value.any() for value in one.lora.values())
     assert all(torch.equal(one.lora[name], two.lora[name]) for name in one.lora)
     assert two.late is None
-    more = {"init_from": place / "one", "late_width": 6, "evaluation_sequences": 0}
+    more = {"init_from": place / "one", "variant": "late", "late_width": 6, "evaluation_sequences": 0}
     main(["train", *ptp_flags(place, "new", **more, dry_run=True)])
     main(["train", *ptp_flags(place, "late", **more)])
     new, late = (load_ptp(place / name) for name in ("new", "late"))
@@ -99,7 +99,7 @@ def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) 
     assert late.late.outer.weight.any()
     assert all(torch.equal(one.lora[name], new.lora[name]) for name in one.lora)
     assert main(["train", *ptp_flags(place, "three", init_from=place / "late", dry_run=True)]) != 0
-    assert "has late_width=6, this run 0; set late_width to 6" in capsys.readouterr().err
+    assert "has variant=late, this run o-ptp; set variant to late" in capsys.readouterr().err
     for changes, message in (
         ({"lora_rank": 5}, "has lora_rank=3, this run 5"),
         ({"variant": "c-ptp"}, "has variant=o-ptp, this run c-ptp; set variant to o-ptp"),
@@ -108,6 +108,27 @@ def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) 
         for name, value in changes.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
         capsys.readouterr()
+        assert main(["train", *words]) != 0
+        assert message in capsys.readouterr().err
+
+
+def test_a_card_has_the_baseline_beside_it(place: Path, capsys: pytest.CaptureFixture) -> None:
+    """Measured on the same texts, from a head that was trained alike; another one is refused."""
+    assert main(["train", *ptp_flags(place, "baseline", variant="independent")]) == 0
+    assert main(["train", *ptp_flags(place, "beside", baseline=place / "baseline")]) == 0
+    figures = {
+        name: json.loads((place / name / "provenance.json").read_text())["figures"] for name in ("baseline", "beside")
+    }
+    theirs, ours = (figures[name]["t1"]["tokens_per_step"] for name in ("baseline", "beside"))
+    assert figures["beside"]["t1"]["baseline_tokens_per_step"] == theirs
+    assert f"{ours / theirs:.3f}x the tokens/step of the independent baseline, {theirs:.3f}" in capsys.readouterr().out
+    card = (place / "beside" / "README.md").read_text()
+    assert "Tokens/step of the independent baseline, trained alike" in card and f"{theirs:.3f}" in card
+    for name, changes, message in (
+        ("baseline", {"max_steps": 3}, "has max_steps=4, this run 3; train both alike"),
+        ("beside", {}, "not a trained and measured head of variant independent; name one"),
+    ):
+        words = ptp_flags(place, "another", baseline=place / name, dry_run=True, **changes)
         assert main(["train", *words]) != 0
         assert message in capsys.readouterr().err
 
@@ -128,8 +149,9 @@ def test_a_circuit_is_no_start(place: Path, capsys: pytest.CaptureFixture) -> No
         ({"cache": "c"}, "cache is an option of circuits"),
         ({"head": "linear", "variant": "c-ptp"}, "variant is an option of PTP heads: remove variant, or set head ptp"),
         ({"head": "mlp", "temperature": 0.5}, "temperature is an option of PTP heads"),
-        ({"ptp_loss": "inverse"}, "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce, kl; set"),
-        ({"ptp_loss": "kl"}, "of which an o-ptp head drafts the likeliest token whatever u is: set law_trust"),
+        ({"ptp_loss": "inverse"}, "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce; set"),
+        ({"ptp_loss": "kl"}, "ptp_loss 'kl' with variant 'o-ptp': allowed are ce, bce; set"),
+        ({"variant": "independent", "baseline": "b"}, "it is the baseline itself; remove baseline"),
         ({"variant": "c-ptp", "ptp_loss": "ce"}, "allowed are kl, reverse-kl, inverse"),
         ({"u_embedding": "bits"}, "unknown u_embedding 'bits'"),
         ({"u_features": 8}, "u_features=8 is not an option of u_embedding 'ieee'"),
@@ -164,7 +186,7 @@ def test_responses_are_written_at_the_trained_law(monkeypatch: pytest.MonkeyPatc
 
 
 def test_u_that_is_not_used_is_said() -> None:
-    options, baseline = parse(REQUIRED), parse(REQUIRED | {"informed": False})
+    options, baseline = parse(REQUIRED), parse(REQUIRED | {"variant": "independent"})
     figure = {"tokens_per_step": 2.0, "standard_error": 0.1, "sequences": 4, "accuracy": 0.5}
     used, unused = ({"t1": figure | {"shuffled_accuracy": value}} for value in (0.2, 0.49))
     assert not any("warning" in line for line in u_lines(options, used))

@@ -93,7 +93,7 @@ def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, shar
 
 def reads_u(config: Any) -> bool:
     """Whether drafts of a head of this PtpConfig depend on u beyond the rows that carry it, temperature above 0."""
-    return config.law_trust is not None or (config.informed and config.variant == "c-ptp")
+    return config.variant in ("c-ptp", "late")
 
 
 def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
     """
     if not reads_u(config):  # the row knows its u (o-ptp), or nothing does and the likeliest token is the best guess
         return logits.argmax(-1)
-    if config.law_trust is None:
+    if config.variant == "c-ptp":
         return pick(logits.float(), u.contiguous())
     return conditional(logits, u, config.law_trust).argmax(-1)
 

@@ -73,8 +73,8 @@ class LateNetwork(nn.Module):
         return torch.stack(drafts, 1)
 
 
-def build_late(hidden_size: int, width: int) -> LateNetwork | None:
-    """An untrained late network on the current default device and dtype; None for width 0."""
+def build_late(hidden_size: int, width: int | None) -> LateNetwork | None:
+    """An untrained late network on the current default device and dtype; None without a width."""
     return LateNetwork(hidden_size, width) if width else None
 
 

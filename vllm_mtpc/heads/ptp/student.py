@@ -173,8 +173,8 @@ class Student(AdaptedLayers):
 
     @property
     def first_row(self) -> int:
-        """Row of a window that gives its first draft: row 0 of o-ptp says which token x_1 is, and x_1 is given."""
-        return 1 if self.config.variant == "o-ptp" else 0
+        """Row of a window that gives its first draft."""
+        return self.config.first_row
 
     def states(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """States [B, m, D] for lm_head of aux's hidden[B, m, D] where the text goes on with x_1 .. = tokens[B, n]."""

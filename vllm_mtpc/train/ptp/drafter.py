@@ -67,7 +67,12 @@ LOSSES = {
     "inverse": cross_entropy,  # u lies inside the student's own intervals
 }
 NEED_DISTRIBUTION = {"kl", "reverse-kl"}
-OF_VARIANT = {"o-ptp": ("ce", "bce", "kl"), "c-ptp": ("kl", "reverse-kl", "inverse")}  # the first is the default
+OF_VARIANT = {  # the first is the default
+    "o-ptp": ("ce", "bce"),
+    "c-ptp": ("kl", "reverse-kl", "inverse"),
+    "late": ("kl", "ce"),
+    "independent": ("ce", "bce", "kl"),
+}
 
 
 def loss_name(options: TrainOptions) -> str:
@@ -251,8 +256,8 @@ def drafts(
 ) -> Tensor:
     """Tokens [B, n] that the student makes of u[B, n] behind (row, start).
 
-    log_p: log Q [B, V] of the first token, which c-ptp leaves to the target (o-ptp names it itself); known[B]: that
-    token, where the verifier has said it.
+    log_p: log Q [B, V] of the first token, which c-ptp leaves to the target (other rows name it themselves); known[B]:
+    that token, where the verifier has said it.
     """
     first, length = student.first_row, u.shape[1] - 1
     hidden = student.aux(block.prefix, row, start, u[:, : length + first])
@@ -261,7 +266,7 @@ def drafts(
     elif first:
         token = student.logits(hidden[:, 0]).argmax(-1)
     else:
-        token = pick(log_p, u[:, 0].contiguous()) if student.config.informed else log_p.argmax(-1)
+        token = pick(log_p, u[:, 0].contiguous())
     return torch.cat([token[:, None], draft(student, hidden[:, first:], u[:, 1:], False, token)], 1)
 
 
