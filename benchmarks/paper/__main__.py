@@ -1,0 +1,52 @@
+"""Every table and figure of the two papers: ``python -m benchmarks.paper NAME... [--quick] [--out FOLDER]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.paper import frame, mtpc, ptp
+from vllm_mtpc.cli import guard
+from vllm_mtpc.errors import UsageError
+
+TABLES = {**mtpc.TABLES, **ptp.TABLES}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks/paper/run.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(TABLES)}, or all")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to try the path; needs --out")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write there, not where docs/papers.md reads")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="make the tables of docs/papers.md anew")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures what is named, then writes the document if asked to."""
+    names = list(TABLES) if args.names == ["all"] else args.names
+    for name in names:
+        if name not in TABLES:
+            raise UsageError(f"{name} is no table: allowed are {', '.join(TABLES)}, all; type one")
+    if args.quick and args.out is None:
+        raise UsageError("--quick without --out: its numbers say nothing and are not kept; name a folder with --out")
+    if not names and args.write is None:
+        print("\n".join(f"{name:18} {table.title}" for name, table in TABLES.items()))
+    for name in names:
+        print(f"--- {name}: {TABLES[name].title}", flush=True)
+        print(frame.run(name, TABLES[name], args.quick, args.out), flush=True)
+    if args.write:
+        text = args.write.read_text(encoding="utf-8")
+        args.write.write_text(frame.document(TABLES, text), encoding="utf-8")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code; bad input is one line."""
+    args = parser().parse_args(arguments)
+    return guard("benchmarks/paper/run.sh", lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

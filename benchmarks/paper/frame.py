@@ -1,0 +1,105 @@
+"""A table of a paper: how it is measured here, what the paper has, and how both are shown.
+
+``benchmarks/paper/run.sh NAME`` measures one and writes benchmarks/results/paper-NAME.json; docs/papers.md is made from
+these files and from the definitions. The papers' own numbers are in published.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.report import check_file, markdown, write_json
+
+Row = Mapping[str, Any]  # a cell by its column's key
+PAPERS = {
+    "mtpc": "Fast and Expressive Multi-Token Prediction with Probabilistic Circuits",
+    "ptp": "Parallel Token Prediction for Language Models, arXiv 2512.21323",
+}
+PUBLISHED = Path(__file__).with_name("published.json")
+FIGURES = provenance.ROOT / "docs" / "figures"
+DIGITS = 3
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table or figure of a paper."""
+
+    title: str
+    columns: Mapping[str, str]  # key of a row -> header
+    measure: Callable[[bool], Sequence[Row]]  # quick -> rows; quick: a few steps, to try the path
+    differs: str  # what is smaller here than in the paper
+    finding: str  # what our rows say of the paper's claim, also where they do not confirm it
+    draw: Callable[[Sequence[Row], Path], None] | None = None  # rows, file -> a figure
+
+
+def result(name: str) -> Path:
+    """The file of a table's rows."""
+    return provenance.RESULTS / f"paper-{name}.json"
+
+
+def figure(name: str) -> Path:
+    """The file of its figure."""
+    return FIGURES / f"paper-{name}.svg"
+
+
+def run(name: str, table: Table, quick: bool, out: Path | None) -> Path:
+    """Measures one table; returns the file that was written. A quick one is written to ``out`` alone."""
+    file = result(name) if out is None else out / result(name).name
+    check_file(file)
+    rows = [dict(row) for row in table.measure(quick)]
+    write_json(file, {"title": table.title, **provenance.collect(), "rows": rows})
+    if table.draw is not None:
+        table.draw(rows, figure(name) if out is None else out / figure(name).name)
+    return file
+
+
+def shown(value: Any) -> str:
+    """A cell as it is printed."""
+    if value is None:
+        return ""
+    return f"{value:.{DIGITS}f}" if isinstance(value, float) else str(value)
+
+
+def section(name: str, table: Table) -> str:
+    """What docs/papers.md says of a table; that it was not run, where there is no result."""
+    paper, _, number = name.partition("-")
+    label = {"mtpc": "MtPC", "ptp": "PTP"}[paper] + ", " + number.replace("-", " ")
+    parts = [f"### {label}: {table.title}"]
+    file = result(name)
+    if not file.is_file():
+        return "\n\n".join([*parts, f"Not run. {table.differs}"])
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    lines = [[shown(row.get(key)) for key in table.columns] for row in kept["rows"]]
+    parts += [
+        f"{table.differs} `{file.name}`, by `benchmarks/paper/run.sh {name}`.",
+        markdown(list(table.columns.values()), lines),
+    ]
+    if table.draw is not None:
+        parts.append(f"![{table.title}](figures/{figure(name).name})")
+    if theirs := published().get(name):
+        parts += [f"The paper: {theirs.get('note', 'its own numbers.')}", markdown(theirs["columns"], theirs["rows"])]
+    return "\n\n".join([*parts, table.finding])
+
+
+def published() -> dict[str, Any]:
+    """The papers' own numbers by name of a table: columns, rows of strings, a note where one is needed."""
+    return json.loads(PUBLISHED.read_text(encoding="utf-8"))
+
+
+def document(tables: Mapping[str, Table], text: str) -> str:
+    """docs/papers.md with the sections between its markers made anew, one pair of markers for each paper."""
+    for paper, title in PAPERS.items():
+        start, end = (
+            f"<!-- {paper}: {word} by python -m benchmarks.paper --write -->"
+            for word in ("written", "end of what is written")
+        )
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        sections = [section(name, table) for name, table in tables.items() if name.startswith(f"{paper}-")]
+        text = before + "\n\n".join([start, f"## {title}", *sections, end]) + after
+    return text

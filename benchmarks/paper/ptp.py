@@ -1,0 +1,268 @@
+"""Tables and figures of the PTP paper, on toy languages and on the demo target.
+
+The paper's ablations run on taxi pick-ups; here they run on the language `taxi` (benchmarks/paper/toy.py), where a
+student is trained in seconds. *Right in a row*: the drafts that are right before the first that is not, of window - 1,
+over all positions of held-out text; what the paper calls correct tokens, less the one that the verifier gives.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.paper import toy
+from benchmarks.paper.frame import Row, Table
+from benchmarks.paper.ptp_figures import draw_pairs, pairs
+from benchmarks.paper.ptp_students import on_layers, own_weights
+from vllm_mtpc import demo
+from vllm_mtpc.eval.ptp_acceptance import Written
+from vllm_mtpc.eval.text import Sampling
+from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
+from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.train.ptp.run import PtpJob
+
+WINDOW, STEPS = 8, 300
+JOBS: dict[str, type[PtpJob]] = {
+    "lora": PtpJob,
+    "first half": on_layers(lambda count: list(range(count // 2))),
+    "last half": on_layers(lambda count: list(range(count // 2, count))),
+    "own": own_weights(scratch=False),
+    "scratch": own_weights(scratch=True),
+}
+SIZE = (
+    f"Language `taxi`, a teacher of 2 layers and 64 dimensions, windows of {WINDOW}, {STEPS} steps of 64 windows, "
+    "LoRA rank 32, threshold embedding of 128. The paper: 4 layers of 1536, windows of 100, 150,000 steps of 32, all "
+    "weights."
+)
+CELL = {"right": "right in a row", "tokens_per_step": "tokens/step", "standard_error": "± s.e."}
+
+
+@functools.cache
+def language(name: str) -> toy.Toy:
+    """The teacher and its text, made once."""
+    return toy.make(name, WINDOW)
+
+
+@functools.cache
+def student(name: str, variant: str, steps: int, job: str, options: tuple[tuple[str, Any], ...]) -> Student:
+    """A student trained once, whatever tables it is in."""
+    made = language(name)
+    if dict(options).get("init_from") == "half window":
+        return _grown(made, variant, steps)
+    return toy.train(made, WINDOW, steps, JOBS[job], variant=variant, **dict(options))
+
+
+def _grown(made: toy.Toy, variant: str, steps: int) -> Student:
+    """The length curriculum: half of the steps with half of the window, the other half with all of it."""
+    short = toy.train(made, WINDOW // 2, steps // 2, variant=variant)
+
+    class Job(PtpJob):
+        @staticmethod
+        def student_class(*given: Any) -> Student:
+            begun = Student(*given)
+            begun.load_state_dict(short.state_dict())
+            return begun
+
+    return toy.train(made, WINDOW, steps - steps // 2, Job, variant=variant)
+
+
+def cell(
+    quick: bool, name: str = "taxi", variant: str = "o-ptp", steps: int = STEPS, job: str = "lora", **options: Any
+) -> Row:
+    """One student trained and measured."""
+    made = student(name, variant, 3 if quick else steps, job, tuple(sorted(options.items())))
+    found = toy.measure(language(name), made)
+    return {
+        "variant": variant,
+        "right": found.anywhere - 1,
+        "tokens_per_step": found.tokens_per_step,
+        "standard_error": found.standard_error,
+        "shuffled": found.shuffled_tokens_per_step,
+    }
+
+
+def from_data(quick: bool) -> Iterator[Row]:
+    """Table 1."""
+    made = language("taxi")
+    for what, variant, options in (
+        ("C-PTP, inverse autoregressive", "c-ptp", {"ptp_loss": "inverse"}),
+        ("C-PTP, distilled", "c-ptp", {}),
+        ("independent", "independent", {}),
+    ):
+        trained = student("taxi", variant, 3 if quick else STEPS, "lora", tuple(options.items()))
+        yield {"what": what, "perplexity": toy.perplexity(made, trained)}
+    yield {"what": "autoregressive: the teacher", "perplexity": toy.perplexity(made, None)}
+
+
+def against_independent(quick: bool) -> Iterator[Row]:
+    """Table 2."""
+    for name in ("coin", "taxi"):
+        steps = 450 if name == "coin" else STEPS
+        rows = {variant: cell(quick, name, variant, steps) for variant in ("o-ptp", "c-ptp", "independent")}
+        for row in rows.values():
+            gain = row["tokens_per_step"] / rows["independent"]["tokens_per_step"]
+            yield {"what": f"language {name}", **row, "gain": gain}
+    for variant in ("o-ptp", "c-ptp"):
+        record = json.loads((demo.path(variant) / "provenance.json").read_text(encoding="utf-8"))["figures"]["t1"]
+        theirs = record["baseline_tokens_per_step"]
+        row = {key: record[key] for key in ("tokens_per_step", "standard_error")}
+        shuffled = record["shuffled_tokens_per_step"]
+        more = {"right": record["anywhere"] - 1, "shuffled": shuffled, "gain": row["tokens_per_step"] / theirs}
+        yield {"what": "demo target, bytes", "variant": variant, **row, **more}
+    yield {"what": "demo target, bytes", "variant": "independent", "tokens_per_step": theirs, "gain": 1.0}
+
+
+def losses(quick: bool) -> Iterator[Row]:
+    """Table 4."""
+    for variant, names in (("o-ptp", ("ce", "bce")), ("c-ptp", ("kl", "reverse-kl"))):
+        for loss in names:
+            for text in ("teacher", "student"):
+                more = {} if text == "teacher" else {"proposals": text}
+                more |= {} if loss in ("ce", "kl") else {"ptp_loss": loss}
+                yield {"loss": loss, "text": text, **cell(quick, variant=variant, **more)}
+    yield {"loss": "ce", "text": "teacher", **cell(quick, variant="independent")}
+
+
+def embeddings(quick: bool) -> Iterator[Row]:
+    """Table 5."""
+    for name in EMBEDDINGS[:7]:
+        more = {} if name == "threshold" else {"u_embedding": name}
+        for variant in ("o-ptp", "c-ptp"):
+            yield {"embedding": name, **cell(quick, variant=variant, **more)}
+
+
+def betas(quick: bool) -> Iterator[Row]:
+    """Table 6."""
+    for b in (2.0, 1.0, 0.5, 0.3):
+        for variant in ("o-ptp", "c-ptp"):
+            yield {"b": b, **cell(quick, variant=variant, **({} if b == 1 else {"u_beta": b}))}
+
+
+def candidates(quick: bool) -> Iterator[Row]:
+    """Table 7."""
+    made, trained = language("taxi"), student("taxi", "o-ptp", 3 if quick else STEPS, "lora", ())
+    for count in (1, 4) if quick else (1, 4, 16, 64):
+        found = (
+            Written(trained, made.held_out.prompts[: 4 if quick else 100], count, 40, Sampling(), WINDOW - 1)
+            .run()
+            .metrics()
+        )
+        yield {"m": count, "tokens_per_step": found.tokens_per_step, "standard_error": found.standard_error}
+
+
+def lengths(quick: bool) -> Iterator[Row]:
+    """Table 8."""
+    for variant in ("o-ptp", "independent"):
+        trained = student("taxi", variant, 3 if quick else STEPS, "lora", ())
+        for n in (2, 4, WINDOW):
+            found = toy.measure(language("taxi"), trained, n - 1)
+            row = {"right": found.anywhere - 1, "tokens_per_step": found.tokens_per_step}
+            yield {"n": n, "variant": variant, **row, "standard_error": found.standard_error}
+
+
+def ingredients(quick: bool) -> Iterator[Row]:
+    """What the paper's recipe is made of, one change at a time."""
+    yield {"what": "as below, nothing changed", **cell(quick)}
+    yield {"what": "independent: rows carry 0.5 (Uno's mask rows)", **cell(quick, variant="independent")}
+    for rank in (4, 16, 64):
+        yield {"what": f"LoRA rank {rank}", **cell(quick, lora_rank=rank, lora_alpha=rank)}
+    for job, what in (
+        ("first half", "LoRA on the first half of the layers"),
+        ("last half", "LoRA on the last half"),
+        ("own", "all weights of the rows' layers, from the teacher's"),
+        ("scratch", "all weights, from scratch"),
+    ):
+        rate = {"learning_rate": 2e-3} if job in ("own", "scratch") else {}
+        yield {"what": what, **cell(quick, job=job, **rate)}
+    for name in EMBEDDINGS[:7]:
+        if name != "threshold":
+            yield {"what": f"embedding {name}", **cell(quick, u_embedding=name)}
+    for count in (32, 512):
+        yield {"what": f"threshold of {count}", **cell(quick, u_features=count)}
+    for b in (0.3, 0.5, 2.0):
+        yield {"what": f"u at Beta({b:g}, {b:g})", **cell(quick, u_beta=b)}
+    yield {"what": "loss bce", **cell(quick, ptp_loss="bce")}
+    yield {"what": "on its own continuations", **cell(quick, proposals="student")}
+    for loss in ("kl", "reverse-kl", "inverse"):
+        more = {} if loss == "kl" else {"ptp_loss": loss}
+        yield {"what": f"C-PTP, loss {loss}", **cell(quick, variant="c-ptp", **more)}
+    yield {"what": "length curriculum: 4, then 8", **cell(quick, init_from="half window")}
+    for rate in (1e-3, 1e-2):
+        yield {"what": f"learning rate {rate:g}", **cell(quick, learning_rate=rate)}
+    for steps in (100, 1000):
+        yield {"what": f"{steps:,} steps", **cell(quick, steps=steps)}
+        yield {"what": f"{steps:,} steps", **cell(quick, variant="independent", steps=steps)}
+    yield {"what": "a sharper teacher: 0.8 in place of 0.4", **cell(quick, "sharp taxi")}
+    yield {"what": "a sharper teacher", **cell(quick, "sharp taxi", "independent")}
+
+
+def listed(rows: Any) -> Any:
+    """A measure that gives a list."""
+    return lambda quick: list(rows(quick))
+
+
+WITH_SHUFFLED = {"shuffled": "with other windows' u"}
+TABLES = {
+    "ptp-table-1": Table(
+        "C-PTP from data alone",
+        {"what": "", "perplexity": "perplexity"},
+        listed(from_data),
+        SIZE + " Perplexity of the tokens behind the first of each window, by rows that know the u before.",
+        "",
+    ),
+    "ptp-table-2": Table(
+        "O-PTP against independent prediction",
+        {"what": "", "variant": "variant", **CELL, "gain": "of independent", **WITH_SHUFFLED},
+        listed(against_independent),
+        "Equal LoRA rank, data and steps within a language. `coin`, `taxi`: benchmarks/paper/toy.py; the demo: the "
+        "packaged heads' cards (rank 32, 900 steps of 64 windows). The paper: TinyLlama-1.1B, rank 256, 1.3M steps.",
+        "",
+    ),
+    "ptp-table-4": Table(
+        "losses and proposals",
+        {"loss": "loss", "text": "text of", "variant": "variant", **CELL},
+        listed(losses),
+        SIZE,
+        "",
+    ),
+    "ptp-table-5": Table(
+        "embeddings of u", {"embedding": "embedding", "variant": "variant", **CELL}, listed(embeddings), SIZE, ""
+    ),
+    "ptp-table-6": Table(
+        "where u lies in its interval", {"b": "Beta(b, b)", "variant": "variant", **CELL}, listed(betas), SIZE, ""
+    ),
+    "ptp-table-7": Table(
+        "several candidates per step",
+        {"m": "M", "tokens_per_step": "tokens/step", "standard_error": "± s.e."},
+        listed(candidates),
+        SIZE + " O-PTP, two passes per step.",
+        "",
+    ),
+    "ptp-table-8": Table(
+        "shorter windows",
+        {"n": "N", "variant": "variant", **CELL},
+        listed(lengths),
+        SIZE + " One student, asked for fewer drafts.",
+        "",
+    ),
+    "ptp-figure-5": Table(
+        "pairs of tokens over (u_1, u_2)",
+        {"what": "", "spurious": "incompatible pairs"},
+        lambda quick: pairs(
+            language("taxi"),
+            {name: student("taxi", name, 3 if quick else STEPS, "lora", ()) for name in ("o-ptp", "independent")},
+        ),
+        SIZE + " In `taxi` a ride starts where the last one ended: a pair is incompatible where it does not.",
+        "",
+        draw_pairs,
+    ),
+    "ptp-ingredients": Table(
+        "the recipe, one ingredient at a time",
+        {"what": "", "variant": "variant", **CELL, **WITH_SHUFFLED},
+        listed(ingredients),
+        SIZE,
+        "",
+    ),
+}

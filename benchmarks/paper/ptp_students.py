@@ -1,0 +1,56 @@
+"""Students that no head folder holds: what the ingredients table compares the LoRA of every layer with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.train.ptp.run import PtpJob
+
+INIT_STD = 0.02  # as transformers starts a Llama
+
+
+def on_layers(choose: Callable[[int], list[int]]) -> type[PtpJob]:
+    """A job whose student has adapters on `choose(number of layers)` alone."""
+
+    class Some(Student):
+        def adapt(self, view: nn.Module, rank: int, alpha: float, layers: Any = None) -> None:
+            super().adapt(view, rank, alpha, choose(len(view.layers)))
+
+    return _job(Some)
+
+
+def own_weights(scratch: bool) -> type[PtpJob]:
+    """A job whose rows run through layers of their own, every weight of which learns, from the target's or from none.
+
+    They still read the keys and values that the plain target left of the text, and its norm and lm_head.
+    """
+
+    class Own(Student):
+        def adapt(self, view: nn.Module, rank: int, alpha: float, layers: Any = None) -> None:
+            self.own = nn.ModuleList(_learning(layer, scratch) for layer in view.layers)
+            view.layers = self.own
+
+    return _job(Own)
+
+
+def _learning(layer: nn.Module, scratch: bool) -> nn.Module:
+    """A copy with weights of its own; the attention function that Student chose stays."""
+    made = copy.deepcopy(layer).requires_grad_(True)
+    for old, new in zip(layer.modules(), made.modules(), strict=True):
+        if hasattr(old, "config"):
+            new.config = old.config
+        if scratch and isinstance(new, nn.Linear):
+            nn.init.normal_(new.weight, std=INIT_STD)
+    return made
+
+
+def _job(student: type[Student]) -> type[PtpJob]:
+    class Job(PtpJob):
+        student_class = student
+
+    return Job
