@@ -217,7 +217,7 @@ TABLES = {
         {"what": "", "variant": "variant", **CELL, "gain": "of independent", **WITH_SHUFFLED},
         listed(against_independent),
         "Equal LoRA rank, data and steps within a language. `coin`, `taxi`: benchmarks/paper/toy.py; the demo: the "
-        "packaged heads' cards (rank 32, 900 steps of 64 windows). The paper: TinyLlama-1.1B, rank 256, 1.3M steps.",
+        "packaged heads' cards (rank 32, 1,800 steps of 64 windows). The paper: TinyLlama-1.1B, rank 256, 1.3M steps.",
         "",
     ),
     "ptp-table-4": Table(
