@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the packaged demo target and heads with the commands a user has.
 #
-#   scripts/train_demo.sh [--only target|heads] [--quick] [--out FOLDER]
+#   scripts/train_demo.sh [--only target|text|heads] [--quick] [--out FOLDER]
 #
 # About two and a half hours on two CPU cores; the result depends on the seeds and the fixed step counts, not on the time taken.
 # --quick: a few steps and texts, to try the pipeline; into build/demo-quick where --out names no folder. The heads'
@@ -19,14 +19,14 @@ while [ $# -gt 0 ]; do
     case "$1" in
         --only)
             case "${2-}" in
-                target | heads) only="$2"; shift 2 ;;
-                *) echo "train_demo.sh: --only ${2:-without a name}; allowed: --only target, --only heads" >&2; exit 1 ;;
+                target | text | heads) only="$2"; shift 2 ;;
+                *) echo "train_demo.sh: --only ${2:-without a name}; allowed: --only target, --only text, --only heads" >&2; exit 1 ;;
             esac ;;
         --quick) quick=yes; shift ;;
         --out)
             [ -n "${2-}" ] || { echo "train_demo.sh: --out needs a folder; type --out FOLDER" >&2; exit 1; }
             out="$2"; shift 2 ;;
-        *) echo "train_demo.sh: $1 is not known; allowed: --only target|heads, --quick, --out FOLDER" >&2; exit 1 ;;
+        *) echo "train_demo.sh: $1 is not known; allowed: --only target|text|heads, --quick, --out FOLDER" >&2; exit 1 ;;
     esac
 done
 # A try-out never replaces what is packaged
@@ -41,7 +41,7 @@ if [ -n "$quick" ]; then
     sampled=24 greedy=8 new_tokens=48
 fi
 
-if [ "$only" != heads ]; then
+if [ -z "$only" ] || [ "$only" = target ]; then
     "$python" -m benchmarks.demo.train_target --out "$out/target" ${target_steps[@]+"${target_steps[@]}"}
 fi
 [ "$only" = target ] && exit
@@ -60,6 +60,7 @@ write --data "$data/train.jsonl" --out "$data/sampled.jsonl" --crops 6 --limit "
 write --data "$data/train.jsonl" --out "$data/greedy.jsonl" --crops 4 --limit "$greedy" --max-tokens "$new_tokens" \
     --temperature 0 --seed 1
 write --data "$data/valid.jsonl" --out "$data/heldout.jsonl" --crops 16 --limit 256 --max-tokens 8 --seed 2
+[ "$only" = text ] && exit
 
 # Circuits with latents twice: the second run starts from the first, with leaves that look at the token before as well.
 for circuit in ff cp hmm btree; do

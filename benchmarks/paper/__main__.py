@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Measures what is named, then writes the document if asked to."""
-    names = list(TABLES) if args.names == ["all"] else args.names
+    names = [name for name, table in TABLES.items() if table.measure] if args.names == ["all"] else args.names
     for name in names:
         if name not in TABLES:
             raise UsageError(f"{name} is no table: allowed are {', '.join(TABLES)}, all; type one")

@@ -7,12 +7,13 @@ these files and from the definitions. The papers' own numbers are in published.j
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.engine import provenance
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, markdown, write_json
 
 Row = Mapping[str, Any]  # a cell by its column's key
@@ -21,7 +22,6 @@ PAPERS = {
     "ptp": "Parallel Token Prediction for Language Models, arXiv 2512.21323",
 }
 PUBLISHED = Path(__file__).with_name("published.json")
-FIGURES = provenance.ROOT / "docs" / "figures"
 DIGITS = 3
 
 
@@ -31,10 +31,15 @@ class Table:
 
     title: str
     columns: Mapping[str, str]  # key of a row -> header
-    measure: Callable[[bool], Sequence[Row]]  # quick -> rows; quick: a few steps, to try the path
-    differs: str  # what is smaller here than in the paper
+    measure: Callable[[bool], Sequence[Row]] | None  # quick -> rows; quick: a few steps, to try the path; None: not run
+    differs: str  # what is smaller here than in the paper; why it is not run
     finding: str  # what our rows say of the paper's claim, also where they do not confirm it
     draw: Callable[[Sequence[Row], Path], None] | None = None  # rows, file -> a figure
+
+
+def listed(rows: Callable[[bool], Iterable[Row]]) -> Callable[[bool], list[Row]]:
+    """A measure that gives a list."""
+    return lambda quick: list(rows(quick))
 
 
 def result(name: str) -> Path:
@@ -44,13 +49,15 @@ def result(name: str) -> Path:
 
 def figure(name: str) -> Path:
     """The file of its figure."""
-    return FIGURES / f"paper-{name}.svg"
+    return provenance.FIGURES / f"paper-{name}.svg"
 
 
 def run(name: str, table: Table, quick: bool, out: Path | None) -> Path:
     """Measures one table; returns the file that was written. A quick one is written to ``out`` alone."""
     file = result(name) if out is None else out / result(name).name
     check_file(file)
+    if table.measure is None:
+        raise UsageError(f"{name} is not run: docs/papers.md says why; name another table")
     rows = [dict(row) for row in table.measure(quick)]
     write_json(file, {"title": table.title, **provenance.collect(), "rows": rows})
     if table.draw is not None:
@@ -71,19 +78,20 @@ def section(name: str, table: Table) -> str:
     label = {"mtpc": "MtPC", "ptp": "PTP"}[paper] + ", " + number.replace("-", " ")
     parts = [f"### {label}: {table.title}"]
     file = result(name)
-    if not file.is_file():
-        return "\n\n".join([*parts, f"Not run. {table.differs}"])
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    lines = [[shown(row.get(key)) for key in table.columns] for row in kept["rows"]]
-    parts += [
-        f"{table.differs} `{file.name}`, by `benchmarks/paper/run.sh {name}`.",
-        markdown(list(table.columns.values()), lines),
-    ]
-    if table.draw is not None:
-        parts.append(f"![{table.title}](figures/{figure(name).name})")
+    if file.is_file():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        lines = [[shown(row.get(key)) for key in table.columns] for row in kept["rows"]]
+        parts += [
+            f"{table.differs} `{file.name}`, by `benchmarks/paper/run.sh {name}`.",
+            markdown(list(table.columns.values()), lines),
+        ]
+        if table.draw is not None:
+            parts.append(f"![{table.title}](figures/{figure(name).name})")
+    else:
+        parts.append(f"Not run. {table.differs}")
     if theirs := published().get(name):
         parts += [f"The paper: {theirs.get('note', 'its own numbers.')}", markdown(theirs["columns"], theirs["rows"])]
-    return "\n\n".join([*parts, table.finding])
+    return "\n\n".join([*parts, *filter(None, [table.finding])])
 
 
 def published() -> dict[str, Any]:

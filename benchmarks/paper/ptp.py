@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.paper import toy
-from benchmarks.paper.frame import Row, Table
+from benchmarks.paper import heads, toy
+from benchmarks.paper.frame import Row, Table, listed
 from benchmarks.paper.ptp_figures import draw_pairs, pairs
 from benchmarks.paper.ptp_students import on_layers, own_weights
 from vllm_mtpc import demo
@@ -23,7 +23,7 @@ from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.train.ptp.run import PtpJob
 
-WINDOW, STEPS = 8, 300
+WINDOW, STEPS, OF_BYTES = 8, 300, 400
 JOBS: dict[str, type[PtpJob]] = {
     "lora": PtpJob,
     "first half": on_layers(lambda count: list(range(count // 2))),
@@ -152,6 +152,34 @@ def candidates(quick: bool) -> Iterator[Row]:
         yield {"m": count, "tokens_per_step": found.tokens_per_step, "standard_error": found.standard_error}
 
 
+def bytes_(quick: bool) -> Iterator[Row]:
+    """The same on the demo target."""
+    common = {
+        "head": "ptp", "window": WINDOW, "u_embedding": "threshold", "u_features": 64, "lora_rank": 32,
+        "lora_alpha": 32, "windows_per_step": 64, "block_rows": 256, "learning_rate": 3e-3, "max_steps": OF_BYTES,
+    }  # fmt: skip
+    changes = {
+        "as below, nothing changed": {},
+        "independent": {"variant": "independent"},
+        "LoRA rank 8": {"lora_rank": 8, "lora_alpha": 8},
+        "LoRA rank 128": {"lora_rank": 128, "lora_alpha": 128},
+        "embedding ieee": {"u_embedding": "ieee", "u_features": None},
+        "threshold of 512": {"u_features": 512},
+        "u at Beta(0.3, 0.3)": {"u_beta": 0.3},
+        "loss bce": {"ptp_loss": "bce"},
+        "C-PTP": {"variant": "c-ptp"},
+        f"{3 * OF_BYTES:,} steps": {"max_steps": 3 * OF_BYTES},
+        f"independent, {3 * OF_BYTES:,} steps": {"max_steps": 3 * OF_BYTES, "variant": "independent"},
+    }
+    for what, more in list(changes.items())[: 2 if quick else None]:
+        name = "ptp-" + "-".join(what.replace(",", "").split())
+        _, record = heads.trained(name, quick, **{**common, **more})
+        found = record["figures"]["t1"]
+        row = {"tokens_per_step": found["tokens_per_step"], "standard_error": found["standard_error"]}
+        more = {"right": found["anywhere"] - 1, "shuffled": found["shuffled_tokens_per_step"]}
+        yield {"what": what, "variant": record["head"]["variant"], **row, **more}
+
+
 def lengths(quick: bool) -> Iterator[Row]:
     """Table 8."""
     for variant in ("o-ptp", "independent"):
@@ -166,7 +194,7 @@ def ingredients(quick: bool) -> Iterator[Row]:
     """What the paper's recipe is made of, one change at a time."""
     yield {"what": "as below, nothing changed", **cell(quick)}
     yield {"what": "independent: rows carry 0.5 (Uno's mask rows)", **cell(quick, variant="independent")}
-    for rank in (4, 16, 64):
+    for rank in (4, 16, 64, 256):
         yield {"what": f"LoRA rank {rank}", **cell(quick, lora_rank=rank, lora_alpha=rank)}
     for job, what in (
         ("first half", "LoRA on the first half of the layers"),
@@ -191,16 +219,11 @@ def ingredients(quick: bool) -> Iterator[Row]:
     yield {"what": "length curriculum: 4, then 8", **cell(quick, init_from="half window")}
     for rate in (1e-3, 1e-2):
         yield {"what": f"learning rate {rate:g}", **cell(quick, learning_rate=rate)}
-    for steps in (100, 1000):
+    for steps in (100, 1000, 5000, 20_000):
         yield {"what": f"{steps:,} steps", **cell(quick, steps=steps)}
         yield {"what": f"{steps:,} steps", **cell(quick, variant="independent", steps=steps)}
     yield {"what": "a sharper teacher: 0.8 in place of 0.4", **cell(quick, "sharp taxi")}
     yield {"what": "a sharper teacher", **cell(quick, "sharp taxi", "independent")}
-
-
-def listed(rows: Any) -> Any:
-    """A measure that gives a list."""
-    return lambda quick: list(rows(quick))
 
 
 WITH_SHUFFLED = {"shuffled": "with other windows' u"}
@@ -218,6 +241,17 @@ TABLES = {
         listed(against_independent),
         "Equal LoRA rank, data and steps within a language. `coin`, `taxi`: benchmarks/paper/toy.py; the demo: the "
         "packaged heads' cards (rank 32, 1,800 steps of 64 windows). The paper: TinyLlama-1.1B, rank 256, 1.3M steps.",
+        "",
+    ),
+    "ptp-table-3": Table("Spec-Bench", {}, None, "", ""),
+    "ptp-figure-4": Table(
+        "smaller PTP models that draft",
+        {},
+        None,
+        "A student that is a model of its own has weights, a KV cache and a prefill of its own beside the target's, and "
+        "no row of the target carries u. vLLM serves models that draft (`method: draft_model`), but selects their tokens "
+        "by numbers of its own: u would have to enter its sampler as well. What a small drafter buys is latency; here the "
+        "draft layers of `--head backbone` buy it, in the target's own KV cache.",
         "",
     ),
     "ptp-table-4": Table(
@@ -257,6 +291,14 @@ TABLES = {
         SIZE + " In `taxi` a ride starts where the last one ended: a pair is incompatible where it does not.",
         "",
         draw_pairs,
+    ),
+    "ptp-ingredients-bytes": Table(
+        "the recipe on the demo target",
+        {"what": "", "variant": "variant", **CELL, **WITH_SHUFFLED},
+        listed(bytes_),
+        f"The demo target (3.7M parameters, bytes), rank 32, windows of {WINDOW}, {OF_BYTES} steps of 64 windows of "
+        "its own text, u by thresholds of 64.",
+        "",
     ),
     "ptp-ingredients": Table(
         "the recipe, one ingredient at a time",

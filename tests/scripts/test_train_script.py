@@ -27,10 +27,10 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only", "foo"], "--only foo; allowed: --only target, --only heads"),
-        (["--only"], "--only without a name; allowed: --only target, --only heads"),
+        (["--only", "foo"], "--only foo; allowed: --only target, --only text, --only heads"),
+        (["--only"], "--only without a name; allowed: --only target, --only text, --only heads"),
         (["--out"], "--out needs a folder; type --out FOLDER"),
-        (["--quicker"], "--quicker is not known; allowed: --only target|heads, --quick, --out FOLDER"),
+        (["--quicker"], "--quicker is not known; allowed: --only target|text|heads, --quick, --out FOLDER"),
     ],
 )
 def test_words_that_are_not_known_are_refused_before_training(tmp_path, words, message):

