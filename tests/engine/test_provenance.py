@@ -23,6 +23,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A clean checkout with a folder of results."""
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(provenance, "RESULTS", tmp_path / "benchmarks" / "results")
+    monkeypatch.setattr(provenance, "FIGURES", tmp_path / "docs" / "figures")
     (tmp_path / "code.py").write_text("one")
     who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     for words in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "one"]):
