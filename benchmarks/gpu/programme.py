@@ -103,9 +103,11 @@ def _nothing_left(pid: int) -> Iterator[None]:
             below = psutil.Process(pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGTERM)
-        for one in psutil.wait_procs(below, timeout=GRACE_S)[1]:
+        left = psutil.wait_procs(below, timeout=GRACE_S)[1]
+        for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+        psutil.wait_procs(left, timeout=GRACE_S)
 
 
 def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: float) -> int:

@@ -197,6 +197,7 @@ def own_text(programme: Programme) -> dict[str, Any]:
 
 CIRCUITS = [("ff", 1), *((circuit, r) for circuit in ("cp", "hmm", "btree") for r in (8, 32))]
 WINDOWS = (8, 16)
+LORA_LAYERS = (0, 1, 2, 4)
 AT_ONCE = 2  # heads served by one part: six starts of an engine
 
 
@@ -228,6 +229,29 @@ def heads(programme: Programme) -> list[Part]:
             some, name = members[first : first + AT_ONCE], f"table-n{window}-{1 + first // AT_ONCE}"
             needs = [folder / "config.json" for folder in some]
             parts.append(bench_serve(programme, name, 360, needs, heads=some, **how))
+    return parts
+
+
+def paper(programme: Programme) -> list[Part]:
+    """What tables 1 and 3 of the MtPC paper have beyond `heads`: CP of other widths, adapters on the last layers."""
+    folders, parts = head_folders(programme), []
+    sizes = programme.size({"learning_rate": 0.002, "windows_per_step": 1024}, {"windows_per_step": 16})
+    steps = {count: {**sizes, "max_steps": programme.size(count, 2)} for count in (400, 1500)}
+    made = {programme.cache / "heads" / f"cp-n8-r{r}": {"circuit": "cp", "window": 8, "components": r, **steps[1500]}
+            for r in programme.size((16, 64, 128), ())}  # fmt: skip
+    for (circuit, n, r), start in folders.items():
+        if (circuit, r) in programme.size((("ff", 1), ("btree", 32)), (("btree", 2),)):
+            given = {"circuit": circuit, "window": n, "components": r, "init_from": start, **steps[400]}
+            made |= {start.with_name(f"{start.name}-lora{k}"): {**given, "lora_layers": k} for k in LORA_LAYERS}
+    how = {"concurrency": 1, "prompts": programme.size(16, 2), "variant": EVERY_DRAFT, **own_text(programme)}
+    for folder, options in made.items():
+        part = trained(programme, f"train-{folder.name}", folder, 150, **options)
+        start = [options["init_from"] / "config.json"] if "init_from" in options else []
+        parts.append(replace(part, needs=[*part.needs, *start]))
+        if not start or programme.size(True, False):  # elsewhere Model Runner V2 is interpreted, for minutes
+            parts.append(
+                bench_serve(programme, f"table-{folder.name}", 200, [folder / "config.json"], heads=folder, **how)
+            )
     return parts
 
 
@@ -464,6 +488,7 @@ STAGES: dict[str, Callable[[Programme], list[Part]]] = {
     "kernels": kernels,
     "target": target,
     "heads": heads,
+    "paper": paper,
     "tokens": tokens,
     "serve": serve,
     "shapes": shapes,
