@@ -128,6 +128,7 @@ def test_a_commit_can_be_named_where_there_is_no_git(monkeypatch: pytest.MonkeyP
     assert provenance.commit() != "c" * 40  # a checkout says itself what it is, and whether it was changed
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(provenance, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(provenance, "FIGURES", tmp_path / "figures")
     assert provenance.commit() == "c" * 40
 
 

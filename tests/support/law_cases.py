@@ -140,7 +140,9 @@ def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int, lengt
     arguments |= {"max_num_batched_tokens": BATCH * WINDOW, "kv_cache_memory_bytes": 1 << 28}
     if case.head:
         _make(folder, target, case.head)
-        spec = {"method": "ptp", "draft_pass": "merged"} if case.head in PTP else {"method": "mtpc", **DRAFT_ALL}
+        # rows for every request of a batch: by default so large a one drafts nothing
+        ptp = {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 8 * BATCH}
+        spec = ptp if case.head in PTP else {"method": "mtpc", **DRAFT_ALL}
         arguments["speculative_config"] = {**spec, "model": str(folder / case.head), **case.options}
     return Engine(str(folder / "target"), [asking(PROMPT, kinds, count, at_once)], arguments, case.injected)
 
@@ -166,6 +168,7 @@ class Measured:
     def check(self) -> None:
         for row in self.rows:
             print(f"{self.name}: {row}: {self.verdict(row)}")
+        assert self.acceptance or not self.case.head, "no draft was accepted: nothing is said of a head"
         wrong = [row for row in self.rows if row.is_kept == self.case.is_fault]
         assert not wrong, wrong
 
