@@ -141,7 +141,7 @@ def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int, lengt
     if case.head:
         _make(folder, target, case.head)
         # rows for every request of a batch: by default so large a one drafts nothing
-        ptp = {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 8 * BATCH}
+        ptp = {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 4 * BATCH}
         spec = ptp if case.head in PTP else {"method": "mtpc", **DRAFT_ALL}
         arguments["speculative_config"] = {**spec, "model": str(folder / case.head), **case.options}
     return Engine(str(folder / "target"), [asking(PROMPT, kinds, count, at_once)], arguments, case.injected)
