@@ -38,7 +38,7 @@ BUILT_FROM = (
     "kernels",
 )
 ISSUE_EXTRAS = {"cpu", "cuda", "train", "ray", "test"}
-MAX_ASSET_BYTES = 28_000_000
+MAX_ASSET_BYTES = 32_000_000
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:

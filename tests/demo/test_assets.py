@@ -12,6 +12,7 @@ from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, resolve_verifier
 from vllm_mtpc.checkpoint.ptp import load_ptp, load_student
 from vllm_mtpc.hf import load_target
+from vllm_mtpc.train.ptp.run import SHUFFLE_COST
 
 
 def figures(name: str) -> dict[str, dict]:
@@ -108,5 +109,5 @@ def test_ptp_heads_fit_their_target_and_read_u(name):
     zero = torch.zeros(1, dtype=torch.long)
     assert student.aux(read, zero, zero + 6, torch.full((1, 8), 0.25)).shape == (1, 8, config.hidden_size)
     found = figures(name)["t1"]
-    # c-ptp picks with a u that is not shuffled: only what rows are told is
-    assert found["shuffled_accuracy"] < (0.9 if name == "o-ptp" else 0.95) * found["accuracy"]
+    # The trainer's own threshold; c-ptp misses it, as the README says: on this target its rows learn the marginals.
+    assert (found["shuffled_accuracy"] < (1 - SHUFFLE_COST) * found["accuracy"]) == (name != "c-ptp")
