@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import frame
+from benchmarks.paper import frame, spec_bench
 from benchmarks.paper.mtpc_students import HMMS
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.engine import provenance
@@ -66,6 +66,11 @@ def test_the_papers_numbers_belong_to_tables():
     assert frame.published().keys() <= command.TABLES.keys()
     for one in frame.published().values():
         assert all(len(row) == len(one["columns"]) for row in one["rows"])
+
+
+def test_a_second_turn_has_the_first_answer_before_it():
+    assert spec_bench.prompt(["one?"], []) == "USER: one?\nASSISTANT:"
+    assert spec_bench.prompt(["one?", "two?"], [" 1"]) == "USER: one?\nASSISTANT:  1\nUSER: two?\nASSISTANT:"
 
 
 @pytest.mark.parametrize("what", list(HMMS)[1:])

@@ -1,0 +1,113 @@
+"""Spec-Bench by task, both turns: the target's answers to its questions, and what heads accept of them.
+
+The demo target reads 1,024 bytes, so a question that is longer is cut to its end. It has no chat template; a plain one
+stands in (Vicuna's words). Answers are of the target itself; drafts are counted by the evaluator, as at the end of a
+training, over all steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.paper.frame import Row
+from vllm_mtpc import demo
+from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.checkpoint.ptp import load_student
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.acceptance import measure
+from vllm_mtpc.eval.ptp_acceptance import measure_ptp
+from vllm_mtpc.eval.text import Samples, Sampling, generate, join
+from vllm_mtpc.hf import Target, bind, load_target
+
+FILE = provenance.ROOT.parent / "shared" / "data" / "spec_bench.jsonl"
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # all others are conversations of two turns
+CONVERSATION = "conversation"
+ANSWER, WINDOW = 64, 8
+CIRCUITS, STUDENTS = ("ff", "btree"), ("o-ptp", "late")
+HEADS = (*CIRCUITS, *STUDENTS)
+TEMPERATURES = (0.7, 0.0)
+
+
+class Question(NamedTuple):
+    """task: one of TASKS, or CONVERSATION."""
+
+    task: str
+    turns: list[str]
+
+
+def questions(file: Path) -> list[Question]:
+    """All of the file. Raises UsageError where it is missing."""
+    if not file.is_file():
+        raise UsageError(f"{file.name} is missing: put Spec-Bench's questions, its question.jsonl, there")
+    records = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [Question(one["category"] if one["category"] in TASKS else CONVERSATION, one["turns"]) for one in records]
+
+
+def prompt(turns: list[str], answers: list[str]) -> str:
+    """The conversation up to the answer that is to be written; one answer less than turns."""
+    said = "".join(f"USER: {turn}\nASSISTANT: {answer}\n" for turn, answer in zip(turns, answers, strict=False))
+    return f"{said}USER: {turns[-1]}\nASSISTANT:"
+
+
+def cut(target: Target, text: str) -> Tensor:
+    """Tokens of a text, of a long one the last that leave room for an answer and the drafts behind it."""
+    longest = target.config.max_position_embeddings - ANSWER - WINDOW
+    return torch.tensor(target.tokenizer(text)["input_ids"][-longest:])
+
+
+def answered(target: Target, asked: list[Question], sampling: Sampling, seed: int) -> tuple[Samples, int]:
+    """The target's answers to every turn, and how many prompts were cut. The first answer is in the second's prompt."""
+    room = target.config.max_position_embeddings - ANSWER - WINDOW
+    pieces, num_cut, said = [], 0, [[] for _ in asked]
+    for turn in range(max(len(one.turns) for one in asked)):
+        going = [index for index, one in enumerate(asked) if len(one.turns) > turn]
+        texts = [prompt(asked[index].turns[: turn + 1], said[index]) for index in going]
+        num_cut += sum(len(target.tokenizer(text)["input_ids"]) > room for text in texts)
+        how = {"overhang": WINDOW, "stops": set(), "batch": 8}
+        generator = torch.Generator().manual_seed(seed + turn)
+        written = generate(target, [cut(target, text) for text in texts], ANSWER, sampling, generator, **how)
+        for index, row, start in zip(going, written.tokens, written.prompt_lengths.tolist(), strict=True):
+            said[index].append(target.tokenizer.decode(row[start : start + ANSWER].tolist()))
+        pieces.append(written)
+    return join(pieces), num_cut
+
+
+@cache
+def _loaded() -> tuple[Target, dict[str, Any]]:
+    target = load_target(demo.path("target"), torch.float32)
+    heads = {}
+    for name in CIRCUITS:
+        heads[name] = load_head(demo.path(name))[1].float().eval()
+        bind(heads[name], target)
+    return target, heads | {name: load_student(demo.path(name), target) for name in STUDENTS}
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """A row for each task and temperature, then one for all."""
+    target, heads = _loaded()
+    every = questions(FILE)
+    for temperature in TEMPERATURES:
+        sampling, kept = Sampling(temperature), []
+        for task in (CONVERSATION, *TASKS):
+            asked = [one for one in every if one.task == task][: 2 if quick else None]
+            samples, num_cut = answered(target, asked, sampling, len(kept))
+            row = {"task": task, "t": temperature, "answers": len(samples.tokens), "cut": num_cut}
+            row |= _accepted(target, heads, samples, sampling)
+            kept.append(row)
+            print(f"{task} T={temperature:g}: {row}", flush=True)
+            yield row
+        mean = {name: sum(row[name] for row in kept) / len(kept) for name in heads}
+        yield {"task": "mean of the tasks", "t": temperature, **mean}
+
+
+def _accepted(target: Target, heads: dict[str, Any], samples: Samples, sampling: Sampling) -> dict[str, float]:
+    found = {name: measure(heads[name], target, samples, sampling, WINDOW - 1).tokens_per_step for name in CIRCUITS}
+    return found | {name: measure_ptp(heads[name], samples, sampling, WINDOW - 1).tokens_per_step for name in STUDENTS}
