@@ -23,13 +23,14 @@ from vllm_mtpc.data import prompts
 from vllm_mtpc.engine.passes import Setting
 from vllm_mtpc.train.options import TrainOptions
 
-STEPS, CONTINUED, WINDOWS = 400, 150, 128
+STEPS, CONTINUED, WINDOWS = 250, 100, 128
 LOSS = {"beta": 0.0, "acceptance": 0.0, "train_first": True, "gamma": 0.9}  # the paper's: likelihood of all n tokens
 CELL = Setting("T=1, c=1", 1, 1.0, 96, 8)
 ALL_DRAFTS = {"min_survival": 0}  # in every step, as the paper's
 ROUNDS = 2
 WIDTHS = (8, 16, 32, 64, 128)
 LAYERS = (0, 1, 2, 4)
+OF_LONG_WINDOWS = [(what, HMMS[what]) for what in ("contextual, inhomogeneous, identity", "uniform start")]
 SIZE = (
     f"The demo target (3.7M parameters, bytes), {STEPS} steps of {WINDOWS} windows of its own text, the paper's loss; "
     "served by vLLM in float32 on two CPU cores, median of two rounds of 8 answers of 96 tokens. The paper: EvaByte "
@@ -43,7 +44,7 @@ def trained(name: str, quick: bool, kind: type[TrainOptions] = TrainOptions, **g
     """A circuit's head, trained with the paper's loss: its folder and its provenance."""
     # states of the text are computed once for all heads; adapters read those of an earlier layer, of a part of the text
     states = {"block_rows": 1024} if "lora_layers" in given else {"cache": str(heads.FOLDER / "hidden")}
-    sizes = {"max_steps": STEPS, "windows_per_step": WINDOWS, "learning_rate": 5e-3}
+    sizes = {"max_steps": STEPS, "windows_per_step": WINDOWS, "learning_rate": 5e-3, "evaluation_sequences": 128}
     return heads.trained(name, quick, kind, **{**sizes, **LOSS, **states, **given})
 
 
@@ -114,7 +115,7 @@ def hmms(quick: bool) -> Iterator[Row]:
     r = 4 if quick else 32
     for n in (8,) if quick else (8, 16):
         yield {"n": n, "what": "cp, to compare with", **circuit(quick, "cp", n, r)[1]}
-        for what, kind in HMMS.items():
+        for what, kind in HMMS.items() if n == 8 else OF_LONG_WINDOWS:
             name = f"hmm-n{n}-" + "-".join(what.replace(",", "").split())
             _, record = trained(name, quick, kind, circuit="hmm", window=n, components=r)
             yield {"n": n, "what": what, **expected(record)}
