@@ -19,8 +19,8 @@ NAMES = [str(demo.path(name)) for name in (*demo.CIRCUITS, *demo.PTP)]
 def test_heads_are_named_by_circuit_and_ptp_is_apart_without_a_gpu() -> None:
     found, missing = heads(NAMES, {}, None, on_gpu=False)
     assert [one.name for one in found] == ["ff (Medusa-style)", "cp", "hmm", "btree", "o-ptp", "c-ptp", "late"]
-    assert [one.group for one in found] == [OWN] * 4 + [V2_INTERPRETED] * 2 and not missing
-    assert [one.circuit for one in found] == ["ff", "cp", "hmm", "btree", None, None]
+    assert [one.group for one in found] == [OWN] * 4 + [V2_INTERPRETED] * 3 and not missing
+    assert [one.circuit for one in found] == ["ff", "cp", "hmm", "btree", None, None, None]
     assert all(one.is_ours and not one.is_plain for one in found) and plain().is_plain
     assert found[3].speculative == {"method": "mtpc", "model": NAMES[3]} and found[4].speculative["method"] == "ptp"
     assert found[4].environment == INTERPRETED and found[0].environment == {}
@@ -42,7 +42,7 @@ def test_on_a_gpu_all_are_on_one_runner() -> None:
 def test_without_the_interpreter_ptp_is_a_row_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(decodings, "INTERPRETER", tmp_path / "none")
     found, missing = heads(NAMES[-1:], {}, None, on_gpu=False)
-    assert not found and missing[0].name == "c-ptp" and "need a GPU" in missing[0].reason
+    assert not found and missing[0].name == "late" and "need a GPU" in missing[0].reason
 
 
 def test_variants_are_rows_of_their_own() -> None:
