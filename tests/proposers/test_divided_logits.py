@@ -6,6 +6,7 @@ Model Runner V2's speculator on vLLM's own layers and groups (gloo); the kernels
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,6 +82,7 @@ def _rank(rank: int, num_ranks: int, settings: dict[str, tuple[Setting, str]], s
     from vllm.distributed import parallel_state
 
     torch.set_num_threads(1)
+    os.environ["VLLM_DIST_IDENT"] = str(os.getppid())  # as vLLM's worker does: on AVX-512 ranks share memory by name
     config = engine_config(next(iter(settings.values()))[0].place / "target", None)
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(num_ranks, rank, f"file://{store}", rank, "gloo")
