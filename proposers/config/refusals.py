@@ -23,6 +23,13 @@ REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keep
 # model with merged adapters.
 ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "EvaByte", "TPULlama"))
 
+# vLLM's class of these hands out what stands before its final norm, for the target's own MTP layers, and norms it where
+# logits are computed. Heads are trained behind the norm. A test compares this with vLLM's sources.
+BEFORE_NORM = (
+    *("MiMoForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+    *("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
+)
+
 
 def refuse(table: Table) -> None:
     """Raises ServeConfigError with the first text that holds."""
@@ -86,7 +93,19 @@ def of_mtpc_target(spec: Any) -> Table:
         "lora_layers 0": is_layered and target.architecture not in ARCHITECTURES,
         f"{says} draft layers of a target with {ours} layers, but {target.model} has {depth}; "
         "use a head trained for this target": is_layered and ours not in (None, depth),
+        **of_states(spec),
         **(of_backbone_target(spec) if spec.has_backbone else {}),
+    }
+
+
+def of_states(spec: Any) -> Table:
+    """A target whose states are not those that a head has learnt to read."""
+    architecture = spec.target_model_config.architecture
+    return {
+        f"speculative_config: target {spec.target_model_config.model} is {architecture}, which hands out hidden states "
+        f"from before its final norm; head {spec.model} reads those behind it: allowed are other targets; drop the "
+        "head, or serve the target's own MTP layers: "
+        '{"method": "mtp", "num_speculative_tokens": 1}': architecture in BEFORE_NORM
     }
 
 
@@ -134,6 +153,7 @@ def of_ptp_target(spec: Any) -> Table:
         "allowed are such targets alone; use an MtPC head": is_other,
         f"speculative_config: {says} which has several positions per token: allowed are targets with one; "
         "use an MtPC head": target.uses_mrope,
+        **(of_states(spec) if spec.head.late_width else {}),
     }
 
 

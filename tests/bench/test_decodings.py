@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,13 +59,45 @@ def test_a_head_named_twice_is_refused_and_a_missing_one_too() -> None:
         heads(["/no/such/head"], {}, None, on_gpu=False)
 
 
+class Fake:
+    """A target of so many MTP layers, for which vLLM takes everything but one method."""
+
+    def __init__(self, layers: int = 0) -> None:
+        self.layers = layers
+
+    def mtp_layers(self) -> int:
+        return self.layers
+
+    def problem(self, speculative: dict[str, Any]) -> str | None:
+        return "no such method" if speculative.get("method") == "eagel" else None
+
+
 def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found, missing = peers(["ngram", "suffix"], None, "an/eagle", "a/draft")
-    assert [one.name for one in found] == ["ngram", "EAGLE", "draft model"]
+    found, missing = peers(["ngram", "suffix", "mtp"], [("one", {"model": "an/eagle"})], None, Fake())
+    assert [one.name for one in found] == ["ngram", "one"]
     assert all(one.speculative["num_speculative_tokens"] == 5 and not one.is_ours for one in found)
     assert found[0].speculative["prompt_lookup_max"] == 5 and found[1].speculative["model"] == "an/eagle"
-    assert [(one.name, one.reason) for one in missing] == [("suffix", "arctic-inference is not installed")]
+    assert [(one.name, one.reason) for one in missing] == [
+        ("suffix", "arctic-inference is not installed"),
+        ("MTP", "the target ships no MTP layers that vLLM serves"),
+    ]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
-    found, missing = peers(["suffix"], None, None, None)
+    found, missing = peers(["suffix"], [], None, Fake())
     assert found[0].speculative == {"method": "suffix"} and not missing
+
+
+def test_mtp_layers_are_a_row_by_themselves() -> None:
+    assert peers(["mtp"], [], None, Fake(2))[0][0].speculative == {"method": "mtp", "num_speculative_tokens": 2}
+    assert peers(["mtp"], [], 4, Fake(2))[0][0].speculative["num_speculative_tokens"] == 4
+    found, _ = peers([], [("again", {"method": "mtp"})], None, Fake(2))
+    assert found[0].speculative == {"method": "mtp", "num_speculative_tokens": 2}
+
+
+def test_a_peer_that_is_given_keeps_its_number_and_is_refused_as_vllm_does() -> None:
+    given = {"method": "eagle", "model": "m", "num_speculative_tokens": 7}
+    assert peers([], [("e", given)], 3, Fake())[0][0].speculative == given
+    with pytest.raises(UsageError, match="--peer e: no such method"):
+        peers([], [("e", {"method": "eagel"})], None, Fake())
+    with pytest.raises(UsageError, match="type --heads FOLDER"):
+        peers([], [("e", {"method": "mtpc", "model": "FOLDER"})], None, Fake())

@@ -12,6 +12,7 @@ from tests.support.fakes import BTREE, PLAIN, Engines
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import decodings, serve_command
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, command
+from vllm_mtpc.engine.speculation import Speculation
 from vllm_mtpc.errors import UsageError
 
 
@@ -27,7 +28,8 @@ def completed(*typed: str, on_gpu: bool = False) -> argparse.Namespace:
     return args
 
 
-def test_the_demo_is_whole() -> None:
+def test_the_demo_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "mtp_layers", lambda self: 0)  # which imports vLLM
     args = completed("--demo")
     assert (args.concurrency, args.temperature, args.minutes) == ([1, 4, 16], [1.0, 0.0], 13.0)
     assert (args.dtype, args.order) == ("float32", "interleaved")
@@ -35,7 +37,17 @@ def test_the_demo_is_whole() -> None:
     found = [one for group in (OWN, V2_INTERPRETED) for one in members[group]]
     names = ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree", "plain", "late"]
     assert [one.name for one in found] == names and [one.group for one in found][-2:] == [V2_INTERPRETED] * 2
-    assert [one.name for one in missing] in ([], ["suffix"])
+    assert [one.name for one in missing] in (["MTP"], ["suffix", "MTP"])
+
+
+def test_peers_are_told_apart_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "problem", lambda self, speculative: None)
+    peer = ["--peer", 'a={"method": "eagle", "model": "m"}']
+    args = completed("--demo", "--peers", *peer, "--eagle", "n", "--draft-model", "o")
+    members, missing = serve_command.wanted(args, on_gpu=False)
+    assert [one.name for one in members[OWN][:4]] == ["plain", "EAGLE", "draft model", "a"] and not missing
+    with pytest.raises(UsageError, match="--peer a: there is a row of this name"):
+        serve_command.wanted(completed("--demo", "--peers", *peer, *peer), on_gpu=False)
 
 
 def test_what_is_not_typed() -> None:
@@ -80,10 +92,10 @@ def test_wrong_words_are_refused(typed: list[str], message: str) -> None:
 
 
 def test_options_that_are_no_json_are_refused(capsys: pytest.CaptureFixture) -> None:
-    for typed in (["--engine", "[1]"], ["--variant", "K=3"], ["--engine", "{"]):
+    for typed in (["--engine", "[1]"], ["--variant", "K=3"], ["--engine", "{"], ["--peer", "a=[1]"], ["--peer", "={}"]):
         with pytest.raises(SystemExit):
             words(*typed)
-        assert "expected is a JSON object" in capsys.readouterr().err
+        assert "expected is" in capsys.readouterr().err
     assert words("--variant", 'K=3={"num_speculative_tokens": 3}').variant == [("K=3", {"num_speculative_tokens": 3})]
 
 
@@ -158,12 +170,15 @@ def test_arguments_as_flags() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["offline", "http"])
 def test_engines(runner: str, tmp_path: Path) -> None:
-    """Plain, ngram (offline) and btree, really; a few tokens."""
+    """Plain, btree and, offline, ngram and the target as its own draft model, really; a few tokens."""
     words = ["--heads", str(demo.path("btree")), "--concurrency", "1", "2", "--prompts", "2", "--max-tokens", "16"]
     more = ["--rounds", "1", "--runner", runner, "--peers", *(["ngram"] if runner == "offline" else [])]
+    if runner == "offline":
+        draft = {"method": "draft_model", "model": str(demo.path("target")), "num_speculative_tokens": 2}
+        more += ["--peer", f"itself={json.dumps(draft)}"]
     assert cli.main(["bench", "serve", *words, *more, "--json", str(tmp_path / "r.json")]) == 0
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert len(rows) == (12 if runner == "offline" else 8) and all(row["tokens_per_second"] > 0 for row in rows)
+    assert len(rows) == (16 if runner == "offline" else 8) and all(row["tokens_per_second"] > 0 for row in rows)
     for row in rows:
         assert (row["tokens_per_step"] > 1) == (row["decoding"] != "plain") or row["decoding"] == "ngram"
         assert row["identical"] is None or row["identical"][0] == row["identical"][1]

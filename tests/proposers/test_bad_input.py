@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import sys
@@ -19,6 +20,7 @@ from vllm_mtpc.checkpoint import read_config, save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.proposers.config.refusals import BEFORE_NORM
 
 
 def rewrite(place: Path, **changes: Any) -> None:
@@ -120,6 +122,32 @@ def test_draft_layers_of_other_models(layered: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
     message = refusal(layered)
     assert "is GemmaForCausalLM" in message and "LlamaForCausalLM" in message and "lora_layers 0" in message
+
+
+def test_targets_whose_states_come_before_their_norm(place: Path) -> None:
+    file = place / "target" / "config.json"
+    other = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
+    message = refusal(place)
+    assert "MiMoForCausalLM, which hands out hidden states from before its final norm" in message
+    assert '{"method": "mtp", "num_speculative_tokens": 1}' in message
+
+
+def test_vllm_norms_where_logits_are_computed_in_those_targets_alone() -> None:
+    """Of models that are no drafters: a class is in the table if it calls `norm` there, or is made of one that does."""
+    import vllm
+
+    found, root = set(), Path(vllm.__file__).parent
+    for file in [*root.glob("model_executor/models/**/*.py"), *root.glob("models/**/*.py")]:
+        if "norm(" not in (text := file.read_text(encoding="utf-8")):
+            continue
+        for one in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+            methods = [node for node in one.body if isinstance(node, ast.FunctionDef) and node.name == "compute_logits"]
+            if any("norm" in ast.unparse(method) for method in methods):
+                found.add(one.name)
+    drafters = {name for name in found if "DSpark" in name or "MTP" in name or "MultiToken" in name}
+    wrapped = {"Step3p7ForConditionalGeneration", "KimiK3ForConditionalGeneration"}
+    assert found - drafters | wrapped == set(BEFORE_NORM)
 
 
 @pytest.mark.parametrize("layerwise", [True, False])

@@ -180,3 +180,15 @@ def test_backends_that_sort_a_batch(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     named = SimpleNamespace(backend=AttentionBackendEnum.TRITON_ATTN)
     keep_the_order(named)
     assert named.backend is AttentionBackendEnum.TRITON_ATTN
+
+
+def test_a_late_network_on_a_target_whose_states_come_before_its_norm(place: Path) -> None:
+    """Rows go through the target's own logits, which norms them; a late network would read them as they are."""
+    states = refusals.of_states(SimpleNamespace(model="head", target_model_config=SimpleNamespace(
+        model="target", architecture="MiMoForCausalLM")))  # fmt: skip
+    assert all(states.values())
+    rewrite(place / "target" / "config.json", model_type="qwen2", architectures=["MiMoForCausalLM"])
+    given = {"method": "ptp", "model": str(place / "head")}
+    assert engine_config(place / "target", given).speculative_config.head.late_width is None
+    make_ptp_head(place / "head", make_target(place / "other", vocab_size=32, seed=0), "late", window=5)
+    assert "from before its final norm" in refusal(place)

@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 from vllm_mtpc.bench import serve
 from vllm_mtpc.engine.options import flags
 from vllm_mtpc.engine.passes import Prompt, Resident, launched
+from vllm_mtpc.engine.speculation import Speculation
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.families import FAMILIES
 
 LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most tokens/step on the demo of those tried
 DRAFTS = 5  # of peers, where no number is given
+CHOOSE_LENGTH = ("suffix", "dspark")  # methods that know how much to draft
+PEERS = ("ngram", "suffix", "mtp")
 INTERPRETER = Path(__file__).parents[2] / "scripts" / "interpreter"
 INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
 OWN = "own runner"
@@ -42,7 +46,7 @@ class Decoding:
 
     @property
     def is_ours(self) -> bool:
-        return (self.speculative or {}).get("method") in ("mtpc", "ptp")
+        return (self.speculative or {}).get("method") in FAMILIES
 
     @property
     def environment(self) -> dict[str, str]:
@@ -62,21 +66,56 @@ def plain(group: str = OWN) -> Decoding:
 
 
 def peers(
-    names: Sequence[str], num_drafts: int | None, eagle: str | None, draft_model: str | None
+    names: Sequence[str],
+    given: Sequence[tuple[str, dict[str, Any]]],
+    num_drafts: int | None,
+    speculation: Speculation,
 ) -> tuple[list[Decoding], list[Missing]]:
-    """Peers by name (ngram, suffix), and those that a checkpoint is given for."""
-    count, missing = {"num_speculative_tokens": num_drafts or DRAFTS}, []
-    found = {"ngram": {"method": "ngram", **count, **LOOKUP}} if "ngram" in names else {}
+    """Peers by name (PEERS), where they can be run, and those ``given`` by a name and a `speculative_config`.
+
+    Raises UsageError where vLLM would refuse one that was given.
+    """
+    found, missing = [], []
+    if "ngram" in names:
+        found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": num_drafts or DRAFTS, **LOOKUP}))
     if "suffix" in names:
-        if importlib.util.find_spec("arctic_inference") is None:
-            missing.append(Missing("suffix", "arctic-inference is not installed"))
+        if has_suffix_decoding():
+            found.append(Decoding("suffix", {"method": "suffix"}))
         else:
-            found["suffix"] = {"method": "suffix"}
-    if eagle:
-        found["EAGLE"] = {"model": eagle, **count}
-    if draft_model:
-        found["draft model"] = {"method": "draft_model", "model": draft_model, **count}
-    return [Decoding(name, given) for name, given in found.items()], missing
+            missing.append(Missing("suffix", "arctic-inference is not installed"))
+    if "mtp" in names:
+        one = _native(num_drafts, speculation)
+        (found if isinstance(one, Decoding) else missing).append(one)
+    return found + [_given(name, value, num_drafts, speculation) for name, value in given], missing
+
+
+def has_suffix_decoding() -> bool:
+    return importlib.util.find_spec("arctic_inference") is not None
+
+
+def _native(num_drafts: int | None, speculation: Speculation) -> Decoding | Missing:
+    """The target's own MTP layers; as many drafts as layers, as vLLM's recipes have it."""
+    layers = speculation.mtp_layers()
+    if not layers:
+        return Missing("MTP", "the target ships no MTP layers that vLLM serves")
+    value = {"method": "mtp", "num_speculative_tokens": num_drafts or layers}
+    problem = speculation.problem(value)
+    return Missing("MTP", problem) if problem else Decoding("MTP", value)
+
+
+def _given(name: str, value: dict[str, Any], num_drafts: int | None, speculation: Speculation) -> Decoding:
+    method, count = value.get("method"), num_drafts or DRAFTS
+    if method in FAMILIES:
+        raise UsageError(
+            f"--peer {name}: method {method!r} is a head of this package; type --heads {value.get('model')}"
+        )
+    if method == "mtp" and "model" not in value:
+        count = num_drafts or speculation.mtp_layers() or 1
+    if method not in CHOOSE_LENGTH:
+        value = {"num_speculative_tokens": count, **value}
+    if problem := speculation.problem(value):
+        raise UsageError(f"--peer {name}: {problem}")
+    return Decoding(name, value)
 
 
 def heads(

@@ -16,16 +16,18 @@ import torch
 
 from vllm_mtpc import demo
 from vllm_mtpc.bench import decodings, report, rounds
-from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Decoding, Missing
+from vllm_mtpc.bench.decodings import OWN, PEERS, V2_INTERPRETED, Decoding, Missing
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.passes import Prompt, Setting
+from vllm_mtpc.engine.speculation import Speculation
 from vllm_mtpc.errors import EngineFailed, UsageError
 from vllm_mtpc.eval.loading import resolve, target_of
 from vllm_mtpc.flags import check_positive
 from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
 
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
+PEER_HELP = 'another row of vLLM\'s: --peer \'name={"method": "eagle", "model": ...}\', a speculative_config'
 CLIENTS = [1, 2, 4, 8, 16, 32, 64]
 ROOM = 64  # tokens of context beyond the longest prompt and its answer: drafts near the end are cut there
 # Interpreted kernels cost by the call, whatever the size of the model: small passes, and few
@@ -39,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="MODEL", help="default: the verifier of the first head")
     add("--heads", nargs="+", default=[], metavar="HEAD", help="MtPC and PTP heads of one target: folders, hub names")
     add("--demo", action="store_true", help="the packaged target and heads, at most 15 minutes on two CPU cores")
-    add("--peers", nargs="*", choices=("ngram", "suffix"), default=["ngram", "suffix"], help="default: both")
+    add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="vLLM's own methods; default: all that run here")
+    add("--peer", type=_variant, action="append", default=[], metavar="NAME=JSON", help=PEER_HELP)
     add("--eagle", metavar="MODEL", help="an EAGLE-style draft model for the target")
     add("--draft-model", metavar="MODEL", help="a small model that drafts for the target")
     add("--num-drafts", **n, help="drafts of every method (default: as heads say, 5 for peers)")
@@ -120,8 +123,14 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
 
 def wanted(args: argparse.Namespace, on_gpu: bool) -> tuple[dict[str, list[Decoding]], list[Missing]]:
     """All ways of decoding by group, plain vLLM first in each, and what cannot be run."""
-    own, missing = decodings.peers(args.peers, args.num_drafts, args.eagle, args.draft_model)
+    given = [("EAGLE", {"model": args.eagle})] if args.eagle else []
+    given += [("draft model", {"method": "draft_model", "model": args.draft_model})] if args.draft_model else []
+    speculation = Speculation({"model": args.target, "dtype": args.dtype, **args.engine})
+    own, missing = decodings.peers(args.peers, [*given, *args.peer], args.num_drafts, speculation)
     ours, more = decodings.heads(args.heads, dict(args.variant), args.num_drafts, on_gpu)
+    names = ["plain", *(one.name for one in own + ours)]
+    if again := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--peer {again[0]}: there is a row of this name; give it another")
     members = {}
     for group in (OWN, V2_INTERPRETED):
         if found := [one for one in own + ours if one.group == group]:
@@ -214,4 +223,6 @@ def _object(text: str) -> dict[str, Any]:
 
 def _variant(text: str) -> tuple[str, dict[str, Any]]:
     name, _, value = text.partition("={")
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text}: expected is NAME={{...}}")
     return name, _object("{" + value)
