@@ -8,8 +8,7 @@ import pytest
 
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf import load_target
-from vllm_mtpc.hf.model import SERVED_ONLY, target_config, target_tokenizer, tokenizer_if_any
-from vllm_mtpc.models.registration import ARCHITECTURES
+from vllm_mtpc.hf.model import target_config, target_tokenizer, tokenizer_if_any
 
 
 @pytest.fixture
@@ -21,20 +20,6 @@ def with_code(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
     return tmp_path
-
-
-def test_every_model_of_this_package_is_served_only():
-    assert set(SERVED_ONLY) == set(ARCHITECTURES)
-
-
-@pytest.mark.parametrize("architecture", SERVED_ONLY)
-def test_a_target_that_is_served_only_is_refused_with_what_is_possible(tmp_path, architecture):
-    config = {"model_type": "unheard-of", "architectures": [architecture]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for read in (load_target, target_config):
-        with pytest.raises(UsageError, match=f"{architecture} runs in vLLM alone.*served, converted") as caught:
-            read(str(tmp_path))
-        assert "\n" not in str(caught.value)
 
 
 def test_code_of_a_repository_is_neither_run_nor_asked_for(with_code, monkeypatch):

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from tests.support.evabyte_reference import SIZES
+from vllm_mtpc.config.evabyte import EvaByteConfig, check_config
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.models.evabyte.config import EvaByteConfig, check_config
-from vllm_mtpc.models.evabyte.tokenizer import SPECIAL_TOKENS, build_tokenizer
+from vllm_mtpc.hf.bytes.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
 EOT = 11
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.support.byte_llama_reference import LONGEST, SPECIAL, VOCAB, Reference, make_table, make_texts
+from vllm_mtpc.config.byte_llama import ByteLlamaConfig, check_config, known_ids
 from vllm_mtpc.errors import CheckpointError, ServeConfigError
-from vllm_mtpc.models.byte_llama.config import ByteLlamaConfig, check_config, known_ids
-from vllm_mtpc.models.byte_llama.suffixes import ABSENT, SuffixTable, read_table
+from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
 
 TEXTS = make_texts() + torch.randint(VOCAB, (20, 60), generator=torch.Generator().manual_seed(1)).tolist()
 

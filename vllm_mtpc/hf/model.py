@@ -18,14 +18,14 @@ from vllm_mtpc.errors import UsageError, first_line
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf.attention import IMPLEMENTATIONS, choose_attention, packed_arguments
+from vllm_mtpc.hf.bytes import register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 UNREADABLE = (OSError, ValueError, KeyError)  # transformers raises all of these on bad input
 NO_REMOTE_CODE = {"trust_remote_code": False}  # unset, transformers asks on the terminal
-# Models of this package, which vLLM runs and transformers does not know (vllm_mtpc/models/registration.py)
-SERVED_ONLY = ("EvaByteForCausalLM", "TPULlamaForCausalLM")
+EVABYTE = "evabyte"  # whose attention and tokenizer are this package's
 CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # can forget their last tokens
 
 
@@ -48,6 +48,11 @@ class Target:
     @property
     def vocab_size(self) -> int:
         return self.lm_head.weight.shape[0]
+
+    @property
+    def unembedding(self) -> Tensor:
+        """The weight [heads * V, D] of the lm_head with all prediction heads that the model has; most have one."""
+        return self.model.get_output_embeddings().weight
 
     @property
     def hidden_size(self) -> int:
@@ -127,10 +132,11 @@ def load_target(
     """The target named by a folder or hub name. Raises UsageError in one line."""
     from transformers import AutoModelForCausalLM
 
-    name, attention = str(name), choose_attention(attention, device)
+    name, attention, config = str(name), choose_attention(attention, device), target_config(name)
     # transformers' PyTorch attention leaves out the soft cap of attention logits (Gemma 2); its own does not
-    capped = getattr(target_config(name).get_text_config(), "attn_logit_softcapping", None) is not None
-    implementation = "eager" if capped else IMPLEMENTATIONS[attention]
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    has_own = config.model_type == EVABYTE  # attention of its own
+    implementation = "eager" if capped else IMPLEMENTATIONS["torch" if has_own else attention]
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
@@ -152,25 +158,26 @@ def load_target(
             "so it cannot verify drafts; name a causal language model (…ForCausalLM) with all its weights"
         )
     model = model.to(device).eval().requires_grad_(False)
-    return Target(name, model, tokenizer_if_any(name), model.base_model, lm_head, "torch" if capped else attention)
+    lm_head, attention = first_head(model.get_output_embeddings(), config), "torch" if capped or has_own else attention
+    return Target(name, model, tokenizer_if_any(name), model.base_model, lm_head, attention)
+
+
+def first_head(lm_head: nn.Module, config: Any) -> nn.Module:
+    """The next token's part of an lm_head that has a block of rows for each of several tokens ahead."""
+    if getattr(config, "num_pred_heads", 1) == 1:
+        return lm_head
+    first = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+    first.weight = nn.Parameter(lm_head.weight[: config.vocab_size], requires_grad=False)
+    return first
 
 
 def target_config(name: str | Path) -> Any:
-    """The whole config of a target. Raises UsageError, also for models that only vLLM runs."""
-    from transformers import AutoConfig, PretrainedConfig
+    """The whole config of a target. Raises UsageError."""
+    from transformers import AutoConfig
 
+    register()
     try:
-        values, _ = PretrainedConfig.get_config_dict(str(name))
-        for architecture in values.get("architectures") or ():
-            if architecture in SERVED_ONLY:
-                raise UsageError(
-                    f"target {name}: {architecture} runs in vLLM alone, so heads for it can be served, converted "
-                    "(vllm-mtpc convert, token-heads) and measured with vllm-mtpc bench serve, but not trained, "
-                    "evaluated or doctored; name a target that transformers has"
-                )
         return AutoConfig.from_pretrained(name, **NO_REMOTE_CODE)
-    except UsageError:
-        raise
     except UNREADABLE as error:
         raise UsageError(
             f"target {name}: no config that transformers can read ({_reason(error)}); "
@@ -180,9 +187,14 @@ def target_config(name: str | Path) -> Any:
 
 def target_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a target. Raises UsageError where transformers has none for it."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PretrainedConfig
+
+    from vllm_mtpc.hf.bytes.tokenizer import DEFAULT_EOS, build_tokenizer
 
     try:
+        values, _ = PretrainedConfig.get_config_dict(str(name))
+        if values.get("model_type") == EVABYTE:
+            return build_tokenizer(values.get("eos_token_id", DEFAULT_EOS))
         return AutoTokenizer.from_pretrained(name, **NO_REMOTE_CODE)
     except UNREADABLE as error:
         raise UsageError(

@@ -8,9 +8,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
+from vllm_mtpc.config import byte_llama, evabyte
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.models.byte_llama import config as byte_llama
-from vllm_mtpc.models.evabyte import config as evabyte
 from vllm_mtpc.models.evabyte.attend import BLOCK
 
 if TYPE_CHECKING:

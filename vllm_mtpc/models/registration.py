@@ -49,8 +49,8 @@ def _models() -> None:
 def _configs() -> None:
     from vllm.transformers_utils import config as module
 
-    from vllm_mtpc.models.byte_llama.config import ByteLlamaConfig
-    from vllm_mtpc.models.evabyte.config import EvaByteConfig
+    from vllm_mtpc.config.byte_llama import ByteLlamaConfig
+    from vllm_mtpc.config.evabyte import EvaByteConfig
 
     for config in (ByteLlamaConfig, EvaByteConfig):
         module._CONFIG_REGISTRY[config.model_type] = config

@@ -70,7 +70,7 @@ class CircuitJob(Job):
         if source is not None:
             init_from_head(self.head, source, options.seed)
         elif options.init == "lm-head":
-            init_from_lm_head(self.head, target.lm_head.weight.float().cpu(), options.seed)
+            init_from_lm_head(self.head, target.unembedding.float().cpu(), options.seed)
             if isinstance(self.head, BackboneHead):
                 init_backbone(self.head.backbone, target)
         bind(self.head, target)

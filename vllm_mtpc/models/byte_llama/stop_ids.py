@@ -20,7 +20,7 @@ def try_get_generation_config(original: Callable[..., Any], self: Any) -> dict[s
     values = original(self)
     if getattr(self.hf_config, "model_type", None) != MODEL_TYPE:
         return values
-    from vllm_mtpc.models.byte_llama.config import known_ids
+    from vllm_mtpc.config.byte_llama import known_ids
 
     ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & values.keys()
     return values | {name: known_ids(values[name], self.hf_config.vocab_size) for name in ids}

@@ -1,0 +1,100 @@
+"""Heads for EvaByte and Byte-Llama from chats of Tülu 3's shape, by a user's commands: trained, measured, tried."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import byte_llama_reference as byte_llama
+from tests.support import evabyte_reference as evabyte
+from tests.support.training import flags
+from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.cli import main
+from vllm_mtpc.data.sources import load_documents
+from vllm_mtpc.hf import load_target
+
+# As allenai/tulu-3-sft-mixture has them: an id, turns by role and content, where they are from.
+CHATS = [
+    {
+        "id": f"ai2-adapt-dev/sample_{index}",
+        "messages": [
+            {"role": "user", "content": f"abc {index}?"},
+            {"role": "assistant", "content": "cab" * (5 + index)},
+            {"role": "user", "content": "And then?"},
+            {"role": "assistant", "content": "bca" * 6},
+        ],
+        "source": "ai2-adapt-dev/sample",
+    }
+    for index in range(8)
+]
+
+
+@pytest.fixture(scope="module", params=["evabyte", "byte-llama"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target and chats."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "evabyte":
+        evabyte.make_evabyte(folder / "target")
+    else:
+        byte_llama.make_byte_llama(folder / "target", byte_llama.make_texts())
+    (folder / "text.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    return folder
+
+
+def changed(**more: Any) -> dict[str, Any]:
+    """Options of a run of three steps."""
+    return {"max_steps": 3, "seq_len": 192, "windows_per_step": 16, "gamma": 0.8, **more}
+
+
+def test_a_head_is_trained_measured_and_tried(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *flags(place, "head", **changed())]) == 0
+    head, data = (
+        str(place / "head"),
+        ["--data", str(place / "text.jsonl"), "--prompt-tokens", "8", "--new-tokens", "12"],
+    )
+    capsys.readouterr()
+    assert main(["eval", head, *data, "--sequences", "2", "--device", "cpu"]) == 0
+    assert "tokens/step, expected" in capsys.readouterr().out
+    written = []
+    for mode in ("stp", "speculative"):
+        words = ["--prompt", "abcab", "--num-tokens", "12", "--mode", mode, "--argmax", "--json", "--device", "cpu"]
+        assert main(["generate", head, *words]) == 0
+        written.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert written[0] == written[1]
+
+
+def test_draft_layers_go_on_from_a_trained_head(place: Path) -> None:
+    assert main(["train", *flags(place, "before", **changed())]) == 0
+    more = changed(init_from=place / "before", lora_layers=1)
+    assert main(["train", *flags(place, "layers", **more)]) == 0
+    figures = json.loads((place / "layers" / "provenance.json").read_text())["figures"]
+    assert load_head(place / "layers")[0].lora_layers == 1 and figures["t1"]["tokens_per_step"] >= 1
+
+
+def test_answers_alone_are_learnt(place: Path) -> None:
+    target = load_target(place / "target")
+    documents = load_documents([str(place / "text.jsonl")], target.tokenizer, vocab_size=target.vocab_size)
+    for (tokens, is_learnt), chat in zip(documents, CHATS, strict=True):
+        said = target.tokenizer.decode(tokens[is_learnt])
+        for message in chat["messages"]:
+            assert (message["content"] in said) == (message["role"] == "assistant")
+
+
+def test_evabyte_starts_at_its_own_eight_heads(place: Path) -> None:
+    """Position i of a new head is block i of lm_head; those beyond the blocks are the last."""
+    target = load_target(place / "target", torch.float32)
+    if target.unembedding is target.lm_head.weight:
+        pytest.skip("a target of one prediction head")
+    more = changed(circuit="ff", components=1, window=10, max_steps=1, learning_rate=1e-9, evaluation_sequences=0)
+    assert main(["train", *flags(place, "eight", **more)]) == 0
+    head, blocks = load_head(place / "eight")[1], target.unembedding.view(-1, target.vocab_size, target.hidden_size)
+    hidden = target.hidden(torch.arange(64, 104)[None])[0]
+    leaf = head(hidden).leaf[:, :, 0]  # [B, n, V]
+    theirs = torch.stack([(hidden @ block.T).log_softmax(-1) for block in blocks], 1)  # [B, 8, V]
+    for position in range(10):
+        far = (leaf[:, position, None] - theirs).abs().amax((0, 2))  # of each block
+        assert far.argmin() == min(position, 7) and far.min() < 0.5 < far.sort().values[1]  # noise, and float16

@@ -1,0 +1,182 @@
+"""EvaByte on transformers, in its closed form: every row reads its window as it is, and summaries of those before.
+
+    out_t = softmax over { s q_t.k_j : window(t) W <= j <= t } and { s q_t.kbar_c : c before window(t) }
+
+kbar_c and its value are means of chunk c, weighted by adaptive_mu_k and adaptive_phi. Names and shapes are the
+published checkpoint's (`vllm_mtpc/models/evabyte` serves it). lm_head has a block of V rows for each of eight heads,
+the first for the next byte. Windows and chunks are counted within a document of a packed row, by its positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from vllm_mtpc.config.evabyte import EvaByteConfig, check_config
+from vllm_mtpc.hf.bytes.past import grown, positions_of
+
+
+class Reads(NamedTuple):
+    """What rows of a forward read; alike in all layers."""
+
+    cos: Tensor  # [B, 1, m, D / H], of the rows
+    sin: Tensor
+    chunk: Tensor  # [B, M, C] tokens of each whole chunk
+    mask: Tensor  # [B, 1, m, M + S] summaries, then tokens
+
+
+def plan(positions: Tensor, rows: int, config: EvaByteConfig, dtype: torch.dtype) -> Reads:
+    """What the last `rows` of the tokens at positions[B, S] read."""
+    window, size = config.window_size, config.chunk_size
+    token = torch.arange(positions.shape[1], device=positions.device)
+    document = (positions == 0).cumsum(1)  # [B, S]
+    is_end = positions % size == size - 1  # of a chunk
+    most = int(is_end.sum(1).max())
+    end = is_end.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, M] in order
+    chunk = (end[..., None] - torch.arange(size - 1, -1, -1, device=end.device)).clamp(min=0)
+
+    row, at = token[-rows:], positions[:, -rows:, None]  # [m], [B, m, 1]
+    first = at // window * window  # of each row's window
+    own = document[:, -rows:, None]
+    is_near = (document[:, None] == own) & (positions[:, None] >= first) & (token <= row[:, None])
+    is_past = (document.gather(1, end)[:, None] == own) & (positions.gather(1, end)[:, None] < first)
+    is_past &= is_end.gather(1, end)[:, None]
+    width = config.hidden_size // config.num_attention_heads
+    step = torch.arange(0, width, 2, device=positions.device)
+    frequency = config.rope_parameters["rope_theta"] ** -(step / width)
+    angle = (at * frequency).repeat(1, 1, 2)[:, None]  # [B, 1, m, D / H]
+    return Reads(angle.cos().to(dtype), angle.sin().to(dtype), chunk, torch.cat([is_past, is_near], 2)[:, None])
+
+
+class EvaByteNorm(nn.Module):
+    """RMS norm whose scale is 1 + weight, in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps)
+        return scaled.to(x.dtype)
+
+
+class EvaByteAttention(nn.Module):
+    """EVA attention of one layer."""
+
+    def __init__(self, config: EvaByteConfig, layer: int) -> None:
+        super().__init__()
+        width, self.heads, self.layer = config.hidden_size, config.num_attention_heads, layer
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(width, width, bias=False))
+        for name in ("adaptive_phi", "adaptive_mu_k"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(1, self.heads, 1, 1, width // self.heads)))
+
+    def forward(self, x: Tensor, reads: Reads, cache: Any = None) -> Tensor:
+        """[B, m, D] of x[B, m, D]."""
+        query, key, value = (
+            proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = (_rotated(states, reads) for states in (query, key))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        mean_key, mean_value = self.summaries(key, value, reads.chunk)
+        keys, values = torch.cat([mean_key, key], 2), torch.cat([mean_value, value], 2)
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=reads.mask)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def summaries(self, key: Tensor, value: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, M, D / H] of the chunks[B, M, C] of key, value[B, H, S, D / H]."""
+        batch = torch.arange(len(key), device=key.device)[:, None, None]
+        keys, values = (states.transpose(1, 2)[batch, chunk].movedim(3, 1).float() for states in (key, value))
+        scale = key.shape[-1] ** -0.5
+        mu, phi = self.adaptive_mu_k.float(), self.adaptive_phi.float()
+        alpha = (mu * keys).sum(-1, keepdim=True).softmax(3)
+        beta = (((phi * keys).sum(-1, keepdim=True) - keys.square().sum(-1, keepdim=True) / 2) * scale).softmax(3)
+        return (alpha * keys).sum(3).to(key.dtype), (beta * values).sum(3).to(value.dtype)
+
+
+def _rotated(x: Tensor, reads: Reads) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * reads.cos + torch.cat([-high, low], -1) * reads.sin
+
+
+class EvaByteMLP(nn.Module):
+    """Gated, with SiLU."""
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class EvaByteLayer(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, config: EvaByteConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = EvaByteAttention(config, layer), EvaByteMLP(config)
+        self.input_layernorm = EvaByteNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = EvaByteNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, reads: Reads, cache: Any = None) -> Tensor:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), reads, cache)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class _EvaByte(PreTrainedModel):
+    config_class = EvaByteConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+
+class EvaByteModel(_EvaByte):
+    """Input ids to states after the final norm."""
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        check_config(config)
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(EvaByteLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = EvaByteNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **_unread: Any,
+    ) -> BaseModelOutputWithPast:
+        """Padding needs no mask: a token at position 0 begins a document, which nothing before it is read in."""
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if position_ids is None:
+            position_ids = positions_of(hidden, past_key_values)
+        positions = grown(past_key_values, "positions", position_ids)
+        reads = plan(positions, hidden.shape[1], self.config, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, reads, past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+
+
+class EvaByteForCausalLM(_EvaByte):
+    """With lm_head [heads V, D]."""
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        super().__init__(config)
+        self.model = EvaByteModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.num_pred_heads * config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
