@@ -75,6 +75,12 @@ def test_draft_layers_go_on_from_a_trained_head(place: Path) -> None:
     assert load_head(place / "layers")[0].lora_layers == 1 and figures["t1"]["tokens_per_step"] >= 1
 
 
+def test_ptp_heads_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--head", "ptp", "--window", "4", "--data", str(place / "text.jsonl"), "--out", str(place / "ptp")]
+    assert main(["train", "--target", str(place / "target"), *words]) == 1
+    assert "a PTP head needs a llama-like target; name another target, or another head" in capsys.readouterr().err
+
+
 def test_answers_alone_are_learnt(place: Path) -> None:
     target = load_target(place / "target")
     documents = load_documents([str(place / "text.jsonl")], target.tokenizer, vocab_size=target.vocab_size)

@@ -30,6 +30,7 @@ from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 
 UNINFORMED = 0.5  # what every row carries where u tells nothing: greedy decoding, the independent baseline
+BYTES = ("evabyte", "tpu_llama")  # summaries of older windows; embeddings made of several tokens
 IMPLEMENTATION = "mtpc_windows"  # the name of `windows_attention` among transformers' attention functions
 
 
@@ -229,6 +230,11 @@ def _check_target(target: Any, config: Any) -> nn.Module:
     backbone, text = layered_backbone(target), target.config
     of_all = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
     others = set(getattr(text, "layer_types", None) or [of_all]) - {"full_attention"}
+    if target.config.model_type in BYTES:
+        raise HeadConfigError(
+            f"target {target.name} is of type {target.config.model_type}, whose rows read more than keys, values and "
+            "their own embedding; a PTP head needs a llama-like target; name another target, or another head"
+        )
     if others:
         raise HeadConfigError(
             f"target {target.name} has layers of kind {', '.join(sorted(others))}; a PTP head needs full_attention in "
