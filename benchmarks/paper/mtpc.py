@@ -42,8 +42,8 @@ SERVED = {"tokens_per_step": "served", "step_ms": "ms per step", "tokens_per_sec
 
 def trained(name: str, quick: bool, kind: type[TrainOptions] = TrainOptions, **given: Any) -> tuple[Path, Any]:
     """A circuit's head, trained with the paper's loss: its folder and its provenance."""
-    # states of the text are computed once for all heads; adapters read those of an earlier layer, of a part of the text
-    states = {"block_rows": 1024} if "lora_layers" in given else {"cache": str(heads.FOLDER / "hidden")}
+    # states of the text are computed once for all heads; draft layers read those of an earlier layer, a few rows a step
+    states = {"block_rows": 2} if "init_from" in given else {"cache": str(heads.FOLDER / "hidden")}
     sizes = {"max_steps": STEPS, "windows_per_step": WINDOWS, "learning_rate": 5e-3, "evaluation_sequences": 128}
     return heads.trained(name, quick, kind, **{**sizes, **LOSS, **states, **given})
 
