@@ -160,9 +160,7 @@ def bytes_(quick: bool) -> Iterator[Row]:
         "as below, nothing changed": {},
         "independent": {"variant": "independent"},
         "LoRA rank 8": {"lora_rank": 8, "lora_alpha": 8},
-        "LoRA rank 128": {"lora_rank": 128, "lora_alpha": 128},
         "embedding ieee": {"u_embedding": "ieee", "u_features": None},
-        "u at Beta(0.3, 0.3)": {"u_beta": 0.3},
         "loss bce": {"ptp_loss": "bce"},
     }
     for what, more in list(changes.items())[: 2 if quick else None]:
