@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.support import byte_llama_reference as byte_llama
 from tests.support import evabyte_reference as evabyte
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.hf import Session, Target, load_target
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}  # float32, products in another order
@@ -65,6 +66,13 @@ def test_texts_are_read_bit_by_bit_and_cut_back(pair: Any) -> None:
     pieces += [session.read(more[:, 1:6]), session.read(more[:, 6:])]
     for text, hidden in zip(texts, torch.cat(pieces, 1), strict=True):
         assert torch.allclose(hidden, reference.hidden(text.tolist())[-12:], **CLOSE)
+
+
+def test_draft_layers_split_it(pair: Any) -> None:
+    target, _, texts = pair
+    layers, tokens = DraftLayers(target, 1), texts[0][None]
+    states = layers.verifier(layers.trunk(tokens))
+    assert torch.equal(states, target.hidden(tokens)) and torch.allclose(layers.draft(layers.trunk(tokens)), states)
 
 
 def test_a_definition_with_a_fault_is_another(tmp_path: Path) -> None:

@@ -53,10 +53,14 @@ def init_backbone(backbone: Backbone, target: Any) -> None:
     modules = [(backbone.norm, getattr(theirs, "norm", None))]
     modules += zip(reversed(backbone.layers), reversed(getattr(theirs, "layers", ())), strict=False)
     for ours, given in modules:
-        weights = dict(given.named_parameters()) if given is not None else {}
+        if given is None:
+            continue
+        weights = dict(given.named_parameters())
+        # norms of EvaByte scale by 1 + weight, a backbone's by its weight
+        less = {f"{name}.weight".lstrip(".") for name, part in given.named_modules() if hasattr(part, "unit_offset")}
         for name, value in ours.named_parameters():
             if name in weights and weights[name].shape == value.shape:
-                value.copy_(weights[name])
+                value.copy_(weights[name] + float(name in less))
 
 
 @torch.no_grad()

@@ -56,6 +56,8 @@ def plan(positions: Tensor, rows: int, config: EvaByteConfig, dtype: torch.dtype
 class EvaByteNorm(nn.Module):
     """RMS norm whose scale is 1 + weight, in float32."""
 
+    unit_offset = True
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps

@@ -101,6 +101,10 @@ class ByteLlamaForCausalLM(LlamaForCausalLM):
         self.inputs_embeds = torch.zeros(rows, config.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """E alone: what a draft head reads of a token by itself, as it does in training (`hf.Target.embed`)."""
+        return self.model.embed_tokens(input_ids)
+
+    def embed_rows(self, input_ids: Tensor) -> Tensor:
         """Embeddings [T, D] of the ids of a step's rows, in the step's order."""
         embeds = self.model.embed_tokens(input_ids)
         context = self.context(input_ids)
@@ -117,7 +121,7 @@ class ByteLlamaForCausalLM(LlamaForCausalLM):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
-        embeds = self.embed_input_ids(input_ids)
+        embeds = self.embed_rows(input_ids)
         held = self.inputs_embeds[: len(embeds)]
         held.copy_(embeds)
         return self.model(None, positions, intermediate_tensors, held)
