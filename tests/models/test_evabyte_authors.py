@@ -8,7 +8,6 @@ they import). They are run, in a process of their own, on a tiny random model.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -22,34 +21,40 @@ from tests.support.evabyte_reference import make_evabyte
 from vllm_mtpc.hf import load_target
 
 CODE = os.environ.get("MTPC_EVABYTE_CODE", "")
-CLASSES = {
-    "AutoConfig": "configuration_evabyte.EvaByteConfig",
-    "AutoModelForCausalLM": "modeling_evabyte.EvaByteForCausalLM",
-}
-LENGTHS = (31, 32, 33, 100)  # within a window of 32, at its end, across it, and over several
+LENGTHS = (31, 32, 33, 64, 100, 256)  # within a window of 32, at its end, behind it, and over several
+# Their PyTorch attention, which they take where there is no Triton.
 THEIRS = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-folder, texts, out = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+import json, sys, torch
+from safetensors.torch import load_file
+sys.path.insert(0, sys.argv[1])
+import code_of_authors.multibyte_decoding_evabyte
+sys.modules["triton"] = None
+from code_of_authors.configuration_evabyte import EvaByteConfig
+from code_of_authors.modeling_evabyte import EvaByteForCausalLM
+values = json.load(open(sys.argv[2] + "/config.json"))
+config = EvaByteConfig(**{key: value for key, value in values.items() if key not in ("architectures", "model_type")})
+precise = dict.fromkeys(("fp32_ln", "fp32_logits", "fp32_skip_add", "mixedp_attn"), True)  # of no effect in float32
+config.__dict__.update(rope_scaling=None, rope_parameters=None, **precise)
+model = EvaByteForCausalLM(config).float().eval()
+missing = model.load_state_dict(load_file(sys.argv[2] + "/model.safetensors"), strict=False)
+assert not missing.unexpected_keys and not [key for key in missing.missing_keys if "inv_freq" not in key], missing
 with torch.no_grad():
-    torch.save([model(input_ids=text[None], use_cache=False).logits[0] for text in torch.load(texts)], out)
+    found = [model(input_ids=text[None], use_cache=False, return_all_pred_logits=True).logits[0]
+             for text in torch.load(sys.argv[3])]
+torch.save(found, sys.argv[4])
 """
 
 
 @pytest.mark.skipif(not CODE, reason="MTPC_EVABYTE_CODE names no folder with the authors' Python files")
 def test_logits_are_those_of_the_authors_code(tmp_path: Path) -> None:
-    make_evabyte(tmp_path / "ours")
-    shutil.copytree(tmp_path / "ours", tmp_path / "theirs")
-    for file in Path(CODE).glob("*.py"):
-        shutil.copy(file, tmp_path / "theirs")
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text()) | {"auto_map": CLASSES}
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    make_evabyte(tmp_path)
+    shutil.copytree(CODE, tmp_path / "code" / "code_of_authors", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "code" / "code_of_authors" / "__init__.py").write_text("")
     texts = [torch.randint(64, 320, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     torch.save(texts, tmp_path / "texts.pt")
-    words = [tmp_path / "theirs", tmp_path / "texts.pt", tmp_path / "logits.pt"]
+    words = [tmp_path / "code", tmp_path, tmp_path / "texts.pt", tmp_path / "logits.pt"]
     subprocess.run([sys.executable, "-c", THEIRS, *map(str, words)], check=True)
-    target = load_target(tmp_path / "ours", torch.float32)
+    target = load_target(tmp_path, torch.float32)
     for text, theirs in zip(texts, torch.load(tmp_path / "logits.pt"), strict=True):
-        ours = target.hidden(text[None])[0] @ target.unembedding.T  # [L, 8 V]; theirs may be of the first head alone
-        torch.testing.assert_close(ours[:, : theirs.shape[-1]], theirs, rtol=1e-3, atol=1e-3)
+        ours = target.hidden(text[None])[0] @ target.unembedding.T  # [L, 8 V]
+        torch.testing.assert_close(ours, theirs.reshape(ours.shape), rtol=1e-3, atol=1e-3)
