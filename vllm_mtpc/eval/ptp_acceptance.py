@@ -108,11 +108,13 @@ def collect(
     seed: int = 0,
     u: Tensor | None = None,
     carried: Tensor | None = None,
+    shuffles: bool = True,
 ) -> Windows:
     """Drafts at every position where a server may start a step (``Samples.starts``), and at one more of each text.
 
     ``u`` [S, L]: those the text was picked by, where they are known (u[:, k] picked tokens[:, k]). ``carried`` [S, L]:
-    what rows carry in their place.
+    what rows carry in their place. ``shuffles``: also with the u of other windows, as long again; else nothing is right
+    there.
     """
     config = student.config
     drafts = check_drafts(config.window, num_drafts, config.num_speculative_tokens)
@@ -138,6 +140,8 @@ def collect(
         order = torch.randperm(len(on_rows), generator=generator)
         others = (on_rows[order], own if is_plain else own[order])
         for found, (shown, picks) in ((right, (on_rows, own)), (shuffled, others)):
+            if found is shuffled and not shuffles:
+                continue
             for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
                 hidden = student.aux(prefix, row[part], start[part], shown[part, : rows.stop])[:, rows]
                 drafted = draft(student, hidden, picks[part, 1 : drafts + 1], sampling.greedy, x_1[part]).cpu()
