@@ -247,8 +247,8 @@ TABLES = {
         listed(against_independent),
         "Equal LoRA rank, data and steps within a language. `coin`, `taxi`: benchmarks/paper/toy.py; the demo: the "
         "packaged heads' cards (rank 32, 1,800 steps of 64 windows). The paper: TinyLlama-1.1B, rank 256, 1.3M steps.",
-        "Confirmed where u decides what comes: 1.9x on `coin`, where no head without u passes 4.27, and 2.2x on `taxi`. On "
-        "the demo target O-PTP brings 1.06x, less than the paper's 1.13x, and C-PTP nothing: docs/ptp.md says why.",
+        "Confirmed where u decides what comes: 1.9x on `coin`, where no head without u passes 4.27, 2.2x on `taxi`. "
+        "On the demo target O-PTP brings 1.06x, less than the paper's 1.13x, and C-PTP nothing: docs/ptp.md says why.",
     ),
     "ptp-table-3": Table(
         "Spec-Bench",
