@@ -257,7 +257,10 @@ TABLES = {
         "All 480 questions, both turns of the conversations, to the demo target (3.7M parameters, trained on Python's "
         "source: what it says to them is noise, and its steps are what is measured), answers of 64 bytes, one pass per "
         "step. Cut: prompts of which the target, which reads 1,024 bytes, is given the end.",
-        "",
+        "Not comparable in height: a model of Python source that answers questions. What it shows: heads that read "
+        "the target's last state hold their length on text that no head was trained on, in every task; PTP's rows "
+        "lose most where the context is a cut piece of a long text, at positions beyond those that their training "
+        "had.",
     ),
     "ptp-figure-4": Table(
         "smaller PTP models that draft",
