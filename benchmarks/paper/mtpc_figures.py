@@ -23,7 +23,10 @@ def draw_frontier(rows: Sequence[Row], file: Path) -> None:
     top = 1.1 * lengths.max()
     for rate in np.linspace(*np.percentile(1000 * lengths / times, (0, 100)), 5):
         axes.plot(across, rate * across / 1000, color="0.85", zorder=0)
-        axes.annotate(f"{rate:.0f} tok/s", (across[-1], min(top, rate * across[-1] / 1000)), fontsize=7, color="0.5")
+        right = min(across[-1], 1000 * top / rate)  # where the line leaves the picture
+        axes.annotate(
+            f"{rate:.0f} tok/s", (right, rate * right / 1000), ha="right", va="bottom", fontsize=7, color="0.4"
+        )
     for kind, marker in MARKERS.items():
         for n, face in ((1, "0.4"), (8, "C0"), (16, "C3")):
             some = [row for row in rows if (row["circuit"], row["n"]) == (kind, n)]

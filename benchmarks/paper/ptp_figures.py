@@ -61,6 +61,7 @@ def draw_pairs(rows: Sequence[Row], file: Path) -> None:
         shade = 0.55 + 0.45 * ((7 * tokens[:, 0] + 3 * tokens[:, 1]) % 11).float() / 10
         color = torch.stack([wrong * shade, (1 - wrong) * shade, 0.25 * shade], -1).view(SIDE, SIDE, 3)
         panel.imshow(color.transpose(0, 1).numpy(), origin="lower", extent=(0, 1, 0, 1), interpolation="nearest")
-        panel.set(title=f"{row['what']}: {row['spurious']:.1%} incompatible", xlabel="$u_1$", ylabel="$u_2$")
+        panel.set_title(f"{row['what']}: {row['spurious']:.1%} incompatible", fontsize=9)
+        panel.set(xlabel="$u_1$", ylabel="$u_2$")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
