@@ -24,7 +24,8 @@ def pairs(made: Toy, students: Mapping[str, Student]) -> list[Row]:
     for name in ("autoregressive", *students):
         found = [_pairs(made, students.get(name), prompt[:2], u) for prompt in made.held_out.prompts[:PROMPTS]]
         spurious = torch.stack([_spurious(some) for some in found]).float().mean().item()
-        rows.append({"what": name, "spurious": spurious, "first": found[0].tolist()})
+        first = " ".join(map(str, found[0].flatten().tolist()))  # one line of the file
+        rows.append({"what": name, "spurious": spurious, "first": first})
     return rows
 
 
@@ -56,7 +57,7 @@ def draw_pairs(rows: Sequence[Row], file: Path) -> None:
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     for panel, row in zip(figure.subplots(1, len(rows)), rows, strict=True):
-        tokens = torch.tensor(row["first"])
+        tokens = torch.tensor([int(word) for word in row["first"].split()]).view(-1, 2)
         wrong = _spurious(tokens).float()
         shade = 0.55 + 0.45 * ((7 * tokens[:, 0] + 3 * tokens[:, 1]) % 11).float() / 10
         color = torch.stack([wrong * shade, (1 - wrong) * shade, 0.25 * shade], -1).view(SIDE, SIDE, 3)
