@@ -43,9 +43,9 @@ def test_the_demo_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peers_are_told_apart_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Speculation, "problem", lambda self, speculative: None)
     peer = ["--peer", 'a={"method": "eagle", "model": "m"}']
-    args = completed("--demo", "--peers", *peer, "--eagle", "n", "--draft-model", "o")
+    args = completed("--demo", "--peers", *peer, "--peer", 'EAGLE={"model": "n"}')
     members, missing = serve_command.wanted(args, on_gpu=False)
-    assert [one.name for one in members[OWN][:4]] == ["plain", "EAGLE", "draft model", "a"] and not missing
+    assert [one.name for one in members[OWN][:4]] == ["plain", "a", "EAGLE", "ff (Medusa-style)"] and not missing
     with pytest.raises(UsageError, match="--peer a: there is a row of this name"):
         serve_command.wanted(completed("--demo", "--peers", *peer, *peer), on_gpu=False)
 

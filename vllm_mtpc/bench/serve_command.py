@@ -43,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--demo", action="store_true", help="the packaged target and heads, at most 15 minutes on two CPU cores")
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="vLLM's own methods; default: all that run here")
     add("--peer", type=_variant, action="append", default=[], metavar="NAME=JSON", help=PEER_HELP)
-    add("--eagle", metavar="MODEL", help="an EAGLE-style draft model for the target")
-    add("--draft-model", metavar="MODEL", help="a small model that drafts for the target")
     add("--num-drafts", **n, help="drafts of every method (default: as heads say, 5 for peers)")
     add("--variant", type=_variant, action="append", default=[], metavar="NAME=JSON", help=VARIANT_HELP)
     add("--engine", type=_object, default={}, metavar="JSON", help="more arguments of every engine (of vllm.LLM)")
@@ -123,10 +121,8 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
 
 def wanted(args: argparse.Namespace, on_gpu: bool) -> tuple[dict[str, list[Decoding]], list[Missing]]:
     """All ways of decoding by group, plain vLLM first in each, and what cannot be run."""
-    given = [("EAGLE", {"model": args.eagle})] if args.eagle else []
-    given += [("draft model", {"method": "draft_model", "model": args.draft_model})] if args.draft_model else []
     speculation = Speculation({"model": args.target, "dtype": args.dtype, **args.engine})
-    own, missing = decodings.peers(args.peers, [*given, *args.peer], args.num_drafts, speculation)
+    own, missing = decodings.peers(args.peers, args.peer, args.num_drafts, speculation)
     ours, more = decodings.heads(args.heads, dict(args.variant), args.num_drafts, on_gpu)
     names = ["plain", *(one.name for one in own + ours)]
     if again := [name for name in names if names.count(name) > 1]:
