@@ -51,6 +51,14 @@ EXTRAS = {
         "moto[s3]>=5",  # an S3 server for tests; its own extra "server" brings far more than S3 needs
         "flask>=3",
         "flask-cors>=5",
+        "selenium>=4.30",  # drives the browser that opens the page of `vllm-mtpc play`
+        "mypy>=1.15",
+        "nbclient>=0.10",  # runs docs/notebook
+        "ipykernel>=6.29",
+        "build>=1.2",
+        "twine>=6",
+        "mkdocs-material>=9.6",  # the site of docs/
+        "mkdocstrings-python>=1.16",
     ],
 }
 for build in ("cpu", "cuda"):
