@@ -15,9 +15,9 @@ from vllm.distributed import get_tp_group
 
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 
-# Drafts that a head had room for and that were not verified: fewer were asked for (by the plan or the schedule), they
-# were unlikely to survive, or a step had no room left for them (token budget, length, a grammar).
-CUTS = ("schedule", "survival", "budget")
+# Drafts that a head had room for and that were not verified: the plan or the schedule has fewer, they were unlikely to
+# survive, a step had no room left for them (token budget, length, a grammar), or the request asked for fewer.
+CUTS = ("schedule", "survival", "budget", "request")
 NAMES = ("steps", *CUTS)  # steps of the target, summed over requests: each gives a token and the accepted drafts
 CUT = "vllm_mtpc_cut"  # attribute of a ModelRunnerOutput: what was cut
 IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the head that the target ships has failed

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.config.scheduler import SchedulerConfig
 
 from vllm_mtpc import METHODS
+from vllm_mtpc.proposers.config import request
 from vllm_mtpc.proposers.heads.counts import CUTS, counts_of
 from vllm_mtpc.proposers.seam.patch import apply, declared, derived, patch
 
@@ -37,6 +38,18 @@ class HeadSchedulerConfig(SchedulerConfig):
         from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
 
         return derived(HeadScheduler, super().get_scheduler_cls())
+
+
+@patch(
+    "vllm.sampling_params",
+    "SamplingParams._validate_spec_decode",
+    needs=("self", "speculative_config"),
+    why="refuse a request that asks for drafts it cannot have",
+)
+def validate_spec_decode(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
+    original(self, speculative_config)
+    if self.extra_args and getattr(speculative_config, "method", None) in METHODS:
+        request.check(self.extra_args, speculative_config.num_speculative_tokens)
 
 
 @patch(LOGGERS, "SpecDecodingLogging", why="log tokens/step over all steps and what was cut beside vLLM's line")

@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_mtpc.proposers.config.request import drafts_of
 from vllm_mtpc.proposers.heads.counts import CUT, IDLE, put_into
 from vllm_mtpc.proposers.seam.patch import refuse_moved
 
@@ -20,7 +21,8 @@ class HeadScheduler(Scheduler):
     """What is added to any scheduler of vLLM's.
 
     PTP: the KV blocks of its auxiliary rows are kept from requests. Model Runner V2: a draft that a grammar forbids is
-    verified. Both: the counts of a step's drafts go to the front end.
+    verified; a request has no more drafts than it asked for (on V1 the proposer sees to that). Both: the counts of a
+    step's drafts go to the front end.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -32,8 +34,39 @@ class HeadScheduler(Scheduler):
             if kv_cache_config.kv_cache_groups:
                 update_kv_cache_capacity(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than there are: how many
         # V1's drafts are never cut in a way that matters (v1/proposer.py: as_point), PTP's have no distribution
         self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        asked = drafts_of(request.sampling_params, self.num_spec_tokens)
+        if self.use_v2_model_runner and asked < self.num_spec_tokens:
+            self.asked[request.request_id] = asked
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Requests that asked for fewer drafts have those first ones verified."""
+        if self.asked:
+            self.asked = {name: asked for name, asked in self.asked.items() if name in self.requests}
+        for name, asked in self.asked.items():
+            request = self.requests[name]
+            if len(request.spec_token_ids) > asked:
+                request.spec_token_ids = request.spec_token_ids[:asked]
+        return super().schedule(*args, **kwargs)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """Nothing is drafted in a step of which no request wants drafts."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        if self.asked and scheduled and not any(self.asked.get(name, 1) for name in scheduled):
+            scheduler_output.num_spec_tokens_to_schedule = 0
+        super()._update_after_schedule(scheduler_output)
+
+    def _of_request(self, scheduler_output: Any, cut: dict[str, int]) -> dict[str, int]:
+        """What a step's worker has counted as cut, with what requests did not ask for taken out of the schedule's."""
+        most, made = self.num_spec_tokens, scheduler_output.num_spec_tokens_to_schedule
+        asked = [self.asked[name] for name in scheduler_output.num_scheduled_tokens if name in self.asked]
+        counted = sum(max(0, one - made) - (most - made) for one in asked)
+        return cut | {"schedule": cut.get("schedule", 0) + counted, "request": sum(most - one for one in asked)}
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """With synchronous scheduling: the first draft that a grammar forbids is verified; vLLM drops it, and the token
@@ -57,6 +90,7 @@ class HeadScheduler(Scheduler):
         if cut is None or not self.log_stats:
             return outputs
         steps = sum(len(tokens) > 0 for tokens in model_runner_output.sampled_token_ids)
+        cut = self._of_request(scheduler_output, cut) if self.asked else cut
         if stats := next((sent.scheduler_stats for sent in outputs.values() if sent.scheduler_stats), None):
             if stats.spec_decoding_stats is None:  # a step that verified nothing
                 stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)

@@ -28,6 +28,7 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.pick.naive import of_mass
+from vllm_mtpc.proposers.config.request import drafts_of
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.heads import shipped
 from vllm_mtpc.proposers.heads.counts import check_ranks
@@ -146,9 +147,12 @@ class MtpcProposer:
         started = time.perf_counter()
         runner._draft_probs = runner._draft_prob_req_ids = None
         kind = _kinds(sampling_metadata, len(emitted))
-        num_sampled, most = int(kind.sum()), scheduler_output.num_spec_tokens_to_schedule  # by the user's schedule
+        asked = [drafts_of(runner.requests[name].sampling_params, self.num_drafts) for name in names]
+        most = min(scheduler_output.num_spec_tokens_to_schedule, max(asked))  # by the user's schedule
+        num_sampled = int(kind.sum())
         num_drafts, least = self.survival.plan(len(kind) - num_sampled, num_sampled, most)
-        self.cut["schedule"] += (self.num_drafts - num_drafts) * len(kind)
+        self.cut["request"] += sum(self.num_drafts - one for one in asked)
+        self.cut["schedule"] += sum(max(0, one - num_drafts) for one in asked)
         drafts, drafted = [[] for _ in emitted], None
         if num_drafts:
             num_rows = torch.tensor(verified) + 1  # [B], with logits
@@ -156,8 +160,9 @@ class MtpcProposer:
             hidden = sample_hidden_states[last]
             drafts, ended = self._draft(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
             confidence = self.confidence.of(len(kind), num_drafts)
-            likely = self.survival.lengths(confidence, kind, least)
-            self.cut["survival"] += sum(num_drafts - length for length in likely)
+            most_of = [min(num_drafts, one) for one in asked]
+            likely = list(map(min, self.survival.lengths(confidence, kind, least), most_of))
+            self.cut["survival"] += sum(most_of) - sum(likely)
             early = most_drafts(sampling_metadata.logitsprocs)
             drafts = [
                 one[: min(likely[row], ended.get(row, num_drafts), early.get(row, num_drafts))] if emitted[row] else []

@@ -150,6 +150,7 @@ NEEDS = {
     "tokens": ["target"],
     "serve": ["target", "heads"],
     "ptp": ["target"],
+    "paper": ["target", "heads"],
     "drafters": ["target"],
 }
 

@@ -100,7 +100,7 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
             return answers.pop(0)
 
     made = object.__new__(derived(HeadScheduler, Answering))
-    made.log_stats, made.num_spec_tokens = True, 3
+    made.log_stats, made.num_spec_tokens, made.asked = True, 3, {}
     return made
 
 
@@ -127,7 +127,7 @@ def test_steps_without_a_head_get_no_counts() -> None:
 def test_counts_travel_between_processes() -> None:
     """As vLLM sends them, without a field that its classes do not have."""
     stats = SpecDecodingStats.new(3)
-    given = dict(zip(counts.NAMES, (1, 2, 3, 4), strict=True))
+    given = dict(zip(counts.NAMES, (1, 2, 3, 4, 5), strict=True))
     counts.put_into(stats, given)
     wire = msgspec.msgpack.encode(SchedulerStats(spec_decoding_stats=stats))
     arrived = msgspec.msgpack.Decoder(SchedulerStats).decode(wire).spec_decoding_stats
@@ -150,14 +150,18 @@ def test_the_log_says_tokens_per_step() -> None:
         logging.observe(stats)
     logging.log(log_fn=log)
     assert said[0].startswith("SpecDecoding metrics: Mean acceptance length: 2.00")  # vLLM's: of steps with drafts
-    assert said[1:] == ["Tokens/step: 1.25 over all 8 steps; drafts cut by schedule 0%, survival 50%, budget 0%"]
+    assert said[1:] == [
+        "Tokens/step: 1.25 over all 8 steps; drafts cut by schedule 0%, survival 50%, budget 0%, request 0%"
+    ]
     logging.log(log_fn=log)
     assert len(said) == 2  # nothing has run since
     stats = SpecDecodingStats.new(2)
     counts.put_into(stats, {"steps": 3, "schedule": 6})
     logging.observe(stats)
     logging.log(log_fn=log)
-    assert said[2:] == ["Tokens/step: 1.00 over all 3 steps; drafts cut by schedule 100%, survival 0%, budget 0%"]
+    assert said[2:] == [
+        "Tokens/step: 1.00 over all 3 steps; drafts cut by schedule 100%, survival 0%, budget 0%, request 0%"
+    ]
     logging.log(log_fn=log)
     assert len(said) == 3
 
@@ -202,5 +206,7 @@ def test_prometheus_counts(method: str, counted: int | None) -> None:
     cut = {
         name: registry.get_sample_value("vllm:spec_decode_drafts_cut_total", {**of, "by": name}) for name in counts.CUTS
     }
-    assert cut == (dict.fromkeys(counts.CUTS) if counted is None else {"schedule": 0, "survival": 0, "budget": 6})
+    assert cut == (
+        dict.fromkeys(counts.CUTS) if counted is None else {"schedule": 0, "survival": 0, "budget": 6, "request": 0}
+    )
     assert registry.get_sample_value("vllm:spec_decode_num_drafts_total", of) == 0

@@ -175,12 +175,13 @@ def test_a_step_without_drafts_does_not_run_the_head() -> None:
     proposer = object.__new__(MtpcProposer)  # without a model: running it would raise
     proposer.num_drafts, proposer.cut, proposer.is_debug = 7, Counter(), True
     proposer.survival = Survival(np.full((2, 7), 0.5), 0.1)
-    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
+    requests = {name: SimpleNamespace(sampling_params=None) for name in "ab"}
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]), requests=requests)
     sampling = SimpleNamespace(generators={}, all_greedy=True)
     step = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=2, num_spec_tokens_to_schedule=0)
     assert proposer.propose(runner, [[1], [2, 3]], sampling, None, None, step) == [[], []]
     assert runner._draft_probs is None and runner._draft_prob_req_ids is None
-    assert proposer.cut == {"schedule": 14, "budget": 0}
+    assert proposer.cut == {"schedule": 14, "budget": 0, "request": 0}
 
 
 # requests of different length end one after the other: the batch shrinks through every range

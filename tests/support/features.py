@@ -58,6 +58,7 @@ ROWS: dict[str, dict[str, str]] = {
     "bad_words": {},
     "allowed_token_ids": {},
     "ignore_eos, end of text": {},
+    "mtpc_drafts of a request": {},
     "JSON object": {},
     "JSON schema": {},
     "regex": {},
