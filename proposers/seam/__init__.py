@@ -10,6 +10,16 @@ from __future__ import annotations
 
 def install() -> None:
     """Declare the patches of every process; each takes effect when its module is imported, at once if it already is."""
+    from vllm_mtpc.proposers.config.switches import SWAP, is_on
     from vllm_mtpc.proposers.seam import frontend, patch, sampling
 
     patch.apply(*patch.declared(frontend, sampling))
+    if is_on(SWAP, "0"):
+        patch.when_imported("vllm.entrypoints.launchers.app", _with_endpoint)
+
+
+def _with_endpoint() -> None:
+    """In an API server, whose libraries the endpoint needs."""
+    from vllm_mtpc.proposers.seam import endpoint, patch
+
+    patch.apply(*patch.declared(endpoint))

@@ -47,6 +47,21 @@ class HeadWorker(Worker):
         self.model_runner.ready()
         return times
 
+    def swap_head(self, path: str) -> dict[str, Any]:
+        """By `collective_rpc`: serve another head from the next step on. Raises ServeConfigError, nothing changed."""
+        from vllm_mtpc.proposers.heads.swap import swap
+
+        return swap(self.model_runner, path)
+
+    def try_swap_head(self, path: str) -> dict[str, Any]:
+        """The same; what would be raised is under "error": who calls from another process gets it as it was said."""
+        from vllm_mtpc.errors import MtpcError
+
+        try:
+            return self.swap_head(path)
+        except MtpcError as error:
+            return {"error": str(error)}
+
 
 @contextmanager
 def _custom_class(spec: Any) -> Iterator[None]:

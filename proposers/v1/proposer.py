@@ -26,6 +26,7 @@ from vllm.distributed import get_tp_group
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
+from vllm_mtpc.heads.base import Head
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.proposers.config.request import drafts_of
@@ -114,19 +115,34 @@ class MtpcProposer:
             shape = (max_num_reqs, self.num_drafts, spec.head.vocab_size)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32)
 
+    keeps_shapes = False  # of a head that takes another one's place
+
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the head beside the target, on the target's device."""
+        self.model, device = self._loaded(self.folder, target_model), next(target_model.parameters()).device
+        self.confidence.values = self.confidence.values.to(device)
+        if self.is_probabilistic:
+            self.draft_probs = self.draft_probs.to(device)
+
+    def prepared(self, made: Any, target_model: torch.nn.Module) -> Callable[[], None]:
+        """Reads the head of another configuration; returns what puts it in force (heads/swap.py)."""
+        head, rates = self._loaded(made.model_folder, target_model), measured_acceptance(Path(made.model_folder))
+
+        def commit() -> None:
+            self.model, self.folder = head, made.model_folder
+            self.survival.begin_anew(card_rates(rates, self.num_drafts), made.load)
+
+        return commit
+
+    def _loaded(self, folder: str, target_model: torch.nn.Module) -> Head:
         device, dtype = next(target_model.parameters()).device, self.target_dtype
         # Reading the leaf weights is most of a draft on a CPU, and bfloat16 halves it where products are native; the
         # conditionals are float32 whatever it is
         if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             dtype = torch.bfloat16
-        self.model = load_served_head(
-            self.folder, dtype, device, target_model, self.target_dtype, self.head_dtype, self.num_drafts
+        return load_served_head(
+            folder, dtype, device, target_model, self.target_dtype, self.head_dtype, self.num_drafts
         )
-        self.confidence.values = self.confidence.values.to(device)
-        if self.is_probabilistic:
-            self.draft_probs = self.draft_probs.to(device)
 
     @torch.inference_mode()
     def propose(

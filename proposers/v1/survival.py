@@ -293,6 +293,13 @@ class Survival:
         tried = self._of(num_greedy + num_sampled, self._is_drawn).tries(plan)
         return (plan.drafts, plan.least) if tried is None else (tried, 0.0)
 
+    def begin_anew(self, rates: Floats, load: float) -> None:
+        """Another head drafts from here on. What steps cost is known; what drafts do is not, of another size."""
+        if load != self._load:
+            self._load, self._costs = load, {}
+        self.acceptance, self._drafted = Acceptance(rates), None
+        self._plans.clear()
+
     def _of(self, batch: int, is_drawn: bool) -> Costs:
         key = batch.bit_length(), is_drawn
         if key not in self._costs:

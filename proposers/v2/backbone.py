@@ -158,8 +158,8 @@ class BackboneSpeculator(MtpcSpeculator):
     def attn_vllm_config(self) -> VllmConfig:
         return with_non_causal(self.vllm_config)
 
-    def _load_head(self, target_model: nn.Module) -> Head:
-        head = super()._load_head(target_model)
+    def _load_head(self, target_model: nn.Module, folder: str) -> Head:
+        head = super()._load_head(target_model, folder)
         head.backbone = served_backbone(head.backbone.state_dict(), self.vllm_config, self.device)
         head.bind_embedding(target_model.embed_input_ids)
         target_model.set_aux_hidden_state_layers(tuple(self.speculative_config.aux_layers))

@@ -17,6 +17,7 @@ that are wrong, at positions which the next step writes again before it reads.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_mtpc.checkpoint.load import load_adapters
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.heads.load import kept
-from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left
+from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left, retaken
 from vllm_mtpc.proposers.v2.shared_modules import copied, eager_priorities, with_kernel
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
@@ -94,6 +95,18 @@ class LayeredSpeculator(MtpcSpeculator):
         self.priorities = eager_priorities(self.vllm_config)
         target_model.set_aux_hidden_state_layers((self.layers.first,))
         return head
+
+    @torch.inference_mode()
+    def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
+        commit = super().prepared(made, target_model)
+        info, lora = load_adapters(Path(made.model_folder), made.head, self.dtype, self.device)
+        take = retaken(self.layers, lora, info.alpha / info.rank, target_model)
+
+        def both() -> None:
+            commit()
+            take()
+
+        return both
 
     @torch.inference_mode()
     def propose(

@@ -10,7 +10,7 @@ that is split; where the input is split, A follows it, and the r products are su
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.proposers.heads.swap import check_same_shapes
 
 PREFIX = "base_model.model."  # PEFT's, in front of the names of the target's modules
 
@@ -38,9 +39,11 @@ class Gate:
 class GatedLinear(nn.Module):
     """A vLLM linear layer with adapters on the rows of `gate`; parts: (A [r, in], B [out part, r]) of this rank."""
 
-    def __init__(self, base: LinearBase, parts: Sequence[tuple[Tensor, Tensor]], scale: float, gate: Gate) -> None:
+    def __init__(
+        self, name: str, base: LinearBase, parts: Sequence[tuple[Tensor, Tensor]], scale: float, gate: Gate
+    ) -> None:
         super().__init__()
-        self.base, self.gate = base, gate
+        self.name, self.base, self.gate = name, base, gate
         self.is_split_input = isinstance(base, RowParallelLinear) and base.tp_size > 1
         # buffers: vLLM keeps them over a sleep of level 2
         self.register_buffer("down", torch.cat([down for down, _ in parts]), persistent=False)  # [parts * r, in]
@@ -101,7 +104,29 @@ def adapted(
                 f"the head's adapter has {up.shape[0]} outputs where the target has more; use a head of this target"
             )
         parts.append((down, up[rows].contiguous()))
-    return GatedLinear(base, parts, scale, gate)
+    return GatedLinear(name, base, parts, scale, gate)
+
+
+def retaken(tree: nn.Module, lora: dict[str, Tensor], scale: float, target: nn.Module) -> Callable[[], None]:
+    """What puts these adapters in the place of those of `tree`, whose base layers are `target`'s.
+
+    Raises CheckpointError where they do not fit, with nothing changed.
+    """
+    left, packed = dict(lora), getattr(target, "packed_modules_mapping", {})
+    layers = {layer.name: layer for layer in tree.modules() if isinstance(layer, GatedLinear)}
+    pairs = [(layer, adapted(name, layer.base, left, packed, scale, layer.gate)) for name, layer in layers.items()]
+    refuse_left(left, target)
+    for old, new in pairs:
+        if new is old.base:
+            raise CheckpointError(f"the head does not adapt {old.name}, the served one does; restart the server")
+        check_same_shapes(f"the adapter of {old.name}", zip(old.buffers(False), new.buffers(False), strict=True))
+
+    def take() -> None:
+        for old, new in pairs:
+            for tensor, source in zip(old.buffers(False), new.buffers(False), strict=True):
+                tensor.copy_(source)
+
+    return take
 
 
 def refuse_left(left: dict[str, Tensor], target: nn.Module) -> None:

@@ -41,6 +41,7 @@ from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.heads.grammar import Masks
 from vllm_mtpc.proposers.heads.load import kept, load_served_head, weights_dtype
+from vllm_mtpc.proposers.heads.swap import copy_tensors
 from vllm_mtpc.proposers.v2.gather import last_rows
 from vllm_mtpc.proposers.v2.grammar import StructuredRequests
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
@@ -79,20 +80,42 @@ class MtpcSpeculator(DraftModelSpeculator):
         return weights_dtype(self.speculative_config.head_dtype, self.dtype, self.device), 0.0
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        head = self._load_head(target_model)
+        head = self._load_head(target_model, self.speculative_config.model_folder)
+        self._take(head)
+        base = resolve_model_state_cls(self.vllm_config, target_model)
+        state = with_verifier(Verifier, base, self.speculative_config, self.device, partial(setattr, self, "states"))
+        target_model.get_model_state_cls = lambda: state
+        return head
+
+    def _take(self, head: Head) -> None:
+        """Everything that follows from a head."""
         logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, self.num_speculative_steps, logits_dtype, sizes)
         self.drafter = self._drafter(head)
         program = () if self.drafter is None else (self.drafter.program,)
         head.kept = kept((*head.parameters(), *program))
-        base = resolve_model_state_cls(self.vllm_config, target_model)
-        state = with_verifier(Verifier, base, self.speculative_config, self.device, partial(setattr, self, "states"))
-        target_model.get_model_state_cls = lambda: state
-        return head
 
-    def _load_head(self, target_model: nn.Module) -> Head:
-        folder, dtype = self.speculative_config.model_folder, self.speculative_config.head_dtype
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether a head that takes another one's place must have its shapes: of CUDA graphs, of measured memory."""
+        return self.device.type != "cpu"
+
+    @torch.inference_mode()
+    def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
+        """Reads the head of another configuration; returns what puts it in force (heads/swap.py)."""
+        head = self._load_head(target_model, made.model_folder)
+        if self.keeps_shapes:
+            return partial(copy_tensors, self.model, head)
+
+        def commit() -> None:
+            self.model = head
+            self._take(head)
+
+        return commit
+
+    def _load_head(self, target_model: nn.Module, folder: str) -> Head:
+        dtype = self.speculative_config.head_dtype
         return load_served_head(folder, self.dtype, self.device, target_model, self.dtype, dtype)
 
     def _drafter(self, head: Head) -> Drafter | None:

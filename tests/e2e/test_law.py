@@ -32,6 +32,8 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
     "drafts within a support": FEW,
     "V1: drafts within a support": FEW,
     "fault: drafts within a support scored as of all tokens": FEW,
+    "another head at every step": FEW,
+    "V1: another head at every step": FEW,
     "o-ptp": FEW,
     "fault: o-ptp, u squared": FEW,
 }

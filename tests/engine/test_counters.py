@@ -52,7 +52,7 @@ def test_metrics_of_this_process_are_read(monkeypatch) -> None:
     assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1))
     count("spec_decode_steps", all=60)
     count("spec_decode_drafts_cut", schedule=80, survival=10)
-    assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0))
+    assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0, 0))
 
 
 def test_one_definition_over_all_steps() -> None:
@@ -63,9 +63,9 @@ def test_one_definition_over_all_steps() -> None:
         'vllm:spec_decode_drafts_cut_total{by="survival",engine="0",model_name="demo"} 10.0\n'
     )
     read = Acceptance.read(text)
-    assert read == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0))
+    assert read == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0, 0))
     assert read.tokens_per_step == 1.25 and read.tokens_per_drafted_step == 2.5
-    assert read.cut_line() == "drafts cut: schedule 67 %, survival 8 %, budget 0 %"
+    assert read.cut_line() == "drafts cut: schedule 67 %, survival 8 %, budget 0 %, request 0 %"
     assert (read + read).tokens_per_step == 1.25 and (read + read - read) == read
     assert Acceptance().cut_line() == ""
 

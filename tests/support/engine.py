@@ -37,6 +37,7 @@ class Call:
 
     lora: folder of the adapter to ask. is_refused: the call must raise; the reply is its message.
     sleep: level at which the engine sleeps before; without a GPU it stays awake.
+    swap: head that takes the place of the served one before; several: one after the other, every third step.
     """
 
     prompts: list[list[int]]
@@ -44,6 +45,7 @@ class Call:
     lora: str | None = None
     is_refused: bool = False
     sleep: int = 0
+    swap: tuple[str, ...] = ()
 
 
 @dataclass
@@ -148,7 +150,25 @@ def _generate(llm: Any, prompts: list[Any], call: Call) -> list[Any]:
     sampling = [_sampling_params(arguments) for arguments in call.sampling]
     if call.sleep and forks.ON_GPU:
         _sleep(llm, call.sleep)
+    if len(call.swap) > 1:
+        return _generate_swapping(llm, prompts, sampling, call.swap)
+    for head in call.swap:
+        RECORDED.extend(llm.collective_rpc("swap_head", args=(head,)))
     return llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+
+
+def _generate_swapping(llm: Any, prompts: list[Any], sampling: list[Any], heads: tuple[str, ...]) -> list[Any]:
+    """Steps by hand: requests are in flight while heads are swapped."""
+    for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        llm.llm_engine.add_request(f"swapping-{number}", prompt, params)
+    finished: dict[str, Any] = {}
+    for step in range(10_000):
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+        if step % 3 == 2:
+            RECORDED.extend(llm.collective_rpc("swap_head", args=(heads[step // 3 % len(heads)],)))
+        finished |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+    return [finished[name] for name in sorted(finished, key=lambda name: int(name.split("-")[1]))]
 
 
 def _modes(config: Any) -> tuple[str, bool]:

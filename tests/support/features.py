@@ -59,6 +59,7 @@ ROWS: dict[str, dict[str, str]] = {
     "allowed_token_ids": {},
     "ignore_eos, end of text": {},
     "mtpc_drafts of a request": {},
+    "a head swapped while serving": {},
     "JSON object": {},
     "JSON schema": {},
     "regex": {},

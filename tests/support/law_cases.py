@@ -57,6 +57,7 @@ class Case:
     is_one_request: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     runner: str = "v2 at once"
+    other: str | None = None  # a second head, for an injected change that wants one
 
 
 def _cases() -> dict[str, Case]:
@@ -87,10 +88,14 @@ def _cases() -> dict[str, Case]:
         "fault: drafts within a support scored as of all tokens": Case("hmm, support", one, "scored as of all", True),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),
         "backbone": Case("backbone", three),
+        "another head at every step": Case("btree, good", three, "swapping", other="hmm, bad"),
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
     cases["V1: leaves look at the token before"] = Case("hmm, tokens", three, options=CUT, runner="v1")
     cases["V1: drafts within a support"] = Case("hmm, support", three, options=CUT, runner="v1")
+    cases["V1: another head at every step"] = Case(
+        "btree, good", three, "swapping", options=CUT, runner="v1", other="hmm, bad"
+    )
     cases["V1: fault: the recovered token is dropped"] = Case("btree, good", one, "drop_recovered", True, runner="v1")
     return cases
 
@@ -139,7 +144,8 @@ def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int, lengt
     arguments: dict[str, Any] = {"max_model_len": 32, "block_size": 32, "max_num_seqs": BATCH}
     arguments |= {"max_num_batched_tokens": BATCH * WINDOW, "kv_cache_memory_bytes": 1 << 28}
     if case.head:
-        _make(folder, target, case.head)
+        for head in filter(None, (case.head, case.other)):
+            _make(folder, target, head)
         # rows for every request of a batch: by default so large a one drafts nothing
         ptp = {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 4 * BATCH}
         spec = ptp if case.head in PTP else {"method": "mtpc", **DRAFT_ALL}

@@ -42,8 +42,9 @@ from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
 from vllm_mtpc.heads.ptp.embedding import lookup
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.heads.load import kept
+from vllm_mtpc.proposers.heads.swap import copy_tensors
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
-from vllm_mtpc.proposers.v2.lora import Gate
+from vllm_mtpc.proposers.v2.lora import Gate, retaken
 from vllm_mtpc.proposers.v2.ptp.groups import Scratch
 from vllm_mtpc.proposers.v2.ptp.tree import Writes, check_attention, student_tree
 from vllm_mtpc.proposers.v2.shared_modules import changed, eager_priorities
@@ -99,6 +100,8 @@ class RowBatch:
 
 
 class PtpSpeculator(DraftModelSpeculator):
+    keeps_shapes = True  # of a head that takes another one's place
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         spec = self.speculative_config
@@ -140,6 +143,23 @@ class PtpSpeculator(DraftModelSpeculator):
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
         student.kept = kept(parts if self.table is None else [*parts, self.table])
         return student
+
+    @torch.inference_mode()
+    def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
+        """Reads the head of another configuration; returns what puts it in force (heads/swap.py)."""
+        head = load_ptp(made.model_folder, self.dtype, self.device)
+        take = retaken(self.model, head.lora, made.head.lora_alpha / made.head.lora_rank, target_model)
+        table = None if self.table is None else head.embedding.table()
+
+        def commit() -> None:
+            take()
+            copy_tensors(self.embedding, head.embedding)
+            if self.late is not None:
+                copy_tensors(self.late, head.late)
+            if table is not None:
+                self.table.copy_(table)
+
+        return commit
 
     def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:
         super().set_attn(model_state, kv_cache_config, block_tables, *args)

@@ -132,7 +132,28 @@ def switching() -> Undo:
     return replaced(Scheduler, "schedule", schedule)
 
 
+def swapping() -> Undo:
+    """No fault: before every step of the target "hmm, bad" takes the place of the served head, or gives it back."""
+    from pathlib import Path
+
+    from vllm_mtpc.proposers.seam.worker import HeadWorker
+
+    folders: list[Path] = []
+
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        if not folders:
+            own = Path(self.vllm_config.speculative_config.model_folder)
+            folders.extend([own, own.parent / "hmm, bad"])
+        folders.reverse()
+        self.swap_head(str(folders[0]))
+        return super(HeadWorker, self).execute_model(scheduler_output)
+
+    HeadWorker.execute_model = execute_model
+    return lambda: delattr(HeadWorker, "execute_model")
+
+
 INJECTED = {
+    "swapping": swapping,
     "drop_recovered": drop_recovered,
     "drop_recovered_v2": drop_recovered_v2,
     "other temperature": other_temperature,

@@ -1,0 +1,79 @@
+"""`POST /mtpc/head {"path": ...}` of `vllm serve`: another head from the next step on (heads/swap.py).
+
+An administrator's: who may post here decides what files the server reads. It is there where the environment says
+MTPC_ALLOW_HEAD_SWAP=1, and asks for the server's API key where there is one (vLLM asks for it below /v1 alone). vLLM's
+plugins of endpoints would need no patch, but are announced by a warning to everybody who has this package installed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+from vllm_mtpc import METHODS
+from vllm_mtpc.errors import printable
+from vllm_mtpc.proposers.seam.patch import patch
+
+PATH = "/mtpc/head"
+WANTED = f'{PATH} takes {{"path": "HEAD_FOLDER"}}, a folder on the server or a repository on the hub'
+
+
+@patch(
+    "vllm.entrypoints.launchers.app",
+    "attach_endpoint_plugins",
+    needs=("app", "supported_tasks"),
+    why=f"serve POST {PATH} where the environment allows it",
+)
+def attach_endpoint_plugins(original: Callable[..., None], app: Any, supported_tasks: Any) -> None:
+    original(app, supported_tasks)
+    ours = HeadEndpoint()
+    ours.attach_router(app)
+    app.state.endpoint_plugins = [*app.state.endpoint_plugins, ours]
+
+
+class HeadEndpoint:
+    """An EndpointPlugin of vLLM's."""
+
+    name, required_tasks = "mtpc_head", ("generate",)
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.guard: AuthenticationMiddleware | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.add_api_route(PATH, self.swap, methods=["POST"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        self.engine = engine_client
+        keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+        self.guard = AuthenticationMiddleware(None, keys) if keys else None
+
+    async def swap(self, request: Request) -> JSONResponse:
+        if self.guard is not None and not self.guard.verify_token(request.headers):
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)
+        try:
+            path = (await request.json())["path"]
+        except (ValueError, KeyError, TypeError):
+            return refused(WANTED)
+        if not isinstance(path, str) or not path:
+            return refused(WANTED)
+        spec = getattr(getattr(self.engine, "vllm_config", None), "speculative_config", None)
+        if getattr(spec, "method", None) not in METHODS:
+            return refused("no head is served here; start the server with a speculative_config of method mtpc or ptp")
+        answers = await self.engine.collective_rpc("try_swap_head", args=(path,))
+        if error := next((one["error"] for one in answers if "error" in one), None):
+            return refused(error)
+        return JSONResponse(answers[-1])
+
+
+def refused(message: str) -> JSONResponse:
+    """As vLLM's own errors are."""
+    return JSONResponse(
+        {"error": {"message": printable(message, 1000), "type": "BadRequestError", "code": 400}}, status_code=400
+    )
