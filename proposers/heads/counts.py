@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 # Drafts that a head had room for and that were not verified: the plan or the schedule has fewer, they were unlikely to
 # survive, a step had no room left for them (token budget, length, a grammar), or the request asked for fewer.
 CUTS = ("schedule", "survival", "budget", "request")
-NAMES = ("steps", *CUTS)  # steps of the target, summed over requests: each gives a token and the accepted drafts
+CLASSES = ("greedy", "sampled", "structured")  # of requests: their drafts are accepted unlike each other's
+OF_CLASS = ("steps", "draft_tokens", "accepted_tokens")
+# steps of the target, summed over requests: each gives a token and the accepted drafts
+NAMES = ("steps", *CUTS, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS))
 CUT = "vllm_mtpc_cut"  # attribute of a ModelRunnerOutput: what was cut
 IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the head that the target ships has failed
 
@@ -27,6 +31,25 @@ def put_into(stats: Any, counts: dict[str, int]) -> None:
     """Behind the K counts of a list of vLLM's SpecDecodingStats: between its processes nothing is sent but what the
     class declares. Nothing of vLLM reads that list."""
     stats.num_draft_tokens_per_pos += [counts.get(name, 0) for name in NAMES]
+
+
+def class_of(request: Any) -> str:
+    """Of vLLM's Request."""
+    if request.use_structured_output:
+        return "structured"
+    return "sampled" if request.sampling_params is None or request.sampling_params.temperature > 0 else "greedy"
+
+
+def by_class(requests: Mapping[str, Any], verified: Mapping[str, Any], output: Any) -> Counter[str]:
+    """Counts of one step by the class of its requests. verified: drafts by request; output: a ModelRunnerOutput."""
+    counts = Counter[str]()
+    for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
+        if len(tokens) and (request := requests.get(name)) is not None:
+            kind = class_of(request)
+            counts[f"{kind} steps"] += 1
+            counts[f"{kind} draft_tokens"] += len(verified.get(name, ()))
+            counts[f"{kind} accepted_tokens"] += len(tokens) - 1
+    return counts
 
 
 def counts_of(stats: Any) -> Counter[str]:

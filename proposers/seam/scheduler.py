@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc.proposers.config.request import drafts_of
-from vllm_mtpc.proposers.heads.counts import CUT, IDLE, put_into
+from vllm_mtpc.proposers.heads.counts import CUT, IDLE, by_class, put_into
 from vllm_mtpc.proposers.seam.patch import refuse_moved
 
 
@@ -83,10 +83,12 @@ class HeadScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Adds the target's steps and what was cut to the counts that the front end gets."""
+        cut, counts = getattr(model_runner_output, CUT, None), {}
+        if cut is not None and self.log_stats:  # before requests that end are forgotten
+            counts = by_class(self.requests, scheduler_output.scheduled_spec_decode_tokens, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if getattr(model_runner_output, IDLE, False):  # a head that the target ships, and that has failed
             self.dynamic_sd_lookup, self.verifies_forbidden = [0] * (1 + self.max_num_running_reqs), False
-        cut = getattr(model_runner_output, CUT, None)
         if cut is None or not self.log_stats:
             return outputs
         steps = sum(len(tokens) > 0 for tokens in model_runner_output.sampled_token_ids)
@@ -94,5 +96,5 @@ class HeadScheduler(Scheduler):
         if stats := next((sent.scheduler_stats for sent in outputs.values() if sent.scheduler_stats), None):
             if stats.spec_decoding_stats is None:  # a step that verified nothing
                 stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
-            put_into(stats.spec_decoding_stats, {"steps": steps, **cut})
+            put_into(stats.spec_decoding_stats, {"steps": steps, **cut, **counts})
         return outputs

@@ -100,7 +100,7 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
             return answers.pop(0)
 
     made = object.__new__(derived(HeadScheduler, Answering))
-    made.log_stats, made.num_spec_tokens, made.asked = True, 3, {}
+    made.log_stats, made.num_spec_tokens, made.asked, made.requests = True, 3, {}, {}
     return made
 
 
@@ -109,8 +109,8 @@ def test_counts_go_with_every_step() -> None:
     stats, plain = SpecDecodingStats.new(3), sent(None)
     scheduler = scheduler_that([{0: SimpleNamespace(scheduler_stats=None)}, {0: plain}, {}, {0: sent(stats)}])
     for cut in (1, 2, 3, 4):
-        output = SimpleNamespace(**{counts.CUT: {"survival": cut}}, sampled_token_ids=[[5], [], [7, 8]])
-        scheduler.update_from_output(None, output)
+        output = SimpleNamespace(**{counts.CUT: {"survival": cut}}, req_ids="abc", sampled_token_ids=[[5], [], [7, 8]])
+        scheduler.update_from_output(SimpleNamespace(scheduled_spec_decode_tokens={}), output)
     assert +counts.counts_of(stats) == {"steps": 2, "survival": 4}
     made = plain.scheduler_stats.spec_decoding_stats
     assert +counts.counts_of(made) == {"steps": 2, "survival": 2}
@@ -127,7 +127,7 @@ def test_steps_without_a_head_get_no_counts() -> None:
 def test_counts_travel_between_processes() -> None:
     """As vLLM sends them, without a field that its classes do not have."""
     stats = SpecDecodingStats.new(3)
-    given = dict(zip(counts.NAMES, (1, 2, 3, 4, 5), strict=True))
+    given = dict(zip(counts.NAMES, range(1, 1 + len(counts.NAMES)), strict=True))
     counts.put_into(stats, given)
     wire = msgspec.msgpack.encode(SchedulerStats(spec_decoding_stats=stats))
     arrived = msgspec.msgpack.Decoder(SchedulerStats).decode(wire).spec_decoding_stats
@@ -135,35 +135,68 @@ def test_counts_travel_between_processes() -> None:
     assert {field.name for field in fields(SpecDecodingStats)} >= {"num_draft_tokens_per_pos"}
 
 
-def test_the_log_says_tokens_per_step() -> None:
+def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.metrics.loggers import SpecDecodingLogging
 
+    now = 1000.0
+    monkeypatch.setattr(seam, "time", SimpleNamespace(monotonic=lambda: now))
     logging, said = SpecDecodingLogging(), []
 
     def log(text: str, *values: Any) -> None:
         said.append(text % values)
 
-    for _ in range(2):
+    def step(drafts: int, **given: int) -> None:
         stats = SpecDecodingStats.new(2)
-        stats.observe_draft(2, 1)
-        counts.put_into(stats, {"steps": 4, "survival": 4})
+        for _ in range(drafts):
+            stats.observe_draft(2, 1)
+        counts.put_into(stats, {name.replace("_of_", " "): count for name, count in given.items()})
         logging.observe(stats)
+
+    for _ in range(2):
+        step(1, steps=4, survival=4, greedy_of_steps=3, sampled_of_steps=1, greedy_of_accepted_tokens=1)
+    now += 7
     logging.log(log_fn=log)
     assert said[0].startswith("SpecDecoding metrics: Mean acceptance length: 2.00")  # vLLM's: of steps with drafts
     assert said[1:] == [
-        "Tokens/step: 1.25 over all 8 steps; drafts cut by schedule 0%, survival 50%, budget 0%, request 0%"
+        "Drafts of the last 7 s: 1.25 tokens/step over all 8 steps (greedy 1.33, sampled 1.00), without drafts 1.00; "
+        "of 2 a step 0.5 were verified and 0.2 accepted; not verified by survival 50%"
     ]
+    now += 10
     logging.log(log_fn=log)
     assert len(said) == 2  # nothing has run since
-    stats = SpecDecodingStats.new(2)
-    counts.put_into(stats, {"steps": 3, "schedule": 6})
-    logging.observe(stats)
+    step(0, steps=3, schedule=6)
+    now += 10
+    logging.log(log_fn=log)
+    assert len(said) == 2  # a minute is not over
+    now += 50
     logging.log(log_fn=log)
     assert said[2:] == [
-        "Tokens/step: 1.00 over all 3 steps; drafts cut by schedule 100%, survival 0%, budget 0%, request 0%"
+        "Drafts of the last 60 s: 1.00 tokens/step over all 3 steps, without drafts 1.00; of 2 a step 0.0 were "
+        "verified and 0.0 accepted; not verified by schedule 100%"
     ]
+    now += 60
     logging.log(log_fn=log)
     assert len(said) == 3
+
+
+def test_requests_are_counted_by_class() -> None:
+    def request(temperature: float, is_structured: bool = False) -> SimpleNamespace:
+        sampling = SimpleNamespace(temperature=temperature)
+        return SimpleNamespace(use_structured_output=is_structured, sampling_params=sampling)
+
+    requests = {"a": request(0.0), "b": request(0.7), "c": request(0.7, True), "d": request(0.0)}
+    output = SimpleNamespace(req_ids=list("abcdx"), sampled_token_ids=[[1, 2, 3], [4], [5, 6], [], [7]])
+    found = counts.by_class(requests, {"a": [1, 1, 1], "c": [2, 2]}, output)
+    assert +found == {
+        "greedy steps": 1,
+        "greedy draft_tokens": 3,
+        "greedy accepted_tokens": 2,
+        "sampled steps": 1,
+        "structured steps": 1,
+        "structured draft_tokens": 2,
+        "structured accepted_tokens": 1,
+    }
+    assert set(found) <= set(counts.NAMES)
 
 
 def test_the_log_of_other_methods_is_vllms() -> None:
