@@ -1,0 +1,170 @@
+"""The Grafana board and the Prometheus rules: Prometheus itself reads them, scrapes a real server and answers them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm_mtpc import demo
+from vllm_mtpc.bench import serve
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "docs" / "prometheus-rules.yml"
+PANELS = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))["panels"]
+EXPRESSIONS = {
+    f"{panel['title']} {target['refId']}": target["expr"].replace("$model", ".*").replace("$__rate_interval", "30s")
+    for panel in PANELS
+    for target in panel["targets"]
+}
+pytestmark = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="prometheus and promtool are not installed: apt install prometheus"
+)
+ALERTS = """
+rule_files: [rules.yml]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="stale"}', values: '0+700x60'}
+      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="stale"}', values: '0+75x60'}
+      - {series: 'vllm:spec_decode_steps_total{model_name="stale"}', values: '0+100x60'}
+      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="good"}', values: '0+700x60'}
+      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good"}', values: '0+250x60'}
+      - {series: 'vllm:spec_decode_steps_total{model_name="good"}', values: '0+100x60'}
+      - {series: 'vllm:spec_decode_drafts_cut_total{model_name="good",by="budget"}', values: '0+900x60'}
+      - {series: 'vllm:spec_decode_drafts_cut_total{model_name="stale",by="schedule"}', values: '0+900x60'}
+    promql_expr_test:
+      - expr: vllm_mtpc:tokens_per_step:rate5m
+        eval_time: 50m
+        exp_samples:
+          - {labels: 'vllm_mtpc:tokens_per_step:rate5m{model_name="stale"}', value: 1.75}
+          - {labels: 'vllm_mtpc:tokens_per_step:rate5m{model_name="good"}', value: 3.5}
+    alert_rule_test:
+      - {eval_time: 20m, alertname: DraftsBringLittle, exp_alerts: []}
+      - {eval_time: 50m, alertname: DraftsBringLittle, exp_alerts: [{exp_labels: {model_name: stale, severity: info}}]}
+      - {eval_time: 50m, alertname: DraftsFindNoRoom, exp_alerts: [{exp_labels: {model_name: good, severity: info}}]}
+"""
+
+
+def promtool(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *map(str, words)], capture_output=True, text=True, timeout=60)
+
+
+def test_rules_alert_when_they_should(tmp_path: Path) -> None:
+    """Annotations are left out of the comparison: they are prose."""
+    rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    for rule in rules["groups"][0]["rules"]:
+        rule.pop("annotations", None)
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules))
+    (tmp_path / "test.yml").write_text(ALERTS)
+    assert promtool("check", "rules", RULES).returncode == 0
+    done = promtool("test", "rules", tmp_path / "test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "test.yml").write_text(ALERTS.replace("value: 1.75", "value: 1.8"))
+    assert promtool("test", "rules", tmp_path / "test.yml").returncode != 0  # it does compare
+
+
+def test_panels_are_told_apart() -> None:
+    for key in ("id", "title", "gridPos"):
+        assert len({str(panel[key]) for panel in PANELS}) == len(PANELS)
+
+
+class Prometheus:
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/query?{query}", timeout=30) as answer:
+            return json.load(answer)["data"]["result"]
+
+    def scrapes(self) -> float:
+        """How often the server has been scraped; 0 where Prometheus does not answer yet."""
+        try:
+            return sum(float(one["value"][1]) for one in self.ask("count_over_time(up[5m])"))
+        except OSError:
+            return 0.0
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Prometheus after some seconds of a server with a head under load."""
+    folder = tmp_path_factory.mktemp("scraped")
+    words = [str(demo.path("btree")), "--dtype", "float32", "--enforce-eager", "--served-model-name", "m"]
+    words += ["--kv-cache-memory-bytes", str(1 << 26), "--max-model-len", "512"]
+    with serve.server(words, folder / "server.log") as client:
+        port = serve.free_port()
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(RULES)],
+            "scrape_configs": [
+                {"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{client.port}"]}]},
+            ],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+        with (folder / "prometheus.log").open("w") as log:
+            process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+            try:
+                made = Prometheus(port)
+                load(client, lambda: made.scrapes() >= 6)
+                yield made
+            finally:
+                process.terminate()
+                process.wait(30)
+
+
+def load(client: serve.Client, is_enough: Callable[[], bool]) -> None:
+    """Greedy, sampled and structured requests, some of which ask for few drafts."""
+    base = {"model": "m", "prompt": "def read(path):\n    ", "max_tokens": 48, "temperature": 0}
+    kinds = [
+        base,
+        {**base, "temperature": 1.0},
+        {**base, "structured_outputs": {"regex": "[a-z]{40,48}"}},
+        {**base, "vllm_xargs": {"mtpc_drafts": 2}},
+    ]
+    until = time.monotonic() + 60
+
+    def ask(number: int) -> None:
+        while time.monotonic() < until and not is_enough():
+            client.complete(kinds[number])
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        list(pool.map(ask, range(len(kinds))))
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_every_panel_has_values(scraped: Prometheus, name: str) -> None:
+    found = scraped.ask(EXPRESSIONS[name])
+    assert found, EXPRESSIONS[name]
+    values = [float(one["value"][1]) for one in found]
+    assert any(math.isfinite(value) for value in values), values
+    if name == "Tokens per step A":
+        assert 1.0 < values[0] < 8.0
+    if name.startswith("Tokens per step by class"):
+        assert {one["metric"]["request"] for one in found} == {"greedy", "sampled", "structured"}
+        assert all(1.0 < value < 8.0 for value in values), values
+    if name == "Drafts not verified A":
+        assert {one["metric"]["by"] for one in found} == {"schedule", "survival", "budget", "request"}
+        assert next(float(one["value"][1]) for one in found if one["metric"]["by"] == "request") > 0
+
+
+def test_a_metric_that_does_not_exist_would_be_found(scraped: Prometheus) -> None:
+    assert scraped.ask('sum(rate(vllm:spec_decode_nothing_total{model_name=~".*"}[30s]))') == []
+
+
+def test_rules_are_evaluated(scraped: Prometheus) -> None:
+    for record in ("tokens_per_step", "class_tokens_per_step", "drafts_accepted"):
+        assert scraped.ask(f"vllm_mtpc:{record}:rate5m"), record
