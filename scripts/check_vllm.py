@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_mtpc.proposers.config import versions
-from vllm_mtpc.proposers.seam import configured, frontend, sampling
+from vllm_mtpc.proposers.seam import configured, endpoint, frontend, sampling
 from vllm_mtpc.proposers.seam.patch import declared
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -202,7 +202,7 @@ class Finding:
 
 
 def replaced(sources: Sources) -> Iterator[Finding]:
-    for patch in declared(frontend, sampling, configured, minor=sources.minor()):
+    for patch in declared(frontend, sampling, configured, endpoint, minor=sources.minor()):
         found = sources.find(patch.module, patch.attribute)
         if found is None:
             yield Finding("replaced", patch.key, "gone", patch.why)

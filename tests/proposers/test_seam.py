@@ -28,7 +28,7 @@ from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.byte_llama import stop_ids
 from vllm_mtpc.proposers.config import refusals, versions
 from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
-from vllm_mtpc.proposers.seam import configured, frontend, patch, sampling, scheduler, worker
+from vllm_mtpc.proposers.seam import configured, endpoint, frontend, patch, sampling, scheduler, worker
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
 
@@ -255,7 +255,7 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     page = (root / "docs" / "internals.md").read_text(encoding="utf-8")
     table = page.partition("\n| vLLM attribute |")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
-    files = (frontend, sampling, configured, stop_ids)
+    files = (frontend, sampling, configured, endpoint, stop_ids)
     every = {one.key for one in patch.declared(*files, minor=tuple(map(int, versions.TESTED[-1].split("."))))}
     every |= {"vllm.v1.worker.gpu.model_runner:init_speculator"}
-    assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 12
+    assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 14
