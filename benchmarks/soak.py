@@ -1,10 +1,13 @@
 """A real server under everything clients do to it, for as long as is asked: `scripts/soak.sh`.
 
 Many clients send greedy and sampled requests, hang up in the middle of an answer, and send what no server can answer,
-to a server whose KV cache is too small for them, so that requests are preempted too. Held against it, or exit code 1:
+to a server whose KV cache is too small for them, so that requests are preempted too. Every other request says how many
+drafts it wants (`mtpc_drafts`). `--runner v2` serves with Model Runner V2, without a GPU interpreted, which is slow;
+`--swap` changes the head every 10 s while all of this goes on. Held against the server, or exit code 1:
 
 * every greedy answer is plain vLLM's, token for token (an offline engine without drafts has written them before);
 * what cannot be answered is refused with a 4xx and a message, and nothing else ends in an error;
+* every swap is answered with 200;
 * memory of the server's processes does not grow: the last quarter of the time against the second (from 5 minutes on:
   before, allocators and caches are still filling);
 * at the end the server is healthy, idle, and has given every KV block back.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import random
 import sys
@@ -21,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -33,6 +37,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
+from vllm_mtpc.bench.decodings import INTERPRETED
+from vllm_mtpc.checkpoint.load import read_config
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
@@ -45,7 +51,8 @@ LONGEST = 64  # tokens of an answer
 PROMPTS = 64
 SEQUENCES, BLOCK, BLOCKS = 12, 32, 64  # 2048 tokens of KV cache; 12 requests of up to 264 tokens want more
 START_TIMEOUT_S = 900.0
-GROWTH, SETTLED = 1.02, 5.0  # most of the server's memory by what it was; minutes from which on that is asked
+SWAP_S = 10.0  # from one swap of the head to the next
+GROWTH, SETTLED = 1.01, 5.0  # most of the server's memory by what it was; minutes from which on that is asked
 KINDS = {"greedy": 10, "sampled": 4, "two answers": 1, "logprobs": 2, "hangs up": 4, "refused": 2}
 SERVER = {
     "dtype": "float32",
@@ -65,7 +72,7 @@ class Tally:
 
     answered: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes
+    memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # seconds, bytes of each process
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, kind: str, fault: str | None) -> None:
@@ -79,15 +86,21 @@ class Tally:
         quarter = len(self.memory) // 4
         if quarter == 0:
             return None
-        sizes = [size for _, size in self.memory]
+        sizes = [sum(processes.values()) for _, processes in self.memory]
         return mean(sizes[-quarter:]) / mean(sizes[quarter : 2 * quarter])
 
 
 class Clients:
-    """What clients send. `reference`: plain vLLM's greedy answers to `asked`, LONGEST tokens each."""
+    """What clients send. `reference`: plain vLLM's greedy answers to `asked`, LONGEST tokens each.
 
-    def __init__(self, client: serve.Client, model: str, asked: list[list[int]], reference: list[list[int]]) -> None:
+    drafts: the most that a request may ask for.
+    """
+
+    def __init__(
+        self, client: serve.Client, model: str, asked: list[list[int]], reference: list[list[int]], drafts: int
+    ) -> None:
         self.client, self.model, self.asked, self.reference = client, model, asked, reference
+        self.drafts = drafts
         self.acts: dict[str, Callable[[random.Random], str | None]] = {
             "greedy": self.greedy,
             "sampled": self.sampled,
@@ -100,11 +113,13 @@ class Clients:
     def body(self, chance: random.Random, **more: Any) -> tuple[int, dict[str, Any]]:
         index = chance.randrange(len(self.asked))
         length = chance.randint(1, LONGEST)
+        own = {"vllm_xargs": {"mtpc_drafts": chance.randint(0, self.drafts)}} if chance.random() < 0.5 else {}
         return index, {
             "model": self.model,
             "prompt": self.asked[index],
             "max_tokens": length,
             "ignore_eos": True,
+            **own,
             **more,
         }
 
@@ -165,26 +180,40 @@ class Clients:
             fault = f"{type(error).__name__}: {error}"
         tally.note(kind, fault)
 
+    def swap(self, head: str, tally: Tally) -> None:
+        """Has the server draft with another head from now on."""
+        try:
+            status, text = self.client.post("/mtpc/head", json.dumps({"path": str(Path(head).resolve())}).encode())
+            fault = None if status == 200 else f"status {status} for {head}: {text[:200]}"
+        except (OSError, http.client.HTTPException) as error:
+            fault = f"{type(error).__name__}: {error}"
+        tally.note("swap", fault)
 
-def resident_bytes(process: int) -> int:
-    """Memory of a process and all below it; pages they share count for each."""
+
+def resident_bytes(process: int) -> dict[str, int]:
+    """Memory of a process and of each below it, by name; pages they share count for each."""
     import psutil
 
     first = psutil.Process(process)
-    total = 0
+    found: Counter[str] = Counter()
     for one in (first, *first.children(recursive=True)):
         try:
-            total += one.memory_info().rss
-        except psutil.NoSuchProcess:
+            # vLLM's processes call themselves VLLM::EngineCore and the like
+            name = "server" if one == first else one.cmdline()[0].split("/")[-1]
+            found[name] += one.memory_info().rss
+        except (psutil.NoSuchProcess, IndexError):  # it has ended
             continue
-    return total
+    return dict(found)
 
 
-def soak(clients: Clients, num_clients: int, seconds: float, seed: int, tally: Tally) -> None:
-    """Keeps `num_clients` busy for so long, and watches memory."""
+def soak(
+    clients: Clients, num_clients: int, seconds: float, seed: int, tally: Tally, heads: Sequence[str] = ()
+) -> None:
+    """Keeps `num_clients` busy for so long, swaps `heads` in turn, and watches memory."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    started = time.monotonic()
+    started, swaps = time.monotonic(), itertools.cycle(heads)
+    next_swap = started + SWAP_S
 
     def one(number: int) -> None:
         chance = random.Random(seed * 1000 + number)
@@ -200,6 +229,9 @@ def soak(clients: Clients, num_clients: int, seconds: float, seed: int, tally: T
             tally.memory.append((round(now, 1), resident_bytes(clients.client.process)))
             text = f"{sum(tally.answered.values())} requests, {len(tally.faults)} faults"
             progress.update(task, completed=min(now, seconds), description=text)
+            if heads and started + now >= next_swap:
+                clients.swap(next(swaps), tally)
+                next_swap += SWAP_S
             time.sleep(min(2.0, seconds / 20))
         for future in running:
             future.result()
@@ -246,24 +278,36 @@ def reference(target: str, asked: list[list[int]], logs: Path) -> list[list[int]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=str(demo.path("target")), help="default: the packaged demo target")
     parser.add_argument("--head", default=str(demo.path("btree")), help="default: the packaged btree head")
+    parser.add_argument("--runner", choices=["v1", "v2"], help="vLLM's model runner (default: its own choice)")
+    parser.add_argument("--swap", nargs=2, metavar="HEAD", default=[], help="heads to swap in, in turn, every 10 s")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
     parser.add_argument("--clients", type=int, default=32, help="how many at once (32)")
     parser.add_argument("--seed", type=int, default=0, help="of what is asked")
     parser.add_argument("--json", type=Path, help="file for the report")
 
 
+def environment(runner: str | None) -> dict[str, str]:
+    """Of the server, so that it takes this model runner; V2 is interpreted where there is no GPU."""
+    import torch
+
+    if runner == "v2" and not torch.cuda.is_available():
+        return INTERPRETED
+    return {} if runner is None else {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
+
+
 def run(args: argparse.Namespace) -> int:
     check_file(args.json)
+    config = read_config(Path(args.head))
     asked = prompts.load([], args.target, PROMPTS, 200, 200)
     tally = Tally()
-    speculative = {"method": "mtpc", "model": args.head}
+    speculative = {"method": config.speculators_model_type, "model": args.head}
     words = [args.target, "--enforce-eager", "--speculative-config", json.dumps(speculative)]
     words += [word for key, value in SERVER.items() for word in (f"--{key}", str(value))]
     with tempfile.TemporaryDirectory() as logs:
         wanted = reference(args.target, asked, Path(logs))
-        with serve.server(words, Path(logs) / "server.log", timeout_s=START_TIMEOUT_S) as client:
-            clients = Clients(client, client.model(), asked, wanted)
-            soak(clients, args.clients, 60 * args.minutes, args.seed, tally)
+        with serve.server(words, Path(logs) / "server.log", START_TIMEOUT_S, environment(args.runner)) as client:
+            clients = Clients(client, client.model(), asked, wanted, config.num_speculative_tokens)
+            soak(clients, args.clients, 60 * args.minutes, args.seed, tally, args.swap)
             faults = [*tally.faults, *aftermath(client)]
             seen, accepted = metrics(client), client.acceptance()
     growth = tally.growth()
@@ -272,17 +316,22 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "kind": "soak",
         **provenance.collect(),
+        "runner": args.runner,
         "minutes": args.minutes,
         "clients": args.clients,
         "server": SERVER,
         "speculative_config": {**speculative, "model": provenance.public(args.head)},
+        "swapped": [provenance.public(head) for head in args.swap],
         "requests": dict(tally.answered),
         "greedy_equal_to_plain": tally.answered["greedy"] + tally.answered["logprobs"] if not tally.faults else None,
         "preemptions": int(seen["vllm:num_preemptions_total"]),
         "tokens": int(seen["vllm:generation_tokens_total"]),
         "tokens_per_step": round(accepted.tokens_per_step, 3),
         "memory_growth": None if growth is None else round(growth, 4),
-        "memory_mib": [[second, size >> 20] for second, size in tally.memory[:: max(1, len(tally.memory) // 60)]],
+        "memory_mib": [
+            [second, {name: size >> 20 for name, size in sizes.items()}]
+            for second, sizes in tally.memory[:: max(1, len(tally.memory) // 60)]
+        ],
         "faults": faults,
     }
     for fault in faults:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.soak import Clients, Tally
+from vllm_mtpc import demo
 from vllm_mtpc.engine.passes import Answer
 from vllm_mtpc.errors import EngineFailed
 
@@ -41,7 +43,7 @@ class FakeServer:
 def faults(wrong: dict[str, Any] | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(soak, "KINDS", {kind: 1})
     tally, chance = Tally(), random.Random(0)
-    clients = Clients(FakeServer(wrong), "m", ASKED, REFERENCE)
+    clients = Clients(FakeServer(wrong), "m", ASKED, REFERENCE, drafts=3)
     for _ in range(20):
         clients.act(chance, tally)
     assert tally.answered == {kind: 20}
@@ -67,10 +69,34 @@ def test_faults_are_found(kind: str, wrong: dict[str, Any], monkeypatch: pytest.
     assert len(faults(wrong, kind, monkeypatch)) == 20
 
 
+def test_every_other_request_says_how_many_drafts_it_wants() -> None:
+    clients, chance = Clients(FakeServer(), "m", ASKED, REFERENCE, drafts=3), random.Random(0)
+    bodies = [clients.body(chance)[1] for _ in range(200)]
+    asked = Counter(body["vllm_xargs"]["mtpc_drafts"] for body in bodies if "vllm_xargs" in body)
+    assert set(asked) == {0, 1, 2, 3} and 60 < asked.total() < 140
+
+
+def test_heads_are_swapped_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every SWAP_S, while clients ask; what is not answered with 200 is a fault."""
+    monkeypatch.setattr(soak, "SWAP_S", 0.1)
+    monkeypatch.setattr(soak, "resident_bytes", lambda process: {})
+    monkeypatch.setattr(soak, "KINDS", {"greedy": 1})
+    posted: list[tuple[str, dict[str, Any]]] = []
+    server = FakeServer({"status": 200})
+    monkeypatch.setattr(server, "post", lambda path, body: (posted.append((path, json.loads(body))), (200, "{}"))[1])
+    heads, tally = [str(tmp_path / "one"), str(tmp_path / "two")], Tally()
+    soak.soak(Clients(server, "m", ASKED, REFERENCE, 3), 2, 0.6, 0, tally, heads)
+    assert tally.faults == [] and tally.answered["swap"] == len(posted) >= 2
+    assert posted[:2] == [("/mtpc/head", {"path": head}) for head in heads]
+    refusing = Clients(FakeServer({"status": 400}), "m", ASKED, REFERENCE, 3)
+    refusing.swap(heads[0], tally)
+    assert len(tally.faults) == 1 and "status 400" in tally.faults[0]
+
+
 def test_growing_memory_is_found() -> None:
-    flat = Tally(memory=[(t, 1000 << 20) for t in range(40)])
+    flat = Tally(memory=[(t, {"server": 300 << 20, "core": 700 << 20}) for t in range(40)])
     assert flat.growth() == 1.0 < soak.GROWTH
-    leaking = Tally(memory=[(t, (1000 + 2 * t) << 20) for t in range(40)])  # 2 MiB a look
+    leaking = Tally(memory=[(t, {"server": 300 << 20, "core": (700 + t) << 20}) for t in range(40)])  # 1 MiB a look
     assert leaking.growth() > soak.GROWTH
     assert Tally().growth() is None
 
@@ -93,9 +119,11 @@ def test_what_is_left_behind(metrics: str, fault: str | None) -> None:
 
 
 @pytest.mark.slow
-def test_a_short_soak(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("runner", "head"), [("v1", "btree"), ("v2", "btree"), ("v2", "o-ptp")])
+def test_a_short_soak(runner: str, head: str, tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
-    assert soak.main(["--minutes", "0.5", "--clients", "16", "--json", str(report)]) == 0
+    words = ["--runner", runner, "--head", str(demo.path(head)), "--clients", "16", "--json", str(report)]
+    assert soak.main([*words, "--minutes", "0.5" if runner == "v1" else "1.5"]) == 0
     told = json.loads(report.read_text())
     assert told["faults"] == [] and set(told["requests"]) == set(soak.KINDS)
     assert told["greedy_equal_to_plain"] > 20 and told["preemptions"] > 0 and told["tokens_per_step"] > 1.5
