@@ -305,7 +305,8 @@ def run(args: argparse.Namespace) -> int:
     words += [word for key, value in SERVER.items() for word in (f"--{key}", str(value))]
     with tempfile.TemporaryDirectory() as logs:
         wanted = reference(args.target, asked, Path(logs))
-        with serve.server(words, Path(logs) / "server.log", START_TIMEOUT_S, environment(args.runner)) as client:
+        around = environment(args.runner) | ({"MTPC_ALLOW_HEAD_SWAP": "1"} if args.swap else {})
+        with serve.server(words, Path(logs) / "server.log", START_TIMEOUT_S, around) as client:
             clients = Clients(client, client.model(), asked, wanted, config.num_speculative_tokens)
             soak(clients, args.clients, 60 * args.minutes, args.seed, tally, args.swap)
             faults = [*tally.faults, *aftermath(client)]
