@@ -59,6 +59,8 @@ EXTRAS = {
         "twine>=6",
         "mkdocs-material>=9.6",  # the site of docs/
         "mkdocstrings-python>=1.16",
+        "mkdocs>=1.6",
+        "markdown>=3.6",
     ],
 }
 for build in ("cpu", "cuda"):
