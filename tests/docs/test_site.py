@@ -84,7 +84,7 @@ def test_a_warning_ends_the_build(root: Path, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(BROKEN)
     (tmp_path / "docs" / "heads.md").write_text("# Heads\n\n## Circuits and heads\n")
-    text = (root / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[0]
+    text = (root / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[0]
     (tmp_path / "mkdocs.yml").write_text(text)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", "site"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
