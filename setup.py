@@ -54,11 +54,15 @@ EXTRAS = {
         "selenium>=4.30",  # drives the browser that opens the page of `vllm-mtpc play`
         "mypy>=1.15",
         "nbclient>=0.10",  # runs docs/notebook
+        "nbformat>=5.10",
+        "jupyter_client>=8.6",
         "ipykernel>=6.29",
         "build>=1.2",
         "twine>=6",
         "mkdocs-material>=9.6",  # the site of docs/
         "mkdocstrings-python>=1.16",
+        "mkdocs>=1.6",
+        "markdown>=3.6",
     ],
 }
 for build in ("cpu", "cuda"):
