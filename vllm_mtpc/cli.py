@@ -47,6 +47,7 @@ COMMANDS = {
     "advise": Command("choose head, drafts and schedule from measured costs", "vllm_mtpc.bench.advise"),
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.eval.inspect_command"),
+    "push": Command("publish a head on the hub", "vllm_mtpc.publish.command"),
     "convert": Command("make a head of a checkpoint others trained", "vllm_mtpc.checkpoint.convert.command"),
     "token-heads": Command("make a head of the prediction heads a target has", "vllm_mtpc.checkpoint.token_heads"),
 }

@@ -40,7 +40,8 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
 
     Raises CheckpointError where the target has one head or none.
     """
-    from vllm_mtpc.checkpoint.save import converted_card, save_head
+    from vllm_mtpc.checkpoint.metadata import converted_card
+    from vllm_mtpc.checkpoint.save import save_head
 
     check_out(out)
     # all weights of the target, which serving it needs anyway

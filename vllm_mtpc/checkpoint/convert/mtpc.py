@@ -29,7 +29,8 @@ from vllm_mtpc.checkpoint.convert.tensors import Tensors, sort_tensors, sum_tens
 from vllm_mtpc.checkpoint.convert.yaml import Settings
 from vllm_mtpc.checkpoint.load import check_adapter_shapes, module_names
 from vllm_mtpc.checkpoint.locate import verifier_name
-from vllm_mtpc.checkpoint.save import converted_card, save_head
+from vllm_mtpc.checkpoint.metadata import converted_card
+from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.heads import build_head
