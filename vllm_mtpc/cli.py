@@ -56,7 +56,7 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """A parser, as are those of its commands, that answers what is misspelled with what it is like."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
         if rest:  # refused here, where the options of a command are known
             option = next((word for word in rest if word.startswith("-")), "").partition("=")[0]
@@ -105,7 +105,7 @@ def guard(program: str, call: Callable[[], int]) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        remedy = (DISK | NAMES if error.filename else DISK).get(error.errno)
+        remedy = (DISK | NAMES if error.filename else DISK).get(error.errno or 0)
         if remedy is None:
             raise
         place = printable(str(error.filename or "a file"), 300)

@@ -30,7 +30,7 @@ PLOTS = {
 def card_data(
     tags: Sequence[str],
     base_model: str | None,
-    license: Mapping[str, str] | None = None,
+    license: Mapping[str, Any] | None = None,
     results: Sequence[EvalResult] = (),
     name: str = "",
 ) -> ModelCardData:

@@ -85,7 +85,7 @@ def write_folder(
         metadata[ADAPTER_DIGEST] = adapter_digest(adapter_files)
     record = {"versions": package_versions(), **provenance}
     files = {  # the config comes last: without it there is no head
-        weights: save(tensors, metadata=metadata),
+        weights: save(dict(tensors), metadata=metadata),
         **adapter_files,
         "README.md": card.encode(),
         PROVENANCE_FILE: (json.dumps(record, indent=2) + "\n").encode(),

@@ -75,7 +75,7 @@ def _show(upload: Upload) -> None:
         print(f"left out: {', '.join(upload.left)}")
     print(f"metadata of {next(iter(sizes))}:")
     print("\n".join(f"  {line}" for line in upload.card.data.to_yaml().splitlines()))
-    if not upload.card.data.license:
+    if "license" not in upload.card.data.to_dict():
         print("hint: no licence, so nobody may use the head; name one with --license (the target's own may bind it)")
 
 

@@ -144,7 +144,7 @@ def _table(results: Mapping[str, Mapping[str, Any]], words: Words) -> str:
     totals = [f"**{values['tokens_per_step']:.3f}** (s.e. {values['standard_error']:.3f})" for values in columns]
     rows = [["Tokens/step", *totals]]
     accepted = zip_longest(*(values["per_position"] for values in columns))
-    numbers = [(f"Accepted up to {k}", values) for k, values in enumerate(accepted, 1)]
+    numbers = [(f"Accepted up to {k}", list(values)) for k, values in enumerate(accepted, 1)]
     numbers += [(label, [values.get(key) for values in columns]) for key, label in words.rows.items()]
     for label, values in numbers:
         if any(value is not None for value in values):

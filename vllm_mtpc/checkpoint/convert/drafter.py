@@ -70,7 +70,7 @@ def convert_drafter(options: ConvertOptions, label: str) -> tuple[HeadConfig, st
         head = build_head(config)
     _check_shapes(folder, tensors, head.state_dict())
     head.load_state_dict(tensors, assign=True)
-    record = {"from": label, "layout": given.layout, "trained_on": given.trained_on, "mask": mask_from}
+    record: dict[str, Any] = {"from": label, "layout": given.layout, "trained_on": given.trained_on, "mask": mask_from}
     record["left_out"] = left_out
     verifier = config.speculators_config.verifier.name_or_path
     about = f"Converted from `{label}` by `vllm-mtpc convert`; target `{verifier}`."
