@@ -47,6 +47,7 @@ COMMANDS = {
     "advise": Command("choose head, drafts and schedule from measured costs", "vllm_mtpc.bench.advise"),
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
     "inspect": Command("show what a head is and check its weights", "vllm_mtpc.eval.inspect_command"),
+    "push": Command("publish a head on the hub", "vllm_mtpc.publish.command"),
     "convert": Command("make a head of a checkpoint others trained", "vllm_mtpc.checkpoint.convert.command"),
     "token-heads": Command("make a head of the prediction heads a target has", "vllm_mtpc.checkpoint.token_heads"),
 }
@@ -55,7 +56,7 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """A parser, as are those of its commands, that answers what is misspelled with what it is like."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
         if rest:  # refused here, where the options of a command are known
             option = next((word for word in rest if word.startswith("-")), "").partition("=")[0]
@@ -104,7 +105,7 @@ def guard(program: str, call: Callable[[], int]) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        remedy = (DISK | NAMES if error.filename else DISK).get(error.errno)
+        remedy = (DISK | NAMES if error.filename else DISK).get(error.errno or 0)
         if remedy is None:
             raise
         place = printable(str(error.filename or "a file"), 300)

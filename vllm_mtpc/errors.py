@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import get_args
+from typing import cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -105,5 +105,5 @@ def _keys_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> lis
     for part in location[:-1]:
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation
-            model = next(iter(get_args(annotation)), annotation)  # list[Model] or Model
+            model = cast(type[BaseModel], next(iter(get_args(annotation)), annotation))  # list[Model] or Model
     return list(model.model_fields)

@@ -5,26 +5,53 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from tests.support.files import front_matter_of
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint.save import front_matter
+from vllm_mtpc.checkpoint.metadata import card_data, eval_results, front_matter, license_of, target_license
 
 
-@pytest.mark.parametrize("name, shown", [("org/model", "org/model"), (None, "OWNER/NAME")])
-def test_every_key_is_there(tmp_path: Path, name: str | None, shown: str) -> None:
-    (tmp_path / "README.md").write_text(front_matter(["mtpc", "a"], name) + "\n# A head\n")
+def test_the_hub_reads_back_what_is_known(tmp_path: Path) -> None:
+    scores = eval_results({"T=1": 2.8811, "T=0": 3.9}, ["org/text"])
+    license = {"license": "other", "license_name": "llama3", "license_link": "LICENSE"}
+    data = card_data(["mtpc", "a"], "org/model", license, scores, "A head: n=8")
+    card = ModelCard(front_matter(data) + "\n\n# A head\n")
+    assert card.data.to_dict() == data.to_dict() and card.text.strip() == "# A head"
+    one, zero = card.data.eval_results
+    assert (one.metric_type, one.metric_name, one.metric_value) == ("tokens_per_step", "Tokens/step at T=1", 2.881)
+    assert (zero.metric_name, zero.metric_value, zero.dataset_type) == ("Tokens/step at T=0", 3.9, "org/text")
+    (tmp_path / "README.md").write_text(str(card))
+    assert license_of(tmp_path / "README.md") == license == target_license(str(tmp_path))
+
+
+def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(front_matter(card_data(["mtpc", "a"], None)) + "\n# A head\n")
     assert front_matter_of(tmp_path) == {
         "library_name": "vllm",
         "pipeline_tag": "text-generation",
         "tags": ["mtpc", "a"],
-        "license": "unknown",
-        "base_model": shown,
     }
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# A head\n", "---\nlicense: unknown\n---\n", "---\na: [\n---\n", "---\n- a\n---\n"]
+)
+def test_a_card_without_a_licence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert license_of(tmp_path / "README.md") == {}
+    assert license_of(tmp_path / "none.md") == {}
+
+
+def test_a_local_file_is_no_data_set_of_the_hub() -> None:
+    (local, several, none) = (eval_results({"T=1": 2.0}, names)[0] for names in (["held.jsonl"], ["a/b", "c"], []))
+    assert (local.dataset_type, local.dataset_name) == ("text", "held.jsonl")
+    assert (several.dataset_type, several.dataset_name) == ("text", "a/b, c")
+    assert (none.dataset_type, none.dataset_name) == ("text", "held-out text")
 
 
 @pytest.mark.parametrize("name", demo.NAMES)
 def test_packaged_cards(name: str) -> None:
     found = front_matter_of(demo.path(name))
     assert (found["license"], found["pipeline_tag"]) == ("apache-2.0", "text-generation")
-    assert name == "target" or "base_model" in found
+    assert name == "target" or "model-index" in found

@@ -195,7 +195,7 @@ def test_a_folder_gives_its_last_step_and_what_is_known_is_recorded(tmp_path):
     assert (record["trained_on"], record["fold_order"]) == ("someone/a-byte-model", [2, 1, 0])
     assert load_head(out)[0].trained_temperature == 0.7
     assert str(tmp_path) not in (out / "provenance.json").read_text() + (out / "README.md").read_text()
-    assert {"license", "pipeline_tag", "base_model"} <= front_matter_of(out).keys()
+    assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
 
 
 def test_a_target_that_transformers_does_not_know(tmp_path):

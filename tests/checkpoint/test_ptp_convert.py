@@ -127,7 +127,7 @@ def test_adapters_and_embedding_of_both_layouts(tmp_path, target, tensors, stude
     record = inspect_head(out)["provenance"]["converted"]
     assert (record["from"], record["layout"], record["epoch"]) == ("epoch=140.ckpt", layout, 140)
     assert str(tmp_path) not in (out / "provenance.json").read_text() + (out / "README.md").read_text()
-    assert {"license", "pipeline_tag", "base_model"} <= front_matter_of(out).keys()
+    assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
 
 
 @pytest.mark.parametrize("layout", PREFIXES)

@@ -26,7 +26,7 @@ def test_conditionals_are_the_targets_own_heads(tmp_path: Path, is_sharded: bool
         (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert main(["token-heads", str(tmp_path / "target"), "--out", str(tmp_path / "head")]) == 0
     config, head = load_head(tmp_path / "head", torch.float32)
-    assert {"license", "pipeline_tag", "base_model"} <= front_matter_of(tmp_path / "head").keys()
+    assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(tmp_path / "head").keys()
     assert (config.circuit, config.window, config.num_components) == ("ff", SIZES["num_pred_heads"], 1)
     assert config.num_speculative_tokens == 7
     assert (tmp_path / "head" / config.speculators_config.verifier.name_or_path).resolve() == tmp_path / "target"

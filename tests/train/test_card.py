@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from tests.support.docs_rows import row
 from vllm_mtpc.engine.provenance import public
@@ -107,10 +108,14 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "org" / "model").mkdir(parents=True)  # a folder is not on the hub, whatever its name looks like
     monkeypatch.chdir(tmp_path)
     card = circuit_card(make(tmp_path, {}, RUN))
-    assert front(card)["base_model"] == "OWNER/NAME" and "# the target on the hub" in card  # to be filled in
+    assert "base_model" not in front(card) and "license" not in front(card)  # `vllm-mtpc push` asks for them
     card = circuit_card(make(tmp_path, {}, RUN, verifier="someone/else"))  # how it is to be named
     assert front(card)["base_model"] == "someone/else"
-    assert front(card)["pipeline_tag"] == "text-generation" and front(card)["license"] == "unknown"
+    assert front(card)["pipeline_tag"] == "text-generation" and "model-index" not in front(card)
+    (tmp_path / "org" / "model" / "README.md").write_text("---\nlicense: mit\n---\n")
+    measured = ModelCard(circuit_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN))).data
+    found = [(one.metric_name, one.metric_value) for one in measured.eval_results]
+    assert found == [("Tokens/step at T=1", 1.75), ("Tokens/step at T=0", 2.5)] and measured.license == "mit"
 
 
 def test_the_card_says_how_to_serve(tmp_path: Path) -> None:

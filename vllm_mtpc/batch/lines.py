@@ -94,9 +94,9 @@ def parse(text: str, number: int, defaults: dict[str, Any]) -> tuple[Line, bool]
 def _request(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Where a line is sent, and its body. Raises ValueError, its fault."""
     if "url" not in given and "body" not in given:
-        for key, url in SHORT_FORMS.items():
+        for key, short in SHORT_FORMS.items():
             if key in given:
-                return url, given
+                return short, given
         raise ValueError("no 'prompt', 'messages' or 'url' in it")
     url, body = given.get("url"), given.get("body")
     if not isinstance(url, str) or not url.startswith("/v1/") or given.get("method", "POST") != "POST":

@@ -14,8 +14,8 @@ WHAT = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    class Command(type(parser)):
-        def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    class Command(type(parser)):  # type: ignore[misc]
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
             if self.get_default("bench") is None:
                 module = import_module(f"{__name__}.{self.prog.split()[-1]}_command")
                 module.add_arguments(self)

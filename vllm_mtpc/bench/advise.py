@@ -82,7 +82,8 @@ class Curve:
         across = []
         for known, points in self.by_batch.items():
             wanted = number * known / batch if self.per_request else number
-            across.append((known, float(np.interp(wanted, *zip(*sorted(points), strict=True)))))
+            numbers, times = zip(*sorted(points), strict=True)
+            across.append((known, float(np.interp(wanted, numbers, times))))
         xs, ys = zip(*sorted(across), strict=True)
         if len(xs) > 1 and batch > xs[-1]:
             return ys[-1] + max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])) * (batch - xs[-1])

@@ -75,7 +75,8 @@ def peers(
 
     Raises UsageError where vLLM would refuse one that was given.
     """
-    found, missing = [], []
+    found: list[Decoding] = []
+    missing: list[Missing] = []
     if "ngram" in names:
         found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": num_drafts or DRAFTS, **LOOKUP}))
     if "suffix" in names:
@@ -85,7 +86,10 @@ def peers(
             missing.append(Missing("suffix", "arctic-inference is not installed"))
     if "mtp" in names:
         one = _native(num_drafts, speculation)
-        (found if isinstance(one, Decoding) else missing).append(one)
+        if isinstance(one, Decoding):
+            found.append(one)
+        else:
+            missing.append(one)
     return found + [_given(name, value, num_drafts, speculation) for name, value in given], missing
 
 
@@ -132,11 +136,11 @@ def heads(
     configs = [(name, resolve(name)[1]) for name in names]
     found, missing = [], []
     for label, (name, config) in zip(_labels(configs), configs, strict=True):
-        given = {"method": config.speculators_model_type, "model": name}
+        given: dict[str, Any] = {"method": config.speculators_model_type, "model": name}
         if num_drafts:
             given["num_speculative_tokens"] = num_drafts
         circuit = getattr(config, "circuit", None)
-        needs_v2 = circuit is None or config.has_draft_layers
+        needs_v2 = getattr(config, "has_draft_layers", True)  # PTP heads always
         group = V2_INTERPRETED if needs_v2 and not on_gpu else OWN
         if group == V2_INTERPRETED and not INTERPRETER.is_dir():
             what = "draft layers need" if circuit else "PTP heads need"

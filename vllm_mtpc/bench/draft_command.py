@@ -201,7 +201,7 @@ def row(
     """One head at one batch size and temperature."""
     head, device = case.head, next(case.head.parameters()).device
     params, tokens, both = parts(case, batch, temperature)
-    times = {
+    times: dict[str, Any] = {
         f"{name}_ms": timing.measure(call, device, repeats)
         for name, call in (("params", params), ("tokens", tokens), ("draft", both))
     }

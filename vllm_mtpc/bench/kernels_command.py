@@ -10,7 +10,6 @@ with PyTorch's own operations where no kernel is at hand.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import subprocess
@@ -150,7 +149,8 @@ def _draft(device: torch.device, name: str, vocab_size: int, batch: int, token_r
         return (log_q - torch.empty_like(log_q).exponential_().log()).argmax(dim=-1)
 
     def eager() -> Tensor:
-        whole = CircuitParams(leaf.log_softmax(dim=-1), *(part.log_softmax(dim=-1) for part in sums), bigram)
+        root, inner = (part.log_softmax(dim=-1) for part in sums)
+        whole = CircuitParams(leaf.log_softmax(dim=-1), root, inner, bigram)
         state, columns = circuit.observe(whole, circuit.start(whole), 0, first), []
         for k in range(1, n):
             columns.append(gumbel(circuit.next_log_probs(whole, state, k), k))
@@ -252,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
 
 def judge(name: str, operation: Operation) -> Verdict:
     """Runs the operation's tests; only what has passed is timed."""
-    places = importlib.util.find_spec("vllm_mtpc.kernels").submodule_search_locations
+    places = import_module("vllm_mtpc.kernels").__path__
     if not any((Path(place) / name / "kernel.py").is_file() for place in places):
         return Verdict(ABSENT, f"there is no kernels/{name}/kernel.py")
     files = [ROOT / "tests" / "kernels" / file for file in operation.tests]

@@ -47,7 +47,9 @@ def _row(found: list[Pass], plain_bytes: int | None) -> Row:
     rates = [one.tokens_per_second for one in measured]
     speedups = [one.speedup for one in found]
     own_bytes = found[0].kv_cache_bytes
-    is_known = own_bytes is not None and plain_bytes is not None and not decoding.is_plain
+    added = None
+    if own_bytes is not None and plain_bytes is not None and not decoding.is_plain:
+        added = round((plain_bytes - own_bytes) / 2**20, 1)
     accepted = reduce(add, (one.acceptance for one in measured), Acceptance())
     return {
         "decoding": decoding.name,
@@ -69,7 +71,7 @@ def _row(found: list[Pass], plain_bytes: int | None) -> Row:
         "identical": _identical(found),
         "ttft_ms": round(1000 * median(one.first_token_seconds for one in measured), 3),
         "tpot_ms": round(1000 * median(one.token_seconds for one in measured), 3),
-        "gpu_mib_added": round((plain_bytes - own_bytes) / 2**20, 1) if is_known else None,
+        "gpu_mib_added": added,
         "speedups": [round(value, 4) for value in speedups],
         "seconds": [round(one.seconds, 4) for one in measured],
         "tokens": [one.tokens for one in measured],

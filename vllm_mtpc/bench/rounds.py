@@ -98,8 +98,8 @@ class Comparison:
     def measure(self, engine: Engine, decoding: Decoding, cell: Setting, round_: int) -> Pass:
         begun = time.monotonic()
         found = engine.measure(replace(cell, first=round_ * cell.prompts))
-        about = {"runner": engine.about["runner"], "kv_cache_bytes": engine.about.get("kv_cache_bytes")}
-        one = Pass(decoding, cell, round_, replace(found, setting=cell), **about)
+        runner, cache_bytes = engine.about["runner"], engine.about.get("kv_cache_bytes")
+        one = Pass(decoding, cell, round_, replace(found, setting=cell), runner=runner, kv_cache_bytes=cache_bytes)
         self.made[decoding.name] += 1
         self.progress.passed(one, time.monotonic() - begun)
         return one

@@ -126,7 +126,7 @@ class Served:
 
     def __init__(self, client: Client, prompts: Sequence[Prompt]) -> None:
         self.client, self.prompts = client, prompts
-        self.about = {"runner": "vllm serve"}
+        self.about: dict[str, Any] = {"runner": "vllm serve"}
 
     def measure(self, setting: Setting) -> Measured:
         """One pass, ``setting.clients`` requests in flight. The same code times plain and drafted decoding."""

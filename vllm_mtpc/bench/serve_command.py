@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ DEFAULTS = {"concurrency": CLIENTS, "prompts": 16, "max_tokens": 128, "rounds": 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, n = parser.add_argument, {"type": int, "metavar": "N"}
+    add = parser.add_argument
+    n: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--target", metavar="MODEL", help="default: the verifier of the first head")
     add("--heads", nargs="+", default=[], metavar="HEAD", help="MtPC and PTP heads of one target: folders, hub names")
     add("--demo", action="store_true", help="the packaged target and heads, at most 15 minutes on two CPU cores")
@@ -160,7 +162,7 @@ def measure(
     args: argparse.Namespace,
     members: dict[str, list[Decoding]],
     settings: dict[str, list[Setting]],
-    texts: list[Prompt],
+    texts: Sequence[Prompt],
     logs: Path,
     on_gpu: bool,
 ) -> rounds.Comparison:

@@ -31,7 +31,7 @@ class Time(NamedTuple):
 def measure(call: Callable[[], Any], device: Any, repeats: int) -> Time:
     """Times `call`, which works on torch device `device`; on a GPU by events, its caches overwritten in between."""
     values = _on_gpu(call, repeats) if device.type == "cuda" else _on_cpu(call, repeats)
-    return Time(*(round(float(value), 5) for value in np.quantile(values, (0.5, 0.25, 0.75))))
+    return Time(*(round(float(np.quantile(values, share)), 5) for share in (0.5, 0.25, 0.75)))
 
 
 def _on_cpu(call: Callable[[], Any], repeats: int) -> list[float]:
@@ -122,7 +122,8 @@ def draft_kernel(
     return draft
 
 
-Column = tuple[str, str | Callable[[Mapping[str, Any]], Any]] | tuple[str, str, str]
+Shown = str | Callable[[Any], Any]  # a key of a row, or what is made of the row
+Column = tuple[str, Shown] | tuple[str, Shown, str]
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
@@ -132,7 +133,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple
         value = what(row) if callable(what) else row[what]
         return "-" if value is None else form.format(value)
 
-    return [name for name, *_ in columns], [[cell(row, *how) for _, *how in columns] for row in rows]
+    return [name for name, *_ in columns], [[cell(row, *column[1:]) for column in columns] for row in rows]
 
 
 def publish(

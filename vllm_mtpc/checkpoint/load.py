@@ -172,8 +172,8 @@ def load_adapters(
         ),
         f"the last {count} layers of the target" + (f", {list(range(last - count, last))}" if last else ""),
     )
-    tensors = read_adapters(folder / ADAPTER_WEIGHTS_FILE, layers, rank, config.hidden_size)
-    tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
+    stored = read_adapters(folder / ADAPTER_WEIGHTS_FILE, layers, rank, config.hidden_size)
+    tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in stored}
     parameters = sum(tensor.numel() for tensor in tensors.values())
     check_digest(folder, WEIGHTS_FILE)
     return AdapterInfo(layers, rank, alpha, modules, parameters), tensors

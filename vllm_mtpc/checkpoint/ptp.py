@@ -122,11 +122,11 @@ def _read(
                 f"{file}: was trained with {key} {metadata.get(key)!r}, but config.json says {value!r}; correct "
                 "config.json or copy the head again"
             )
-    u_embed = read_tensors(file, lambda shapes: _check_embedding(file, shapes, config))
+    embedding = read_tensors(file, lambda shapes: _check_embedding(file, shapes, config))
     adapters = folder / ADAPTER_WEIGHTS_FILE, range(config.num_layers), config.lora_rank, config.hidden_size
     u_embed, lora = (
         {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
-        for tensors in (u_embed, read_adapters(*adapters))
+        for tensors in (embedding, read_adapters(*adapters))
     )
     return modules, u_embed, lora
 

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE, hub_name
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
@@ -85,7 +85,7 @@ def write_folder(
         metadata[ADAPTER_DIGEST] = adapter_digest(adapter_files)
     record = {"versions": package_versions(), **provenance}
     files = {  # the config comes last: without it there is no head
-        weights: save(tensors, metadata=metadata),
+        weights: save(dict(tensors), metadata=metadata),
         **adapter_files,
         "README.md": card.encode(),
         PROVENANCE_FILE: (json.dumps(record, indent=2) + "\n").encode(),
@@ -108,22 +108,3 @@ def package_versions(packages: Sequence[str] = ("vllm_mtpc", "torch", "transform
         except PackageNotFoundError:
             continue
     return versions
-
-
-def front_matter(tags: Sequence[str], base_model: str | None) -> str:
-    """The YAML in front of a card; `base_model` is the target's name on the hub, None for a folder.
-
-    The licence is its publisher's to choose. Both are filled in before a head is published (docs/training.md).
-    """
-    return (
-        f"---\nlibrary_name: vllm\npipeline_tag: text-generation\ntags: [{', '.join(tags)}]\n"
-        "license: unknown  # yours to choose; the target's own may bind it\n"
-        f"base_model: {base_model or 'OWNER/NAME  # the target on the hub'}\n---"
-    )
-
-
-def converted_card(config: AnyHeadConfig, title: str, about: str) -> str:
-    """README.md of a head that was not trained here."""
-    tags = dict.fromkeys(["mtpc", config.speculators_model_type, "speculative-decoding"])
-    head = front_matter(list(tags), hub_name(config.speculators_config.verifier.name_or_path))
-    return f"{head}\n\n# {title}\n\n{about} The output is the target's own, whatever the head drafts.\n"

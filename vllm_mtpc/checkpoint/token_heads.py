@@ -8,7 +8,7 @@ step takes its token from there and drafts from the others.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, check_out, download, verifier_name
 from vllm_mtpc.config.mtpc import HeadConfig
@@ -40,13 +40,15 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
 
     Raises CheckpointError where the target has one head or none.
     """
-    from vllm_mtpc.checkpoint.save import converted_card, save_head
+    from vllm_mtpc.checkpoint.metadata import converted_card
+    from vllm_mtpc.checkpoint.save import save_head
 
     check_out(out)
     # all weights of the target, which serving it needs anyway
     folder = Path(name) if Path(name).is_dir() else download(name, "target")
     target, weight = read_json(folder / CONFIG_FILE), _read_lm_head(folder)
-    vocab_size, hidden_size = target.get("vocab_size"), target.get("hidden_size")
+    hidden_size = target.get("hidden_size")
+    vocab_size: Any = target.get("vocab_size")
     heads = len(weight) // vocab_size if weight.dim() == 2 and type(vocab_size) is int and vocab_size > 0 else 0
     if heads < 2 or tuple(weight.shape) != (heads * vocab_size, hidden_size):
         raise CheckpointError(

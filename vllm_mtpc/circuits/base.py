@@ -200,6 +200,7 @@ class Circuit(ABC):
                 tokens[:, :seen] = prefix.unsqueeze(-1)
             evidence.requires_grad_(True)
             self.joint(frozen, self._with_tail(evidence), _max).sum().backward()
+            assert evidence.grad is not None
             chosen = evidence.grad.argmax(dim=-1, keepdim=True)  # [B, m, 1]
         return tokens.gather(-1, chosen)[..., 0]
 
@@ -208,8 +209,10 @@ class Circuit(ABC):
         state = self.start(params)
         columns: list[Tensor] = []
         for k in range(length):
-            given = prefix is not None and k < prefix.shape[1]
-            columns.append(prefix[:, k] if given else pick(self.next_log_probs(params, state, k)))
+            if prefix is not None and k < prefix.shape[1]:
+                columns.append(prefix[:, k])
+            else:
+                columns.append(pick(self.next_log_probs(params, state, k)))
             state = self.observe(params, state, k, columns[-1])
         return torch.stack(columns, dim=1)
 

@@ -19,35 +19,34 @@ from vllm_mtpc.kernels.filter import Instruction, Op, Program
 
 @dataclass
 class Region:
-    """Tokens [lo, hi); children when there is more than one; `index` into the inner sums (root: -1)."""
+    """Tokens [lo, hi); two children when there is more than one; `index` into the inner sums (root: -1)."""
 
     lo: int
     hi: int
-    left: Region | None = None
-    right: Region | None = None
+    children: tuple[Region, ...] = ()  # none, or two
     index: int = -1
 
     @property
     def height(self) -> int:
-        return 1 + max(self.left.height, self.right.height) if self.left and self.right else 0
+        return max((1 + child.height for child in self.children), default=0)
 
 
 def build_tree(lo: int, hi: int) -> Region:
     region = Region(lo, hi)
     if hi - lo > 1:
         middle = lo + round((hi - lo) / 2)
-        region.left, region.right = build_tree(lo, middle), build_tree(middle, hi)
+        region.children = build_tree(lo, middle), build_tree(middle, hi)
     return region
 
 
 def inner_regions(root: Region) -> list[Region]:
     """Regions with a sum of their own below the root, leaves to root, left to right within a height."""
-    found, todo = [], [root.left, root.right]
+    found, todo = [], [*root.children]
     while todo:
         region = todo.pop()
-        if region is not None and region.left is not None:
+        if region.children:
             found.append(region)
-            todo += [region.left, region.right]
+            todo += region.children
     return sorted(found, key=lambda region: (region.height, region.lo))
 
 
@@ -66,11 +65,11 @@ class BTree(Circuit):
         regions = inner_regions(self.tree)
         parents, reads = [0] * len(regions), [0] * self.window
         for region in (self.tree, *regions):
-            for child in (region.left, region.right):
-                if child.left is None:
-                    reads[child.lo] = region.index + 1
-                else:
+            for child in region.children:
+                if child.children:
                     parents[child.index] = region.index + 1
+                else:
+                    reads[child.lo] = region.index + 1
         return Latents(parents, reads)
 
     @cached_property
@@ -83,14 +82,15 @@ class BTree(Circuit):
 
 def _walk(region: Region, program: list[list[Instruction]]) -> None:
     """Append the instructions of a region to the last list; the list after a token begins where it is read."""
-    if region.left is None:
+    if not region.children:
         program.append([])
         return
+    left, right = region.children
     if region.index >= 0:
         program[-1].append(Instruction(Op.TRANSITION, region.index))
     program[-1].append(Instruction(Op.PUSH))
-    _walk(region.left, program)
+    _walk(left, program)
     program[-1].append(Instruction(Op.SIBLING))
-    _walk(region.right, program)
+    _walk(right, program)
     if region.index >= 0:
         program[-1].append(Instruction(Op.UPWARD, region.index))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Options = create_model("Options", __base__=AnyHeadConfig, **option_fields())
 
 
-class HeadConfig(Options):
+class HeadConfig(Options):  # type: ignore[valid-type,misc]  # made of the registry
     """Everything that is needed to rebuild and serve an MtPC head."""
 
     architecture = "MtpcHeadModel"

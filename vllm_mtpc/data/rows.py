@@ -84,7 +84,8 @@ def split_validation(documents: Documents, share: float, seed: int) -> tuple[Doc
             f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give at least two documents"
         )
     cut = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - share))))
-    return tuple(Documents.join([(tokens[part], trained[part])]) for part in (slice(cut), slice(cut, None)))
+    first, rest = (Documents.join([(tokens[part], trained[part])]) for part in (slice(cut), slice(cut, None)))
+    return first, rest
 
 
 def eligible(rows: Rows) -> Tensor:

@@ -42,7 +42,8 @@ class Documents:
     @classmethod
     def join(cls, documents: Iterable[Encoded]) -> Documents:
         """Documents from (tokens, trained) pairs."""
-        tokens, trained = [np.empty(0, np.int32)], [np.empty(0, bool)]
+        tokens: list[np.ndarray] = [np.empty(0, np.int32)]
+        trained: list[np.ndarray] = [np.empty(0, bool)]
         for ids, mask in documents:
             tokens.append(np.asarray(ids, np.int32))
             trained.append(np.asarray(mask, bool))
@@ -308,7 +309,7 @@ def _others(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[E
             "the target has no tokenizer, which text and messages need; give prompt_ids and response_ids, or .bin files"
         )
     if "messages" in record:
-        return encode_chat(record["messages"], tokenizer)
+        return [*encode_chat(record["messages"], tokenizer)]
     raise UsageError("text must be a string")
 
 

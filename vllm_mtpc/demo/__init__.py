@@ -28,13 +28,20 @@ def path(name: str) -> Path:
     return Path(__file__).resolve().parent / "assets" / name
 
 
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"{package} is no package that is installed")
+    return Path(spec.submodule_search_locations[0])
+
+
 def texts(root: Path | None = None, packages: Sequence[str] = ()) -> list[bytes]:
     """Files in a fixed order (by relative posix path), then those of installed packages.
 
     root: default: the running interpreter's standard library. Raises ValueError where it has no source files.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    roots = [root, *(Path(importlib.util.find_spec(name).submodule_search_locations[0]) for name in packages)]
+    roots = [root, *map(_folder, packages)]
     found = []
     for folder in roots:
         files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}

@@ -32,6 +32,7 @@ class Child:
 
     def send(self, item: Any) -> None:
         """One more item, to a job that was started without any."""
+        assert self.process.stdin is not None  # a pipe
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(_line(item))
             self.process.stdin.flush()

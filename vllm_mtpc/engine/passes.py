@@ -164,7 +164,8 @@ def _answers(llm: Any, prompts: Sequence[Prompt], setting: Setting, max_tokens: 
         ignore_eos=setting.ignore_eos,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    engine, answers, waiting = llm.llm_engine, {}, list(enumerate(prompts))[::-1]
+    engine, waiting = llm.llm_engine, list(enumerate(prompts))[::-1]
+    answers: dict[int, Answer] = {}
     while len(answers) < len(prompts):
         while waiting and engine.get_num_unfinished_requests() < setting.clients:
             index, prompt = waiting.pop()

@@ -52,7 +52,7 @@ def serve(
 
     Raises EngineFailed, with the end of the log, where the engine does not answer.
     """
-    asked = zip(prompts, seeds or [None] * len(prompts), strict=True)
+    asked = zip(prompts, [None] * len(prompts) if seeds is None else seeds, strict=True)
     given = {"temperatures": temperatures, "sampling": {**(sampling or {}), "max_tokens": max_tokens}, "alone": alone}
     with started(answers, engine, log, given, asked) as child:
         return [child.answer(Served) for _ in range(len(temperatures) * (1 + (alone > 0)))]

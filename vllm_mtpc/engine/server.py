@@ -66,12 +66,14 @@ class ServerProcess(subprocess.Popen):
         return EngineFailed(f"vllm serve {what}; its last lines:\n" + "\n".join(self._tail))
 
     def stop(self) -> None:
+        assert self.stdin is not None  # a pipe
         with contextlib.suppress(OSError):
             self.stdin.close()  # the watcher takes it as our end
         self.wait()
         self._reader.join(1.0)
 
     def _read_output(self) -> None:
+        assert self.stdout is not None  # a pipe
         with contextlib.suppress(ValueError):  # closed while it is read
             for line in self.stdout:
                 self._tail.append(line.rstrip())
@@ -128,18 +130,28 @@ class EngineServer:
 
     async def ended(self) -> None:
         """Returns when the server has ended by itself."""
-        while self._process.poll() is None:
+        while self._running.poll() is None:
             await asyncio.sleep(0.2)
 
     def check_running(self) -> None:
-        self._process.check_running()
+        self._running.check_running()
+
+    @property
+    def _running(self) -> ServerProcess:
+        assert self._process is not None  # `start` comes first
+        return self._process
+
+    @property
+    def _connected(self) -> aiohttp.ClientSession:
+        assert self._session is not None  # `start` comes first
+        return self._session
 
     async def check(self) -> None:
         """Raises EngineFailed unless the server runs and its engine is healthy."""
         self.check_running()
         if not await self._is_healthy():
             self.check_running()
-            raise self._process.failed("is not healthy")
+            raise self._running.failed("is not healthy")
 
     @contextlib.asynccontextmanager
     async def ask(
@@ -154,14 +166,14 @@ class EngineServer:
 
         try:
             url = f"http://localhost{path}"
-            async with self._session.request(method, url, data=body or None, headers=headers) as response:
+            async with self._connected.request(method, url, data=body or None, headers=headers) as response:
                 if response.status >= 500:
                     await self.check()
                 yield response
         except aiohttp.ClientConnectorError as error:
-            raise EngineGone(str(self._process.failed(f"has ended: {error}"))) from None
+            raise EngineGone(str(self._running.failed(f"has ended: {error}"))) from None
         except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
-            raise self._process.failed(f"did not answer: {error!r}") from None
+            raise self._running.failed(f"did not answer: {error!r}") from None
 
     async def text(self, path: str) -> str:
         async with self.ask("GET", path) as response:
@@ -172,7 +184,7 @@ class EngineServer:
 
         try:
             timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-            async with self._session.get("http://localhost/health", timeout=timeout) as response:
+            async with self._connected.get("http://localhost/health", timeout=timeout) as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
             return False

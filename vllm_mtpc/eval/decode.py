@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -89,7 +89,7 @@ def decode(
     prompt: Tensor,
     drafting: Drafting,
     new_tokens: int,
-    stops: set[int] = frozenset(),
+    stops: Collection[int] = (),
     show: Callable[[Sequence[int]], object] = lambda tokens: None,
 ) -> Decoded:
     """Continues prompt[P] (at least one token) by up to ``new_tokens`` tokens in a session that has read nothing.

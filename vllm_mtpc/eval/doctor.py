@@ -10,6 +10,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagn
         given = ("method", "model", *(["num_speculative_tokens"] if args.num_drafts else []))
         default = engine | {"speculative_config": {name: every[name] for name in given}}
         whole = {one.temperature: one for one in served}
-        for one in _serve(default, asked, temperatures, args, ALONE, None):
+        for one in _serve(default, asked, temperatures, args, ALONE, None) or ():  # None: of a refusal alone
             beside.append(_as_served(one, len(prompts), whole[one.temperature]))
     # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device)
@@ -196,11 +197,13 @@ def _serve(
     from vllm_mtpc.engine.served import serve
     from vllm_mtpc.errors import EngineFailed
 
-    more = {"sampling": {"top_k": asked.top_k, "top_p": asked.top_p}, "seeds": asked.seeds, "alone": alone}
+    sampling = {"top_k": asked.top_k, "top_p": asked.top_p}
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
         try:
-            return serve(engine, asked.prompts, temperatures, args.max_tokens, log, **more)
+            return serve(
+                engine, asked.prompts, temperatures, args.max_tokens, log, sampling, seeds=asked.seeds, alone=alone
+            )
         except EngineFailed as error:
             if refusal and refusal in log.read_text(encoding="utf-8", errors="replace"):
                 return None
@@ -210,10 +213,10 @@ def _serve(
             ) from None
 
 
-def _record(file: Path, prompts: list[list[int]], served: list[Served]) -> None:
+def _record(file: Path, prompts: Sequence[Sequence[int]], served: list[Served]) -> None:
     """The answers, a line each, as `vllm-mtpc regenerate` writes them."""
     pairs = [pair for one in served for pair in zip(prompts, one.outputs, strict=True)]
-    lines = [json.dumps({"prompt_ids": prompt, "response_ids": answer}) for prompt, answer in pairs]
+    lines = [json.dumps({"prompt_ids": list(prompt), "response_ids": answer}) for prompt, answer in pairs]
     file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 

@@ -173,7 +173,7 @@ class Evaluator(Protocol):
     def compare(self, asked: Asked, served: Served) -> Comparison:
         """What the head should have counted along the served text."""
 
-    def find_cause(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
+    def find_cause(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
         """The likeliest cause of a difference; asked where one of the comparisons differs."""
         return (
             first_cause(comparisons, lambda one: _other_number_of_drafts(one, num_drafts))
@@ -183,16 +183,16 @@ class Evaluator(Protocol):
             or self.other_head(comparisons, num_drafts)
         )
 
-    def wrong_drafting(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
+    def wrong_drafting(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
         """The mistake with which the head does what was served; None where none is near."""
 
-    def other_head(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
+    def other_head(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
         """The cause where nothing else is wrong."""
 
-    def knows_nothing(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
+    def knows_nothing(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
         """The cause where the head is served as predicted, but predicted to know nothing of the text."""
 
-    def notes(self, comparisons: Sequence[Comparison]) -> list[str]:
+    def notes(self, comparisons: Sequence[Any]) -> list[str]:
         """More on the comparisons, a line each."""
         return []
 
@@ -200,9 +200,7 @@ class Evaluator(Protocol):
         """Prints what can be said without vLLM, which answered with ``refusal``; returns what to type."""
 
 
-def continued(
-    target: Target, asked: Asked, served: Served, sampling_of: Callable[[int, list[int]], Sampling]
-) -> Samples:
+def continued(target: Target, asked: Asked, served: Served, sampling_of: Callable[[int, list[int]], Any]) -> Samples:
     """The served texts as samples of the target.
 
     The last step of a text looks at drafts past its end, and vLLM counts them although their tokens are cut: the target
@@ -273,9 +271,7 @@ def _lost_positions(comparison: Comparison) -> Cause | None:
     return Cause("drafts", lost)
 
 
-def nearest(
-    comparisons: Sequence[Comparison], rivals: Iterable[tuple[Cause, Callable[[Comparison], Metrics]]]
-) -> Cause | None:
+def nearest(comparisons: Sequence[Any], rivals: Iterable[tuple[Cause, Callable[[Any], Metrics]]]) -> Cause | None:
     """The rival way of drafting whose prediction is what was served, the nearest one; None where none is near."""
     found: list[tuple[float, Cause]] = []
     for cause, predict in rivals:

@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     show = (lambda tokens: None) if args.quiet or args.json else printer.show
     decoded = decode(args.mode, Session(target), prompt, drafting, args.num_tokens, stops, show)
     if args.json:
+        assert target.tokenizer is not None  # it has read the prompt
         text = target.tokenizer.decode(decoded.tokens)
         print(json.dumps({"text": text, "tokens": decoded.tokens, **decoded.statistics()}, indent=1))
         return 0
@@ -97,7 +98,9 @@ class _Printer:
     """Writes text as its tokens come; a character that is not complete yet waits."""
 
     def __init__(self, target: Target) -> None:
-        self.tokenizer, self.tokens, self.printed = target.tokenizer, [], 0
+        self.tokenizer: Any = target.tokenizer
+        self.tokens: list[int] = []
+        self.printed = 0
 
     def show(self, tokens: Sequence[int], is_last: bool = False) -> None:
         self.tokens += tokens

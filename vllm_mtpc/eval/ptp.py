@@ -136,6 +136,7 @@ class PtpEvaluator(Evaluator):
         def two_passes(r: PtpEvaluation) -> str:
             return shown(r.figures.two_pass_tokens_per_step, r.figures.two_pass_standard_error)
 
+        longest: list[CandidateMetrics] = max((r.candidates for r in results), key=lambda found: len(found))
         return [
             ("tokens/step, merged pass, ideal ± s.e.", lambda r: shown_tokens(r.figures)),
             *(
@@ -155,7 +156,7 @@ class PtpEvaluator(Evaluator):
                     f"tokens/step, best of {metrics.candidates} candidates",
                     lambda r, at=at: shown_tokens(r.candidates[at] if r.candidates else None),
                 )
-                for at, metrics in enumerate(max((r.candidates for r in results), key=len))
+                for at, metrics in enumerate(longest)
             ),
         ]
 
@@ -179,6 +180,7 @@ class PtpEvaluator(Evaluator):
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
         pairs = zip(asked.prompts, served.outputs, strict=True)
         longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + asked.num_drafts
+        assert asked.seeds is not None  # `seeded`
         # of the tokens behind the first one of each text
         numbers = rule.request_u(sampling, asked.seeds, 1, longest, self.target.device)
 

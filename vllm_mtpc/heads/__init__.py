@@ -167,7 +167,7 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
             example = f"{key}={own[key].default}"
             raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {example}")
     for key, option in own.items():
-        divided = {"hidden_size": hidden_size, **options}.get(option.divides)
+        divided = {"hidden_size": hidden_size, **options}.get(option.divides or "")
         if divided is not None and divided % options[key]:
             raise HeadConfigError(
                 f"{key}={options[key]} does not divide {option.divides}={divided}; set {key} to a divisor, for example "

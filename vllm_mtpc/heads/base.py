@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -90,8 +90,8 @@ class Head(nn.Module, ABC):
             self.reset_parameters()
 
     @abstractmethod
-    def add_leaves(self, **options: int) -> None:
-        """Create the parameters of the leaves, uninitialised, in position order."""
+    def add_leaves(self, *args: Any, **options: Any) -> None:
+        """Create the parameters of the leaves, uninitialised, in position order; a head names its own options."""
 
     @abstractmethod
     def reset_leaves(self) -> None:
@@ -126,7 +126,7 @@ class Head(nn.Module, ABC):
             root = hidden.new_zeros(batch, r, dtype=torch.float32)
         else:
             root = F.linear(hidden, self.root_weight).float()
-        if self.inner_weight is None:
+        if self.inner_weight is None or self.inner_bias is None:
             return root, root.new_zeros(batch, 0, r, r)
         inner = F.linear(hidden, self.inner_weight.reshape(-1, self.hidden_size)).float()
         return root, inner.view(batch, -1, r, r) + self.inner_bias.float()
@@ -152,7 +152,9 @@ class Head(nn.Module, ABC):
 
     def bigram(self, num_positions: int | None = None) -> Bigram | None:
         """What the token before adds to the leaves of that many positions from the second on; None: nothing."""
-        return None if self.token_source is None else Bigram(self.token_source, self.token_target[:num_positions])
+        if self.token_source is None or self.token_target is None:
+            return None
+        return Bigram(self.token_source, self.token_target[:num_positions])
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """Evidence [B, r] of the tokens first[B] at x_1, and logits [B, K, r, V] of the drafts: `DraftParams`.
@@ -176,7 +178,7 @@ class Head(nn.Module, ABC):
         """Leaves as the head has them; small random sum weights; inner sums that mostly keep the latent; tokens that
         add nothing yet."""
         self.reset_leaves()
-        if self.token_source is not None:
+        if self.token_source is not None and self.token_target is not None:
             self.token_source.normal_().mul_(TOKEN_STD)
             self.token_target.zero_()
         for weight in (self.root_weight, self.inner_weight):

@@ -45,8 +45,9 @@ class LentHead(Head):
             n, r = self.circuit.window, self.circuit.num_components
             self.component_in = nn.Parameter(torch.empty(n, r, rank, self.hidden_size))
             self.component_out = nn.Parameter(torch.empty(n, rank, self.vocab_size))
-            self.component_dims = {**Head.component_dims, "component_in": (1,)}
-            self.noise_in = "component_in"
+            # The class says what its heads are without a rank.
+            self.component_dims = {**Head.component_dims, "component_in": (1,)}  # type: ignore[misc]
+            self.noise_in = "component_in"  # type: ignore[misc]
 
     def reset_components(self) -> None:
         """Initial values, from torch's own generator."""
@@ -131,7 +132,7 @@ def split(base: Tensor, states: Tensor, component_in: Tensor, component_out: Ten
 
     component_in [k, r, R_c, D] and component_out [k, R_c, V] of these positions.
     """
-    batch, positions, r = len(states), *component_in.shape[:2]
+    batch, (positions, r) = len(states), component_in.shape[:2]
     low = torch.einsum("bkd,kzcd->kbzc", states, component_in).flatten(1, 2)  # [k, B r, R_c]: one product per position
     terms = torch.bmm(low, component_out).view(positions, batch, r, -1).transpose(0, 1)
     return terms.to(base.dtype).add_(base[:, :, None])  # in place: they are as large as what is returned

@@ -86,7 +86,7 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
         wanted[name].copy_(value)
     if "component_out" in wanted and "component_out" not in given:
         head.component_out.zero_()
-    if head.inner_bias is not None and "inner_bias" not in given:
+    if head.inner_weight is not None and head.inner_bias is not None and "inner_bias" not in given:
         head.inner_weight.zero_()
         head.inner_bias.copy_(stay_bias(head.circuit.num_components, INHERITED_STAY))
 

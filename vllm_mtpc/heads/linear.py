@@ -159,7 +159,7 @@ class MlpHead(LinearHead):
 
     component_dims: ClassVar = {**LinearHead.component_dims, "block_weight": (2,), "block_bias": (2,)}
 
-    def add_leaves(self, expander_layers: int) -> None:
+    def add_leaves(self, expander_layers: int) -> None:  # type: ignore[override]  # its own options
         super().add_leaves()
         shape = (expander_layers, self.circuit.window, self.circuit.num_components, self.hidden_size)
         self.block_weight = nn.Parameter(torch.empty(*shape, self.hidden_size))
@@ -181,7 +181,7 @@ class MlpHead(LinearHead):
 class TransformerHead(LinearHead):
     """Leaf parameters: query [n, D], `expander_layers` blocks of torch's TransformerEncoderLayer, leaf_weight."""
 
-    def add_leaves(self, expander_layers: int, expander_heads: int) -> None:
+    def add_leaves(self, expander_layers: int, expander_heads: int) -> None:  # type: ignore[override]
         super().add_leaves()
         self.query = nn.Parameter(torch.empty(self.circuit.window, self.hidden_size))
         self.blocks = nn.ModuleList(

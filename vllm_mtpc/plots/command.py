@@ -161,7 +161,8 @@ def measure(heads: dict[str, Measured], target: Target, repeats: int) -> list[Po
         if measured.config.has_draft_layers:
             print(f"{label}: draft layers are not timed here; left out of the frontier", file=sys.stderr)
             continue
-        head = attach(measured.folder, target).head.to(target.dtype)
+        evaluator: Any = attach(measured.folder, target)  # of a circuit
+        head = evaluator.head.to(target.dtype)
         for key, results in measured.results.items():
             draft = draft_milliseconds(head, 1 + len(results["per_position"]), key == "t0", target, repeats)
             points.append(point(label, measured.config.circuit, key, draft, results))

@@ -65,8 +65,8 @@ LABEL_PLACES = [  # points from a marker, near ones first
     for away in (7, 12, 20, 30, 42, 56, 72, 90)
     for angle in [math.radians(degrees) for degrees in (40, -40, 140, -140, 90, -90, 15, -15, 165, -165, 65, -65)]
 ]
-RATE_TEXT = {"rotation_mode": "anchor", "transform_rotates_text": True, "fontsize": 7, "color": "#6e6e6e"}
-RATE_TEXT |= {"ha": "right", "va": "bottom"}
+RATE_TEXT: dict[str, Any] = {"rotation_mode": "anchor", "transform_rotates_text": True, "fontsize": 7}
+RATE_TEXT |= {"ha": "right", "va": "bottom", "color": "#6e6e6e"}
 
 Row = Mapping[str, Any]  # of a result of `vllm-mtpc bench serve`
 
@@ -130,7 +130,7 @@ def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path, unit: str) -> 
                 axis.plot(steps, mean, color=LOSS_COLOUR, linewidth=1.6, label=f"mean of the last {width}")
                 axis.legend()
             axis.set(xlabel="optimiser steps", ylabel=label)
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.locator_params(axis="x", integer=True)
         return save(figure, folder, "loss")
 
 
@@ -167,7 +167,7 @@ def plot_acceptance(results: Mapping[str, Mapping[str, Mapping[str, Any]]], fold
             upper.set_title(temperature_label(key))
             upper.legend(title="tokens/step ± s.e.")
             lower.set_xlabel("drafts k")
-            lower.xaxis.get_major_locator().set_params(integer=True)
+            lower.locator_params(axis="x", integer=True)
         axes[0].set(ylabel="P(drafts 1 to k are all accepted)", ylim=(0, 1))
         axes[columns].set_ylabel("tokens/step with k drafts")
         axes[columns].set_ylim(bottom=1)
@@ -231,14 +231,14 @@ def _throughput_lines(axis: Axes, points: Sequence[Point]) -> None:
         height, turned = rate * end / 1000, math.degrees(math.atan(rate / 1000))
         if end > left and height > bottom:
             place = (-9, -5) if end < right else (-2, 1)
-            how = {"xytext": place, "textcoords": "offset points", "rotation": turned}
+            how: dict[str, Any] = {"xytext": place, "textcoords": "offset points", "rotation": turned}
             axis.annotate(f"{rate:g} tok/s", (end, height), **how, **RATE_TEXT)
 
 
 def _frontier_points(axis: Axes, points: Sequence[Point]) -> None:
     for circuit in dict.fromkeys(point.circuit for point in points):
         own = sorted((point for point in points if point.circuit == circuit), key=lambda point: point.milliseconds)
-        look = {**PLAIN, "linestyle": "none", "markersize": 9}
+        look: dict[str, Any] = {**PLAIN, "linestyle": "none", "markersize": 9}
         if circuit is not None:
             look = {**CIRCUIT_LOOKS[circuit], "markersize": 6}
         errors = [0 if math.isnan(point.standard_error) else point.standard_error for point in own]
@@ -255,7 +255,8 @@ def _place_labels(axis: Axes, points: Sequence[Point]) -> None:
         shared = Bbox.intersection(one, other)
         return shared.width * shared.height if shared else 0.0
 
-    renderer = axis.figure.canvas.get_renderer()
+    canvas: Any = axis.figure.canvas  # Agg's
+    renderer = canvas.get_renderer()
     scale = axis.figure.dpi / 72
     centres = [axis.transData.transform((point.milliseconds, point.tokens_per_step)) for point in points]
     reach = 4 * scale  # half a marker
@@ -266,15 +267,16 @@ def _place_labels(axis: Axes, points: Sequence[Point]) -> None:
         label = axis.annotate(point.label, at, xytext=(0, 0), textcoords="offset points", fontsize=8)
         size = label.get_window_extent(renderer).size
         label.remove()
-        best = None
+        best: tuple[float, float, Any] | None = None
         for right, up in LABEL_PLACES:  # of the label's nearest corner, or of the middle of an edge
             left = x + right * scale - size[0] * (right < 0) - size[0] / 2 * (right == 0)
             box = Bbox.from_bounds(left, y + up * scale - size[1] * (up < 0), *size)
-            hidden = sum(overlap(box, other) for other in taken) + size.prod() - overlap(box, axis.bbox)
+            hidden = sum(overlap(box, other) for other in taken) + size[0] * size[1] - overlap(box, axis.bbox)
             if best is None or hidden < best[0] - 1e-6:
                 best = hidden, math.hypot(right, up), box
             if best[0] <= 1e-6:
                 break
+        assert best is not None  # there are places
         _, away, box = best
         place = ((box.x0 - x) / scale, (box.y0 - y) / scale)
         line = LABEL_LINE if away > BESIDE else None
@@ -309,8 +311,9 @@ def plot_latency(rows: Sequence[Row], folder: Path, name: str) -> list[Path]:
         y = [row["tokens_per_second"] for row in mine]
         axis.plot(x, y, **look, label=decoding)
         if decoding == "plain":
+            how: dict[str, Any] = {"xytext": LABEL_PLACES[1], "textcoords": "offset points", "fontsize": 7}
             for row, *at in zip(mine, x, y, strict=True):
-                axis.annotate(f"c={row['clients']}", at, xytext=LABEL_PLACES[1], textcoords="offset points", fontsize=7)
+                axis.annotate(f"c={row['clients']}", (at[0], at[1]), **how)
 
     labels = ("milliseconds per token of a request", "tok/s of all requests")
     return _served_panels(rows, folder, name, draw, labels, logarithmic=True)

@@ -66,7 +66,7 @@ class Head(NamedTuple):
 class Engine:
     """A replica: one `vllm serve`."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, command: Sequence[str], environment: dict[str, str], start_timeout_s: float, program: Sequence[str]
     ) -> None:
         self.server = EngineServer(command, environment, program, output=sys.stderr)
@@ -90,7 +90,8 @@ class Engine:
                 else:
                     yield await answer.read()
         except EngineFailed as error:
-            error.actor_id = ray.get_runtime_context().get_actor_id()  # as in Ray's own errors
+            # As in Ray's own errors.
+            error.actor_id = ray.get_runtime_context().get_actor_id()  # type: ignore[attr-defined]
             raise
 
     async def _end_with_server(self) -> None:

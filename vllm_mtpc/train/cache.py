@@ -235,7 +235,7 @@ def shard_name(shard: int) -> str:
 
 def _index(source: Computed, rows_per_shard: int | None) -> Index:
     """The index of a folder that holds these states."""
-    dtype = str(source.dtype).removeprefix("torch.")
+    dtype: Any = str(source.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise UsageError(f"hidden states as {source.dtype}; allowed: {', '.join(DTYPES)}; give one of them as dtype")
     row_bytes = source.seq_len * source.hidden_size * source.dtype.itemsize

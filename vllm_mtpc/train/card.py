@@ -14,18 +14,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.checkpoint.save import front_matter
+from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, front_matter, measured_on, target_license
 from vllm_mtpc.engine.provenance import commit, hardware, public
 from vllm_mtpc.report import markdown
 
 if TYPE_CHECKING:
     from vllm_mtpc.train.options import TrainOptions
 
-PLOTS = {
-    "loss.png": "Loss and expected tokens/step over the run",
-    "acceptance.png": "Acceptance and tokens/step per position",
-    "frontier.png": "Tokens/step over the latency of a step",
-}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 UNTRAINED = (
     "**This head is untrained** (written by `--dry-run`, or with no steps): it can be served, the output is "
@@ -74,7 +69,12 @@ def provenance(
         "hardware": hardware(),
         "seed": options.seed,
         "data": {"names": settings["data"], **facts},
-        "head": {**head, "target": public(verifier), "base_model": base_model},
+        "head": {
+            **head,
+            "target": public(verifier),
+            "base_model": base_model,
+            "license": target_license(options.target),
+        },
         "settings": settings,
         "run": run,
         "figures": dict(results),
@@ -112,7 +112,10 @@ def card(record: Mapping[str, Any], words: Words) -> str:
     """README.md of a head, from what `provenance` returned: Markdown with a YAML front matter."""
     head, results, run = record["head"], record["figures"], record["run"]
     name = Path(record["settings"]["out"]).name or "HEAD"
-    parts = [front_matter(words.tags, head["base_model"]), f"# {words.title}\n", *(f"{one}\n" for one in words.about)]
+    measured = {words.columns[key]: values["tokens_per_step"] for key, values in results.items()}
+    license, scores = head.get("license"), eval_results(measured, measured_on(record))
+    data = card_data(words.tags, head["base_model"], license, scores, words.title)
+    parts = [front_matter(data), f"# {words.title}\n", *(f"{one}\n" for one in words.about)]
     if not run["steps"]:
         parts.append(UNTRAINED)
     elif not results:
@@ -141,7 +144,7 @@ def _table(results: Mapping[str, Mapping[str, Any]], words: Words) -> str:
     totals = [f"**{values['tokens_per_step']:.3f}** (s.e. {values['standard_error']:.3f})" for values in columns]
     rows = [["Tokens/step", *totals]]
     accepted = zip_longest(*(values["per_position"] for values in columns))
-    numbers = [(f"Accepted up to {k}", values) for k, values in enumerate(accepted, 1)]
+    numbers = [(f"Accepted up to {k}", list(values)) for k, values in enumerate(accepted, 1)]
     numbers += [(label, [values.get(key) for values in columns]) for key, label in words.rows.items()]
     for label, values in numbers:
         if any(value is not None for value in values):

@@ -10,7 +10,7 @@ import errno
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, is_head
 from vllm_mtpc.errors import CheckpointError, UsageError
@@ -94,9 +94,9 @@ def with_responses(options: TrainOptions) -> TrainOptions:
             "the file it writes"
         )
     greedy = round(options.regenerate * options.job.greedy_share(options))
-    sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    sampled: dict[str, Any] = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
-    shared = {
+    shared: dict[str, Any] = {
         "target": options.target,
         "data": options.data,
         "max_tokens": options.regenerate_tokens,

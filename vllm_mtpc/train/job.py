@@ -81,6 +81,7 @@ class Job(ABC):
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
         """Rows whose windows are shuffled together, where the options do not say: 1 GiB of them is held."""
+        assert self.options.seq_len is not None  # `settled`
         return max(1, BLOCK_BYTES // (self.options.seq_len * self.numbers_held() * self.target.dtype.itemsize))
 
     def windows(self, source: HiddenSource, rank: int = 0, world: int = 1) -> WindowSource:

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,7 @@ class Trainer:
             group["lr"] = rate
         parts, total, watched = self.options.grad_accumulation, torch.zeros((), device=self.accelerator.device), None
         for number in range(parts):  # every process takes the same number of them
-            part, is_last = batch.each(lambda value, number=number: value[number::parts]), number == parts - 1
+            part, is_last = batch.each(itemgetter(slice(number, None, parts))), number == parts - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.drafter):
                 loss, watched = self.drafter(part, watch=watch and is_last)
                 self.accelerator.backward(loss * self.accelerator.num_processes)

@@ -17,7 +17,7 @@ STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
 DEFAULT_METHOD = "mtpc"  # of heads by their own names; `head` names any other family itself
 
 
-class TrainOptions(create_model("HeadOptions", **option_fields())):
+class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ignore[misc]  # made of the registry
     """Every option of `vllm-mtpc train`. A field is a key of the YAML file and, with dashes, a flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

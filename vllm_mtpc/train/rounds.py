@@ -62,8 +62,8 @@ class Rounds:
         """P(a step starts) [R, S] float16 at every position of the rows of a block [R]; 0 where no window starts."""
         known = self.known
         if known is None or known["round"] != self.number or not torch.equal(known["rows"], block):
-            self.known = {"round": self.number, "rows": block, "chances": self._computed(block)}
-        return self.known["chances"]
+            self.known = known = {"round": self.number, "rows": block, "chances": self._computed(block)}
+        return known["chances"]
 
     def _computed(self, block: Tensor) -> Tensor:
         """Row by row, each process its own rows, so that a row's chances do not depend on their number."""

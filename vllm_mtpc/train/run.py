@@ -151,7 +151,7 @@ def read_data(
             f"{options.max_steps:,} steps need")  # fmt: skip
 
     def load(data: list[str], most_bytes: int | None) -> Documents:
-        more = {"split": options.split, "most_bytes": most_bytes, "vocab_size": target.vocab_size}
+        more: dict[str, Any] = {"split": options.split, "most_bytes": most_bytes, "vocab_size": target.vocab_size}
         return load_documents(data, target.tokenizer, **more)
 
     documents = load(options.data, most)
@@ -159,6 +159,7 @@ def read_data(
         held_out = load(options.validation_data, LEAST_BYTES)
     else:
         documents, held_out = split_validation(documents, options.validation_share, options.seed)
+    assert options.seq_len is not None  # `settled`
     rows, report = pack(documents, options.seq_len, options.window, options.seed)
     say(f"data: {report.tokens:,} tokens of {report.documents:,} documents in {report.rows:,} rows, "
         f"{report.padding:.1%} padding, {report.dropped:,} documents too short")  # fmt: skip

@@ -53,7 +53,7 @@ def test_a_run_writes_a_head_with_its_figures(place: Path, capsys: pytest.Captur
         "provenance.json", "metrics.jsonl", "state", "loss.png", "loss.svg", "acceptance.png", "acceptance.svg",
     }  # fmt: skip
     card = (out / "README.md").read_text()
-    assert {"license", "pipeline_tag", "base_model"} <= front_matter_of(out).keys()
+    assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
     assert "# PTP head: o-ptp, n=4, LoRA rank 3" in card and "temperature 0.9, top-k 40" in card
     assert f"**{figures['t1']['tokens_per_step']:.3f}**" in card and "cross entropy of the token that u picks" in card
     assert str(place) not in card + json.dumps(record)

@@ -24,7 +24,8 @@ from torch import Tensor
 from vllm_mtpc.checkpoint.convert.drafter_config import Drafter, read_drafter
 from vllm_mtpc.checkpoint.convert.source import MASK_FILE, ConvertOptions, load, narrowest, target_config
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, download, verifier_name
-from vllm_mtpc.checkpoint.save import converted_card, save_head
+from vllm_mtpc.checkpoint.metadata import converted_card
+from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.checkpoint.shards import Shards, unequal_rows
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError
@@ -69,7 +70,7 @@ def convert_drafter(options: ConvertOptions, label: str) -> tuple[HeadConfig, st
         head = build_head(config)
     _check_shapes(folder, tensors, head.state_dict())
     head.load_state_dict(tensors, assign=True)
-    record = {"from": label, "layout": given.layout, "trained_on": given.trained_on, "mask": mask_from}
+    record: dict[str, Any] = {"from": label, "layout": given.layout, "trained_on": given.trained_on, "mask": mask_from}
     record["left_out"] = left_out
     verifier = config.speculators_config.verifier.name_or_path
     about = f"Converted from `{label}` by `vllm-mtpc convert`; target `{verifier}`."

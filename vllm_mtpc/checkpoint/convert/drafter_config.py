@@ -20,8 +20,10 @@ from vllm_mtpc.errors import CheckpointError
 
 SPECULATORS = ("dflash", "dspark")
 AUTHORS = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
-_DFLASH_KEYS = ("block_size", "causal", "mask_token_id", "sample_from_anchor", "swa_window_size", "target_layer_ids")
-_DFLASH_KEYS += ("use_aux_hidden_state",)
+_DFLASH_KEYS = (
+    *("block_size", "causal", "mask_token_id", "sample_from_anchor", "swa_window_size", "target_layer_ids"),
+    "use_aux_hidden_state",
+)
 _ROPE_KEYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 _MISSING = object()
 
@@ -191,7 +193,8 @@ class _Given:
             if rope.get(key) not in (None, allowed):
                 raise self.refuse(f"rope_parameters.{key}", rope[key], repr(allowed))
         self.only("partial_rotary_factor", (1, 1.0), "1", self.layer)
-        theta, eps = rope.get("rope_theta"), self.layer.get("rms_norm_eps", 1e-6)
+        theta: Any = rope.get("rope_theta")
+        eps: Any = self.layer.get("rms_norm_eps", 1e-6)
         if type(theta) not in (int, float) or theta <= 0:
             raise self.refuse("rope_theta", theta, "a number above 0", "write the one it was trained with")
         if type(eps) not in (int, float):

@@ -29,7 +29,8 @@ from vllm_mtpc.checkpoint.convert.tensors import Tensors, sort_tensors, sum_tens
 from vllm_mtpc.checkpoint.convert.yaml import Settings
 from vllm_mtpc.checkpoint.load import check_adapter_shapes, module_names
 from vllm_mtpc.checkpoint.locate import verifier_name
-from vllm_mtpc.checkpoint.save import converted_card, save_head
+from vllm_mtpc.checkpoint.metadata import converted_card
+from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.heads import build_head
@@ -113,6 +114,8 @@ def _read_settings(settings: Settings, file: Path) -> _Head:
     def refuse(key: str, value: Any, allowed: str) -> CheckpointError:
         return CheckpointError(f"{file}: {key} = {value!r}; allowed: {allowed}; convert a head made so")
 
+    value: Any
+    default: Any
     for key, default in (("n_token", None), ("n_component", None), ("n_repetition", 1), ("vocab_size", 1)):
         if type(value := circuit.get(key, default)) is not int or value < 1:
             raise refuse(f"circuit.model.{key}", value, "numbers from 1")
@@ -174,7 +177,8 @@ def _adapters(path: Path, lora: Mapping[str, Tensor], settings: Settings, target
     given = settings.section(_ADAPTERS, _ADAPTER_KEYS)
     if not lora and not given:
         return None
-    rank, alpha = given.get("r"), given.get("lora_alpha")
+    rank: Any = given.get("r")
+    alpha: Any = given.get("lora_alpha")
     if not lora or type(rank) is not int or type(alpha) not in (int, float) or alpha <= 0:
         raise CheckpointError(
             f"{path}: has {len(lora)} adapter tensors, but config.yaml says {_ADAPTERS}: r = {rank}, lora_alpha = "

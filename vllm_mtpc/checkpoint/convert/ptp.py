@@ -20,8 +20,8 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions, adapters_of, load, target_config
 from vllm_mtpc.checkpoint.locate import verifier_name
+from vllm_mtpc.checkpoint.metadata import converted_card
 from vllm_mtpc.checkpoint.ptp import save_ptp
-from vllm_mtpc.checkpoint.save import converted_card
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import check_lengths

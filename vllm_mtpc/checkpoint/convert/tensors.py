@@ -179,8 +179,8 @@ def _biases(
             )
         found[fitting[0]] = name
     inner = len(shapes) - 1
-    if (name := found.pop(inner, None)) is not None:
-        value = unknown[name].flatten()
+    if (root := found.pop(inner, None)) is not None:
+        value = unknown[root].flatten()
         if bool((value != value[0]).any()):  # equal ones leave a softmax as it is
             raise CheckpointError(
                 f"{path}: {name} is a bias of the root, which heads here do not have; allowed: equal values; train it "

@@ -58,7 +58,7 @@ class Settings:
                 f"{self._source}: {path} has unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}; convert "
                 "a head made with these alone"
             )
-        values = {key: self.value(f"{path}.{key}") for key in node}
+        values = {key: self.value(f"{path}.{key}") for key in map(str, node)}
         return {key: value for key, value in values.items() if value is not None}
 
     def _at(self, path: str, default: Any) -> Any:

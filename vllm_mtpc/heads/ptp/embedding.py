@@ -140,7 +140,7 @@ def check_embedding(name: str, features: int | None, hidden: int | None) -> None
             )
     if features is not None and not 1 <= features <= MAX_FEATURES:
         raise HeadConfigError(f"u_features={features}: allowed are 1 to {MAX_FEATURES}; set u_features to that")
-    if name == "interpolation" and features < 2:
+    if name == "interpolation" and features == 1:
         raise HeadConfigError(f"u_features={features}: u_embedding 'interpolation' needs 2 rows; set u_features to 2")
 
 

@@ -187,6 +187,7 @@ class Student(AdaptedLayers):
 
     def chain(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Drafts [B, K] by the late network; hidden[B, K, D] of their rows, x_1 first[B], as `LateNetwork.draft`."""
+        assert self.late is not None  # only heads with a late network are drafted from so
         return self.late.draft(hidden, first.to(hidden.device), self._token_embeddings, choose)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ class Student(AdaptedLayers):
         """
         self.take_lora(lora)
         self.embedding.load_state_dict(embedding.state_dict())
-        if late is not None:
+        if late is not None and self.late is not None:
             self.late.load_state_dict(late.state_dict())
 
     def _windows(
@@ -267,6 +268,7 @@ def _scaled_embedding(config: Any, backbone: nn.Module) -> AuxEmbedding:
     embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
     wanted = backbone.get_input_embeddings().weight.float().std().cpu()
     factor = wanted / embedding.table().std().clamp(min=1e-6)
-    for value in getattr(embedding, "outer", embedding).parameters():
+    scaled: Any = getattr(embedding, "outer", embedding)
+    for value in scaled.parameters():
         value.mul_(factor)
     return embedding.float()

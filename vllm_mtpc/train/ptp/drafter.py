@@ -143,10 +143,15 @@ def drawing(window: int, beta: float) -> Callable[[int, int], Tensor]:
     return draw
 
 
+def _draws(batch: Windows) -> Tensor:
+    assert batch.draws is not None  # `drawing`, of every source of windows here
+    return batch.draws
+
+
 def _joined(blocks: list[Block]) -> Block:
     hidden, keys, values, positions, documents = zip(*(block.prefix for block in blocks), strict=True)
-    by_layer = [[torch.cat(parts) for parts in zip(*some, strict=True)] for some in (keys, values)]
-    prefix = Prefix(torch.cat(hidden), *by_layer, torch.cat(positions), torch.cat(documents))
+    by_layer = ([torch.cat(parts) for parts in zip(*some, strict=True)] for some in (keys, values))
+    prefix = Prefix(torch.cat(hidden), next(by_layer), next(by_layer), torch.cat(positions), torch.cat(documents))
     return Block(prefix, torch.cat([block.left for block in blocks]), torch.cat([block.right for block in blocks]))
 
 
@@ -204,7 +209,7 @@ class PtpDrafter(nn.Module):
     def _text(self, batch: Windows) -> Text:
         if self.options.proposals == "student":
             return self._own_text(batch)
-        return self._inverse_text(batch) if self.loss == "inverse" else self._given_text(batch, batch.draws[:, 0])
+        return self._inverse_text(batch) if self.loss == "inverse" else self._given_text(batch, _draws(batch)[:, 0])
 
     def _given_text(self, batch: Windows, inner: Tensor) -> Text:
         """The text of the data, u inside the target's intervals."""
@@ -218,7 +223,7 @@ class PtpDrafter(nn.Module):
     def _own_text(self, batch: Windows) -> Text:
         """What the student makes of fresh u, u drawn again inside the target's intervals of it."""
         student, options, prefix, row, start = self.head, self.options, batch.hidden.prefix, batch.row, batch.start
-        inner, fresh = batch.draws[:, 0], batch.draws[:, 1]
+        inner, fresh = _draws(batch)[:, 0], _draws(batch)[:, 1]
         state = prefix.hidden[row, start]
         made = drafts(student, batch.hidden, row, start, fresh, distribution_of(student, state, options))  # [B, n]
         states = torch.cat([state[:, None], student.plain(prefix, row, start, made[:, :-1])], 1)
@@ -229,7 +234,7 @@ class PtpDrafter(nn.Module):
     def _inverse_text(self, batch: Windows) -> Text:
         """The text of the data, u inside the student's own intervals: u_k needs the row before it (no teacher)."""
         student, prefix, row, start = self.head, batch.hidden.prefix, batch.row, batch.start
-        tokens, inner = batch.tokens, batch.draws[:, 0]
+        tokens, inner = batch.tokens, _draws(batch)[:, 0]
         chosen, u = tokens.clamp(min=0), torch.zeros_like(inner)
         log_p = distribution_of(student, prefix.hidden[row, start], self.options)
         for k in range(tokens.shape[1]):
@@ -243,7 +248,7 @@ class PtpDrafter(nn.Module):
     def _watched(self, batch: Windows) -> Tensor:
         """Sums [2]: 1 and the leading drafts that are the text, u uniform inside its intervals; and windows."""
         batch = batch.each(lambda value: value[:WATCHED])
-        text = self._given_text(batch, batch.draws[:, 1])
+        text = self._given_text(batch, _draws(batch)[:, 1])
         log_p = distribution_of(self.head, batch.hidden.prefix.hidden[batch.row, batch.start], self.options)
         made = drafts(self.head, batch.hidden, batch.row, batch.start, text.u, log_p, text.tokens[:, 0])
         right = _leading((made == text.tokens)[:, 1:] & text.usable[:, 1:])

@@ -1,0 +1,160 @@
+"""`vllm-mtpc push` against a stand-in hub: what arrives is the head and nothing else; what fails says so in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.hub import TOKEN, Hub, hub_server
+from vllm_mtpc import demo
+from vllm_mtpc.cli import main
+
+TARGET = "someone/target"
+HEAD_FILES = {"README.md", "config.json", "model.safetensors", "provenance.json", "loss.png", "acceptance.png"}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with hub_server() as server:
+        yield server
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """A head for a target on the hub, in a folder where a trainer has left more than the head."""
+    folder = tmp_path / "head"
+    shutil.copytree(demo.path("btree"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = TARGET
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("state/rng.pt", "data/responses.jsonl", "optimizer.bin", "train.log", ".env", "other.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"not to be sent")
+    return folder
+
+
+def push(hub: Hub, home: Path, *words: str | Path, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+    """The command as it is typed; the hub's client reads where the hub is when it is imported."""
+    ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))} | ours
+    command = [sys.executable, "-m", "vllm_mtpc", "push", *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def front(card: bytes) -> dict:
+    return yaml.safe_load(card.decode().split("---\n")[1])
+
+
+def test_the_bytes_of_the_head_arrive_as_one_commit(hub: Hub, head: Path, tmp_path: Path) -> None:
+    text = (head / "README.md").read_text().replace("license: apache-2.0\n", "language: code\n")
+    (head / "README.md").write_text(text)
+    hub.cards[TARGET] = "---\nlicense: other\nlicense_name: theirs\n---\n# Target\n"
+    done = push(hub, tmp_path / "home", head, "me/head", "--private")
+    assert done.returncode == 0, done.stderr
+    assert hub.created["me/head"]["visibility"] == "private"
+    (sent,) = hub.commits
+    assert sent.keys() == HEAD_FILES
+    for name in HEAD_FILES - {"README.md"}:
+        assert sent[name] == (head / name).read_bytes(), name
+    found = front(sent["README.md"])
+    assert (found["license"], found["license_name"]) == ("other", "theirs")  # the target's
+    assert (found["base_model"], found["language"]) == (TARGET, "code")
+    assert sent["README.md"].decode().partition("\n# ")[2] == text.partition("\n# ")[2]
+    assert (head / "README.md").read_text() == text
+    assert "left out: .env, data/, metrics.jsonl, optimizer.bin, other.safetensors, state/, train.log" in done.stdout
+    assert f"{len(sent['model.safetensors']):,}  model.safetensors" in done.stdout
+    assert f"{hub.url}/me/head/commit/" in done.stdout and "vllm serve me/head" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "place, status, said",
+    [
+        ("/api/repos/create", 401, "hf auth login"),
+        ("/api/models/me/head/commit", 403, "may not write"),
+        ("/lfs/", 403, "may not write"),
+        ("/api/models/me/head/preupload", 404, "no such place"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(
+    hub: Hub, head: Path, tmp_path: Path, place: str, status: int, said: str
+) -> None:
+    hub.refuse[place] = status
+    done = push(hub, tmp_path / "home", head, "me/head")
+    error = [line for line in done.stderr.splitlines() if line.startswith("vllm-mtpc: error:")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert len(error) == 1 and said in error[0] and f"HTTP {status}" in error[0], done.stderr
+    assert not hub.commits and any(place in one for one in hub.asked)
+
+
+def test_no_connection_is_one_line(hub: Hub, head: Path, tmp_path: Path) -> None:
+    hub.url = "http://127.0.0.1:9"  # discard: nothing listens
+    done = push(hub, tmp_path / "home", head, "me/head")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "no connection to http://127.0.0.1:9" in done.stderr.splitlines()[-1]
+
+
+def test_a_dry_run_and_a_missing_token_ask_nothing_of_the_hub(hub: Hub, head: Path, tmp_path: Path) -> None:
+    done = push(hub, tmp_path / "home", head, "me/head", "--dry-run", "--license", "mit", token="")
+    assert done.returncode == 0, done.stderr
+    assert "model.safetensors" in done.stdout and "license: mit" in done.stdout and "nothing was sent" in done.stdout
+    done = push(hub, tmp_path / "home", head, "me/head", token="")
+    assert done.returncode == 1 and "hf auth login" in done.stderr
+    assert not hub.asked
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    assert main(["push", *map(str, words), "--dry-run"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("name", ["head", "me/head/more", "me/he ad", "me/head.git", "me/" + "a" * 97, "../head"])
+def test_a_name_that_is_none_of_the_hubs(head: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert "OWNER/NAME" in refused(capsys, head, name)
+
+
+def test_what_is_no_head_stays_here(head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no head's folder" in refused(capsys, tmp_path, "me/head")
+    assert "no head's folder" in refused(capsys, demo.path("target"), "me/head")
+    assert "'../target', which nobody else has" in refused(capsys, demo.path("btree"), "me/head")
+    data = bytearray((head / "model.safetensors").read_bytes())
+    data[-2:] = b"\xff\x7f"  # NaN
+    (head / "model.safetensors").write_bytes(data)
+    assert "NaN" in refused(capsys, head, "me/head")
+    (head / "model.safetensors").rename(head / "model.bin")
+    assert "pickled weights are never loaded" in refused(capsys, head, "me/head")
+
+
+def test_a_card_is_written_where_there_is_none(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm_mtpc.publish.folder import gather
+
+    (head / "README.md").unlink()
+    assert main(["push", str(head), "me/head", "--dry-run"]) == 0
+    assert "no licence, so nobody may use the head" in capsys.readouterr().out
+    card = gather(head, "me/head", None, is_online=False).card
+    assert f"A draft head for `{TARGET}`" in card.text and card.data.license is None
+    (result, greedy) = card.data.eval_results
+    assert (result.metric_name, result.metric_value) == ("Tokens/step at T=1", 2.881)
+    assert (greedy.metric_name, greedy.dataset_name) == ("Tokens/step at T=0", "build/demo/heldout.jsonl")
+
+
+def test_a_ptp_head_goes_with_its_adapters(tmp_path: Path) -> None:
+    from vllm_mtpc.publish.folder import gather
+
+    folder = tmp_path / "head"
+    shutil.copytree(demo.path("o-ptp"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = TARGET
+    (folder / "config.json").write_text(json.dumps(config))
+    upload = gather(folder, "me/head", "mit", is_online=False)
+    weights = {name for name in upload.sizes if name.endswith(".safetensors")}
+    assert weights == {"u_embed.safetensors", "adapter_model.safetensors"} and "adapter_config.json" in upload.sizes
+    assert upload.card.data.license == "mit" and "ptp" in upload.card.data.tags

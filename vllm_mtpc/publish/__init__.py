@@ -1,0 +1,1 @@
+"""Publishing a head on the hub: `vllm-mtpc push`."""
