@@ -112,7 +112,11 @@ setup(
     python_requires=">=3.10",
     packages=packages(),
     package_dir={"vllm_mtpc": "vllm_mtpc", **BESIDE},
-    package_data={"vllm_mtpc": ["py.typed"], "vllm_mtpc.demo": ["assets/**"], "vllm_mtpc.kernels": ["**/*.md"]},
+    package_data={
+        "vllm_mtpc": ["py.typed", "play/page.html"],
+        "vllm_mtpc.demo": ["assets/**"],
+        "vllm_mtpc.kernels": ["**/*.md"],
+    },
     include_package_data=False,
     zip_safe=False,
     install_requires=[

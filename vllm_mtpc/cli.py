@@ -36,6 +36,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "play": Command("a page on which plain vLLM and a head race, step by step", "vllm_mtpc.play.command"),
     "train": Command("train a head for a model, from text to a folder that can be served", "vllm_mtpc.train.command"),
     "regenerate": Command("have the target write the text a head is trained on", "vllm_mtpc.batch.regenerate"),
     "cache": Command("keep a target's hidden states on disk", "vllm_mtpc.train.cache_command"),

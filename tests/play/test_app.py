@@ -1,0 +1,216 @@
+"""What stands between the page and the two servers, against a stand-in for vLLM's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from vllm_mtpc.cli import main
+from vllm_mtpc.play import command, streams
+from vllm_mtpc.play.app import Play, Side
+
+CHUNKS = [("d", [100]), ("ef re", [1, 2, 3, 4, 5]), ("é", [195, 169]), ("", []), ("\n", [10])]
+
+
+class Server:
+    """Streams CHUNKS; what it was asked is in `asked`."""
+
+    def __init__(self, has_ids: bool = True) -> None:
+        self.has_ids, self.asked, self.left = has_ids, [], 0
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append((request.path, body, request.headers.get("Authorization")))
+        if body.get("vllm_xargs", {}).get("mtpc_drafts", 0) > 7:
+            return web.json_response({"error": {"message": "allowed are 0 to 7", "code": 400}}, status=400)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        counted = 0
+        try:
+            for text, ids in CHUNKS * (1000 if "long" in body.get("prompt", "") else 1):
+                counted += len(ids)
+                choice = {"text": text, "logprobs": {"tokens": list(text)}} | (
+                    {"token_ids": ids} if self.has_ids else {}
+                )
+                event = {"choices": [choice], "usage": {"completion_tokens": counted}}
+                await response.write(f"data: {json.dumps(event)}\n\n".encode())
+                await asyncio.sleep(0.01)
+        except ConnectionError:
+            self.left += 1
+            raise
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        lines = [f'{name}_total{{position="{k}"}} 1.0' for k in range(7)]
+        return web.Response(text=f"# TYPE {name} counter\n" + "\n".join(lines) + "\n")
+
+    async def swap(self, request: web.Request) -> web.Response:
+        path = (await request.json())["path"]
+        self.asked.append((request.path, path, None))
+        if path == "bad":
+            return web.json_response({"error": {"message": "the head is not swapped"}}, status=400)
+        return web.json_response({"head": path})
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes([web.post("/v1/completions", self.complete), web.post("/v1/chat/completions", self.complete)])
+        app.add_routes([web.get("/v1/models", self.models), web.get("/metrics", self.metrics)])
+        app.add_routes([web.post("/mtpc/head", self.swap)])
+        return app
+
+
+def on_page(server: Server, call: Callable[[aiohttp.ClientSession, str], Any]) -> Any:
+    """What `call` returns of a page before this server on both sides."""
+
+    async def run() -> Any:
+        runners = []
+
+        async def serve(app: web.Application) -> str:
+            runners.append(web.AppRunner(app))
+            await runners[-1].setup()
+            site = web.TCPSite(runners[-1], "127.0.0.1", 0)
+            await site.start()
+            return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+        url = await serve(server.app())
+        heads = [Side("a", url, "good"), Side("b", url, "bad"), Side("c", url)]
+        page = await serve(Play("demo", Side("plain", url), heads, "def ").app())
+        try:
+            async with aiohttp.ClientSession() as session:
+                return await call(session, page)
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def asking(side: str, **more: Any) -> Callable[[aiohttp.ClientSession, str], Any]:
+    async def call(session: aiohttp.ClientSession, page: str) -> list[dict[str, Any]]:
+        body = {"prompt": "def ", "temperature": 0, "max_tokens": 9, "seed": 1, "head": 0, **more}
+        async with session.post(f"{page}/ask/{side}", json=body) as response:
+            return [json.loads(line) for line in (await response.text()).splitlines()]
+
+    return call
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_a_chunk_is_a_step(has_ids: bool) -> None:
+    server = Server(has_ids)
+    found = on_page(server, asking("head", drafts=3))
+    assert [(one["pieces"], one["tokens"]) for one in found] == [
+        (["d"], 1),
+        (list("ef re"), 5),
+        (["é"], 2),  # two bytes of one letter cannot be told apart
+        (["\n"], 1),
+    ]
+    assert all(before["ms"] < after["ms"] for before, after in pairwise(found))
+    path, body, _ = server.asked[-1]
+    assert path == "/v1/completions" and body["vllm_xargs"] == {"mtpc_drafts": 3} and body["seed"] == 1
+
+
+def test_plain_is_asked_for_no_drafts() -> None:
+    server = Server()
+    on_page(server, asking("plain", drafts=3))
+    assert "vllm_xargs" not in server.asked[-1][1]
+
+
+def test_the_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    on_page(server, asking("head", chat=True))
+    path, body, key = server.asked[-1]
+    assert (path, key) == ("/v1/chat/completions", "Bearer k")
+    assert body["messages"] == [{"role": "user", "content": "def "}] and "prompt" not in body
+
+
+def test_errors_are_said() -> None:
+    (error,) = on_page(Server(), asking("head", drafts=8))
+    assert "answers 400: allowed are 0 to 7" in error["error"]
+    (error,) = on_page(Server(), asking("head", temperature="hot"))
+    assert "not what this page sends" in error["error"]
+    (error,) = on_page(Server(), asking("head", head=9))
+    assert "not what this page sends" in error["error"]
+
+    async def of_nobody(session: aiohttp.ClientSession, page: str) -> None:
+        await streams.model_of(session, "http://127.0.0.1:9")
+
+    with pytest.raises(streams.EngineFailed, match=r"http://127.0.0.1:9 is no server with vLLM's OpenAI API"):
+        on_page(Server(), of_nobody)
+
+
+def test_who_stops_ends_the_request() -> None:
+    server = Server()
+
+    async def call(session: aiohttp.ClientSession, page: str) -> None:
+        body = {"prompt": "long", "temperature": 0, "max_tokens": 9}
+        async with session.post(f"{page}/ask/plain", json=body) as response:
+            await response.content.readline()
+        for _ in range(200):
+            if server.left:
+                return
+            await asyncio.sleep(0.02)
+
+    on_page(server, call)
+    assert server.left == 1
+
+
+def test_settings_and_switch() -> None:
+    async def call(session: aiohttp.ClientSession, page: str) -> Any:
+        async with session.get(f"{page}/settings") as response:
+            found = [await response.json()]
+        for head in (0, 1, 2, 3):
+            async with session.post(f"{page}/switch", json={"head": head}) as response:
+                found.append((response.status, await response.json()))
+        async with session.get(page) as response:
+            found.append(await response.text())
+        return found
+
+    server = Server()
+    settings, good, bad, of_url, unknown, page = on_page(server, call)
+    assert settings["heads"] == [{"name": name, "drafts": 7} for name in "abc"] and settings["prompt"] == "def "
+    assert good == (200, {"head": "a"}) and of_url == (200, {"head": "c"})
+    assert bad == (502, {"error": "the head is not swapped"}) and unknown[0] == 400
+    assert [one[1] for one in server.asked] == ["good", "bad"]
+    assert page.startswith("<!doctype html>")
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    text = (Path(command.__file__).with_name("page.html")).read_text(encoding="utf-8")
+    assert "http://" not in text and "https://" not in text and "innerHTML" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--plain", "http://a:1"], "allowed are two addresses"),
+        (["--head", "http://a:1"], "allowed are two addresses"),
+        (["--head", "http://a:1", "--head", "folder"], "allowed are two addresses"),
+        (["--plain", "http://", "--head", "http://a:1"], "is no address of a server"),
+        (["--target", "T"], "--target without --head"),
+        (["--head", "no/such"], "no/such"),
+    ],
+)
+def test_bad_words_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["play", *words]) == 1
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_names() -> None:
+    assert command.named("http://a:1/v1/") == ("a:1", "http://a:1")
+    assert command.named("mine=http://a:1") == ("mine", "http://a:1")
+    assert command.named("x/y") == ("y", "x/y") and command.named("n=x/y") == ("n", "x/y")

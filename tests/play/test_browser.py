@@ -1,0 +1,190 @@
+"""The page in a real browser, before real servers: `vllm-mtpc play`, as somebody would type it.
+
+MTPC_SCREENSHOT=FILE keeps the picture that the documentation shows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mtpc.bench.serve import free_port
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("chromedriver") is None, reason="no browser to drive: apt install chromium chromium-driver"
+)
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port, log = free_port(), tmp_path_factory.mktemp("play") / "log"
+    command = [sys.executable, "-m", "vllm_mtpc", "play", "--port", str(port)]
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            until = time.monotonic() + 300
+            while "open http://" not in log.read_text():
+                assert process.poll() is None and time.monotonic() < until, log.read_text()
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            assert process.wait(60) is not None
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    profile = tmp_path_factory.mktemp("profile")
+    for word in (
+        "headless=new",
+        "no-sandbox",
+        "disable-dev-shm-usage",
+        "window-size=1280,980",
+        f"user-data-dir={profile}",
+    ):
+        options.add_argument(f"--{word}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    yield made
+    made.quit()
+
+
+class Page:
+    def __init__(self, browser: Any, address: str) -> None:
+        self.browser = browser
+        browser.get(address)
+        self.wait("document.body.dataset.ready === 'true'")
+
+    def run(self, script: str) -> Any:
+        return self.browser.execute_script(f"return {script}")
+
+    def wait(self, script: str) -> None:
+        until = time.monotonic() + WAIT_S
+        while not self.run(script):
+            assert time.monotonic() < until, (script, self.run("document.body.innerText"))
+            time.sleep(0.1)
+
+    def set(self, name: str, value: Any) -> None:
+        self.run(f"(() => {{ const one = document.getElementById({name!r}); one.value = {value!r}; "
+                 "one.dispatchEvent(new Event('input')); })()")  # fmt: skip
+
+    def press(self, *keys: str) -> None:
+        from selenium.webdriver import ActionChains
+
+        chain = ActionChains(self.browser)
+        for key in keys[:-1]:
+            chain.key_down(key)
+        chain.send_keys(keys[-1])
+        for key in keys[:-1]:
+            chain.key_up(key)
+        chain.perform()
+
+    def race(self) -> None:
+        from selenium.webdriver.common.keys import Keys
+
+        self.press(Keys.CONTROL, Keys.ENTER)
+        self.wait("running === null && plain.steps > 0")
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Page:
+    browser.set_window_size(1280, 980)
+    return Page(browser, address)
+
+
+def test_a_race(page: Page) -> None:
+    page.set("length", 200)
+    page.browser.find_element("id", "apart").click()
+    page.race()
+    assert "The text is the same." in page.browser.find_element("id", "verdict").text
+    assert page.run("plain.rate") == 1 and page.run("ours.rate") > 1.5
+    assert page.run("plain.tokens") == page.run("ours.tokens") == 200
+    marked = page.run("[...document.querySelectorAll('#ours .draft')].map(one => Number(one.dataset.k))")
+    assert len(marked) == page.run("ours.tokens - ours.steps") > 50  # every accepted draft, by its place
+    assert min(marked) == 1 and 4 <= max(marked) <= 7
+    assert not page.run("document.querySelectorAll('#plain .draft').length")
+    shown = page.run(
+        "[...document.querySelectorAll('#bars > div > span:first-child')].map(one => parseInt(one.textContent))"
+    )
+    assert len(shown) == 7 and shown[0] > 30 and shown == sorted(shown, reverse=True)
+    if file := os.environ.get("MTPC_SCREENSHOT"):
+        Path(file).write_bytes(page.browser.get_screenshot_as_png())
+
+
+def test_fewer_drafts_and_another_head(page: Page) -> None:
+    page.set("length", 60)
+    page.set("drafts", 0)
+    page.race()
+    assert page.run("ours.rate") == 1 and page.run("plain.whole === ours.whole")
+    page.set("drafts", 2)
+    page.set("temperature", 1)
+    page.run("document.getElementById('head').selectedIndex = 1")
+    page.race()
+    assert page.run("document.getElementById('ours-name').textContent") == "with hmm"
+    assert page.run("ours.accepted.length") <= 2
+    assert "The text is the same." in page.browser.find_element("id", "verdict").text  # of a seed, at T=1
+
+
+def test_escape_stops(page: Page) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.set("length", 900)
+    page.press(Keys.CONTROL, Keys.ENTER)
+    page.wait("ours.steps > 3")
+    page.press(Keys.ESCAPE)
+    page.wait("running === null")
+    assert page.run("plain.tokens") < 900 and page.run("document.querySelectorAll('.error').length") == 0
+
+
+def test_errors_are_shown(page: Page) -> None:
+    page.set("length", 60)
+    page.set("prompt", "x" * 3000)  # longer than the demo target reads
+    page.browser.find_element("id", "go").click()
+    page.wait("document.querySelectorAll('.error').length === 2 && running === null")
+    assert "answers 400" in page.run("document.querySelector('#plain .error').textContent")
+
+
+def test_on_a_phone(page: Page) -> None:
+    page.browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    )
+    try:
+        page.set("length", 40)
+        page.race()
+        assert page.run("document.documentElement.scrollWidth") <= 390
+        assert page.run("document.querySelector('#ours').getBoundingClientRect().top") > page.run(
+            "document.querySelector('#plain').getBoundingClientRect().bottom - 1"
+        )  # below each other
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_by_keyboard(page: Page) -> None:
+    """Every control is reached by Tab, and has a name."""
+    from selenium.webdriver.common.keys import Keys
+
+    reached = []
+    page.run("document.body.focus()")
+    for _ in range(14):
+        page.press(Keys.TAB)
+        reached.append(page.run("document.activeElement.id"))
+    assert {"prompt", "head", "drafts", "temperature", "length", "go", "apart", "chat", "numbers"} <= set(reached)
+    unnamed = page.run(
+        "[...document.querySelectorAll('input, select, textarea')].filter(one => !one.labels.length).map(one => one.id)"
+    )
+    assert unnamed == []
+
+
+def test_the_console_is_quiet(browser: Any) -> None:
+    assert [line["message"] for line in browser.get_log("browser") if line["level"] == "SEVERE"] == []

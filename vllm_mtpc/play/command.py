@@ -1,0 +1,118 @@
+"""`vllm-mtpc play`: starts what is not running yet, and shows the page."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from vllm_mtpc import demo
+from vllm_mtpc.bench import serve
+from vllm_mtpc.checkpoint import read_config, resolve_head
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.play.app import Play, Side
+
+DEMO_HEADS = ("btree", "hmm", "cp", "ff")
+DEMO_ENGINE = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "64M")
+PROMPTS = {True: "def read_lines(path):\n    ", False: "Write a short poem about a lighthouse."}  # of the demo or not
+START_S = 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", help="folder or hub name of the target (default: the packaged demo's)")
+    add(
+        "--head",
+        action="append",
+        metavar="[NAME=]HEAD",
+        help="a head's folder, hub name, or the address of a server with one; several: the page switches (default: the "
+        "packaged ones)",
+    )
+    add("--plain", metavar="URL", help="the address of a server without a head (default: one is started)")
+    add("--port", type=int, default=8600, help="of the page (8600)")
+    add("--host", default="127.0.0.1", help="who may see it (127.0.0.1: this machine)")
+    add("engine", nargs="*", metavar="-- FLAG", help="flags of `vllm serve` for servers that are started")
+
+
+def run(args: argparse.Namespace) -> int:
+    names = [named(one) for one in args.head or []]
+    are_urls = {is_url(head) for _, head in names}
+    if len(are_urls) > 1 or (args.plain is not None) != (are_urls == {True}):
+        raise UsageError(
+            "--plain and --head: allowed are two addresses (--plain http://HOST:PORT --head http://HOST:PORT), or "
+            "heads that are folders, without --plain; type one of these"
+        )
+    if are_urls == {True}:
+        heads = [Side(name, url.rstrip("/")) for name, url in names]
+        show(args, Play("", Side("plain", address(args.plain)), heads, PROMPTS[False]))
+        return 0
+    with started(args, names) as play:
+        show(args, play)
+    return 0
+
+
+def named(text: str) -> tuple[str, str]:
+    """(name, head) of "NAME=HEAD" or HEAD."""
+    name, is_given, head = text.partition("=")
+    if not is_given or "/" in name:
+        name, head = "", text
+    head = address(head) if is_url(head) else head
+    return name or (urlsplit(head).netloc if is_url(head) else Path(head).name), head
+
+
+def is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def address(text: str) -> str:
+    """Raises UsageError unless it is the address of a server."""
+    if not is_url(text) or not urlsplit(text).netloc:
+        raise UsageError(f"{text!r} is no address of a server; allowed: http://HOST:PORT; correct it")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+@contextlib.contextmanager
+def started(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> Iterator[Play]:
+    """Two servers: of the target as it is, and with the first head, which the page may swap for others."""
+    is_demo = args.target is None and not names
+    if not names and args.target is not None:
+        raise UsageError("--target without --head: name the head that is to draft for it, --head HEAD_FOLDER")
+    folders = {name: resolve_head(head) for name, head in names} or {name: demo.path(name) for name in DEMO_HEADS}
+    first = next(iter(folders.values()))
+    config = read_config(first)
+    target = args.target or target_of(first)
+    engine = [*(DEMO_ENGINE if is_demo else ()), *args.engine]
+    spec = {"method": config.speculators_model_type, "model": str(first)}
+    words = {"plain": [target, *engine], "head": [target, *engine, "--speculative-config", json.dumps(spec)]}
+    environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+    print(f"starting two servers of {target}, plain and with {first.name}; this takes a minute", flush=True)
+    with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+
+        def start(name: str) -> serve.Client:
+            log = Path(logs) / f"{name}.log"
+            return stack.enter_context(serve.server(words[name], log, START_S, environment))
+
+        plain, head = pool.map(start, words)
+        url = f"http://{serve.HOST}:{head.port}"
+        sides = [Side(name, url, str(folder)) for name, folder in folders.items()]
+        yield Play(Path(target).name, Side("plain", f"http://{serve.HOST}:{plain.port}"), sides, PROMPTS[is_demo])
+
+
+def target_of(head: Path) -> str:
+    from vllm_mtpc.checkpoint import resolve_verifier
+
+    return str(resolve_verifier(head, read_config(head).speculators_config.verifier.name_or_path))
+
+
+def show(args: argparse.Namespace, play: Play) -> None:
+    """Until Ctrl+C."""
+    from aiohttp import web
+
+    print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
+    web.run_app(play.app(), host=args.host, port=args.port, print=None)

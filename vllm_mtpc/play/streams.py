@@ -1,0 +1,136 @@
+"""A completion as the steps that made it, of any server with vLLM's OpenAI API.
+
+vLLM sends a chunk for every step of a request, so a chunk of k tokens is k - 1 accepted drafts and a token of the
+target's own. A chunk that comes before the last one was taken is joined to it; a server that nobody keeps waiting sends
+them one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from vllm_mtpc.errors import EngineFailed, printable
+
+HEADERS_S = 30.0  # longest wait for a connection; answers may take as long as they do
+
+
+class Asked(NamedTuple):
+    """What the page asks for. drafts: most per step (None: as the server decides); is_chat: by the chat template."""
+
+    prompt: str
+    temperature: float
+    max_tokens: int
+    seed: int | None
+    drafts: int | None
+    is_chat: bool
+
+    @classmethod
+    def of(cls, body: Any) -> Asked:
+        """Raises ValueError for what the page does not send."""
+        drafts, seed = body.get("drafts"), body.get("seed")
+        return cls(
+            str(body["prompt"]),
+            float(body["temperature"]),
+            int(body["max_tokens"]),
+            None if seed is None else int(seed),
+            None if drafts is None else int(drafts),
+            bool(body.get("chat")),
+        )
+
+    def request(self, model: str) -> tuple[str, dict[str, Any]]:
+        """Path and body of the API."""
+        body: dict[str, Any] = {"model": model, "temperature": self.temperature, "max_tokens": self.max_tokens}
+        body |= {"stream": True, "return_token_ids": True}
+        body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        if self.seed is not None:
+            body["seed"] = self.seed
+        if self.drafts is not None:
+            body["vllm_xargs"] = {"mtpc_drafts": self.drafts}
+        if self.is_chat:
+            messages = [{"role": "user", "content": self.prompt}]
+            return "/v1/chat/completions", body | {"messages": messages, "logprobs": True, "top_logprobs": 0}
+        return "/v1/completions", body | {"prompt": self.prompt, "logprobs": 0}
+
+
+class Step(NamedTuple):
+    """One chunk: its tokens as text (one piece where they cannot be told apart), how many, when (ms since asked)."""
+
+    pieces: list[str]
+    tokens: int
+    ms: float
+
+
+async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Asked) -> AsyncIterator[Step]:
+    """The steps of one answer. Raises EngineFailed, in words, where the server does not give it."""
+    path, body = asked.request(model)
+    started, counted = time.perf_counter(), 0
+    try:
+        async with session.post(url + path, json=body) as response:
+            if response.status != 200:
+                raise EngineFailed(f"{url} answers {response.status}: {message_of(await response.text())}")
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise EngineFailed(f"{url}: {event['error'].get('message', event['error'])}")
+                total = (event.get("usage") or {}).get("completion_tokens", counted)
+                for choice in event["choices"]:
+                    ids = choice.get("token_ids")
+                    tokens = total - counted if ids is None else len(ids)
+                    if tokens:
+                        yield Step(pieces_of(choice, tokens), tokens, 1000 * (time.perf_counter() - started))
+                    counted += tokens
+    except (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError) as error:
+        raise EngineFailed(f"{url} does not answer: {error or type(error).__name__}") from None
+
+
+def pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
+    """The chunk's text token by token, where the server says how it falls apart; else in one piece."""
+    text = choice.get("text") if "text" in choice else choice.get("delta", {}).get("content") or ""
+    logprobs = choice.get("logprobs") or {}
+    pieces = logprobs.get("tokens") or [one["token"] for one in logprobs.get("content") or []]
+    if len(pieces) == tokens and "".join(pieces) == text:
+        return pieces
+    return list(text) if len(text) == tokens else [text]
+
+
+def message_of(text: str) -> str:
+    """What an error of the API says."""
+    try:
+        body = json.loads(text)
+        error = body.get("error", body)
+        text = error.get("message", text) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        pass
+    return printable(" ".join(text.split()), 400)
+
+
+async def model_of(session: aiohttp.ClientSession, url: str) -> str:
+    """The name that a server answers to. Raises EngineFailed."""
+    try:
+        async with session.get(url + "/v1/models") as response:
+            if response.status != 200:
+                raise EngineFailed(f"{url} answers {response.status}: {message_of(await response.text())}")
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError, KeyError, IndexError, ValueError) as error:
+        raise EngineFailed(f"{url} is no server with vLLM's OpenAI API: {error or type(error).__name__}") from None
+
+
+async def drafts_of(session: aiohttp.ClientSession, url: str) -> int | None:
+    """Most drafts per step, by the server's own counters; None: it drafts nothing, or does not say."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        async with session.get(url + "/metrics") as response:
+            families = list(text_string_to_metric_families(await response.text()))
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        return None
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    found = {one.labels["position"] for family in families for one in family.samples if one.name == name}
+    return len(found) or None
