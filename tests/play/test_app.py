@@ -23,8 +23,8 @@ CHUNKS = [("d", [100]), ("ef re", [1, 2, 3, 4, 5]), ("é", [195, 169]), ("", [])
 class Server:
     """Streams CHUNKS; what it was asked is in `asked`."""
 
-    def __init__(self, has_ids: bool = True) -> None:
-        self.has_ids, self.asked, self.left = has_ids, [], 0
+    def __init__(self, has_ids: bool = True, counts: bool = False) -> None:
+        self.has_ids, self.counts, self.asked, self.left = has_ids, counts, [], 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -46,6 +46,9 @@ class Server:
         except ConnectionError:
             self.left += 1
             raise
+        if self.counts:
+            event = {"choices": [], "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 2, 0]}}}
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -120,6 +123,11 @@ def test_a_chunk_is_a_step(has_ids: bool) -> None:
     assert all(before["ms"] < after["ms"] for before, after in pairwise(found))
     path, body, _ = server.asked[-1]
     assert path == "/v1/completions" and body["vllm_xargs"] == {"mtpc_drafts": 3} and body["seed"] == 1
+
+
+def test_what_the_server_counts_comes_last() -> None:
+    *_, last = on_page(Server(counts=True), asking("head"))
+    assert last == {"steps": 9 - 4, "accepted": [2, 2, 0]}
 
 
 def test_plain_is_asked_for_no_drafts() -> None:

@@ -111,8 +111,10 @@ def test_a_race(page: Page) -> None:
     assert page.run("plain.rate") == 1 and page.run("ours.rate") > 1.5
     assert page.run("plain.tokens") == page.run("ours.tokens") == 200
     marked = page.run("[...document.querySelectorAll('#ours .draft')].map(one => Number(one.dataset.k))")
-    assert len(marked) == page.run("ours.tokens - ours.steps") > 50  # every accepted draft, by its place
-    assert min(marked) == 1 and 4 <= max(marked) <= 7
+    accepted = page.run("ours.accepted.reduce((sum, count) => sum + count)")
+    assert accepted == page.run("ours.tokens - ours.steps") > 50  # as the server counts
+    # as the chunks came, on a busy machine some of them together
+    assert len(marked) >= accepted / 2 and min(marked) == 1 and 4 <= max(marked) <= 7
     assert not page.run("document.querySelectorAll('#plain .draft').length")
     shown = page.run(
         "[...document.querySelectorAll('#bars > div > span:first-child')].map(one => parseInt(one.textContent))"
@@ -132,19 +134,20 @@ def test_fewer_drafts_and_another_head(page: Page) -> None:
     page.run("document.getElementById('head').selectedIndex = 1")
     page.race()
     assert page.run("document.getElementById('ours-name').textContent") == "with hmm"
-    assert page.run("ours.accepted.length") <= 2
+    accepted = page.run("ours.accepted")
+    assert accepted[0] >= accepted[1] > 0 and not any(accepted[2:])
     assert "The text is the same." in page.browser.find_element("id", "verdict").text  # of a seed, at T=1
 
 
 def test_escape_stops(page: Page) -> None:
-    from selenium.webdriver.common.keys import Keys
-
+    """Pressed by the page itself in the first step: a driver may come too late."""
+    escape = "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))"
+    page.run(f"(() => {{ const own = ours.step; ours.step = event => {{ own.call(ours, event); {escape}; }}; }})()")
     page.set("length", 900)
-    page.press(Keys.CONTROL, Keys.ENTER)
-    page.wait("ours.steps > 3")
-    page.press(Keys.ESCAPE)
-    page.wait("running === null")
-    assert page.run("plain.tokens") < 900 and page.run("document.querySelectorAll('.error').length") == 0
+    page.browser.find_element("id", "go").click()
+    page.wait("ours.steps > 0 && running === null")
+    assert not page.run("ours.done") and page.run("ours.tokens") < 900
+    assert page.run("document.querySelectorAll('.error').length") == 0
 
 
 def test_errors_are_shown(page: Page) -> None:

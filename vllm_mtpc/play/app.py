@@ -66,7 +66,8 @@ class Play:
         )
 
     async def ask(self, request: web.Request) -> web.StreamResponse:
-        """A line of JSON for every step: {"pieces", "tokens", "ms"}; {"error"} where it ends early."""
+        """A line of JSON for every step: {"pieces", "tokens", "ms"}; {"steps", "accepted"} of a server that counts;
+        {"error"} where it ends early."""
         try:
             body = await request.json()
             asked = Asked.of(body)

@@ -89,7 +89,8 @@ def started(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> Itera
     target = args.target or target_of(first)
     engine = [*(DEMO_ENGINE if is_demo else ()), *args.engine]
     spec = {"method": config.speculators_model_type, "model": str(first)}
-    words = {"plain": [target, *engine], "head": [target, *engine, "--speculative-config", json.dumps(spec)]}
+    drafting = ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
+    words = {"plain": [target, *engine], "head": [target, *engine, *drafting]}
     environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
     print(f"starting two servers of {target}, plain and with {first.name}; this takes a minute", flush=True)
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:

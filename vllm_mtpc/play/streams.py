@@ -1,8 +1,8 @@
 """A completion as the steps that made it, of any server with vLLM's OpenAI API.
 
 vLLM sends a chunk for every step of a request, so a chunk of k tokens is k - 1 accepted drafts and a token of the
-target's own. A chunk that comes before the last one was taken is joined to it; a server that nobody keeps waiting sends
-them one by one.
+target's own. On a machine that is too busy to send one before the next is there, vLLM joins them: live numbers are then
+too good. A server that counts by request (--per-request-spec-decode-metrics summary) says at the end how it was.
 """
 
 from __future__ import annotations
@@ -65,8 +65,23 @@ class Step(NamedTuple):
     ms: float
 
 
-async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Asked) -> AsyncIterator[Step]:
-    """The steps of one answer. Raises EngineFailed, in words, where the server does not give it."""
+class Counted(NamedTuple):
+    """What the server itself has counted of an answer: steps of the target, and drafts accepted by position."""
+
+    steps: int
+    accepted: list[int]
+
+    @classmethod
+    def of(cls, tokens: int, metrics: dict[str, Any]) -> Counted:
+        """metrics: vLLM's of speculative decoding; steps without a draft are not among its own."""
+        by_count = metrics["acceptance_histogram"]
+        accepted = [sum(by_count[k:]) for k in range(1, len(by_count))]
+        return cls(tokens - sum(accepted), accepted)
+
+
+async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Asked) -> AsyncIterator[Step | Counted]:
+    """The steps of one answer, and at its end what the server has counted, where it does. Raises EngineFailed, in
+    words, where it does not answer."""
     path, body = asked.request(model)
     started, counted = time.perf_counter(), 0
     try:
@@ -79,6 +94,8 @@ async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Ask
                 event = json.loads(line[len(b"data: ") :])
                 if "error" in event:
                     raise EngineFailed(f"{url}: {event['error'].get('message', event['error'])}")
+                if of_request := (event.get("metrics") or {}).get("speculative_decoding"):
+                    yield Counted.of(counted, of_request)
                 total = (event.get("usage") or {}).get("completion_tokens", counted)
                 for choice in event["choices"]:
                     ids = choice.get("token_ids")
