@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +12,6 @@ from mkdocs.config import load_config
 from tests.support import links
 
 BROKEN = "[a](nowhere.md) [b](heads.md#nothing) [c](../kernels/nothing.py) [d](heads.md#circuits-and-heads)\n"
-
-
-def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable}
-    return subprocess.run([root / "scripts" / "site.sh", out], env=environment, capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site")
-    done = build(root, out)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out
 
 
 @pytest.fixture(scope="module")
