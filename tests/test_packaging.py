@@ -14,11 +14,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -33,6 +35,9 @@ BUILT_FROM = (
     "README.md",
     "LICENSE",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs",
     "vllm_mtpc",
     "proposers",
     "kernels",
@@ -65,6 +70,45 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sources)
     (built,) = folder.glob("*.whl")
     return built
+
+
+class Release(NamedTuple):
+    """What is published."""
+
+    sdist: Path
+    wheel: Path  # built from the sdist
+
+
+@pytest.fixture(scope="module")
+def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    folder = tmp_path_factory.mktemp("release")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, sources)
+    (sdist,), (built,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return Release(sdist, built)
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Checksum by name of every file but RECORD, which has them in an order of its own."""
+    infos = zipfile.ZipFile(wheel).infolist()
+    return {info.filename: info.CRC for info in infos if not info.filename.endswith("/RECORD")}
+
+
+def test_the_release_is_what_the_tree_is(release: Release, wheel: Path) -> None:
+    assert release.wheel.name == wheel.name
+    assert contents(release.wheel) == contents(wheel)
+
+
+def test_the_sdist_has_what_builds_and_explains_it(release: Release, sources: Path) -> None:
+    with tarfile.open(release.sdist) as archive:
+        held = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert held >= {name for name in BUILT_FROM if (sources / name).is_file()}
+    assert {"docs/publishing.md", "proposers/__init__.py", "kernels/__init__.py"} <= held
+    assert not [name for name in held if name.endswith((".pyc", ".partial")) or name.startswith((".", "build/"))]
+
+
+def test_an_index_takes_the_release(release: Release) -> None:
+    said = run(sys.executable, "-m", "twine", "check", "--strict", *release)
+    assert said.count("PASSED") == 2
 
 
 def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> None:
@@ -172,8 +216,8 @@ def test_imports_are_declared(wheel: Path, root: Path, build: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the programs of a fresh environment: the wheel over the vLLM that is installed.
+def installed(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the programs of a fresh environment: the published wheel over the vLLM that is installed.
 
     A line in a .pth file is searched like any folder, but .pth files in it are not read: this environment's own
     editable install stays out.
@@ -184,7 +228,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = [line for line in sys.path if Path(line).name in ("site-packages", "dist-packages")]
     (packages / "zz_base.pth").write_text("\n".join(base) + "\n")
     python = place / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile")
+    run(*pip, release.wheel)
     return place / "bin"
 
 

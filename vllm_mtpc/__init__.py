@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_mtpc.families import FAMILIES
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["METHODS", "__version__", "has_heads"]
 
 # In a checkout these folders lie beside the package, where setup.py takes them from. A checkout is imported without an

@@ -141,9 +141,18 @@ def test_a_card_is_written_where_there_is_none(head: Path, capsys: pytest.Captur
     assert "no licence, so nobody may use the head" in capsys.readouterr().out
     card = gather(head, "me/head", None, is_online=False).card
     assert f"A draft head for `{TARGET}`" in card.text and card.data.license is None
+    assert "](acceptance.png)" in card.text and "](loss.png)" in card.text and "frontier" not in card.text
     (result, greedy) = card.data.eval_results
     assert (result.metric_name, result.metric_value) == ("Tokens/step at T=1", 2.881)
     assert (greedy.metric_name, greedy.dataset_name) == ("Tokens/step at T=0", "build/demo/heldout.jsonl")
+
+
+def test_a_card_that_cannot_be_read_is_one_line(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (head / "README.md").write_text("---\ntags: [\n---\n# Mine\n")
+    assert "README.md: cannot be read" in refused(capsys, head, "me/head")
+    (head / "README.md").write_text("---\nmodel-index: nothing\ntags: mine\n---\n# Mine\n")  # the hub's own view of it
+    assert main(["push", str(head), "me/head", "--dry-run"]) == 0
+    assert "Tokens/step at T=1" in capsys.readouterr().out
 
 
 def test_a_ptp_head_goes_with_its_adapters(tmp_path: Path) -> None:

@@ -75,17 +75,17 @@ def measured_on(record: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def license_of(card: Path) -> dict[str, str]:
+def license_of(card: Path) -> dict[str, Any]:
     """The licence that a card names: LICENSE_KEYS it has; empty where it has none, or there is no card to be read."""
     try:
         found = metadata_load(card) or {}
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    known = isinstance(found.get("license"), str) and found["license"] != "unknown"
-    return {key: str(found[key]) for key in LICENSE_KEYS if key in found} if known else {}
+    known = found.get("license") not in (None, "unknown")
+    return {key: found[key] for key in LICENSE_KEYS if key in found} if known else {}
 
 
-def target_license(target: str, is_online: bool = False) -> dict[str, str]:
+def target_license(target: str, is_online: bool = False) -> dict[str, Any]:
     """As license_of, of a target's own card: in its folder, or on the hub; offline, what the hub's cache has of it."""
     if os.path.isdir(target):
         return license_of(Path(target) / "README.md")

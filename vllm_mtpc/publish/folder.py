@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import yaml
 from huggingface_hub import ModelCard
 
 from vllm_mtpc.checkpoint.inspect import Report, inspect_head
@@ -63,7 +64,7 @@ def gather(folder: Path, name: str, license: str | None, is_online: bool) -> Upl
     return Upload(files, _card(folder, report, target, named, name), left)
 
 
-def _card(folder: Path, report: Report, target: str, license: dict[str, str], name: str) -> ModelCard:
+def _card(folder: Path, report: Report, target: str, license: dict[str, Any], name: str) -> ModelCard:
     """The folder's card, or a short one, with metadata that say what the head is; keys of its author's are kept."""
     config = read_config(folder)
     record = report["provenance"] or {}
@@ -78,8 +79,11 @@ def _card(folder: Path, report: Report, target: str, license: dict[str, str], na
         else:
             title = f"{report['method']} head, n={report['window']}"
             card = ModelCard(converted_card(config, title, f"A draft head for `{target}`."))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{folder / CARD}: cannot be read ({first_line(error)}); mend or delete it") from None
+    for file, words in PLOTS.items():
+        if (folder / file).is_file() and f"({file})" not in card.text:
+            card.text = f"{card.text.rstrip()}\n\n![{words}]({file})\n"
     author = card.data.to_dict()
     author = {key: value for key, value in author.items() if key not in (*LICENSE_KEYS, "base_model", "model-index")}
     own = data.to_dict()
