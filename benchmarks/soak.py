@@ -277,7 +277,7 @@ def reference(target: str, asked: list[list[int]], logs: Path) -> list[list[int]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=str(demo.path("target")), help="default: the packaged demo target")
-    parser.add_argument("--head", default=str(demo.path("btree")), help="default: the packaged btree head")
+    parser.add_argument("--head", default=str(demo.path("btree")), help="a head (the packaged btree) or none")
     parser.add_argument("--runner", choices=["v1", "v2"], help="vLLM's model runner (default: its own choice)")
     parser.add_argument("--swap", nargs=2, metavar="HEAD", default=[], help="heads to swap in, in turn, every 10 s")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
@@ -297,16 +297,18 @@ def environment(runner: str | None) -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> int:
     check_file(args.json)
-    config = read_config(Path(args.head))
+    config = None if args.head == "none" else read_config(Path(args.head))
     asked = prompts.load([], args.target, PROMPTS, 200, 200)
     tally = Tally()
-    speculative = {"method": config.speculators_model_type, "model": args.head}
-    words = [args.target, "--enforce-eager", "--speculative-config", json.dumps(speculative)]
+    speculative = {"method": config.speculators_model_type, "model": args.head} if config else {}
+    words = [args.target, "--enforce-eager"]
+    words += ["--speculative-config", json.dumps(speculative)] if config else []
     words += [word for key, value in SERVER.items() for word in (f"--{key}", str(value))]
     with tempfile.TemporaryDirectory() as logs:
         wanted = reference(args.target, asked, Path(logs))
         with serve.server(words, Path(logs) / "server.log", START_TIMEOUT_S, environment(args.runner)) as client:
-            clients = Clients(client, client.model(), asked, wanted, config.num_speculative_tokens)
+            most = config.num_speculative_tokens if config else 0
+            clients = Clients(client, client.model(), asked, wanted, most)
             soak(clients, args.clients, 60 * args.minutes, args.seed, tally, args.swap)
             faults = [*tally.faults, *aftermath(client)]
             seen, accepted = metrics(client), client.acceptance()
@@ -320,7 +322,7 @@ def run(args: argparse.Namespace) -> int:
         "minutes": args.minutes,
         "clients": args.clients,
         "server": SERVER,
-        "speculative_config": {**speculative, "model": provenance.public(args.head)},
+        "speculative_config": {**speculative, "model": provenance.public(args.head)} if config else None,
         "swapped": [provenance.public(head) for head in args.swap],
         "requests": dict(tally.answered),
         "greedy_equal_to_plain": tally.answered["greedy"] + tally.answered["logprobs"] if not tally.faults else None,
