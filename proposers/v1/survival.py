@@ -15,6 +15,7 @@ it stays a small share of the time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ ASSUMED = 0.5  # acceptance of a draft that nothing is known of
 KEPT = 0.998  # of all counts of acceptance and of what was learnt of a kind of step, per step: half is left after 350
 
 PULL = 0.01  # of each weight towards its prior, in steps
+SHORTEST_S, LONGEST_S = 1e-5, 10.0  # of a step or a draft: beyond, the clock has jumped or the process was stopped
 LEARN_EVERY = 32  # steps of a kind, behind its 1st, 2nd, 4th, 8th, 16th
 FLOOR = 0.05  # of a prior that another kind of batch has found to be nothing
 VERIFYING = 0.5  # ms, of the first number of CPU_DRAFT: the rest of it is drafting
@@ -148,6 +150,8 @@ class Line:
         self.counts[kind] += 1
         if kind and self.counts[kind] == 1:
             return False  # the first draft pays for what is made once, and tells nothing of the others
+        if not SHORTEST_S <= seconds <= LONGEST_S:
+            seconds = math.inf  # weighs nothing; but is counted, as on other ranks, whose clocks did not jump
         x = np.array(features, dtype=np.float64) / seconds
         expected = float(self.prior @ x)
         self._fit = KEPT * self._fit + expected
@@ -159,12 +163,13 @@ class Line:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was observed."""
-        return self._square > 0
+        """Whether anything was observed; the same on all ranks."""
+        plain, drafted = self.counts
+        return plain > 0 or drafted > 1
 
     def scale(self, unseen: float = 1.0) -> float:
         """How many times as long as the prior expects; `unseen` where nothing was observed."""
-        return self._fit / self._square if self.is_known else unseen
+        return self._fit / self._square if self._square > 0 else unseen
 
     def learn(self, unseen: float = 1.0) -> None:
         """Weights from everything observed so far."""

@@ -1,4 +1,7 @@
-"""A process of a server dies while a head drafts: requests fail with an error, the server ends, nothing hangs."""
+"""What goes wrong around an engine that drafts: a process of it dies, its clock jumps, its KV cache is too small.
+
+A dead process fails requests with an error and ends the server: nothing hangs. The others change no greedy token.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from tests.support.engine import Call, Engine, run
+from tests.support.requests import prompt
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
 from vllm_mtpc.engine.process import tail
@@ -20,6 +26,7 @@ SPEC = json.dumps({"method": "mtpc", "model": str(demo.path("btree"))})
 WORDS = [str(demo.path("target")), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
 WORDS += ["--kv-cache-memory-bytes", str(1 << 26), "--max-num-seqs", "4", "--speculative-config", SPEC]
 LONG = {"prompt": list(b"import os\n"), "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
 PATIENCE_S = 120.0
 ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
@@ -56,3 +63,27 @@ def test_a_killed_process_ends_the_server(ranks: int, victim: str, tmp_path: Pat
                 future.result(timeout=PATIENCE_S)
         wait("the server's end", log, lambda: all(map(has_ended, (server, *below))))
     assert "EngineDeadError" in log.read_text(errors="replace")
+
+
+def test_jumping_clocks_and_a_full_kv_cache_change_no_greedy_token() -> None:
+    """Costs are learnt from a clock; eight requests outgrow ten blocks, so some are preempted and read again."""
+    calls = [Call([prompt(20, start) for start in range(8)], [GREEDY] * 8), Call([prompt(12)], [GREEDY])]
+    arguments = {"max_model_len": 240, "max_num_batched_tokens": 40, "block_size": 32, "num_gpu_blocks_override": 10}
+    drafts = {"speculative_config": json.loads(SPEC)}
+    target = str(demo.path("target"))
+    replies = run(
+        {
+            "plain": Engine(target, calls, arguments),
+            "jumps": Engine(target, calls, {**arguments, **drafts}, "clock jumps"),
+        },
+        "v1",
+    )
+    for reply in replies.values():
+        assert not isinstance(reply, str), reply
+    plain, jumping = replies["plain"], replies["jumps"]
+    assert [reply.tokens for reply in jumping] == [reply.tokens for reply in plain]
+    for reply in jumping:
+        passed = np.diff(reply.recorded)
+        assert (passed > 3000).any() and (passed < -3000).any() and (passed == 0).any()
+        assert reply.metrics["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert jumping[0].metrics["vllm:num_preemptions"] > 0

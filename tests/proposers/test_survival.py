@@ -132,6 +132,34 @@ def test_plans_are_doubted_for_a_small_share_of_the_time(accepted: float, load: 
     assert sum(dict(plan.others)[drafts] for drafts in tries) <= 0.02 * 3000 * plan.seconds
 
 
+def learnt(at: int | None, jump: float = 0.0) -> np.ndarray:
+    """Weights behind 40 steps, of which step `at` seemed to take `jump` seconds."""
+    costs = Costs(0.1)
+    for turn in range(40):
+        step, draft = (jump, jump) if turn == at else (0.02, 0.004)
+        costs.steps.observe(step_features(4, 32, True), step)
+        costs.drafts.observe(draft_features(4, 7), draft)
+        costs.learn(lambda weights: weights)
+        assert np.isfinite(costs.weights()).all() and costs.weights().max() < 1.0
+    return costs.weights()
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0, -1e-9, 1e-9, 0.0])
+@pytest.mark.parametrize("at", [0, 1, 20])
+def test_a_clock_that_jumps_teaches_nothing(jump: float, at: int) -> None:
+    """An hour for the first draft that counts would keep others from being tried for weeks."""
+    np.testing.assert_allclose(learnt(at, jump), learnt(None), rtol=0.01)
+
+
+def test_ranks_learn_in_the_same_steps_whatever_their_clocks_say() -> None:
+    """They meet to share what was learnt: one that comes more rarely would leave the others waiting."""
+    told, jumping = Costs(0.1).steps, Costs(0.1).steps
+    for turn in range(100):
+        features = step_features(1, 8, turn % 3 > 0)
+        assert told.observe(features, 0.01) == jumping.observe(features, 0.01 if turn % 2 else -3600.0)
+        assert told.is_known == jumping.is_known
+
+
 def test_a_slow_first_draft_decides_nothing() -> None:
     """The first one pays for what is made once; a head that pays goes on drafting."""
     survival = Survival(np.full((2, 7), 0.9), 0.1)

@@ -92,7 +92,18 @@ def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(owner, name, original)
 
 
-FAULTS = ("backbone", "draft", "drafter", "grammar", "law", "layer", "ptp", "seed", "window")  # modules of faults/
+FAULTS = (
+    "backbone",
+    "clock",
+    "draft",
+    "drafter",
+    "grammar",
+    "law",
+    "layer",
+    "ptp",
+    "seed",
+    "window",
+)  # modules of faults/
 RECORDED: list[Any] = []  # what an injected change notes
 TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran last, in the order they were asked
 

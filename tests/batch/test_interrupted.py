@@ -1,0 +1,119 @@
+"""`vllm-mtpc batch` killed at random moments and at a full disk, and typed again; its engine a fake server."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.clusters import FAKE, cluster
+
+PROMPTS = {f"n{number}": f"prompt {number} " + "long " * (3000 * (number % 20 == 19)) for number in range(60)}
+ANSWERS = {name: prompt[::-1] for name, prompt in PROMPTS.items()}
+LIMIT = 8 << 10  # bytes of a file: a part with a long answer has more
+# vLLM's parser is left out: importing it takes longer than all else here
+CODE = (
+    "import sys; from vllm_mtpc.batch import worker; from vllm_mtpc.engine import options; "
+    "from vllm_mtpc.cli import main; "
+    f"worker.PROGRAM = {FAKE}; options.check_flags = lambda words: None; sys.exit(main(sys.argv[1:]))"
+)
+PATIENCE_S = 120.0
+
+
+class Job:
+    """60 lines, six at once, a few hundredths of a second each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.input, self.output, self.log = folder / "in.jsonl", folder / "out", folder / "log"
+        lines = [json.dumps({"id": name, "prompt": prompt}) for name, prompt in PROMPTS.items()]
+        self.input.write_text("\n".join(lines))
+
+    def start(self, *more: str, on_start: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
+        where = ["--input", str(self.input), "--output", str(self.output), "--model", "m"]
+        size = ["--part-lines", "3", "--in-flight", "6", "--body", '{"max_tokens": 8}']
+        with self.log.open("wb") as log:
+            command = [sys.executable, "-c", CODE, "batch", *where, *size, *more]
+            return subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=on_start)
+
+    def found(self) -> dict[str, str]:
+        """Answers of the parts, each of which is whole; no line has two."""
+        parts = [part.read_text() for part in self.output.glob("part-*.jsonl")]
+        assert all(part.endswith("\n") for part in parts)
+        lines = [json.loads(line) for part in parts for line in part.splitlines()]
+        answers = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
+        assert len(answers) == len(lines)
+        return answers
+
+    def begun(self, child: subprocess.Popen[bytes]) -> None:
+        """Waits until it has seen its output folder."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (self.output / "job.json").exists():
+            assert child.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def nowhere() -> Iterator[tuple[str, ...]]:
+    yield ()
+
+
+@contextlib.contextmanager
+def on_ray() -> Iterator[tuple[str, ...]]:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    with cluster(cpus=2) as nodes:
+        yield ("--address", nodes.address)
+
+
+@pytest.mark.parametrize(
+    ("place", "kills", "latest_s"),
+    [
+        pytest.param(nowhere, 5, 4.0, id="here"),
+        pytest.param(on_ray, 4, 15.0, id="on Ray", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_killed_at_any_moment_goes_on(place: Callable, kills: int, latest_s: float, tmp_path: Path) -> None:
+    """What a killed job has written stays; at the end every line has one answer, that of a job that nobody killed."""
+    job, chance, seen = Job(tmp_path), random.Random(0), [0]
+    with place() as where:
+        for _ in range(kills):
+            child = job.start(*where)
+            job.begun(child)
+            time.sleep(chance.uniform(0, latest_s))
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+            answers = job.found()
+            assert answers.items() <= ANSWERS.items() and len(answers) >= seen[-1]
+            seen.append(len(answers))
+        assert job.start(*where).wait(PATIENCE_S) == 0, job.log.read_text()
+    assert job.found() == ANSWERS
+    assert any(0 < count < len(PROMPTS) for count in seen), seen  # else no kill came while it answered
+
+
+def test_a_full_disk_ends_a_job_with_one_line_and_it_goes_on(tmp_path: Path) -> None:
+    """Files of more than LIMIT cannot be written, as on a full disk."""
+    job = Job(tmp_path)
+
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
+
+    child = job.start(on_start=little_room)
+    assert child.wait(PATIENCE_S) == 1
+    *_, said = job.log.read_text().strip().splitlines()
+    assert f"vllm-mtpc: error: --output {job.output}: " in said and "what was written is whole: type it again" in said
+    assert os.strerror(errno.EFBIG) in said and "Traceback" not in job.log.read_text()
+    before = job.found()
+    assert 0 < len(before) < len(PROMPTS) and before.items() <= ANSWERS.items()
+    assert not list(job.output.glob("*.partial"))
+    assert job.start().wait(PATIENCE_S) == 0, job.log.read_text()
+    assert job.found() == ANSWERS
