@@ -14,21 +14,8 @@ ROOMS = (
     *("errors", "families", "files", "progress", "flags"),
     *("kernels", "circuits", "heads", "config", "checkpoint", "hf"),
     *("proposers.config", "proposers.heads", "proposers.v1", "proposers.v2", "proposers.seam", "models", "plugin"),
-    *(
-        "engine",
-        "report",
-        "demo",
-        "data",
-        "eval",
-        "publish",
-        "batch",
-        "plots",
-        "train",
-        "bench",
-        "ray_serve",
-        "cli",
-        "benchmarks",
-    ),
+    *("engine", "report", "demo", "data", "eval", "publish", "batch", "plots", "train", "bench", "play", "ray_serve"),
+    *("cli", "benchmarks"),
 )
 KNOW_VLLM = ("proposers", "models", "engine")  # nobody else imports it, or names what is inside an engine
 INSIDE = {"engine_core", "model_runner"}
