@@ -17,7 +17,7 @@ BESIDE = {"vllm_mtpc.proposers": "proposers", "vllm_mtpc.kernels": "kernels"}
 
 # What is imported is named, also where it comes with vLLM or transformers; tests/test_packaging.py compares.
 MODEL = ["torch>=2.9", "transformers>=5.0", "tokenizers>=0.22"]
-SERVE = [*MODEL, "psutil>=6", "xgrammar>=0.1.30"]
+SERVE = [*MODEL, "psutil>=6", "xgrammar>=0.1.30", "fastapi>=0.115"]
 TRAIN = [
     *MODEL,
     "jinja2>=3.1",

@@ -118,7 +118,8 @@ def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> No
         f"{place}/{file.relative_to(sources / folder).as_posix()}"
         for folder, place in places.items()
         for file in (sources / folder).rglob("*")
-        if file.is_file() and (file.suffix in (".py", ".typed") or "assets" in file.parts or folder == "kernels")
+        if file.is_file()
+        and (file.suffix in (".py", ".typed", ".html") or "assets" in file.parts or folder == "kernels")
     }
     assert "vllm_mtpc/proposers/__init__.py" in held
     assert "vllm_mtpc/kernels/__init__.py" in held

@@ -31,7 +31,7 @@ class Play:
 
     def __init__(self, target: str, plain: Side, heads: Sequence[Side], prompt: str) -> None:
         self.target, self.plain, self.heads, self.prompt = target, plain, list(heads), prompt
-        self.session: aiohttp.ClientSession | None = None
+        self.session: aiohttp.ClientSession  # while the app runs
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 20)

@@ -109,7 +109,7 @@ async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Ask
 
 def pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
     """The chunk's text token by token, where the server says how it falls apart; else in one piece."""
-    text = choice.get("text") if "text" in choice else choice.get("delta", {}).get("content") or ""
+    text: str = choice.get("text") or choice.get("delta", {}).get("content") or ""
     logprobs = choice.get("logprobs") or {}
     pieces = logprobs.get("tokens") or [one["token"] for one in logprobs.get("content") or []]
     if len(pieces) == tokens and "".join(pieces) == text:
