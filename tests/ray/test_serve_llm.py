@@ -1,0 +1,55 @@
+"""Ray's own LLM library, `ray.serve.llm`, with a head in its `engine_kwargs`, on a CPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+
+from tests.support.clusters import ask, cluster
+from tests.support.engine import Call, Engine, run
+from tests.support.requests import prompt
+from vllm_mtpc import demo
+from vllm_mtpc.bench.serve import Client, free_port
+
+ASKED = [prompt(20, 3 * number) for number in range(6)]
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+SPECULATIVE = {"method": "mtpc", "model": str(demo.path("btree"))}
+KEYS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 320, "kv_cache_memory_bytes": 1 << 27}
+# as an engine beside others on a CPU: without a process group of its own, on any core
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def app() -> Any:
+    """As docs/ray.md has it."""
+    from ray.serve.llm import LLMConfig, build_openai_app
+
+    config = LLMConfig(
+        model_loading_config={"model_id": "demo", "model_source": str(demo.path("target"))},
+        engine_kwargs={**KEYS, "distributed_executor_backend": "mp", "speculative_config": SPECULATIVE},
+        placement_group_config={"bundles": [{"CPU": 1}]},
+        runtime_env={"env_vars": ENVIRONMENT},
+    )
+    assert config.get_engine_config().engine_kwargs["speculative_config"] == SPECULATIVE
+    return build_openai_app({"llm_configs": [config]})
+
+
+@pytest.mark.slow
+def test_greedy_text_is_plain_vllms_and_drafts_are_made() -> None:
+    from ray import serve
+
+    port = free_port()
+    with cluster(cpus=4):
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        serve.run(app(), route_prefix="/")
+        client = Client(port, timeout_s=120)
+        answers = [ask(client, one, model="demo", return_token_ids=True, **GREEDY) for one in ASKED]
+        serve.shutdown()
+    plain = run({"plain": Engine(str(demo.path("target")), [Call(ASKED, [GREEDY] * 6)], KEYS)}, "v1")["plain"]
+    assert not isinstance(plain, str), plain
+    assert [status for status, _ in answers] == [200] * 6, answers
+    assert [body["choices"][0]["token_ids"] for _, body in answers] == [tokens for (tokens,) in plain[0].tokens]
+    print(json.dumps(answers[0][1]))
