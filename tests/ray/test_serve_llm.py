@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import time
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
@@ -17,6 +20,7 @@ from vllm_mtpc.bench.serve import Client, free_port
 
 ASKED = [prompt(20, 3 * number) for number in range(6)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+PATIENCE_S = 60.0
 SPECULATIVE = {"method": "mtpc", "model": str(demo.path("btree"))}
 KEYS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 320, "kv_cache_memory_bytes": 1 << 27}
 # as an engine beside others on a CPU: without a process group of its own, on any core
@@ -37,6 +41,22 @@ def app() -> Any:
     return build_openai_app({"llm_configs": [config]})
 
 
+def accepted_tokens() -> float:
+    """Of all engines, by the metrics of Ray's node, which come there a few seconds late."""
+    import ray
+
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urlopen(url, timeout=10) as response:
+            for family in text_string_to_metric_families(response.read().decode()):
+                if family.name.endswith("spec_decode_num_accepted_tokens"):
+                    return sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
+        time.sleep(1)
+    raise AssertionError(f"no metric of drafts in {PATIENCE_S:.0f} s")
+
+
 @pytest.mark.slow
 def test_greedy_text_is_plain_vllms_and_drafts_are_made() -> None:
     from ray import serve
@@ -47,9 +67,10 @@ def test_greedy_text_is_plain_vllms_and_drafts_are_made() -> None:
         serve.run(app(), route_prefix="/")
         client = Client(port, timeout_s=120)
         answers = [ask(client, one, model="demo", return_token_ids=True, **GREEDY) for one in ASKED]
+        accepted = accepted_tokens()
         serve.shutdown()
+    assert accepted > 0
     plain = run({"plain": Engine(str(demo.path("target")), [Call(ASKED, [GREEDY] * 6)], KEYS)}, "v1")["plain"]
     assert not isinstance(plain, str), plain
     assert [status for status, _ in answers] == [200] * 6, answers
     assert [body["choices"][0]["token_ids"] for _, body in answers] == [tokens for (tokens,) in plain[0].tokens]
-    print(json.dumps(answers[0][1]))
