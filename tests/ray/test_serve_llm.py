@@ -23,22 +23,27 @@ GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 PATIENCE_S = 60.0
 SPECULATIVE = {"method": "mtpc", "model": str(demo.path("btree"))}
 KEYS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 320, "kv_cache_memory_bytes": 1 << 27}
-# as an engine beside others on a CPU: without a process group of its own, on any core
+# one of several engines on a machine: its threads on whichever cores are idle
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def app() -> Any:
+def config() -> Any:
     """As docs/ray.md has it."""
-    from ray.serve.llm import LLMConfig, build_openai_app
+    from ray.serve.llm import LLMConfig
 
-    config = LLMConfig(
+    return LLMConfig(
         model_loading_config={"model_id": "demo", "model_source": str(demo.path("target"))},
-        engine_kwargs={**KEYS, "distributed_executor_backend": "mp", "speculative_config": SPECULATIVE},
+        engine_kwargs={**KEYS, "speculative_config": SPECULATIVE},
         placement_group_config={"bundles": [{"CPU": 1}]},
         runtime_env={"env_vars": ENVIRONMENT},
     )
-    assert config.get_engine_config().engine_kwargs["speculative_config"] == SPECULATIVE
-    return build_openai_app({"llm_configs": [config]})
+
+
+def test_its_config_takes_a_head() -> None:
+    """And hands it to vLLM as it is; on a CPU the executor is vLLM's own."""
+    arguments = config().get_engine_config().get_initialization_kwargs()
+    assert arguments["speculative_config"] == SPECULATIVE
+    assert arguments["distributed_executor_backend"] == "mp"
 
 
 def accepted_tokens() -> float:
@@ -60,11 +65,12 @@ def accepted_tokens() -> float:
 @pytest.mark.slow
 def test_greedy_text_is_plain_vllms_and_drafts_are_made() -> None:
     from ray import serve
+    from ray.serve.llm import build_openai_app
 
     port = free_port()
     with cluster(cpus=4):
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        serve.run(app(), route_prefix="/")
+        serve.run(build_openai_app({"llm_configs": [config()]}), route_prefix="/")
         client = Client(port, timeout_s=120)
         answers = [ask(client, one, model="demo", return_token_ids=True, **GREEDY) for one in ASKED]
         accepted = accepted_tokens()
