@@ -39,6 +39,7 @@ def config() -> Any:
     )
 
 
+@pytest.mark.slow  # for the import of the library
 def test_its_config_takes_a_head() -> None:
     """And hands it to vLLM as it is; on a CPU the executor is vLLM's own."""
     arguments = config().get_engine_config().get_initialization_kwargs()
