@@ -111,6 +111,9 @@ def test_an_index_takes_the_release(release: Release) -> None:
     assert said.count("PASSED") == 2
 
 
+HELD = (".py", ".typed", ".html")
+
+
 def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     places = {"vllm_mtpc": "vllm_mtpc", "proposers": "vllm_mtpc/proposers", "kernels": "vllm_mtpc/kernels"}
