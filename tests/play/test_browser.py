@@ -50,7 +50,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "headless=new",
         "no-sandbox",
         "disable-dev-shm-usage",
-        "window-size=1280,980",
+        "window-size=1280,1180",
         f"user-data-dir={profile}",
     ):
         options.add_argument(f"--{word}")
@@ -99,7 +99,7 @@ class Page:
 
 @pytest.fixture
 def page(browser: Any, address: str) -> Page:
-    browser.set_window_size(1280, 980)
+    browser.set_window_size(1280, 1180)
     return Page(browser, address)
 
 

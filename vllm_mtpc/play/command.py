@@ -102,7 +102,8 @@ def started(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> Itera
         plain, head = pool.map(start, words)
         url = f"http://{serve.HOST}:{head.port}"
         sides = [Side(name, url, str(folder)) for name, folder in folders.items()]
-        yield Play(Path(target).name, Side("plain", f"http://{serve.HOST}:{plain.port}"), sides, PROMPTS[is_demo])
+        shown = "the packaged demo" if is_demo else Path(target).name
+        yield Play(shown, Side("plain", f"http://{serve.HOST}:{plain.port}"), sides, PROMPTS[is_demo])
 
 
 def target_of(head: Path) -> str:
