@@ -10,7 +10,7 @@ drafts it wants (`mtpc_drafts`). `--runner v2` serves with Model Runner V2, with
 * every swap is answered with 200;
 * memory of the server's processes does not grow: the last quarter of the time against the second (from 5 minutes on:
   before, allocators are still filling). oneDNN keeps a program for each number of rows it has multiplied, up to 1,024:
-  plain vLLM grows by that for 20 minutes, so here it keeps none;
+  plain vLLM grows by that as well, so here it keeps none;
 * at the end the server is healthy, idle, and has given every KV block back.
 """
 
