@@ -242,7 +242,8 @@ def paper(programme: Programme) -> list[Part]:
     for (circuit, n, r), start in folders.items():
         if (circuit, r) in programme.size((("ff", 1), ("btree", 32)), (("btree", 2),)):
             given = {"circuit": circuit, "window": n, "components": r, "init_from": start, **steps[400]}
-            made |= {start.with_name(f"{start.name}-lora{k}"): {**given, "lora_layers": k} for k in LORA_LAYERS}
+            layers = programme.size(LORA_LAYERS, LORA_LAYERS[:2])  # the toy target has two
+            made |= {start.with_name(f"{start.name}-lora{k}"): {**given, "lora_layers": k} for k in layers}
     how = {"concurrency": 1, "prompts": programme.size(16, 2), "variant": EVERY_DRAFT, **own_text(programme)}
     for folder, options in made.items():
         part = trained(programme, f"train-{folder.name}", folder, 150, **options)
