@@ -201,9 +201,8 @@ def _serve(
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
         try:
-            return serve(
-                engine, asked.prompts, temperatures, args.max_tokens, log, sampling, seeds=asked.seeds, alone=alone
-            )
+            how = (engine, asked.prompts, temperatures, args.max_tokens, log)
+            return serve(*how, sampling=sampling, seeds=asked.seeds, alone=alone)
         except EngineFailed as error:
             if refusal and refusal in log.read_text(encoding="utf-8", errors="replace"):
                 return None
