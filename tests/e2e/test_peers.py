@@ -69,7 +69,9 @@ def test_an_eagle_layer_and_a_draft_model(tmp_path: Path) -> None:
     assert taken > 0.95 * drafted  # not those behind an answer's end
 
 
-@pytest.mark.skipif(not decodings.has_suffix_decoding(), reason="arctic-inference is not installed")
+@pytest.mark.skipif(
+    not decodings.has_suffix_decoding(), reason="arctic-inference is not installed: pip install arctic-inference"
+)
 def test_suffix_decoding() -> None:
     target = demo.path("target")
     replies = served(target, rows(target, ["suffix"], {}), [prompt(40), prompt(25, 3)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from tests.support.engine import Call, Engine, Reply, run
+from tests.support.engine import Call, Engine, Reply, beside_plain
 from tests.support.models import make_head
 from tests.support.requests import ACCEPTED, COLUMNS
 from vllm_mtpc import demo
@@ -71,18 +71,13 @@ def asked_and_found(runner: str, target: Path, head: Path | None, method: str) -
 
 def check(runner: str, target: Path, head: Path, method: str = "mtpc") -> list[Reply]:
     """Equal text and counters; returns the head's replies."""
-    engines = {
-        "plain": asked_and_found(runner, target, None, method),
-        "head": asked_and_found(runner, target, head, method),
-    }
-    found = run(engines, runner, async_scheduling=runner == "v2")
-    for name, replies in found.items():
-        assert not isinstance(replies, str), (name, replies)
-    for plain, ours in zip(found["plain"], found["head"], strict=True):
+    engines = (asked_and_found(runner, target, one, method) for one in (head, None))
+    with_head, without = beside_plain(*engines, runner)
+    for plain, ours in zip(without, with_head, strict=True):
         assert ours.tokens == plain.tokens
         assert {name: ours.metrics[name] for name in COUNTED} == {name: plain.metrics[name] for name in COUNTED}
-    assert found["plain"][-1].metrics["vllm:prefix_cache_hits"] >= 8 * BLOCK
-    return found["head"]
+    assert without[-1].metrics["vllm:prefix_cache_hits"] >= 8 * BLOCK
+    return with_head
 
 
 @pytest.mark.parametrize(

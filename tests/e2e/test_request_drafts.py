@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import Call, Engine, Reply, run
+from tests.support.engine import Call, Engine, Reply, beside_plain
 from tests.support.models import make_head, make_ptp_head, make_target
 from tests.support.requests import COLUMNS
 
@@ -54,10 +54,7 @@ def replies(folder: Path) -> Any:
                 spec["min_survival"] = 0.0
             ours = Engine(str(folder / "target"), [*calls, refused], {**arguments, "speculative_config": spec})
             plain = Engine(str(folder / "target"), [calls[0], calls[len(ASKED)]], arguments)
-            found = run({"ours": ours, "plain": plain}, runner, async_scheduling=runner == "v2")
-            for name, reply in found.items():
-                assert not isinstance(reply, str), (name, reply)
-            made[runner, head] = found["ours"], found["plain"]
+            made[runner, head] = beside_plain(ours, plain, runner)
         return made[runner, head]
 
     return of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import Call, Engine, Reply, run
+from tests.support.engine import Call, Engine, Reply, beside_plain
 from tests.support.models import make_head, make_ptp_head, make_target
 from tests.support.requests import ACCEPTED, COLUMNS
 
@@ -66,10 +66,7 @@ def replies(folder: Path) -> Any:
             arguments = {"skip_tokenizer_init": True, "max_model_len": 64}
             plain = Engine(str(folder / "target"), [greedy, call(True)], arguments)
             ours = Engine(plain.model, [*calls, *bad, greedy], {**arguments, "speculative_config": spec})
-            found = run({"ours": ours, "plain": plain}, runner, async_scheduling=runner == "v2")
-            for name, reply in found.items():
-                assert not isinstance(reply, str), (name, reply)
-            made[runner, head] = found["ours"], found["plain"]
+            made[runner, head] = beside_plain(ours, plain, runner)
         return made[runner, head]
 
     return of

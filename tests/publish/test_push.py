@@ -27,14 +27,19 @@ def hub() -> Iterator[Hub]:
         yield server
 
 
-@pytest.fixture
-def head(tmp_path: Path) -> Path:
-    """A head for a target on the hub, in a folder where a trainer has left more than the head."""
-    folder = tmp_path / "head"
-    shutil.copytree(demo.path("btree"), folder)
+def of_hub_target(name: str, folder: Path) -> Path:
+    """A copy of a packaged head, of a target on the hub."""
+    shutil.copytree(demo.path(name), folder)
     config = json.loads((folder / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = TARGET
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """A head for a target on the hub, in a folder where a trainer has left more than the head."""
+    folder = of_hub_target("btree", tmp_path / "head")
     for name in ("state/rng.pt", "data/responses.jsonl", "optimizer.bin", "train.log", ".env", "other.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"not to be sent")
@@ -158,11 +163,7 @@ def test_a_card_that_cannot_be_read_is_one_line(head: Path, capsys: pytest.Captu
 def test_a_ptp_head_goes_with_its_adapters(tmp_path: Path) -> None:
     from vllm_mtpc.publish.folder import gather
 
-    folder = tmp_path / "head"
-    shutil.copytree(demo.path("o-ptp"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["speculators_config"]["verifier"]["name_or_path"] = TARGET
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = of_hub_target("o-ptp", tmp_path / "head")
     upload = gather(folder, "me/head", "mit", is_online=False)
     weights = {name for name in upload.sizes if name.endswith(".safetensors")}
     assert weights == {"u_embed.safetensors", "adapter_model.safetensors"} and "adapter_config.json" in upload.sizes

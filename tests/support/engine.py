@@ -85,6 +85,14 @@ def run(
     return forks.call(runner, "tests.support.engine:answers", engines, timeout=timeout, **more_env)
 
 
+def beside_plain(ours: Engine, plain: Engine, runner: str) -> tuple[list[Reply], list[Reply]]:
+    """Replies of an engine with a head and of plain vLLM on the same runner, V2's with asynchronous scheduling."""
+    found = run({"ours": ours, "plain": plain}, runner, async_scheduling=runner == "v2")
+    for name, reply in found.items():
+        assert not isinstance(reply, str), (name, reply)
+    return found["ours"], found["plain"]
+
+
 def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Puts `value` in the place of an attribute; returns what undoes it."""
     original = getattr(owner, name)
