@@ -8,6 +8,7 @@ what is found is compared with the key itself, so that a hash may collide with a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class SuffixTable(nn.Module):
         return torch.where(is_key.any(1), self.values[place.gather(1, longest)][:, 0], 0)
 
 
-def read_table(entry: object) -> tuple[dict[tuple[int, ...], int], set[int]]:
+def read_table(entry: Any) -> tuple[dict[tuple[int, ...], int], set[int]]:
     """`expand_input_ids_dict` of a config.json: (subwords by suffix, tokens after which only they themselves count).
 
     The file counts ids from 1 in keys and values. Its list of special ids does not, but is compared with ids that do:

@@ -212,11 +212,11 @@ class Drafter:
                 found, count = shard.gather(nominee), shard.size
             read = (found, *circuit[2:], state, *requests[:2], *out, k, num_drafts, inner.shape[1], r, count)
             launches.choose[(batch,)](*read, **self.sizes, DRAW=draw, COUNT=triton.next_power_of_2(count))
-        if columns is not None:
+        if columns is not None and shard is not None:
             to_cache = (requests[0], cache, cache.stride(0), cache.stride(1))
-            sizes = (num_drafts, shard.rows, columns.shape[2], cache.shape[2])
+            shape = (num_drafts, shard.rows, columns.shape[2], cache.shape[2])
             whole = shard.gather(columns.flatten(1))
-            launches.spread[(blocks * shard.size, num_drafts, batch)](whole, *to_cache, *sizes, BLOCK=tile["BLOCK"])
+            launches.spread[(blocks * shard.size, num_drafts, batch)](whole, *to_cache, *shape, BLOCK=tile["BLOCK"])
 
     def _add(self, before: tuple, k: int, tokens: Tensor, bias: Tensor, vocab_size: int) -> None:
         """Fills bias [B, width] with what the token before draft k, of tokens [B, K] or the first, adds to it."""

@@ -42,7 +42,7 @@ def draft(
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
     weights, stack = advance(program[1], weights, stack, evidence, inner)
-    columns = []
+    columns: list[Tensor] = []
     norms = None if shard is None or bigram is not None else _norms(leaf_logits, shard)  # of all drafts at once
     for k in range(leaf_logits.shape[1]):
         leaf = leaf_logits[:, k].float()  # [B, r, V]
@@ -51,7 +51,7 @@ def draft(
         if shard is None:
             leaf = leaf.log_softmax(dim=-1)
         else:
-            norm = norms[:, k] if bigram is None else _norms(leaf[:, None], shard)[:, 0]
+            norm = _norms(leaf[:, None], shard)[:, 0] if norms is None else norms[:, k]
             leaf = leaf - norm[..., None]
         log_q = torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype)
         if support is not None:

@@ -30,7 +30,7 @@ class Op(IntEnum):
 
 class Instruction(NamedTuple):
     op: Op
-    index: int = -1  # of the inner sum; TRANSITION and UPWARD only
+    index: int = -1  # type: ignore[assignment]  # of the inner sum; TRANSITION and UPWARD only
 
 
 Program = Sequence[Sequence[Instruction]]

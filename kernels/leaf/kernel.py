@@ -106,7 +106,7 @@ def _join_terms(top_ptr, sum_ptr, picked_ptr, token_ptr, out_ptr, r, vocab_size,
 
 def terms(states: Tensor, weight: Tensor, scale: Tensor | None, token: Tensor) -> Tensor:
     """As `naive.terms`, of logits that are not rounded to a half precision; weights and scales are contiguous."""
-    batch, r, vocab_size = len(states), *weight.shape[:2]
+    batch, (r, vocab_size) = len(states), weight.shape[:2]
     out = states.new_empty(batch, 2, r, dtype=torch.float32)
     if not batch:
         return out

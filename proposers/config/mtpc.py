@@ -121,7 +121,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     def take_own_schedule(self) -> None:
         """Once vLLM has made the configuration: each of the dense data-parallel engines has the schedule to itself."""
         if self.own_schedule is not None:
-            self.num_speculative_tokens_per_batch_size, self.own_schedule = self.own_schedule, None
+            self.num_speculative_tokens_per_batch_size: schedule.Schedule | None = self.own_schedule
+            self.own_schedule = None
 
     def default_schedule(self) -> schedule.Schedule:
         """Drafts by batch size where the user names none."""

@@ -42,7 +42,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     )
     has_distribution: ClassVar[bool] = False
 
-    method: Literal["ptp"] | None = None
+    method: Literal["ptp"] | None = None  # type: ignore[assignment]
     draft_sample_method: Literal["greedy"] = "greedy"
     head: SkipValidation[PtpConfig] = None  # type: ignore[assignment]
     mask_drafts: bool = False

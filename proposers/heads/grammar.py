@@ -37,7 +37,7 @@ from vllm_mtpc.kernels.draft.naive import Pick
 class Follower:
     """A request's grammar and how many of its output tokens it has read; None: it cannot be followed."""
 
-    grammar: StructuredOutputGrammar | None
+    grammar: Any  # a StructuredOutputGrammar
     num_read: int = 0
 
     def read(self, request_id: str, tokens: list[int]) -> None:
@@ -69,7 +69,7 @@ class Masks:
             open_rows = [row for row in self.rows if row not in self.lengths]
             for row in open_rows:
                 self.rows[row].grammar.fill_bitmask(self.bitmask, row)
-            if open_rows:
+            if open_rows and self.bitmask is not None:
                 bits = self.bitmask[: len(log_q)].to(log_q.device)
                 xgrammar.apply_token_bitmask_inplace(log_q, bits, indices=open_rows)
                 # of a head's support nothing may be allowed: then all tokens that are, each as likely as the others

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from vllm.distributed import get_tp_group
@@ -32,7 +32,7 @@ def attempt(call: Callable[[], Made], folder: str) -> Made:
     if (group := get_tp_group()).world_size > 1:
         torch.distributed.all_reduce(failed, group=group.cpu_group)
     if not failed:
-        return made
+        return cast(Made, made)  # what `call` has returned
     if group.rank_in_group == 0:
         warn(folder, error or "it failed on another rank")
         logger.debug("what failed", exc_info=error)

@@ -181,7 +181,7 @@ def eagle_model_types(original: Any) -> Any:
 def num_lookahead_tokens(original: property) -> property:
     def slots(config: Any) -> int:
         spec = config.speculative_config
-        return spec.lookahead if getattr(spec, "method", None) in METHODS else original.fget(config)
+        return spec.lookahead if getattr(spec, "method", None) in METHODS else original.__get__(config)
 
     return property(slots, doc=original.__doc__)
 

@@ -149,7 +149,7 @@ def derived(ours: type[Head], theirs: type) -> type[Head]:
     return type(f"Head{theirs.__name__}", (ours, theirs), {"__module__": ours.__module__})
 
 
-def named(ours: type[Head], name: str) -> type[Head]:
+def named(ours: type, name: str) -> type:
     """What a module's `__getattr__` answers vLLM, which looks up there the "module:Class" that `ours` derives from."""
     if ":" not in name:
         raise AttributeError(name)

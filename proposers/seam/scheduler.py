@@ -83,7 +83,8 @@ class HeadScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Adds the target's steps and what was cut to the counts that the front end gets."""
-        cut, counts = getattr(model_runner_output, CUT, None), {}
+        cut = getattr(model_runner_output, CUT, None)
+        counts: dict[str, int] = {}
         if cut is not None and self.log_stats:  # before requests that end are forgotten
             counts = by_class(self.requests, scheduler_output.scheduled_spec_decode_tokens, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)

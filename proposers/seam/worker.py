@@ -35,7 +35,7 @@ class HeadWorker(Worker):
             with _custom_class(self.vllm_config.speculative_config):
                 super().init_device()
         runner = self.model_runner  # made by vLLM, which knows the device's class
-        runner.__class__ = derived(HeadModelRunner, type(runner))
+        runner.__class__ = derived(HeadModelRunner, runner.__class__)
         runner.begin()
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:

@@ -169,7 +169,8 @@ class MtpcProposer:
         num_drafts, least = self.survival.plan(len(kind) - num_sampled, num_sampled, most)
         self.cut["request"] += sum(self.num_drafts - one for one in asked)
         self.cut["schedule"] += sum(max(0, one - num_drafts) for one in asked)
-        drafts, drafted = [[] for _ in emitted], None
+        drafts: list[list[int]] = [[] for _ in emitted]
+        drafted = None
         if num_drafts:
             num_rows = torch.tensor(verified) + 1  # [B], with logits
             last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
@@ -203,7 +204,8 @@ class MtpcProposer:
         batch, names = len(sampled_token_ids), runner.input_batch.req_ids
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, names, sampled_token_ids)
-        params, pick = self.model.draft_params(hidden, first, num_drafts), self._argmax
+        params = self.model.draft_params(hidden, first, num_drafts)
+        pick: naive.Pick = self._argmax
         if self.is_probabilistic and not sampling_metadata.all_greedy:
             # an unfinished prompt must not advance its request's generator
             seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 from vllm_mtpc.proposers.config.schedule import CPU_DRAFT, CPU_STEP
 
 Floats = NDArray[np.float64]
-Features = Sequence[float | Floats]  # four counts of a step, or of several
+Features = Sequence[float | NDArray[Any]]  # four counts of a step, or of several
 
 GREEDY, SAMPLED = 0, 1
 EDGES = np.array([0.03, 0.06, 0.12, 0.25, 0.5, 0.7, 0.85, 0.95])  # of confidence bins
@@ -102,8 +102,8 @@ class Acceptance:
         rates, lifts = self.rates[kinds, columns], self.lifts[kinds, bins]
         for counts, at, expected in ((self._seen, columns, lifts), (self._lifted, bins, rates)):
             counts *= KEPT
-            np.add.at(counts, (0, kinds, at), hits)
-            np.add.at(counts, (1, kinds, at), expected)
+            np.add.at(counts[0], (kinds, at), hits)
+            np.add.at(counts[1], (kinds, at), expected)
         rates = (self._seen[0] + IMAGINED * self._card) / (self._seen[1] + IMAGINED)
         self.rates = rates.clip(0.02, 0.98)
         self.lifts = (self._lifted[0] + IMAGINED * ASSUMED) / (self._lifted[1] + IMAGINED * ASSUMED)
@@ -141,7 +141,7 @@ class Line:
     def __call__(self, features: Features) -> Floats:
         return sum(weight * feature for weight, feature in zip(self.weights, features, strict=True))
 
-    def observe(self, features: Sequence[float], seconds: float) -> bool:
+    def observe(self, features: Features, seconds: float) -> bool:
         """A step that took so long. Errors are relative to it: one that another process delayed weighs little.
 
         Returns whether it is time to learn: its kind is new, or many were observed.
@@ -186,12 +186,12 @@ class Line:
             used[np.flatnonzero(used)[found < 0]] = False
 
 
-def step_features(batch: int, rows: int | Floats, is_verifying: bool | Floats) -> Features:
+def step_features(batch: int, rows: int | NDArray[Any], is_verifying: bool | NDArray[Any]) -> Features:
     """Of a step of the target with so many rows, that verifies drafts or not."""
     return 1.0, batch, rows, is_verifying
 
 
-def draft_features(batch: int, drafts: int | Floats) -> Features:
+def draft_features(batch: int, drafts: int | NDArray[Any]) -> Features:
     return 1.0, batch, drafts, batch * drafts
 
 
@@ -229,10 +229,10 @@ class Costs:
         self.steps, self.drafts = map(Line, priors)
         self._spare = defaultdict[int, float](float)  # seconds, by what may be tried
 
-    def step(self, batch: int, rows: Floats | int, is_verifying: Floats | bool) -> Floats:
+    def step(self, batch: int, rows: int | NDArray[Any], is_verifying: bool | NDArray[Any]) -> Floats:
         return self.steps(step_features(batch, rows, is_verifying))
 
-    def draft(self, batch: int, drafts: Floats | int) -> Floats:
+    def draft(self, batch: int, drafts: int | NDArray[Any]) -> Floats:
         return np.where(np.greater(drafts, 0), self.drafts(draft_features(batch, drafts)), 0.0)
 
     def weights(self) -> Floats:
@@ -309,7 +309,7 @@ class Survival:
         key = batch.bit_length(), is_drawn
         if key not in self._costs:
             known = {other: one for other, one in self._costs.items() if one.steps.is_known}
-            like = min(known, key=lambda other: (other[1] != is_drawn, abs(other[0] - key[0])), default=None)
+            like = min(known, key=lambda other: (other[1] != is_drawn, abs(other[0] - key[0])), default=key)
             self._costs[key] = Costs(self._load, known.get(like))
         return self._costs[key]
 

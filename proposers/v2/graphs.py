@@ -35,8 +35,8 @@ class DraftGraphs(CudaGraphManager):
         super().__init__(vllm_config, device, mode, decode_query_len=1)
         descs, below = [], 0
         for desc in reversed(self._capture_descs.pop(CUDAGraphMode.FULL, [])):
-            drafts = set(drafts_by_batch[below + 1 : desc.num_reqs + 1]) - {0}
-            drafts = [count for count in drafts if fits(desc.num_reqs, count)]
+            scheduled = set(drafts_by_batch[below + 1 : desc.num_reqs + 1]) - {0}
+            drafts = [count for count in scheduled if fits(desc.num_reqs, count)]
             descs += [SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=count) for count in drafts]
             below = desc.num_reqs
         if descs:  # the largest first, whose memory the others use again

@@ -119,6 +119,7 @@ class LayeredSpeculator(MtpcSpeculator):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
+        assert aux_hidden_states is not None  # `load_draft_model` asks the target for them
         states = self._states(input_batch, attn_metadata, slot_mappings, aux_hidden_states[0], **kwargs)
         return super().propose(input_batch, attn_metadata, slot_mappings, states, None, *args, **kwargs)
 

@@ -68,7 +68,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         )
         self.is_drawn = self.draft_logits is not None  # drafts; else they are the argmax
         if self.speculative_config.verify == "coupled":  # which scores no draft
-            self.draft_logits = None
+            self.draft_logits: Tensor | None = None
         self.states: CoupledStates | None = None  # None: nothing is coupled
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         ranges = self.speculative_config.num_speculative_tokens_per_batch_size
@@ -109,7 +109,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             return partial(copy_tensors, self.model, head)
 
         def commit() -> None:
-            self.model = head
+            self.model: Head = head
             self._take(head)
 
         return commit
@@ -137,7 +137,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch)
 
     def capture(self) -> None:
-        if self.graphs.needs_capture():
+        if self.graphs is not None and self.graphs.needs_capture():
             self.graphs.capture_drafts(self._captured)
 
     def _captured(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
@@ -185,7 +185,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             self.noise_pos[:num_reqs] += stream
             graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
             self._read(input_batch, last_hidden_states, graph)
-            if graph is None:
+            if self.graphs is None or graph is None:
                 self._draft(num_reqs, num_drafts)
             else:
                 self.graphs.run_fullgraph(graph)
@@ -204,6 +204,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         The definition has some float32 copies of a leaf beside the head's logits: a quarter of the usual rows at once
         take no more memory than was measured, and few small ones are not worth a second go.
         """
+        assert self.structured is not None  # `propose` asks it for the rows
         leaf = self.model.circuit.num_components * self.model.vocab_size * torch.float32.itemsize
         step = max(1, self.rows_at_once.get(num_drafts, 1) // 4, SMALL_LEAVES // leaf)
         for some in (rows[start : start + step] for start in range(0, len(rows), step)):
@@ -275,7 +276,7 @@ class MtpcSpeculator(DraftModelSpeculator):
             )
 
         program = self.model.circuit.program
-        pick = pick if masks is None else masks.around(pick)
+        chosen = pick if masks is None else masks.around(pick)
         self.draft_tokens[rows, :num_drafts] = naive.draft(
-            program, *params, pick=pick, dtype=dtype, shard=self.model.leaf_shard
+            program, *params, pick=chosen, dtype=dtype, shard=self.model.leaf_shard
         )

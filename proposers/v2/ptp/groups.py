@@ -98,8 +98,8 @@ def static_layout(bucket: Bucket, device: torch.device) -> Layout:
     groups = torch.tensor(bucket.groups)
     sizes, index_of = torch.tensor(bucket.sizes)[groups], torch.full((len(bucket.sizes),), -1)
     index_of[groups] = torch.arange(len(groups))
-    on_device = (part.to(device) for part in (groups[None], sizes[None], index_of))
-    return _layout(bucket.rows, int(sizes.max()), *on_device, sizes)
+    accepted, rows, index_of = (part.to(device) for part in (groups[None], sizes[None], index_of))
+    return _layout(bucket.rows, int(sizes.max()), accepted, rows, index_of, sizes)
 
 
 def survival_of(head: PtpConfig, device: torch.device) -> Tensor:

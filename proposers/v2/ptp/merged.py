@@ -52,7 +52,8 @@ class MergedSpeculator(PtpSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         student = super().load_draft_model(target_model, target_attn_layer_names)
-        speculator, base = self, target_model.get_model_state_cls()
+        speculator = self
+        base: Any = target_model.get_model_state_cls()
 
         class WithStep(base):
             """Shows the batch of a step to the speculator before the target runs."""
@@ -89,7 +90,7 @@ class MergedSpeculator(PtpSpeculator):
         """In the place of the target's forward: states [num_tokens_after_padding, D] of its rows."""
         step, self.step, self.drafted = self.step, None, None
         bucket = self.plan.bucket(step.num_reqs) if step is not None else None
-        if bucket is None:
+        if step is None or bucket is None:
             return self.target_forward(input_ids, positions, **kwargs)
         embeds = kwargs.get("inputs_embeds")
         embeds = self.target.embed_input_ids(input_ids) if embeds is None else embeds

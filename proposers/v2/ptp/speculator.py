@@ -62,10 +62,10 @@ class RowBatch:
     input_batch: InputBatch
     temperature: Tensor  # [S]
     seeds: Tensor  # [S]
-    num_sampled: Tensor | None = None  # [R], 0: the prompt is not read to its end
-    num_rejected: Tensor | None = None  # [R]
-    last_sampled: Tensor | None = None  # [S, 1]
-    next_prefill_tokens: Tensor | None = None  # [lookahead, S]
+    num_sampled: Any = None  # Tensor [R], 0: the prompt is not read to its end
+    num_rejected: Any = None  # Tensor [R]
+    last_sampled: Any = None  # Tensor [S, 1]
+    next_prefill_tokens: Any = None  # Tensor [lookahead, S]
 
     @cached_property
     def num_reqs(self) -> int:
@@ -119,7 +119,7 @@ class PtpSpeculator(DraftModelSpeculator):
         self.draft_index = torch.arange(self.num_speculative_steps, device=device)
         self.copied = torch.zeros(groups, dtype=torch.int64, device=device)  # block that each group starts in
         self.pass_rows: dict[int, tuple[Tensor, Tensor]] = {}  # by auxiliary rows: where requests and such rows stand
-        self.graphs: DraftGraphs | None = None
+        self.graphs: DraftGraphs  # `init_cudagraph_manager` makes it
         self.metadata: dict[str, Any] | None = None  # of the pass under way
         self.sampler: Any = None
         self.drafted: Any = None  # what a merged pass has left
@@ -156,7 +156,7 @@ class PtpSpeculator(DraftModelSpeculator):
             copy_tensors(self.embedding, head.embedding)
             if self.late is not None:
                 copy_tensors(self.late, head.late)
-            if table is not None:
+            if self.table is not None:
                 self.table.copy_(table)
 
         return commit
@@ -342,6 +342,7 @@ class PtpSpeculator(DraftModelSpeculator):
             logits.append(self.target.compute_logits(state))
             return self._pick(logits[-1][:, None], keys[:, k : k + 1], batch)[:, 0]
 
+        assert self.late is not None  # `_draft` asks
         drafts = self.late.draft(hidden, first, self.target.embed_input_ids, choose)
         return drafts, torch.stack(logits, dim=1)
 
