@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -108,3 +110,24 @@ def test_dynamic_layout_follows_the_confidence(variant: str) -> None:
             group, offset = int(layout.group[request, row]), int(layout.offset[request, row])
             assert int(layout.behind(torch.tensor([group] * 2))[0][request]) + offset == row
             assert offset < int(layout.sizes[request, group])
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 32, 254, 1024])
+def test_reserved_blocks_lie_in_vllms_profiling_cache(max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache in which graphs are measured has a block per sequence, 512 at most; then one that serves is made."""
+    from vllm_mtpc.proposers.v2.ptp import speculator as module
+
+    monkeypatch.setattr(module.DraftModelSpeculator, "set_attn", lambda *args: None)
+    monkeypatch.setattr(module, "init_attn_backend", lambda *args: ([], None, None))
+    for name in ("check_attention", "changed"):
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: SimpleNamespace())
+    made = object.__new__(module.PtpSpeculator)
+    made.plan = two_pass_plan(head("o-ptp"), 7, max_num_seqs, 256)
+    config = SimpleNamespace(scheduler_config=None, compilation_config=None)
+    made.vllm_config, made.max_num_reqs, made.device = config, max_num_seqs, CPU
+    tables = SimpleNamespace(block_sizes=[16], input_block_tables=[torch.zeros(max_num_seqs, 4)])
+    reserved = made.plan.num_blocks(16)
+    for num_blocks in (min(max_num_seqs, 512), 5000):
+        made.set_attn(None, SimpleNamespace(num_blocks=num_blocks), tables)
+        assert int(made.scratch.own.min()) >= 0 and int(made.scratch.own.max()) < num_blocks
+    assert made.scratch.own.flatten().tolist() == list(range(5000 - reserved, 5000))

@@ -108,6 +108,7 @@ FAULTS = (
     "grammar",
     "law",
     "layer",
+    "profile",
     "ptp",
     "seed",
     "window",

@@ -172,7 +172,8 @@ class PtpSpeculator(DraftModelSpeculator):
         check_attention(kv_cache_config, self.aux_groups)
         block_size = block_tables.block_sizes[0]
         reserved = plan.num_blocks(block_size)
-        own = torch.arange(reserved, device=self.device) + max(0, kv_cache_config.num_blocks - reserved)
+        # the cache's last blocks; vLLM's profiling cache has fewer, and what is written there is not used
+        own = (torch.arange(reserved, device=self.device) + kv_cache_config.num_blocks - reserved).clamp_(min=0)
         own = own.view(plan.max_groups, plan.blocks_per_group(block_size))
         self.scratch = Scratch(own, block_size, block_tables.input_block_tables[0].shape[1])
 
