@@ -106,31 +106,39 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     def check_engine(self, vllm_config: Any) -> None:
         """Refuse what PTP cannot be served with, once the engine's configuration is known; choose its block size."""
         refusals.refuse(refusals.of_ptp_engine(vllm_config))
+        choose_attention(vllm_config.attention_config, self.draft_pass)
         if self.draft_pass == "merged":
             from vllm.config.compilation import CUDAGraphMode
 
             # the target's pass is the student's, whose rows no captured graph has
             vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-            keep_the_order(vllm_config.attention_config)
         cache = vllm_config.cache_config
         if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
             cache.block_size = CPU_BLOCK_SIZE
 
 
-def keep_the_order(attention_config: Any) -> None:
-    """Choose an attention backend that does not sort a batch by length, where vLLM's own choice is one that does.
+def choose_attention(attention_config: Any, draft_pass: str) -> None:
+    """Choose FLASH_ATTN where the user named no attention backend and vLLM would take FlashInfer.
 
-    Groups of auxiliary rows stand behind all of a batch's own rows. FlashInfer sorts, and vLLM prefers it on GPUs of
-    compute capability 10 (platforms/cuda.py); it is refused where the user named it.
+    vLLM prefers FlashInfer on GPUs of compute capability 10 (platforms/cuda.py). It sorts a batch by length, and groups
+    of auxiliary rows follow all of a batch's own rows. It plans each pass on the host, which no CUDA graph holds.
+
+    Args:
+        attention_config: vLLM's; `backend` may change.
+        draft_pass: "merged" or "two-pass".
+
+    Raises:
+        ServeConfigError: the user named FlashInfer for the merged pass.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     named = attention_config.backend
-    if named is AttentionBackendEnum.FLASHINFER:
+    if named is AttentionBackendEnum.FLASHINFER and draft_pass == "merged":
         raise ServeConfigError(
             "attention backend FLASHINFER with draft_pass 'merged': it sorts a batch by length, which groups of rows "
             'do not survive; type --attention-backend FLASH_ATTN, or "draft_pass": "two-pass"'
         )
     if named is None and current_platform.is_cuda() and current_platform.is_device_capability_family(100):
-        logger.warning("method 'ptp': attention backend FLASH_ATTN, because FlashInfer sorts a batch by length")
+        why = "sorts a batch by length" if draft_pass == "merged" else "runs the drafts' pass without CUDA graphs"
+        logger.warning("method 'ptp': attention backend FLASH_ATTN, because FlashInfer %s", why)
         attention_config.backend = AttentionBackendEnum.FLASH_ATTN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.configs import engine_config
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.proposers.config import ptp as config_ptp
 from vllm_mtpc.proposers.config import refusals
 from vllm_mtpc.proposers.config.refusals import how_to_v2
 
@@ -156,30 +158,66 @@ def test_a_fitted_length_is_refused(place: Path) -> None:
     assert "max_model_len 'auto'" in refusal(place, {"max_model_len": -1})
 
 
-def test_backends_that_sort_a_batch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Refused where it was named; where vLLM would choose one, another one is."""
-    from types import SimpleNamespace
-
+@pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
+def test_flash_attn_is_chosen_where_vllm_takes_flashinfer(draft_pass: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that the user named is kept, or refused for the merged pass."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_mtpc.proposers.config.ptp import keep_the_order
+    from vllm_mtpc.proposers.config.ptp import choose_attention
 
-    with pytest.raises(MtpcError, match=r"FLASHINFER .* type --attention-backend FLASH_ATTN"):
-        keep_the_order(SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER))
+    sorting = SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER)
+    is_refused = draft_pass == "merged"
+    refused = pytest.raises(MtpcError, match=r"FLASHINFER .* type --attention-backend FLASH_ATTN")
+    with refused if is_refused else nullcontext():
+        choose_attention(sorting, draft_pass)
+    assert sorting.backend is AttentionBackendEnum.FLASHINFER
     chosen = SimpleNamespace(backend=None)
-    keep_the_order(chosen)
+    choose_attention(chosen, draft_pass)
     assert chosen.backend is None  # a CPU
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     for capability, backend in ((90, None), (100, AttentionBackendEnum.FLASH_ATTN)):
         monkeypatch.setattr(
             type(current_platform), "is_device_capability_family", lambda self, asked, own=capability: asked == own
         )
-        keep_the_order(chosen)
+        choose_attention(chosen, draft_pass)
         assert chosen.backend is backend
     named = SimpleNamespace(backend=AttentionBackendEnum.TRITON_ATTN)
-    keep_the_order(named)
+    choose_attention(named, draft_pass)
     assert named.backend is AttentionBackendEnum.TRITON_ATTN
+
+
+def test_two_passes_choose_attention_when_the_engine_is_configured(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(config_ptp, "choose_attention", lambda config, draft_pass: asked.append(draft_pass))
+    engine_config(place / "target", {"method": "ptp", "model": str(place / "head")})
+    assert asked == ["two-pass"]
+
+
+@pytest.mark.parametrize(("backend", "mode", "lines"), [
+    ("FLASHINFER", "FULL_AND_PIECEWISE", 1), ("FLASHINFER", "NONE", 0), ("FLASH_ATTN", "FULL_AND_PIECEWISE", 0)
+])  # fmt: skip
+def test_drafts_without_graphs_are_warned_of_in_one_line(
+    backend: str, mode: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_mtpc.proposers.v2.ptp import speculator as module
+
+    said: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *values: said.append(text % values))
+    modes: list[Any] = []
+    monkeypatch.setattr(module, "DraftGraphs", lambda config, device, mode, *more: modes.append(mode))
+    group = SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: backend), get_metadata_builder=lambda index: SimpleNamespace()
+    )
+    plan = SimpleNamespace(bucket=lambda batch: None)
+    made = SimpleNamespace(aux_groups=[[group]], plan=plan, max_num_reqs=2, vllm_config=None, device=None)
+    module.PtpSpeculator.init_cudagraph_manager(made, CUDAGraphMode[mode])
+    assert len(said) == lines and (not said or ("FLASHINFER" in said[0] and "--attention-backend" in said[0]))
+    assert modes == [CUDAGraphMode[mode if backend == "FLASH_ATTN" else "NONE"]]
 
 
 def test_a_late_network_on_a_target_whose_states_come_before_its_norm(place: Path) -> None:

@@ -41,6 +41,7 @@ from vllm_mtpc.checkpoint.ptp import load_ptp
 from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
 from vllm_mtpc.heads.ptp.embedding import lookup
 from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.proposers.config.switches import logger
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.heads.swap import copy_tensors
 from vllm_mtpc.proposers.v2.graphs import DraftGraphs
@@ -178,8 +179,15 @@ class PtpSpeculator(DraftModelSpeculator):
         self.scratch = Scratch(own, block_size, block_tables.input_block_tables[0].shape[1])
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        is_fit = all(group.backend.get_name() in CAPTURED for group in self.aux_groups[0])
-        mode = cudagraph_mode if is_fit else CUDAGraphMode.NONE
+        mode, others = cudagraph_mode, {group.backend.get_name() for group in self.aux_groups[0]} - {*CAPTURED}
+        if others and mode.decode_mode() == CUDAGraphMode.FULL:
+            logger.warning(
+                "method 'ptp': attention backend %s plans each pass on the host, so drafts run without CUDA graphs; "
+                "allowed with graphs: %s; add --attention-backend FLASH_ATTN",
+                ", ".join(sorted(others)),
+                ", ".join(CAPTURED),
+            )
+            mode = CUDAGraphMode.NONE
         for group in self.aux_groups[0] if mode.decode_mode() == CUDAGraphMode.FULL else ():
             # FlashAttention 3: no schedule made ahead for each step, where a captured pass would not look
             group.get_metadata_builder(0).aot_schedule = False
