@@ -91,6 +91,7 @@ def tests(programme: Programme) -> list[Part]:
         tested("grammar-law", 200, "tests/e2e/test_grammar_law.py", "-k", "v2"),
         tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
         tested("backbone", 240, "tests/e2e/test_backbone.py", "-m", "not slow"),
+        tested("swap", 120, "tests/e2e/test_swap.py", "-k", "equal_shape"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
         tested("ptp-law", 180, f"{law}::test_law[o-ptp]", f"{law}::test_law[fault: o-ptp, u squared]"),
         tested("law-13-kinds", 480, f"{law}::test_law[13 kinds, btree, bad]"),

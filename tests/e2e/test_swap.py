@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_target(folder / "target", 48, seed=3)
     make_head(folder / "mtpc", target, "btree", 4, 2)
     make_head(folder / "mtpc-other", target, "hmm", 5, 3)
+    make_head(folder / "mtpc-same", target, "btree", 4, 2, is_bad=True)
     make_head(folder / "short", target, "hmm", 3, 2)
     make_head(folder / "of another vocabulary", make_target(folder / "other target", 40, seed=3), "hmm", 4, 2)
     make_ptp_head(folder / "ptp", target, "o-ptp", 4, scale=0.01)
@@ -94,6 +95,25 @@ def test_the_other_head_drafts(replies: Any, folder: Path, runner: str, head: st
     accepted = [reply.metrics[ACCEPTED] for reply in ours[:2]]
     # of another head, so another number of drafts is accepted
     assert accepted[1] / drafted[1] != accepted[0] / drafted[0]
+
+
+def test_heads_of_equal_shape_are_swapped_where_graphs_hold_their_addresses(folder: Path) -> None:
+    """As on a GPU, in `benchmarks/gpu/run.sh tests` too: the new weights draft, a head of another shape is refused."""
+    own, same, other = (str(folder / name) for name in ("mtpc", "mtpc-same", "mtpc-other"))
+    greedy = call(False)
+    calls = [greedy, call(False, same), replace(greedy, is_refused=True, swap=(other,)), call(False, own, same)]
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64}
+    plain = Engine(str(folder / "target"), [greedy], arguments)
+    spec = {"method": "mtpc", "model": own, "num_speculative_tokens_per_batch_size": "off"}
+    ours = Engine(plain.model, calls, {**arguments, "speculative_config": spec}, injected="keeps_shapes")
+    first, swapped, refused, in_turns = (found := beside_plain(ours, plain, "v2"))[0]
+    assert all(reply.tokens == found[1][0].tokens for reply in (first, swapped, in_turns))
+    assert swapped.recorded[0]["head"] == same and len(in_turns.recorded) >= 3
+    # a head that says what the target finds least likely: none of its drafts is kept
+    accepted = [reply.metrics[ACCEPTED] for reply in (first, swapped)]
+    assert accepted[1] - accepted[0] < accepted[0] / 4
+    assert "for which memory and CUDA graphs were made; allowed are heads of equal shape" in refused.error
+    assert "it has window=5, the served head 4" in refused.error and "\n" not in refused.error
 
 
 @pytest.mark.parametrize(("runner", "head"), COLUMNS)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ import torch
 from tests.support import forks
 from tests.support.configs import write_head
 from tests.support.models import make_target
-from tests.support.speculators import Recorder, Setting, drafted, speculator
+from tests.support.speculators import Recorder, Setting, Target, drafted, speculator
 
 SCHEDULE = [(1, 3, 4), (4, 5, 2), (6, 6, 1), (7, 8, 0)]
 SIZES = (1, 2, 4, 8)
@@ -72,6 +76,44 @@ def said(place: Path) -> dict[str, Any]:
     return forks.call(
         "v2", "tests.proposers.test_graphs:captured", Setting(place, 8, SCHEDULE, graph_sizes=SIZES), modes
     )
+
+
+def swapped(setting: Setting, other: Path) -> dict[str, Any]:
+    """In a fork: drafts of a captured step before another head of equal shape is in force and after, and its own."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+
+    recorder, said = Recorder(), {}
+    equal = mock.patch.object(MtpcSpeculator, "keeps_shapes", True)
+    with recorder.in_place(), equal, speculator(setting) as made:
+        made.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+        made.capture()
+        head, sizes = made.model, made.speculative_config.head
+        places = [part.data_ptr() for part in (*head.parameters(), *head.buffers())]
+        said["old"] = drafted(made, 4, 4)
+        new = SimpleNamespace(model_folder=str(other / "head"))
+        commit = made.prepared(new, Target(sizes.vocab_size, sizes.hidden_size))
+        said["prepared"] = drafted(made, 4, 4)
+        commit()
+        said["swapped"] = drafted(made, 4, 4)
+        now = [part.data_ptr() for part in (*made.model.parameters(), *made.model.buffers())]
+        said["in place"], said["replays"] = made.model is head and now == places, len(recorder.replayed)
+    with speculator(replace(setting, place=other)) as made:
+        said["new"] = drafted(made, 4, 4)
+    return said
+
+
+def test_swapped_head_of_equal_shape_is_copied_into_captured_buffers(place: Path, tmp_path: Path) -> None:
+    """Where graphs hold the addresses of weights (`keeps_shapes`): what is replayed drafts as the new head does."""
+    (tmp_path / "target").symlink_to(place / "target")
+    torch.manual_seed(2)
+    write_head(tmp_path / "head", json.loads((place / "target" / "config.json").read_text()))
+    setting = Setting(place, 8, SCHEDULE, graph_sizes=SIZES)
+    said = forks.call("v2", "tests.proposers.test_graphs:swapped", setting, tmp_path)
+    assert said["in place"] and said["replays"] == 3
+    for one, same, is_equal in (("old", "prepared", True), ("swapped", "new", True), ("old", "new", False)):
+        assert torch.equal(said[one][2][-4:], said[same][2][-4:]) == is_equal, (one, same)  # conditionals of 4 requests
 
 
 def test_graphs_are_made_for_scheduled_batches_alone(said: dict[str, Any]) -> None:

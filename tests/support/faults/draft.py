@@ -91,6 +91,14 @@ def does_not_load() -> Callable[[], None]:
     return undo
 
 
+def keeps_shapes() -> Callable[[], None]:
+    """A head that takes another one's place must have its shapes, as on a GPU."""
+    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
+
+    return engine.replaced(Owner, "keeps_shapes", True)
+
+
 INJECTED = {f"drafts by {path}": drafts_of(path) for path in ("kernel", "blocks", "definition")}
 INJECTED["note drafts"] = note_drafts
 INJECTED["does_not_load"] = does_not_load
+INJECTED["keeps_shapes"] = keeps_shapes
