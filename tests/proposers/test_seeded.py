@@ -30,9 +30,13 @@ V, SLOTS, CPU = 5, 4, torch.device("cpu")
 DRAWN = torch.tensor([1, 2, 3, 4, 0, 1])  # what the target says at each row of the batch below
 
 
-@pytest.fixture(autouse=True)
-def _no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, name="checked")
+def fixture_checked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Without pinned memory; notes the checks of vLLM's noise, which need Triton."""
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+    checks: list[bool] = []
+    monkeypatch.setattr(verification, "check_noise", lambda device, use_fp64: checks.append(use_fp64))
+    return checks
 
 
 class Base:
@@ -65,6 +69,37 @@ def test_who_is_coupled(verify: str | None, coupled: set[int]) -> None:
     states.add_request(1, SamplingParams(temperature=1.0))
     states.apply_staged_writes()
     assert states.stream.gpu[1] == (0 if verify == "coupled" else DRAFTING), "another request took the slot"
+
+
+@pytest.mark.parametrize(("verify", "checks"), [(None, []), ("coupled", [False]), ("rejection", [])])
+def test_noise_is_checked_at_start_where_all_are_coupled(
+    verify: str | None, checks: list[bool], checked: list[bool]
+) -> None:
+    made(verify)
+    assert checked == checks
+
+
+def noise_refusals(keyed_by: list[int]) -> list[str]:
+    """In a fork: what is said where vLLM's positions are so far from what they were, in float32 and float64."""
+    original, said = verification.gumbel_sample, []
+    for use_fp64 in (False, True):
+        for more in keyed_by:
+            verification.gumbel_sample = lambda logits, slots, temperature, seeds, pos, *args, more=more, **kwargs: (
+                original(logits, slots, temperature, seeds, pos + more, *args, **kwargs)
+            )
+            try:
+                verification.check_noise(CPU, use_fp64)
+                said.append("")
+            except ServeConfigError as error:
+                said.append(str(error))
+    verification.gumbel_sample = original
+    return said
+
+
+def test_changed_noise_refuses_coupled_verification_in_one_line() -> None:
+    same, moved, *of_float64 = forks.call("v2", "tests.proposers.test_seeded:noise_refusals", [0, 1])
+    assert same == "" and of_float64 == [same, moved]
+    assert moved.startswith("verify='coupled': vLLM ") and "allowed here: 'rejection'" in moved and "\n" not in moved
 
 
 @pytest.fixture

@@ -11,12 +11,15 @@ Undo = Callable[[], None]
 
 
 def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Undo]:
-    """The target's tokens are drawn with other noise: of the step's first row, or of another stream."""
+    """The target's tokens are drawn with other noise: of the step's first row, or of another stream.
+
+    Without the check of the noise at start, which would find it before any text.
+    """
 
     def inject() -> Undo:
         from vllm_mtpc.proposers.v2 import verification
 
-        verify, sample = verification.Verifier._verify, verification.gumbel_sample
+        verify, sample, check = verification.Verifier._verify, verification.gumbel_sample, verification.check_noise
         first_rows: list[Any] = []
 
         def _verify(self: Any, logits: Any, draft_logits: Any, drafts: Any, pos: Any, begins: Any, *args: Any) -> Any:
@@ -29,9 +32,11 @@ def other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Und
             return sample(logits, slots, temperature, seeds, at, **{**given, **replaced})
 
         verification.Verifier._verify, verification.gumbel_sample = _verify, gumbel_sample
+        verification.check_noise = lambda *given: None
 
         def undo() -> None:
             verification.Verifier._verify, verification.gumbel_sample = verify, sample
+            verification.check_noise = check
 
         return undo
 
