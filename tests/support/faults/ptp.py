@@ -51,10 +51,11 @@ def oracle() -> Callable[[], None]:
 
 
 def record_groups() -> Callable[[], None]:
-    """Notes, for every merged pass, the states of each group and what it stood behind."""
+    """Notes, for every pass, the states of each group's auxiliary rows and what it stood behind."""
     from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator as Owner
+    from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
 
-    original = Owner.propose
+    original, second_pass = Owner.propose, PtpSpeculator._draft_pass
 
     def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafted = self.drafted
@@ -76,7 +77,19 @@ def record_groups() -> Callable[[], None]:
                 )
         return original(self, input_batch, *args, **kwargs)
 
-    return engine.replaced(Owner, "propose", propose)
+    def _draft_pass(self: Any, batch: Any, size: int) -> torch.Tensor:
+        hidden = second_pass(self, batch, size)
+        for row, name in enumerate(batch.input_batch.req_ids):
+            if int(batch.num_sampled[row]):  # x_1 is the group's first row
+                note = {"request": name, "prefix": int(batch.prefix[row]) + 1, "hidden": hidden[row, 1:].clone()}
+                engine.RECORDED.append(note)
+        return hidden
+
+    undo = [
+        engine.replaced(Owner, "propose", propose),
+        engine.replaced(PtpSpeculator, "_draft_pass", _draft_pass),
+    ]
+    return lambda: [back() for back in undo] and None
 
 
 def record_drafts() -> Callable[[], None]:
