@@ -36,6 +36,18 @@ def test_all_forms_are_read(tmp_path):
         ('{"url": "/v1/completions"}', "body: a JSON object is wanted"),
         ('{"url": "http://elsewhere/", "body": {}}', "POST to a url that begins with /v1/"),
         ('{"method": "GET", "url": "/v1/models", "body": {}}', "POST to a url that begins with /v1/"),
+        *(
+            (json.dumps({"url": url, "body": {}}), "POST to a url that begins with /v1/")
+            for url in (
+                "/v1/../mtpc/head",
+                "/v1/%2e%2e/mtpc/head",
+                "/v1/.\t./x",
+                "/v1//x",
+                "/v1/a?b",
+                "/v1/a#b",
+                "/v1/a\n",
+            )
+        ),
         ('{"prompt": "a", "stream": true}', "a batch has no streams"),
     ],
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -99,11 +100,13 @@ def _request(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
                 return short, given
         raise ValueError("no 'prompt', 'messages' or 'url' in it")
     url, body = given.get("url"), given.get("body")
-    if not isinstance(url, str) or not url.startswith("/v1/") or given.get("method", "POST") != "POST":
-        raise ValueError(f"POST to a url that begins with /v1/ is wanted, not {url!r}")
+    # Words alone: by dots and escapes (/v1/../x) a line would reach an operator's endpoints
+    is_api = isinstance(url, str) and re.fullmatch(r"/v1(/[a-z0-9_-]+)+", url)
+    if not is_api or given.get("method", "POST") != "POST":
+        raise ValueError(f"POST to a url that begins with /v1/ is wanted, as /v1/chat/completions, not {url!r}")
     if not isinstance(body, dict):
         raise ValueError("body: a JSON object is wanted")
-    return url, body
+    return str(url), body
 
 
 def _texts(path: str) -> Iterator[str]:
