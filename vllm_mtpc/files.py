@@ -75,10 +75,13 @@ def replacing(*paths: Path) -> Iterator[list[Path]]:
     """Where to write new contents of `paths`: at the end of the block they are synced, then take their names in order.
 
     So a reader sees an old file or a new one, whole. Where the block fails, at a full disk for example, the old ones
-    stay as they are.
+    stay as they are. The files are created here: a link that lies under such a name is removed, not followed.
     """
     unfinished = [path.with_name(f"{path.name}.partial") for path in paths]
     try:
+        for file in unfinished:
+            file.unlink(missing_ok=True)  # left by a process that was killed
+            os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666))
         yield unfinished
         for file in unfinished:
             with open(file, "rb") as written:
