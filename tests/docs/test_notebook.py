@@ -63,7 +63,11 @@ def test_its_links_lead_somewhere(file: Path, notebook: nbformat.NotebookNode) -
 
 
 @pytest.mark.slow
-def test_it_runs(file: Path, notebook: nbformat.NotebookNode) -> None:
+def test_it_runs_without_settings_of_threads(
+    file: Path, notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    notebook.cells.append(nbformat.v4.new_code_cell("assert torch.get_num_threads() == 1"))
     printed = run(notebook, file.parent)
     assert "sum over all 81 windows: 1.0000" in printed
     plain, drafted = map(int, re.search(r"160 tokens: (\d+) steps without drafts, (\d+) with", printed).groups())
