@@ -23,6 +23,11 @@ WIDE = """return [...document.querySelector('article').querySelectorAll('*')].fi
 READY = """return !!document.querySelector('article h1') &&
     [...document.querySelectorAll('article table')].every(
         table => table.closest('.md-typeset__scrollwrap') || table.className)"""
+CUT = """return [...document.querySelectorAll('article table code')].filter(code => {
+    const all = document.createRange();
+    all.selectNodeContents(code);
+    return /^\\w+$/.test(code.textContent) && new Set([...all.getClientRects()].map(one => one.top)).size > 1;
+}).map(code => code.textContent)"""  # words in the middle of which a line ends
 BROKEN = "return [...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
@@ -76,7 +81,7 @@ def test_pages_fit_a_phone_and_fetch_nothing_from_elsewhere(
     wrong = {}
     for page in sorted(site.glob("*.html")):
         opened(browser, f"{address}/{page.name}")
-        found = browser.execute_script(WIDE) + browser.execute_script(BROKEN)
+        found = browser.execute_script(WIDE) + browser.execute_script(BROKEN) + browser.execute_script(CUT)
         asked = fetched(browser)
         assert any(url.startswith(address) for url in asked), page
         found += [url for url in asked if url.startswith(("http", "ws")) and not url.startswith(address)]
@@ -96,8 +101,9 @@ def test_what_is_too_wide_or_broken_would_be_found(address: str, browser: webdri
     assert len(browser.execute_script(WIDE)) == 1 and len(browser.execute_script(BROKEN)) == 1
 
 
-def test_the_search_finds(address: str, browser: webdriver.Chrome) -> None:
-    browser.get(f"{address}/index.html?q=chunk_windows")
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_the_search_finds(address: str, site: Path, browser: webdriver.Chrome, is_on_disk: bool) -> None:
+    browser.get(f"{site.as_uri() if is_on_disk else address}/index.html?q=chunk_windows")
     results = (By.CSS_SELECTOR, ".md-search-result__link")
     WebDriverWait(browser, 20).until(lambda it: it.find_elements(*results))
     links = [link.get_attribute("href") for link in browser.find_elements(*results)]

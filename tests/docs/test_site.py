@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 from mkdocs.config import load_config
@@ -14,26 +16,40 @@ from tests.support import links
 BROKEN = "[a](nowhere.md) [b](heads.md#nothing) [c](../kernels/nothing.py) [d](heads.md#circuits-and-heads)\n"
 
 
-@pytest.fixture(scope="module")
-def repository(root: Path) -> str:
-    return load_config(str(root / "mkdocs.yml"))["repo_url"]
-
-
 def test_every_page_is_in_the_site(root: Path, site: Path) -> None:
     for page in (root / "docs").glob("*.md"):
         assert (site / page.with_suffix(".html").name).is_file()
 
 
-def test_links_and_anchors(site: Path, root: Path, repository: str) -> None:
-    assert not links.broken_html(site, repository, root)
+def test_links_and_anchors(site: Path) -> None:
+    assert not links.broken_html(site)
 
 
-def test_a_broken_link_would_be_found(tmp_path: Path, root: Path, repository: str) -> None:
-    heads = f"{repository}/blob/main/docs/heads.md"
-    hrefs = ["#a", "#b", "no.html", f"{repository}/blob/main/no.md", f"{heads}#circuits-and-heads", f"{heads}#x"]
+def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
+    hrefs = ["#a", "#b", "no.html", "x.html#a", "x.html#b"]
     (tmp_path / "x.html").write_text('<p id="a">' + "".join(f'<a href="{href}">x</a>' for href in hrefs))
-    found = [line.removeprefix("x.html: ") for line in links.broken_html(tmp_path, repository, root)]
-    assert found == ["#b", "no.html", f"{repository}/blob/main/no.md", f"{heads}#x"]
+    found = [line.removeprefix("x.html: ") for line in links.broken_html(tmp_path)]
+    assert found == ["#b", "no.html", "x.html#b"]
+
+
+def test_no_page_links_to_an_example_address(site: Path) -> None:
+    linked = {urlsplit(link).netloc for file in site.rglob("*.html") for link in links.html(file).links}
+    assert not [place for place in linked if "example" in place]
+
+
+@pytest.mark.parametrize("address", ["", "https://host.example/r"])
+def test_link_out_of_the_docs_leads_to_the_repository_or_is_text(
+    root: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTPC_REPOSITORY", address)
+    config = load_config(str(root / "mkdocs.yml"))
+    file = SimpleNamespace(abs_src_path=str(root / "docs" / "x.md"), src_uri="x.md")
+    text = "[`base`](../setup.py#L1) [a](../docs/heads.md) [kernels](../kernels)"
+    (hook,) = config.plugins.events["page_markdown"][:1]
+    shown = hook(text, page=SimpleNamespace(file=file), config=config)
+    blob, tree = "(https://host.example/r/blob/main/setup.py#L1)", "(https://host.example/r/tree/main/kernels)"
+    own = f"[`base`]{blob} [a](../docs/heads.md) [kernels]{tree}"
+    assert shown == (own if address else "`base` [a](../docs/heads.md) kernels")
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

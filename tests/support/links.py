@@ -57,22 +57,17 @@ def prose(file: Path) -> str:
     return re.sub(r"`[^`\n]*`", "", text)
 
 
-def broken_html(site: Path, repository: str, root: Path) -> list[str]:
-    """`PAGE: LINK` for every link of a site that leads to no file, no anchor, or nothing in the checkout."""
+def broken_html(site: Path) -> list[str]:
+    """`PAGE: LINK` for every link of a site that leads to no file or no anchor of it."""
     wrong = []
     for file in sorted(site.rglob("*.html")):
         for link in html(file).links:
-            if link.startswith(repository):  # .../blob/main/PATH; pages of Markdown have anchors
-                parts = urlsplit(link[len(repository) :]).path.strip("/").split("/", 2)
-                is_there = len(parts) < 3 or _is_there(root / unquote(parts[2]), urlsplit(link).fragment)
-            elif urlsplit(link).scheme or link.startswith("//"):
+            if urlsplit(link).scheme or link.startswith("//"):
                 continue
-            else:
-                path = unquote(urlsplit(link).path)
-                target = (site / path.lstrip("/") if path.startswith("/") else file.parent / path) if path else file
-                target = target / "index.html" if target.is_dir() else target
-                is_there = _is_there(target.resolve(), urlsplit(link).fragment)
-            if not is_there:
+            path = unquote(urlsplit(link).path)
+            target = (site / path.lstrip("/") if path.startswith("/") else file.parent / path) if path else file
+            target = target / "index.html" if target.is_dir() else target
+            if not _is_there(target.resolve(), urlsplit(link).fragment):
                 wrong.append(f"{file.relative_to(site)}: {link}")
     return wrong
 
