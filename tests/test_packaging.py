@@ -11,6 +11,7 @@ import email
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,13 +21,15 @@ import zipfile
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.links import LINK
 from vllm_mtpc import demo
+from vllm_mtpc.errors import SETUP
 
 BUILT_FROM = (
     "setup.py",
@@ -109,6 +112,25 @@ def test_the_sdist_has_what_builds_and_explains_it(release: Release, sources: Pa
 def test_an_index_takes_the_release(release: Release) -> None:
     said = run(sys.executable, "-m", "twine", "check", "--strict", *release)
     assert said.count("PASSED") == 2
+
+
+@pytest.mark.parametrize("repository", ["", "https://host.example/o/r/"])
+def test_description_has_no_link_that_an_index_cannot_follow(
+    root: Path, monkeypatch: pytest.MonkeyPatch, repository: str
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **words: given.update(words))
+    monkeypatch.setenv("MTPC_REPOSITORY", repository)
+    monkeypatch.chdir(root)
+    runpy.run_path("setup.py")
+    links = LINK.findall(given["long_description"])
+    assert not [link for link in links if not link.startswith("https://")]
+    urls, place, version = given["project_urls"], "https://host.example/o/r", given["version"]
+    if repository:
+        assert {f"{place}/blob/v{version}/docs/start.md", f"{place}/raw/v{version}/docs/figures/play.png"} <= set(links)
+        assert urls["Source"] == place and all(url.startswith(place) for url in urls.values())
+    else:
+        assert not urls and "![" not in given["long_description"] and "your own chat model" in given["long_description"]
 
 
 HELD = (".py", ".typed", ".html")
@@ -348,6 +370,20 @@ def test_this_environment_has_the_plugin_and_the_command() -> None:
         ("vllm.general_plugins", "vllm_mtpc"),
         ("console_scripts", "vllm-mtpc"),
     }
+
+
+@pytest.mark.slow
+def test_hint_of_a_missing_package_installs_a_vllm_that_starts(
+    folders: dict[str, Path], root: Path, tmp_path: Path
+) -> None:
+    """What `vllm-mtpc` names where torch is absent, run in a checkout as it is cloned; then an engine drafts."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(folders["checkout"], checkout, ignore=shutil.ignore_patterns("*.egg-info", "build", ".venv"))
+    shutil.copytree(root / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    run(checkout / SETUP.split()[0], cwd=checkout)
+    head = {"method": "mtpc", "model": str(demo.path("btree"))}
+    (tmp_path / "generate.py").write_text(GENERATE.format(target=str(demo.path("target")), head=head))
+    assert run(checkout / ".venv" / "bin" / "python", tmp_path / "generate.py", cwd=tmp_path).splitlines()[-1][0] == "["
 
 
 KEPT = """

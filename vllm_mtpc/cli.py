@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from vllm_mtpc import __version__
-from vllm_mtpc.errors import EngineFailed, MtpcError, did_you_mean, install, printable
+from vllm_mtpc.errors import SETUP, EngineFailed, MtpcError, did_you_mean, printable
 
 PROG = "vllm-mtpc"
 # Errors of a file system that a user can mend, and how; any other OSError is a fault of ours and keeps its traceback.
@@ -114,7 +114,7 @@ def guard(program: str, call: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vllm_mtpc"):
             raise
-        return _fail(program, f"{error.name} is not installed; type: {install('cpu')} (or .[cuda], or .[train])")
+        return _fail(program, f"{error.name} is not installed; type: {SETUP}")
     except KeyboardInterrupt:
         return 130
 

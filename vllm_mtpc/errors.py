@@ -71,6 +71,10 @@ class EngineFailed(RuntimeError):
         return " ".join(said[: 3 if "validation error" in said[0] else 1])[:300]  # pydantic's goes on below
 
 
+# What to type where vLLM or torch is missing. `pip install '.[cpu]'` brings a vLLM that does not start by itself.
+SETUP = "scripts/setup.sh in the checkout of vllm_mtpc: it makes .venv with vLLM and all of this package"
+
+
 def install(extra: str) -> str:
     """What to type for an extra of this package, which is installed from its checkout and is on no index."""
     return f"pip install '.[{extra}]' in the checkout of vllm_mtpc"

@@ -305,7 +305,7 @@ def test_empty_data_and_no_vllm(tmp_path, target, engine, monkeypatch):
         regenerate(options(target, data, tmp_path / "out.jsonl"))
     assert not (tmp_path / "out.jsonl").exists()
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match=r"vllm, which is not installed; type: pip install"):
+    with pytest.raises(UsageError, match=r"vllm, which is not installed; type: scripts/setup\.sh"):
         regenerate(options(target, texts(tmp_path, 2), tmp_path / "out.jsonl"))
 
 

@@ -23,7 +23,7 @@ from vllm_mtpc.batch.lines import differing, digest
 from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.engine.child import started
 from vllm_mtpc.engine.served import ON_CPU, waves
-from vllm_mtpc.errors import EngineFailed, UsageError, one_line
+from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, one_line
 from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
@@ -64,7 +64,7 @@ def regenerate(options: RegenerateOptions) -> Path:
     Raises UsageError.
     """
     if find_spec("vllm") is None:
-        raise UsageError("responses are written by vllm, which is not installed; type: pip install vllm")
+        raise UsageError(f"responses are written by vllm, which is not installed; type: {SETUP}")
     from vllm_mtpc.batch.prompts import collect
     from vllm_mtpc.hf.model import tokenizer_if_any
 

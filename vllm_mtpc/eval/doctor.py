@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.errors import CheckpointError, UsageError, install
+from vllm_mtpc.errors import SETUP, CheckpointError, UsageError
 from vllm_mtpc.eval.command import add_head
 from vllm_mtpc.files import read_json
 from vllm_mtpc.flags import check_positive
@@ -98,7 +98,7 @@ def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagn
     check_file(args.log, "--log")
     check_file(args.record, "--record")
     if importlib.util.find_spec("vllm") is None:
-        raise UsageError(f"vllm is not installed, and doctor serves with it; type: {install('cpu')} (or .[cuda])")
+        raise UsageError(f"vllm is not installed, and doctor serves with it; type: {SETUP}")
     from vllm_mtpc.eval.evaluator import Asked
     from vllm_mtpc.eval.loading import load, resolve, target_of
     from vllm_mtpc.eval.metrics import check_drafts
