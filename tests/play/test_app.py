@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -23,8 +25,8 @@ CHUNKS = [("d", [100]), ("ef re", [1, 2, 3, 4, 5]), ("é", [195, 169]), ("", [])
 class Server:
     """Streams CHUNKS; what it was asked is in `asked`."""
 
-    def __init__(self, has_ids: bool = True, counts: bool = False) -> None:
-        self.has_ids, self.counts, self.asked, self.left = has_ids, counts, [], 0
+    def __init__(self, has_ids: bool = True, counts: bool = False, template: bool = False) -> None:
+        self.has_ids, self.counts, self.template, self.asked, self.left = has_ids, counts, template, [], 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -53,7 +55,11 @@ class Server:
         return response
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m"}]})
+        return web.json_response({"data": [{"id": "m", "max_model_len": 512}]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        assert await request.json() == {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+        return web.json_response({}, status=200 if self.template else 400)
 
     async def metrics(self, request: web.Request) -> web.Response:
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -71,11 +77,11 @@ class Server:
         app = web.Application()
         app.add_routes([web.post("/v1/completions", self.complete), web.post("/v1/chat/completions", self.complete)])
         app.add_routes([web.get("/v1/models", self.models), web.get("/metrics", self.metrics)])
-        app.add_routes([web.post("/mtpc/head", self.swap)])
+        app.add_routes([web.post("/mtpc/head", self.swap), web.post("/tokenize", self.tokenize)])
         return app
 
 
-def on_page(server: Server, call: Callable[[aiohttp.ClientSession, str], Any]) -> Any:
+def on_page(server: Server, call: Callable[[aiohttp.ClientSession, str], Any], plain: Side | None = None) -> Any:
     """What `call` returns of a page before this server on both sides."""
 
     async def run() -> Any:
@@ -90,7 +96,7 @@ def on_page(server: Server, call: Callable[[aiohttp.ClientSession, str], Any]) -
 
         url = await serve(server.app())
         heads = [Side("a", url, "good"), Side("b", url, "bad"), Side("c", url)]
-        page = await serve(Play("demo", Side("plain", url), heads, "def ").app())
+        page = await serve(Play("demo", plain or Side("plain", url), heads, "def ").app())
         try:
             async with aiohttp.ClientSession() as session:
                 return await call(session, page)
@@ -148,10 +154,6 @@ def test_the_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_are_said() -> None:
     (error,) = on_page(Server(), asking("head", drafts=8))
     assert "answers 400: allowed are 0 to 7" in error["error"]
-    (error,) = on_page(Server(), asking("head", temperature="hot"))
-    assert "not what this page sends" in error["error"]
-    (error,) = on_page(Server(), asking("head", head=9))
-    assert "not what this page sends" in error["error"]
 
     async def of_nobody(session: aiohttp.ClientSession, page: str) -> None:
         await streams.model_of(session, "http://127.0.0.1:9")
@@ -164,7 +166,7 @@ def test_who_stops_ends_the_request() -> None:
     server = Server()
 
     async def call(session: aiohttp.ClientSession, page: str) -> None:
-        body = {"prompt": "long", "temperature": 0, "max_tokens": 9}
+        body = {"prompt": "long", "temperature": 0, "max_tokens": 9, "head": 0}
         async with session.post(f"{page}/ask/plain", json=body) as response:
             await response.content.readline()
         for _ in range(200):
@@ -194,6 +196,113 @@ def test_settings_and_switch() -> None:
     assert bad == (502, {"error": "the head is not swapped"}) and unknown[0] == 400
     assert [one[1] for one in server.asked] == ["good", "bad"]
     assert page.startswith("<!doctype html>")
+
+
+def sending(
+    method: str, path: str, headers: dict[str, str], data: bytes | None = None
+) -> Callable[[aiohttp.ClientSession, str], Any]:
+    async def call(session: aiohttp.ClientSession, page: str) -> tuple[int, str]:
+        named = {name: value.format(host=urlsplit(page).netloc) for name, value in headers.items()}
+        async with session.request(method, page + path, data=data, headers=named) as response:
+            return response.status, await response.text()
+
+    return call
+
+
+JSON = {"Content-Type": "application/json"}
+OWN = {**JSON, "Origin": "http://{host}"}
+ASK = b'{"prompt": "def ", "temperature": 0, "max_tokens": 9, "head": 0}'
+ROUTES = [("POST", "/ask/plain", ASK), ("POST", "/ask/head", ASK), ("POST", "/switch", b'{"head": 0}')]
+ROUTES += [("GET", "/settings", None), ("GET", "/", None)]
+
+
+@pytest.mark.parametrize(("method", "path", "data"), ROUTES)
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (OWN, 200),
+        (JSON, 200),  # no browser: curl
+        ({**JSON, "Origin": "https://elsewhere.example"}, 403),
+        ({**JSON, "Origin": "null"}, 403),  # a file, a sandboxed frame
+        ({**JSON, "Origin": "http://{host}0"}, 403),
+        ({**JSON, "Host": "rebound.example"}, 403),
+        ({**JSON, "Host": "rebound.example", "Origin": "http://rebound.example"}, 403),
+        ({**JSON, "Host": "[::1", "Origin": "http://["}, 403),
+        ({**JSON, "Host": "localhost:8600"}, 200),
+        ({**JSON, "Host": "[::1]:8600"}, 200),
+    ],
+)
+def test_page_refuses_requests_of_other_sites(
+    method: str, path: str, data: bytes | None, headers: dict[str, str], status: int
+) -> None:
+    server = Server()
+    assert on_page(server, sending(method, path, headers, data))[0] == status
+    assert status == 200 or not server.asked
+
+
+@pytest.mark.parametrize(("method", "path", "data"), ROUTES[:3])
+def test_page_refuses_bodies_without_the_type_of_json(method: str, path: str, data: bytes) -> None:
+    """A browser sends text/plain and forms to other sites without asking them first."""
+    server = Server()
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        status, text = on_page(server, sending(method, path, {**OWN, "Content-Type": kind}, data))
+        assert status == 415 and "application/json" in text and not server.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "changed"),
+    [
+        *(("/ask/head", {"head": head}) for head in (-1, 9, "x")),
+        *(("/switch", {"head": head}) for head in (-1, 3, None, 1e999)),
+        *(("/ask/plain", {"temperature": hot}) for hot in ("hot", -1, float("nan"), float("inf"))),
+        *(("/ask/plain", {"max_tokens": most}) for most in (0, float("nan"), float("inf"))),
+        *(("/ask/head", {"drafts": most}) for most in (-1, float("nan"))),
+        ("/ask/head", {"prompt": None}),
+    ],
+)
+def test_page_answers_400_to_values_out_of_range(path: str, changed: dict[str, Any]) -> None:
+    server = Server()
+    body = json.dumps({**json.loads(ASK), **changed}).encode()
+    status, text = on_page(server, sending("POST", path, OWN, body))
+    assert status == 400 and len(json.loads(text)["error"].splitlines()) == 1 and not server.asked
+    assert on_page(server, sending("POST", path, OWN, b"[1"))[0] == 400
+
+
+def test_page_runs_its_own_script_and_no_other() -> None:
+    async def call(session: aiohttp.ClientSession, page: str) -> list[tuple[str, str]]:
+        found = []
+        for _ in range(2):
+            async with session.get(page) as response:
+                found.append((response.headers["Content-Security-Policy"], await response.text()))
+        return found
+
+    (policy, text), (other, _) = on_page(Server(), call)
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+    (nonce,) = re.findall(r'<script nonce="(.*?)">', text)
+    assert f"script-src 'nonce-{nonce}'" in policy and nonce not in other and text.count("<script") == 1
+
+
+@pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("::", True), ("127.0.0.1", False)])
+def test_play_warns_when_other_machines_reach_the_page(
+    host: str, warns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(web, "run_app", lambda *args, **kwargs: None)
+    assert main(["play", "--plain", "http://a:1", "--head", "http://a:2", "--host", host]) == 0
+    error = capsys.readouterr().err
+    assert (f"--host {host}" in error and "VLLM_API_KEY" in error) == warns and error.count("\n") == warns
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_settings_carry_the_chat_template_and_the_token_limit_of_the_model(template: bool) -> None:
+    status, text = on_page(Server(template=template), sending("GET", "/settings", {}))
+    settings = json.loads(text)
+    assert status == 200 and settings["chat"] is template and settings["tokens"] == 512
+
+
+def test_settings_are_served_when_the_servers_are_gone() -> None:
+    gone = Side("plain", "http://127.0.0.1:9")
+    status, text = on_page(Server(), sending("GET", "/settings", {}), gone)
+    assert status == 200 and json.loads(text)["tokens"] is None and json.loads(text)["chat"] is False
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:

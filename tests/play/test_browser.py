@@ -139,6 +139,25 @@ def test_fewer_drafts_and_another_head(page: Page) -> None:
     assert "The text is the same." in page.browser.find_element("id", "verdict").text  # of a seed, at T=1
 
 
+def test_verdict_is_a_median_of_races_of_20_tokens_or_more(page: Page) -> None:
+    """Speeds are set by the test; texts and counts are the servers'."""
+    assert int(page.run("document.getElementById('length').max")) == 1024 and not page.run("$('chat').checked")
+    factors = iter([3, 1, 2, 5])
+    texts = []
+    for tokens in (30, 30, 10, 30, 30):
+        page.set("length", tokens)
+        if tokens >= 20:
+            speed = f"{next(factors)} * plain.speed"
+            page.run(f"Object.defineProperty(ours, 'speed', {{configurable: true, get: () => {speed}}})")
+        page.race()
+        texts.append(page.browser.find_element("id", "verdict").text)
+    assert [text[:4] for text in texts if "plain vLLM" in text] == ["3.00", "2.00", "2.00", "2.50"]
+    assert "too few to compare" in texts[2] and "median of 4 races" in texts[4] and "pass" not in "".join(texts)
+    page.browser.find_element("id", "apart").click()  # other settings, other races
+    page.race()
+    assert "median" not in page.browser.find_element("id", "verdict").text
+
+
 def test_escape_stops(page: Page) -> None:
     """Pressed by the page itself in the first step: a driver may come too late."""
     escape = "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))"
@@ -165,10 +184,18 @@ def test_on_a_phone(page: Page) -> None:
     try:
         page.set("length", 40)
         page.race()
+        page.race()  # the second verdict is longer: it names the races
         assert page.run("document.documentElement.scrollWidth") <= 390
         assert page.run("document.querySelector('#ours').getBoundingClientRect().top") > page.run(
             "document.querySelector('#plain').getBoundingClientRect().bottom - 1"
         )  # below each other
+        page.run("window.scrollTo(0, 0)")
+        verdict = page.run("document.getElementById('verdict').getBoundingClientRect().bottom")
+        assert (
+            page.browser.find_element("id", "verdict").text and 0 < verdict <= 664
+        )  # of 844: the rest is the browser's own
+        if file := os.environ.get("MTPC_SCREENSHOT_PHONE"):
+            Path(file).write_bytes(page.browser.get_screenshot_as_png())
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

@@ -1,21 +1,34 @@
-"""The page and what it asks for. The page talks to this app alone, which asks the two servers; nothing is kept."""
+"""The page and what it asks for. The page talks to this app alone, which asks the two servers; nothing is kept.
+
+The app adds the API key to what it forwards, so it answers its own page only: the Host header must be an IP address,
+localhost or the name of --host (a site whose name is made to resolve to this machine sends that name: DNS rebinding).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import ValidationError
 
 from vllm_mtpc.engine.options import API_KEY
-from vllm_mtpc.errors import EngineFailed, MtpcError
-from vllm_mtpc.play.streams import HEADERS_S, Asked, drafts_of, message_of, model_of, steps
+from vllm_mtpc.errors import EngineFailed, MtpcError, one_line
+from vllm_mtpc.play.streams import HEADERS_S, Asked, Chosen, drafts_of, has_chat_template, message_of, model_of, steps
 
 PAGE = Path(__file__).with_name("page.html")
+POLICY = (
+    "default-src 'none'; script-src 'nonce-NONCE'; style-src 'nonce-NONCE'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 class Side(NamedTuple):
@@ -33,8 +46,10 @@ class Play:
         self.target, self.plain, self.heads, self.prompt = target, plain, list(heads), prompt
         self.session: aiohttp.ClientSession  # while the app runs
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 20)
+    def app(self, host: str = "localhost") -> web.Application:
+        """host: the name that it is served under, next to localhost and IP addresses."""
+        app = web.Application(client_max_size=1 << 20, middlewares=[self._check_sender])
+        self.hosts = re.compile(rf"(localhost|{re.escape(host)}|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
         app.cleanup_ctx.append(self._connected)
         app.add_routes(
             [
@@ -53,35 +68,50 @@ class Play:
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as self.session:
             yield
 
-    async def page(self, request: web.Request) -> web.StreamResponse:
-        return web.FileResponse(PAGE, headers={"Content-Type": "text/html; charset=utf-8"})
+    @web.middleware
+    async def _check_sender(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse requests of other sites, and bodies that a browser sends to other sites without asking (not JSON)."""
+        own = (None, f"http://{request.host}", f"https://{request.host}")
+        if not self.hosts.fullmatch(request.host) or request.headers.get("Origin") not in own:
+            raise web.HTTPForbidden(text="a request of another site; open the page as localhost or by its IP address")
+        if request.method == "POST" and request.content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(text="the body must have the type application/json")
+        try:
+            return await handler(request)
+        except (ValidationError, IndexError) as error:
+            reason = one_line(error, Asked) if isinstance(error, ValidationError) else "there is no such head"
+            return web.json_response({"error": f"not what this page sends: {reason}"}, status=400)
+
+    async def page(self, request: web.Request) -> web.Response:
+        nonce = secrets.token_urlsafe()
+        text, policy = (text.replace("NONCE", nonce) for text in (PAGE.read_text(encoding="utf-8"), POLICY))
+        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def settings(self, request: web.Request) -> web.Response:
         """What the page begins with; who is not there is said on it."""
         found = []
         for head in self.heads:
             found.append({"name": head.name, "drafts": await drafts_of(self.session, head.url)})
-        return web.json_response(
-            {"target": self.target, "plain": self.plain.name, "heads": found, "prompt": self.prompt}
-        )
+        model, chat = {}, False
+        with contextlib.suppress(EngineFailed, aiohttp.ClientError, OSError):
+            model = await model_of(self.session, self.plain.url)
+            chat = await has_chat_template(self.session, self.plain.url, model["id"])
+        shown = {"target": self.target, "prompt": self.prompt, "tokens": model.get("max_model_len"), "chat": chat}
+        return web.json_response({**shown, "heads": found})
 
     async def ask(self, request: web.Request) -> web.StreamResponse:
         """A line of JSON for every step: {"pieces", "tokens", "ms"}; {"steps", "accepted"} of a server that counts;
         {"error"} where it ends early."""
-        try:
-            body = await request.json()
-            asked = Asked.of(body)
-            is_plain = request.match_info["side"] == "plain"
-            side = self.plain if is_plain else self.heads[int(body.get("head", 0))]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            return web.json_response({"error": f"not what this page sends: {error!r}"}, status=400)
+        asked = Asked.model_validate_json(await request.read())
+        is_plain = request.match_info["side"] == "plain"
+        side = self.plain if is_plain else self.heads[asked.head]
         if is_plain:
-            asked = asked._replace(drafts=None)
+            asked.drafts = None
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
         await response.prepare(request)
         try:
             model = await model_of(self.session, side.url)
-            async for step in steps(self.session, side.url, model, asked):
+            async for step in steps(self.session, side.url, model["id"], asked):
                 await response.write(json.dumps(step._asdict()).encode() + b"\n")
         except EngineFailed as error:
             await response.write(json.dumps({"error": str(error)}).encode() + b"\n")
@@ -91,10 +121,7 @@ class Play:
 
     async def switch(self, request: web.Request) -> web.Response:
         """Another head in the server of the first: heads that are folders share one."""
-        try:
-            head = self.heads[int((await request.json())["head"])]
-        except (ValueError, KeyError, TypeError, IndexError):
-            return web.json_response({"error": "not what this page sends"}, status=400)
+        head = self.heads[Chosen.model_validate_json(await request.read()).head]
         if head.folder is None:
             return web.json_response({"head": head.name})
         try:

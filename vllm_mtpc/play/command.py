@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from vllm_mtpc import demo
 from vllm_mtpc.bench import serve
 from vllm_mtpc.checkpoint import read_config, resolve_head
+from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.play.app import Play, Side
 
@@ -116,5 +118,7 @@ def show(args: argparse.Namespace, play: Play) -> None:
     """Until Ctrl+C."""
     from aiohttp import web
 
+    if args.host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"warning: --host {args.host}: whoever reaches it uses the servers with your {API_KEY}", file=sys.stderr)
     print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
-    web.run_app(play.app(), host=args.host, port=args.port, print=None)
+    web.run_app(play.app(args.host), host=args.host, port=args.port, print=None)

@@ -13,34 +13,28 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import aiohttp
+from pydantic import BaseModel, Field
 
 from vllm_mtpc.errors import EngineFailed, printable
 
 HEADERS_S = 30.0  # longest wait for a connection; answers may take as long as they do
 
 
-class Asked(NamedTuple):
-    """What the page asks for. drafts: most per step (None: as the server decides); is_chat: by the chat template."""
+class Chosen(BaseModel):
+    """A head, by its place in the page's list."""
+
+    head: int = Field(ge=0)
+
+
+class Asked(Chosen):
+    """What the page asks for. drafts: most per step (None: as the server decides); chat: by the chat template."""
 
     prompt: str
-    temperature: float
-    max_tokens: int
-    seed: int | None
-    drafts: int | None
-    is_chat: bool
-
-    @classmethod
-    def of(cls, body: Any) -> Asked:
-        """Raises ValueError for what the page does not send."""
-        drafts, seed = body.get("drafts"), body.get("seed")
-        return cls(
-            str(body["prompt"]),
-            float(body["temperature"]),
-            int(body["max_tokens"]),
-            None if seed is None else int(seed),
-            None if drafts is None else int(drafts),
-            bool(body.get("chat")),
-        )
+    temperature: float = Field(ge=0, allow_inf_nan=False)
+    max_tokens: int = Field(ge=1)
+    seed: int | None = None
+    drafts: int | None = Field(None, ge=0)
+    chat: bool = False
 
     def request(self, model: str) -> tuple[str, dict[str, Any]]:
         """Path and body of the API."""
@@ -51,7 +45,7 @@ class Asked(NamedTuple):
             body["seed"] = self.seed
         if self.drafts is not None:
             body["vllm_xargs"] = {"mtpc_drafts": self.drafts}
-        if self.is_chat:
+        if self.chat:
             messages = [{"role": "user", "content": self.prompt}]
             return "/v1/chat/completions", body | {"messages": messages, "logprobs": True, "top_logprobs": 0}
         return "/v1/completions", body | {"prompt": self.prompt, "logprobs": 0}
@@ -128,15 +122,23 @@ def message_of(text: str) -> str:
     return printable(" ".join(text.split()), 400)
 
 
-async def model_of(session: aiohttp.ClientSession, url: str) -> str:
-    """The name that a server answers to. Raises EngineFailed."""
+async def model_of(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """The model of a server: {"id", "max_model_len" where vLLM says it}. Raises EngineFailed."""
     try:
         async with session.get(url + "/v1/models") as response:
             if response.status != 200:
                 raise EngineFailed(f"{url} answers {response.status}: {message_of(await response.text())}")
-            return str((await response.json())["data"][0]["id"])
+            found: dict[str, Any] = (await response.json())["data"][0]
+            return found | {"id": str(found["id"])}
     except (aiohttp.ClientError, TimeoutError, OSError, KeyError, IndexError, ValueError) as error:
         raise EngineFailed(f"{url} is no server with vLLM's OpenAI API: {error or type(error).__name__}") from None
+
+
+async def has_chat_template(session: aiohttp.ClientSession, url: str, model: str) -> bool:
+    """Return whether vLLM renders a message for this model; False for servers without vLLM's /tokenize."""
+    body = {"model": model, "messages": [{"role": "user", "content": "a"}]}
+    async with session.post(url + "/tokenize", json=body) as response:
+        return response.status == 200
 
 
 async def drafts_of(session: aiohttp.ClientSession, url: str) -> int | None:
