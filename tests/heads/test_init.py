@@ -9,8 +9,9 @@ from tests.support.circuit_checks import SMALL, build, check_growth_from_a_cp, c
 from tests.support.enumeration import CIRCUITS
 from tests.support.heads_zoo import LM_HEAD, D, V
 from vllm_mtpc.circuits import circuit_class
+from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads import HEADS
+from vllm_mtpc.heads import HEADS, build_head
 from vllm_mtpc.heads.base import INIT_STD
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 
@@ -30,13 +31,30 @@ def test_position_i_starts_from_prediction_head_i_and_later_ones_from_the_last(n
     for k in range(n):
         block = weight.view(blocks, V, D)[min(k, blocks - 1)]
         noise = head.leaf_weight[k] - block
-        assert 0.5 * INIT_STD < noise.std() < 1.5 * INIT_STD  # 224 draws: 5 % relative error
+        assert 0.5 < noise.std() / (INIT_STD * D**-0.5) < 1.5  # 224 draws: 5 % relative error
     assert not torch.equal(head.leaf_weight[:, 0], head.leaf_weight[:, 1])
     again = build("cp", 2, name, n)
     init_from_lm_head(again, weight, seed=0)
     assert torch.equal(again.leaf_weight, head.leaf_weight)
     init_from_lm_head(again, weight, seed=1)
     assert not torch.equal(again.leaf_weight, head.leaf_weight)
+
+
+@pytest.mark.parametrize(("circuit", "r"), [("ff", 1), ("cp", 1), ("cp", 4)])
+def test_a_head_starts_at_the_loss_of_evabyte_s_own_heads_at_its_hidden_size(circuit, r):
+    """MtPC, section 4.1. Noise of the same size in every weight moves a logit by 0.64 there, and TV is 0.2."""
+    n, vocab, width = 4, 64, 4096
+    generator = torch.Generator().manual_seed(5)
+    weight = 3 * torch.randn(n * vocab, width, generator=generator) * width**-0.5
+    hidden, tokens = torch.randn(32, width, generator=generator), torch.randint(vocab, (32, n), generator=generator)
+    config = {"circuit": circuit, "window": n, "num_components": r, "verifier": "x"}
+    head = build_head(HeadConfig.create(**config, target={"hidden_size": width, "vocab_size": vocab}))
+    init_from_lm_head(head, weight, seed=0)
+    params, given = head(hidden), (hidden @ weight.T).view(32, n, 1, vocab).log_softmax(-1)
+    variation = (params.leaf.exp() - given.exp()).abs().sum(-1) / 2
+    assert variation.max() < (1e-5 if r == 1 else 0.01)  # float32 sums in another order; noise of 0.01 in a logit
+    loss = -given[:, :, 0].gather(2, tokens[..., None]).sum()
+    torch.testing.assert_close(-head.circuit.log_prob(params, tokens).sum(), loss, rtol=1e-3, atol=0)
 
 
 def test_a_shared_head_is_left_where_it_is():

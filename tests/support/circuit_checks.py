@@ -139,8 +139,8 @@ def check_growth_from_an_ff(name: str, circuit: str) -> None:
     if head.noise_in not in source.state_dict():  # components are new: they say the same, and part as they learn
         torch.testing.assert_close(joint(head), joint(source), rtol=0, atol=2e-5)  # float32 rounding near -10
         return
-    # Noise of std 0.01 in the leaf parameters times |h| of about 4 moves a logit by 0.04; a mean of four of them.
-    assert (joint(head) - joint(source)).abs().max() < 0.5
+    # Noise of std 0.01 D^-1/2 in the leaf parameters moves a logit by 0.01 and a window's by 0.05; a mean of four.
+    assert (joint(head) - joint(source)).abs().max() < 0.15
     leaf = head(one_read_by(head)).leaf[0]
     assert all(not torch.equal(leaf[:, 0], leaf[:, z]) for z in range(1, 4))
     before = joint(head)

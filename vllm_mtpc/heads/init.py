@@ -81,7 +81,7 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
         dims = head.component_dims.get(name, ())
         value = value.repeat([repeats if dim in dims else 1 for dim in range(value.dim())])
         if repeats > 1 and name == head.noise_in:
-            noise = torch.randn(value.shape, generator=generator) * INIT_STD
+            noise = torch.randn(value.shape, generator=generator) * INIT_STD * value.shape[-1] ** -0.5
             value = value + noise.to(value)
         wanted[name].copy_(value)
     if "component_out" in wanted and "component_out" not in given:

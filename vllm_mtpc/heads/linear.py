@@ -56,10 +56,14 @@ class LinearHead(Head):
 
     @torch.no_grad()
     def init_from_lm_head(self, weight: Tensor, seed: int) -> None:
-        """Start at the target's lm_head[V, D], or at one for each position [n, 1, V, D], told apart by seeded noise."""
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(self.leaf_weight.shape, generator=generator) * INIT_STD
-        self.leaf_weight.copy_(weight + noise.to(weight))
+        """Start at the target's lm_head[V, D], or at one for each position [n, 1, V, D].
+
+        Seeded noise tells components apart. It moves a logit by INIT_STD times the root mean square of the state.
+        """
+        noise = weight.new_zeros(())
+        if self.circuit.num_components > 1:
+            noise = torch.randn(self.leaf_weight.shape, generator=torch.Generator().manual_seed(seed))
+        self.leaf_weight.copy_(weight + noise.to(weight) * (INIT_STD * self.hidden_size**-0.5))
 
     @property
     def hidden_dtype(self) -> torch.dtype:
