@@ -54,7 +54,7 @@ def of_request(given: Mapping[str, Any], allowed: tuple[str, ...]) -> Table:
 
 
 def of_head(folder: Path, head: AnyHeadConfig, given: Mapping[str, Any], target: ModelConfig) -> Table:
-    """A head of the other family or made for another target, and more drafts than its window holds."""
+    """A head of the other family or made for another target, a recurrent target, more drafts than the window holds."""
     method, drafts, most = head.speculators_model_type, given.get("num_speculative_tokens"), head.window - 1
     says, asked = f"speculative_config: head {folder}", given["method"]
     copies = getattr(target.hf_config, "hc_mult", 1)
@@ -69,6 +69,9 @@ def of_head(folder: Path, head: AnyHeadConfig, given: Mapping[str, Any], target:
             f"one was trained for {head.speculators_config.verifier.name_or_path})": own != size
             for name, own, size in sizes
         },
+        f"speculative_config: target {target.model} is {target.architecture}, which has recurrent layers: no head is "
+        "served on such targets in this version; allowed are targets with attention layers alone; "
+        "drop speculative_config": target.is_hybrid or target.is_attention_free,
         f"speculative_config: target {target.model} hands out hidden states of {copies} x {head.hidden_size} numbers, "
         f"the copies of its residual stream; head {folder} reads hidden_size={head.hidden_size}: allowed are targets "
         "that hand out what leaves their final norm; "
@@ -113,8 +116,6 @@ def of_backbone_target(spec: Any) -> Table:
     head, target, ranks = spec.head, spec.target_model_config, spec.target_parallel_config.tensor_parallel_size
     depth, last = target.get_total_num_hidden_layers(), max(spec.aux_layers)
     kinds = {
-        "mixes attention with other layers": target.is_hybrid,
-        "has no attention": target.is_attention_free,
         "keeps compressed keys and values (MLA)": target.use_mla,
         "has several positions per token": target.uses_mrope,
         "does not hand out the states of its layers (vLLM: SupportsEagle3)": not _hands_out_layers(target),
@@ -145,7 +146,7 @@ def of_ptp_target(spec: Any) -> Table:
     target, stages = spec.target_model_config, spec.target_parallel_config.pipeline_parallel_size
     kinds, says = getattr(target.hf_text_config, "layer_types", None) or (), f"method 'ptp' on {target.model},"
     is_other = any(kind != "full_attention" for kind in kinds) or bool(target.get_sliding_window())
-    is_other = is_other or target.is_hybrid or target.is_attention_free or target.use_mla
+    is_other = is_other or target.use_mla
     return {
         f"speculative_config: method 'ptp' with pipeline_parallel_size={stages}: drafts come from the whole target, "
         "which no stage holds; allowed: 1; use tensor_parallel_size": stages > 1,

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, Qwen3NextConfig
 
 from tests.support.configs import engine_config, refusal, write_head
-from tests.support.models import random_layers
+from tests.support.models import make_ptp_head, random_layers
 from vllm_mtpc.checkpoint import read_config, save_head
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import MtpcError
@@ -131,6 +132,30 @@ def test_targets_whose_states_come_before_their_norm(place: Path) -> None:
     message = refusal(place)
     assert "MiMoForCausalLM, which hands out hidden states from before its final norm" in message
     assert '{"method": "mtp", "num_speculative_tokens": 1}' in message
+
+
+@pytest.mark.parametrize("head", ["mtpc", "ptp"])
+def test_a_recurrent_target_is_refused_and_served_without_its_bundled_head(
+    place: Path, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-Next: three of four layers are linear attention. Greedy text with drafts was not plain vLLM's there."""
+    if head == "ptp":
+        shutil.rmtree(place / "head")
+        make_ptp_head(place / "head", LlamaForCausalLM.from_pretrained(place / "target"), "o-ptp", window=5)
+    Qwen3NextConfig(
+        vocab_size=32, hidden_size=64, num_hidden_layers=4, intermediate_size=64, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        architectures=["Qwen3NextForCausalLM"],
+    ).save_pretrained(place / "target")  # fmt: skip
+    message = refusal(place, method=head)
+    assert "is Qwen3NextForCausalLM, which has recurrent layers" in message and "drop speculative_config" in message
+    shutil.copytree(place / "head", place / "target" / "mtpc")
+    monkeypatch.delenv("MTPC_AUTO", raising=False)
+    warned: list[str] = []
+    monkeypatch.setattr("vllm_mtpc.proposers.seam.frontend.warn", lambda *said: warned.append(str(said[1])))
+    made = engine_config(place / "target", None)
+    assert made.speculative_config is None and "vllm_mtpc" not in made.parallel_config.worker_cls
+    assert len(warned) == 1 and "recurrent layers" in warned[0]
 
 
 def test_vllm_norms_where_logits_are_computed_in_those_targets_alone() -> None:
