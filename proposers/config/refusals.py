@@ -27,7 +27,7 @@ ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwe
 # logits are computed. Heads are trained behind the norm. A test compares this with vLLM's sources.
 BEFORE_NORM = (
     *("MiMoForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
-    *("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
+    *("Step5ForCausalLM", "Step5ForConditionalGeneration", "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
 )
 
 
