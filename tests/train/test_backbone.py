@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from tests.support.training import flags, losses, make_trainer, options_for, random_documents
 from vllm_mtpc.checkpoint import load_head
@@ -97,6 +99,33 @@ def test_it_learns_a_small_text_by_heart(tiny_target, tmp_path):
     found = losses(tmp_path)
     # random text that the target does not predict: what it says at each place is all there is to learn
     assert sum(found[-5:]) / 5 < 0.6 * found[0]
+
+
+def test_a_start_at_fused_projections_is_split_and_what_is_not_copied_is_reported(place, tmp_path, capsys):
+    """Phi-3: one projection for queries, keys and values, one for gate and up; no norms of queries and keys."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    theirs = Phi3ForCausalLM(Phi3Config(vocab_size=257, num_hidden_layers=2, pad_token_id=0, **sizes))
+    theirs.save_pretrained(tmp_path / "phi")
+    given = {"head": "backbone", "backbone_layers": 2, "component_rank": 2, "target": tmp_path / "phi"}
+    assert main(["train", *flags(place, "phi", **given, dry_run=True, dtype="float32")]) == 0
+    for ours, layer in zip(load_head(place / "phi")[1].backbone.layers, theirs.model.layers, strict=True):
+        attention, mlp = ours.self_attn, ours.mlp
+        fused = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+        assert torch.equal(torch.cat(fused), layer.self_attn.qkv_proj.weight)
+        assert torch.equal(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), layer.mlp.gate_up_proj.weight)
+        assert torch.equal(mlp.down_proj.weight, layer.mlp.down_proj.weight)
+    said = capsys.readouterr().err
+    assert said.count("warning: the backbone starts in part") == 1
+    copied, missing = re.search(r"copied: (.*); not copied: (.*)\n", said).groups()
+    assert "self_attn.q_proj" in copied and "mlp.up_proj" in copied
+    assert missing == "self_attn.q_norm, self_attn.k_norm"
+    assert main(["train", *flags(place, "narrow", **given, dry_run=True, backbone_width=16)]) == 0
+    missing = re.search(r"; not copied: (.*)\n", capsys.readouterr().err)[1]
+    assert all(f"mlp.{name}_proj" in missing for name in ("gate", "up", "down"))
+    trained = flags(place, "card", **given, max_steps=1)
+    assert main(["train", *trained]) == 0
+    assert "and last layers (copied: norm, self_attn.q_proj" in (place / "card" / "README.md").read_text()
 
 
 def test_what_is_measured_is_each_window_by_itself(tiny_target, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import HeadConfigError
@@ -44,23 +44,46 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
 
 
 @torch.no_grad()
-def init_backbone(backbone: Backbone, target: Any) -> None:
-    """Start a backbone at `target`, a `vllm_mtpc.hf.Target`: its final norm, and its last layers' weights by name.
+def init_backbone(backbone: Backbone, target: Any) -> str:
+    """Start a backbone at a target's final norm and at its last layers' weights, by name and where the shapes agree.
 
-    Only where they have the shapes that the backbone has.
+    Args:
+        backbone: its weights are written.
+        target: a `vllm_mtpc.hf.Target`. Fused projections (Phi-3: `qkv_proj`, `gate_up_proj`) are split.
+
+    Returns:
+        Which weights were copied and which were not, in a line; empty if all were.
     """
-    theirs = target.backbone
-    modules = [(backbone.norm, getattr(theirs, "norm", None))]
-    modules += zip(reversed(backbone.layers), reversed(getattr(theirs, "layers", ())), strict=False)
-    for ours, given in modules:
-        if given is None:
-            continue
-        weights = dict(given.named_parameters())
+    theirs, fates = target.backbone, dict[str, set[bool]]()
+    layers = [*reversed(getattr(theirs, "layers", ())), *(nn.Module() for _ in backbone.layers)]
+    modules = [("norm.", backbone.norm, getattr(theirs, "norm", nn.Module()))]
+    modules += [("", *pair) for pair in zip(reversed(backbone.layers), layers, strict=False)]
+    for prefix, ours, given in modules:
+        own, weights = dict(ours.named_parameters()), _split_fused(dict(given.named_parameters()))
         # norms of EvaByte scale by 1 + weight, a backbone's by its weight
         less = {f"{name}.weight".lstrip(".") for name, part in given.named_modules() if hasattr(part, "unit_offset")}
-        for name, value in ours.named_parameters():
-            if name in weights and weights[name].shape == value.shape:
-                value.copy_(weights[name] + float(name in less))
+        for name in own | weights:
+            fits = name in own and name in weights and weights[name].shape == own[name].shape
+            if fits:
+                own[name].copy_(weights[name] + float(name in less))
+            fates.setdefault(f"{prefix}{name}".removesuffix(".weight"), set()).add(fits)
+    names = {
+        fate: ", ".join(name + " (some layers)" * (len(both) > 1) for name, both in fates.items() if fate in both)
+        for fate in (True, False)
+    }
+    return f"copied: {names[True] or 'nothing'}; not copied: {names[False]}" if names[False] else ""
+
+
+def _split_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a layer by name, fused projections as those of queries, keys and values, of gate and up."""
+    if (fused := weights.pop("self_attn.qkv_proj.weight", None)) is not None:
+        rows = weights["self_attn.o_proj.weight"].shape[1]
+        queries, keys_values = fused[:rows], fused[rows:].chunk(2)
+        for part, weight in zip("qkv", (queries, *keys_values), strict=True):
+            weights[f"self_attn.{part}_proj.weight"] = weight
+    if (fused := weights.pop("mlp.gate_up_proj.weight", None)) is not None:
+        weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"] = fused.chunk(2)
+    return weights
 
 
 @torch.no_grad()

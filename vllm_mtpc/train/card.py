@@ -202,6 +202,7 @@ def circuit_card(record: Mapping[str, Any]) -> str:
     kind = "" if head["head"] == "linear" else f", head `{head['head']}`"
     is_backbone, read, serving = head["head"] == "backbone", "the target's last hidden state", ""
     start = "the target's final norm and last layers" if is_backbone else "the target's lm_head"
+    start += f" ({head['partial_start']})" if head.get("partial_start") else ""
     start = start if settings["init"] == "lm-head" else "random weights"
     if layers:
         serving = f"It comes with adapters for the target's last {layers} layers, which are"

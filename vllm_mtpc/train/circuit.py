@@ -72,7 +72,7 @@ class CircuitJob(Job):
         elif options.init == "lm-head":
             init_from_lm_head(self.head, target.unembedding.float().cpu(), options.seed)
             if isinstance(self.head, BackboneHead):
-                init_backbone(self.head.backbone, target)
+                self.partial_start = init_backbone(self.head.backbone, target)
         bind(self.head, target)
         if options.freeze_backbone:
             if options.num_components == 1 and not self.head.token_rank:
@@ -152,7 +152,8 @@ class CircuitJob(Job):
 
     def described(self) -> dict[str, Any]:
         names = ("circuit", "window", "num_components", "head", "lora_layers")
-        return {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
+        facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
+        return facts | ({"partial_start": self.partial_start} if self.partial_start else {})
 
     def save(self, record: dict[str, Any]) -> None:
         record["settings"]["num_components"] = self.options.num_components

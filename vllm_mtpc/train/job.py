@@ -40,6 +40,7 @@ class Job(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}  # where they are not those of TrainOptions
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, as of WindowSource
     needs_v2 = False  # whether Model Runner V2 alone serves the head
+    partial_start = ""  # which weights of the named start were copied and which were not, where not all were
     config: Any  # of the head that is written
 
     def __init__(self, options: TrainOptions, target: Target) -> None:

@@ -57,6 +57,8 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     target = read_target(options, accelerator.device)
     job = options.job(options, target)
     say(f"target {options.target}: vocabulary {target.vocab_size}, hidden size {target.hidden_size}, {target.dtype}")
+    if job.partial_start:
+        say(f"warning: the backbone starts in part at the target's layers; {job.partial_start}", file=sys.stderr)
     if options.dry_run:
         if accelerator.is_main_process:
             job.write({}, {"steps": 0})
