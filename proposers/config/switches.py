@@ -19,5 +19,10 @@ def is_on(variable: str, default: str) -> bool:
 
 
 def warn(head: Path | str, error: Exception | str) -> None:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    logger.warning("Serving without drafts: the head that the target ships, %s, is not served here: %s", head, reason)
+    text = "Serving without drafts: the head that the target ships, %s, is not served here: %s"
+    logger.warning(text, head, reason(error))
+
+
+def reason(error: Exception | str) -> str:
+    """The message of an error in one line; its class where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.heads.memory import divides_logits
 from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.proposers.heads.ranks import succeed_together
 
 logger = logging.getLogger("vllm.mtpc")
 
@@ -39,8 +41,20 @@ def load_served_head(
     """The head of a folder on `device`; `target_model` is vLLM's, whose lm_head it may read.
 
     head_dtype: "auto" is `dtype`; "fp8" is float8 unembeddings, and `dtype` or bfloat16 for the rest. Of num_drafts
-    (None: all of the window) at most are its drafts.
+    (None: all of the window) at most are its drafts. Raises on every rank where the head does not load on one.
     """
+    config, head = succeed_together(partial(_load, folder, dtype, device, head_dtype, num_drafts))
+    if head.needs_lm_head:  # which takes collectives
+        is_divided = divides_logits(head, _num_ranks())
+        own = _own_columns(target_model, target_dtype, config) if is_divided else None
+        head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, config.vocab_size),))
+    return head
+
+
+def _load(
+    folder: str, dtype: torch.dtype, device: torch.device, head_dtype: str, num_drafts: int | None
+) -> tuple[HeadConfig, Head]:
+    """The head on `device`, without the target's lm_head; runs no collective."""
     is_fp8, num_ranks = head_dtype == "fp8", _num_ranks()
     dtype = weights_dtype(head_dtype, dtype, device)
     is_remade = is_fp8 or num_ranks > 1  # before it is moved: the device needs no room for what is not kept
@@ -59,10 +73,7 @@ def load_served_head(
     head.to(device)
     if isinstance(head, LinearHead) and device.type == "cpu":
         head.pack(num_drafts + 1 if num_drafts else config.window)
-    if head.needs_lm_head:
-        own = _own_columns(target_model, target_dtype, config) if divides_logits(head, num_ranks) else None
-        head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, config.vocab_size),))
-    return head
+    return config, head
 
 
 def kept(tensors: Iterable[Tensor]) -> nn.Module:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from vllm.distributed import get_tp_group
 
 from vllm_mtpc.proposers.config.switches import logger, warn
+from vllm_mtpc.proposers.heads.ranks import succeed_together
 
 Made = TypeVar("Made")
 
@@ -23,20 +24,13 @@ class GivenUp(Exception):
 
 def attempt(call: Callable[[], Made], folder: str) -> Made:
     """What `call` makes of the head in `folder`. Raises GivenUp on every rank where it raises on one."""
-    error, made = None, None
     try:
-        made = call()
-    except Exception as raised:
-        error = raised
-    failed = torch.tensor(int(error is not None))
-    if (group := get_tp_group()).world_size > 1:
-        torch.distributed.all_reduce(failed, group=group.cpu_group)
-    if not failed:
-        return cast(Made, made)  # what `call` has returned
-    if group.rank_in_group == 0:
-        warn(folder, error or "it failed on another rank")
-        logger.debug("what failed", exc_info=error)
-    raise GivenUp from None
+        return succeed_together(call)
+    except Exception as error:
+        if get_tp_group().rank_in_group == 0:
+            warn(folder, error)
+            logger.debug("what failed", exc_info=error)
+    raise GivenUp
 
 
 def release() -> None:

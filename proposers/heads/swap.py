@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from vllm.distributed import get_tp_group
 
 from vllm_mtpc.errors import CheckpointError, ServeConfigError
 from vllm_mtpc.proposers.config import schedule
 from vllm_mtpc.proposers.config.refusals import refuse
-from vllm_mtpc.proposers.config.switches import logger
+from vllm_mtpc.proposers.config.switches import logger, reason
+from vllm_mtpc.proposers.heads.ranks import succeed_together
 
 # of a head's config, what its tensors and passes do not depend on
 OTHER_FIELDS = {"speculators_config", "speculators_version", "format_version", "accepted", "draft_sample_method"} | {
@@ -34,17 +33,20 @@ def swap(runner: Any, path: str) -> dict[str, Any]:
 
     runner: vLLM's model runner, V1 or V2. Raises ServeConfigError, one line, where the head does not fit.
     """
-    spec, commit, error = runner.vllm_config.speculative_config, None, ""
+    spec, commit = runner.vllm_config.speculative_config, None
     drafter = runner.speculator if runner.vllm_config.use_v2_model_runner else runner.drafter
-    try:
+
+    def check() -> Any:
         made = _like(spec, path)
+        refuse({} if drafter is None else _refusals(spec, made, drafter))
+        return made
+
+    try:
+        made = succeed_together(check)
         if drafter is not None:  # else not the last pipeline stage
-            refuse(_refusals(spec, made, drafter))
-            commit = drafter.prepared(made, runner.model)
-    except Exception as raised:  # whatever is wrong with it: the old head drafts on
-        error = " ".join(str(raised).split()) or type(raised).__name__
-    if error := next(filter(None, _of_all_ranks(error)), ""):
-        raise ServeConfigError(f"the head is not swapped, {spec.model_folder} drafts on: {error}")
+            commit = succeed_together(lambda: drafter.prepared(made, runner.model))
+    except Exception as error:  # whatever is wrong with it: the old head drafts on
+        raise ServeConfigError(f"the head is not swapped, {spec.model_folder} drafts on: {reason(error)}") from None
     if commit is not None:
         commit()
     for name in ("model", "model_folder", "head"):
@@ -98,11 +100,3 @@ def _refusals(spec: Any, made: Any, drafter: Any) -> dict[str, bool]:
         f"it has {name}={its.get(name)!r}, the served head {own.get(name)!r}, for which memory and CUDA graphs were "
         "made; allowed are heads of equal shape here; restart the server": keeps_shapes and bool(name),
     }
-
-
-def _of_all_ranks(error: str) -> list[str]:
-    group = get_tp_group()
-    errors: list[str] = [error] * group.world_size
-    if group.world_size > 1:
-        torch.distributed.all_gather_object(errors, error, group=group.cpu_group)
-    return errors

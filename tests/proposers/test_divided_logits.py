@@ -5,9 +5,6 @@ Model Runner V2's speculator on vLLM's own layers and groups (gloo); the kernels
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,42 +12,18 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.support import forks, speculators
-from tests.support.configs import engine_config
+from tests.support import forks, speculators, tp_ranks
 from tests.support.speculators import CPU, Setting, batch, drafted, made_heads, speculator
+from tests.support.tp_ranks import KINDS, VOCAB, Target
 from vllm_mtpc.heads.memory import LiveBytes, draft_memory
 from vllm_mtpc.kernels.draft import naive
 
-# Divided into 2 x 576 columns, of which the second rank has 514 tokens. 32 components of it are no small leaf.
-VOCAB, WINDOW, BATCH, DRAFTS = 1090, 5, 6, 4
+# 32 components of the vocabulary are no small leaf.
+WINDOW, BATCH, DRAFTS = 5, 6, 4
 COMPONENTS = {"kernel": 32, "definition": 65, "kernel with tokens": 32, "definition with tokens": 65}
 GREEDY = {"draft_sample_method": "greedy"}
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0, "scale": 0.7}}
-
-
-class Target(nn.Module):
-    """vLLM's layers behind `compute_logits`; what `kind` names is set beside."""
-
-    kind = "plain"
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        from vllm.model_executor.layers.logits_processor import LogitsProcessor
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-        super().__init__()
-        whole = torch.randn(vocab_size, hidden_size, generator=torch.Generator().manual_seed(5))
-        self.lm_head = ParallelLMHead(vocab_size, hidden_size)
-        self.lm_head.weight_loader(self.lm_head.weight, whole)
-        self.lm_head.quant_method.process_weights_after_loading(self.lm_head)
-        self.logits_processor = LogitsProcessor(vocab_size, **KINDS.get(self.kind, {}))
-
-    def compute_logits(self, states: Tensor) -> Tensor:
-        logits = self.logits_processor(self.lm_head, states)
-        if self.kind == "forbids a token":
-            logits[:, VOCAB - 2] = -torch.inf
-        return logits
 
 
 @pytest.fixture(scope="module")
@@ -62,33 +35,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made_heads(tmp_path_factory.mktemp("divided"), VOCAB, heads)
 
 
-def on_ranks(num_ranks: int, settings: dict[str, tuple[Setting, str]], store: str) -> list[dict[str, Any]]:
+def on_ranks(num_ranks: int, settings: dict[str, tuple[Setting, str]], store: Path) -> list[dict[str, Any]]:
     """In a fork: of every rank, by case, drafts, confidences, conditionals; the numbers of every gather; memory."""
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-    ranks = [
-        context.Process(target=_rank, args=(rank, num_ranks, settings, store, pipes[rank][1]))
-        for rank in range(num_ranks)
-    ]
-    for rank in ranks:
-        rank.start()
-    for _, theirs in pipes:
-        theirs.close()
-    return [pickle.loads(ours.recv_bytes()) for ours, _ in pipes]
+    return tp_ranks.on_ranks(num_ranks, next(iter(settings.values()))[0].place, store, 1200, _all_drafted, settings)
 
 
-def _rank(rank: int, num_ranks: int, settings: dict[str, tuple[Setting, str]], store: str, answers: Any) -> None:
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    torch.set_num_threads(1)
-    os.environ["VLLM_DIST_IDENT"] = str(os.getppid())  # as vLLM's worker does: on AVX-512 ranks share memory by name
-    config = engine_config(next(iter(settings.values()))[0].place / "target", None)
-    with set_current_vllm_config(config):
-        parallel_state.init_distributed_environment(num_ranks, rank, f"file://{store}", rank, "gloo")
-        parallel_state.ensure_model_parallel_initialized(num_ranks, 1)
-        found = {name: _drafted(*setting) for name, setting in settings.items()}
-    answers.send_bytes(pickle.dumps(found))
+def _all_drafted(rank: int, settings: dict[str, tuple[Setting, str]]) -> dict[str, Any]:
+    return {name: _drafted(*setting) for name, setting in settings.items()}
 
 
 def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int], tuple[int, int]]:
@@ -165,7 +118,7 @@ def found(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         for name, (which, options, kind) in CASES.items()
     }
     here = "tests.proposers.test_divided_logits:on_ranks"
-    return {size: forks.call("v2", here, size, settings, str(store / str(size))) for size in (1, 2)}
+    return {size: forks.call("v2", here, size, settings, store / str(size)) for size in (1, 2)}
 
 
 @pytest.mark.parametrize("name", list(CASES))

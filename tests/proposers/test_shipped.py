@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.heads import counts, shipped
 from vllm_mtpc.proposers.seam.patch import derived
 from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
@@ -25,21 +26,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(name="said")
 def fixture_said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Warnings of the package, on a machine with one rank."""
+    """Warnings of the package."""
     lines: list[str] = []
-    monkeypatch.setattr(shipped.logger, "warning", lambda text, *values: lines.append(text % values))
-    monkeypatch.setattr(shipped, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
+    monkeypatch.setattr(switches.logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(shipped, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
     return lines
 
 
 def raising(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("out of shared memory:\n  block size 16")
-
-
-def ranks(monkeypatch: pytest.MonkeyPatch, own: int, others_fail: int) -> None:
-    group = SimpleNamespace(world_size=2, rank_in_group=own, cpu_group=None)
-    monkeypatch.setattr(shipped, "get_tp_group", lambda: group)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda failed, group: failed.add_(others_fail))
 
 
 def test_what_works_is_left_alone(said: list[str]) -> None:
@@ -53,16 +48,6 @@ def test_one_warning_in_one_line(said: list[str]) -> None:
         "Serving without drafts: the head that the target ships, head, is not served here: "
         "out of shared memory: block size 16"
     ]
-
-
-@pytest.mark.parametrize(("rank", "says"), [(0, ["it failed on another rank"]), (1, [])])
-def test_ranks_give_up_together(rank: int, says: list[str], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks(monkeypatch, rank, others_fail=1)
-    with pytest.raises(shipped.GivenUp):
-        shipped.attempt(lambda: "made", "head")
-    assert [line.rpartition(": ")[2] for line in said] == says
-    ranks(monkeypatch, rank, others_fail=0)
-    assert shipped.attempt(lambda: "made", "head") == "made"
 
 
 @pytest.mark.parametrize("where", ["__init__", "load_model", "draft_params", "nowhere"])

@@ -1,0 +1,39 @@
+"""Tensor-parallel ranks agree that a phase succeeded on all of them before any enters the collectives of the next one.
+
+A rank that raised would never enter a collective in which the others wait. A rank that fails alone among the
+collectives of a phase still ends the others by the collective's own timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+from vllm.distributed import get_tp_group, model_parallel_is_initialized
+
+from vllm_mtpc.proposers.config.switches import reason
+
+Made = TypeVar("Made")
+
+
+def succeed_together(call: Callable[[], Made]) -> Made:
+    """Return the result of `call` once it has returned on every rank; the ranks compare over gloo.
+
+    Raises:
+        Exception: that of `call`; RuntimeError, which names the rank, where only another rank's raised.
+    """
+    if not model_parallel_is_initialized() or (group := get_tp_group()).world_size == 1:
+        return call()
+    made, error = None, None
+    try:
+        made = call()
+    except Exception as raised:
+        error = raised
+    lines: list[str | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(lines, error and reason(error), group=group.cpu_group)
+    if error is None and (failed := [f"on rank {rank}: {line}" for rank, line in enumerate(lines) if line]):
+        error = RuntimeError(failed[0])
+    if error is not None:
+        raise error
+    return cast(Made, made)  # what `call` has returned
