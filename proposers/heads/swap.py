@@ -10,12 +10,14 @@ text its tokens. Requests in flight go on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
+from vllm_mtpc.checkpoint.locate import HUB_NAME
 from vllm_mtpc.errors import CheckpointError, ServeConfigError
 from vllm_mtpc.proposers.config import schedule
 from vllm_mtpc.proposers.config.refusals import refuse
@@ -29,7 +31,7 @@ OTHER_FIELDS = {"speculators_config", "speculators_version", "format_version", "
 
 
 def swap(runner: Any, path: str) -> dict[str, Any]:
-    """Serve the head in `path` (a folder or a repository) from the next step on; returns what it is.
+    """Serve the head in the folder `path` from the next step on; returns what it is.
 
     runner: vLLM's model runner, V1 or V2. Raises ServeConfigError, one line, where the head does not fit.
     """
@@ -37,6 +39,9 @@ def swap(runner: Any, path: str) -> dict[str, Any]:
     drafter = runner.speculator if runner.vllm_config.use_v2_model_runner else runner.drafter
 
     def check() -> Any:
+        if not os.path.exists(os.path.expanduser(path)) and HUB_NAME.fullmatch(path):
+            download = f"vllm_mtpc.checkpoint.resolve_head({path!r}) downloads a head from the hub"
+            raise CheckpointError(f"no head at {path}: the folder does not exist; {download} and returns its folder")
         made = _like(spec, path)
         refuse({} if drafter is None else _refusals(spec, made, drafter))
         return made

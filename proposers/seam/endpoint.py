@@ -7,6 +7,7 @@ plugins of endpoints would need no patch, but are announced by a warning to ever
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,12 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.errors import printable
+from vllm_mtpc.checkpoint import resolve_head
+from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.proposers.seam.patch import patch
 
 PATH = "/mtpc/head"
+MAX_DOWNLOAD = 4 << 30  # bytes of a head that is named by its repository
 WANTED = f'{PATH} takes {{"path": "HEAD_FOLDER"}}, a folder on the server or a repository on the hub'
 
 
@@ -57,6 +60,11 @@ class HeadEndpoint:
     async def swap(self, request: Request) -> JSONResponse:
         if self.guard is not None and not self.guard.verify_token(request.headers):
             return JSONResponse({"error": "Unauthorized"}, status_code=401)
+        # vLLM lets every web page send JSON (CORS), and browsers name the page; a page does not have the key
+        if self.guard is None and "origin" in request.headers:
+            return refused(f"{PATH} takes no requests of web pages without an API key; use curl", 403)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return refused(f"{PATH} takes JSON; add the header Content-Type: application/json", 415)
         try:
             path = (await request.json())["path"]
         except (ValueError, KeyError, TypeError):
@@ -66,14 +74,17 @@ class HeadEndpoint:
         spec = getattr(getattr(self.engine, "vllm_config", None), "speculative_config", None)
         if getattr(spec, "method", None) not in METHODS:
             return refused("no head is served here; start the server with a speculative_config of method mtpc or ptp")
-        answers = await self.engine.collective_rpc("try_swap_head", args=(path,))
-        if error := next((one["error"] for one in answers if "error" in one), None):
-            return refused(error)
+        try:  # here: requests wait while workers are busy
+            folder = await asyncio.to_thread(resolve_head, path, max_bytes=MAX_DOWNLOAD)
+        except CheckpointError as error:
+            return refused(str(error))
+        answers = await self.engine.collective_rpc("try_swap_head", args=(str(folder),))
+        if reason := next((one["error"] for one in answers if "error" in one), None):
+            return refused(reason)
         return JSONResponse(answers[-1])
 
 
-def refused(message: str) -> JSONResponse:
+def refused(message: str, code: int = 400) -> JSONResponse:
     """As vLLM's own errors are."""
-    return JSONResponse(
-        {"error": {"message": printable(message, 1000), "type": "BadRequestError", "code": 400}}, status_code=400
-    )
+    body = {"message": printable(message, 1000), "type": "BadRequestError", "code": code}
+    return JSONResponse({"error": body}, status_code=code)

@@ -1,4 +1,4 @@
-"""A stand-in for the hub: the addresses that an upload asks for, and what it was sent."""
+"""A stand-in for the hub: the addresses that an upload or a download asks for, and what it was sent."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Hub:
     """What the server has, and what it is told to refuse."""
 
     cards: dict[str, str] = field(default_factory=dict)  # README.md by repository
+    files: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by name, by repository
+    sizes: dict[str, int] = field(default_factory=dict)  # that it claims of files, by name
     refuse: dict[str, int] = field(default_factory=dict)  # HTTP status by the start of a path
     created: dict[str, dict] = field(default_factory=dict)  # what was asked for, by repository
     objects: dict[str, bytes] = field(default_factory=dict)  # by SHA-256
@@ -54,6 +56,11 @@ class Hub:
             repo = path.removeprefix("/api/models/").removesuffix("/commit/main")
             return {"commitUrl": f"{self.url}/{repo}/commit/{COMMIT}", "commitOid": COMMIT}
         return None
+
+    def told(self, repo: str) -> list[dict]:
+        """The files of a repository, as its tree lists them."""
+        sizes = {name: self.sizes.get(name, len(data)) for name, data in self.files[repo].items()}
+        return [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
 
     def files_of(self, lines: list[dict]) -> dict[str, bytes]:
         """Files by name, of the lines of a commit."""
@@ -98,6 +105,15 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.read() is None:
             return
+        for repo, files in self.hub.files.items():
+            answers = {f"/api/models/{repo}/revision/main": {"id": repo, "sha": COMMIT}}
+            answers[f"/api/models/{repo}/tree/{COMMIT}"] = self.hub.told(repo)
+            if (answer := answers.get(self.path.partition("?")[0])) is not None:
+                return self.say(200, json.dumps(answer).encode(), Content_Type="application/json")
+            start, _, name = self.path[1:].partition("/resolve/")
+            if start == repo and (name := name.partition("/")[2]) in files:
+                size = self.hub.sizes.get(name, len(files[name]))
+                return self.say(200, files[name], ETag=f'"{name}"', X_Repo_Commit=COMMIT, X_Linked_Size=str(size))
         card = self.hub.cards.get(self.path[1:].partition("/resolve/main/README.md")[0])
         etag = {"ETag": '"e"', "X_Repo_Commit": COMMIT}
         self.say(200, card.encode(), **etag) if card else self.say(404, b"", X_Error_Code="RepoNotFound")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from vllm_mtpc.errors import CheckpointError, first_line
 from vllm_mtpc.families import FAMILIES
@@ -73,11 +74,12 @@ def shipped_heads(target: Path) -> list[Path]:
     return [folder for folder in (place, *named) if (folder / CONFIG_FILE).is_file()]
 
 
-def resolve_head(model: str, revision: str | None = None) -> Path:
+def resolve_head(model: str, revision: str | None = None, max_bytes: int | None = None) -> Path:
     """The local folder of a head named by path or hub repository (downloaded if need be), or shipped by a target there.
 
     Without a head it is the folder as named, which is refused when it is read. Raises CheckpointError when there is
-    nothing, or something that is not a head folder.
+    nothing, or something that is not a head folder. With max_bytes a repository is downloaded only where its
+    config.json is a head's and the files that are not in the cache have at most so many bytes.
     """
     path = _local(model)
     if os.path.isdir(path):  # os.path: False, not an error, for names that no file system takes
@@ -90,17 +92,28 @@ def resolve_head(model: str, revision: str | None = None) -> Path:
         )
     if not HUB_NAME.fullmatch(model):
         raise CheckpointError(f"no head at {model}: the folder does not exist; correct the path of the head")
-    path = download(model, "head", revision)
+    path = download(model, "head", revision, max_bytes)
     return find_head(path) or path
 
 
-def download(repo: str, kind: str, revision: str | None = None) -> Path:
+def download(repo: str, kind: str, revision: str | None = None, max_bytes: int | None = None) -> Path:
     """The local copy of a head or target (`kind`) on the hub, its weights included; raises CheckpointError."""
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, hf_hub_download, snapshot_download
 
-        patterns = ["*.json", "*.safetensors", "README.md"]
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        given: dict[str, Any] = {"revision": revision, "allow_patterns": ["*.json", "*.safetensors", "README.md"]}
+        if max_bytes is not None and not constants.HF_HUB_OFFLINE:
+            if not is_head(Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent):
+                raise CheckpointError(f"{repo} on the hub is no head, as its {CONFIG_FILE} shows; name a head")
+            files = snapshot_download(repo, **given, dry_run=True)
+            if (size := sum(file.file_size for file in files if file.will_download)) > max_bytes:
+                raise CheckpointError(
+                    f"{repo} on the hub has {size / 2**30:.3g} GiB to download, allowed are {max_bytes / 2**30:.3g}; "
+                    "download it on the server and name its folder"
+                )
+        return Path(snapshot_download(repo, **given))
+    except CheckpointError:
+        raise
     except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
         raise CheckpointError(
             f"no {kind} at {repo!r}: not a local folder, and not to be had from the hub ({first_line(error)}); "
