@@ -40,9 +40,12 @@ tests:
       - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="stale"}', values: '0+700x60'}
       - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="stale"}', values: '0+75x60'}
       - {series: 'vllm:spec_decode_steps_total{model_name="stale"}', values: '0+100x60'}
-      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="good"}', values: '0+700x60'}
-      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good"}', values: '0+250x60'}
-      - {series: 'vllm:spec_decode_steps_total{model_name="good"}', values: '0+100x60'}
+      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="good",replica="a"}', values: '0+600x60'}
+      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="good",replica="b"}', values: '42000+100x60'}
+      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good",replica="a"}', values: '0+200x60'}
+      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good",replica="b"}', values: '42000+50x60'}
+      - {series: 'vllm:spec_decode_steps_total{model_name="good",replica="a"}', values: '0+80x60'}
+      - {series: 'vllm:spec_decode_steps_total{model_name="good",replica="b"}', values: '42000+20x60'}
       - {series: 'vllm:spec_decode_drafts_cut_total{model_name="good",by="budget"}', values: '0+900x60'}
       - {series: 'vllm:spec_decode_drafts_cut_total{model_name="stale",by="schedule"}', values: '0+900x60'}
     promql_expr_test:

@@ -17,6 +17,7 @@ def test_other_keys_are_flags_of_vllm_serve():
     options = parse({**given, "speculative-config": '{"method": "mtpc", "model": "HEAD"}'})
     assert options.replicas == 2
     flags = ["--seed", "3", "--max-model-len", "320", "--enforce-eager"]
+    flags = ["--shutdown-timeout", "30", *flags]
     assert options.command == [TARGET, *flags, "--speculative-config", '{"method": "mtpc", "model": "HEAD"}']
 
 

@@ -44,9 +44,9 @@ class Parts:
         if not self._left:
             raise StopAsyncIteration
         part = self._left.pop(0)
-        if isinstance(part, BaseException):
+        if isinstance(part, RayActorError):
             raise part
-        return part
+        return part  # an EngineFailed too: an engine that lives does not raise it
 
     def cancel(self):
         pass

@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from tests.support.clusters import FAKE, ask, cluster
 from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.ray_serve.options import ServeOptions
@@ -116,6 +118,35 @@ def test_killed_engine_loses_no_request(client):
     assert [body["choices"][0]["text"] for _, body in answers] == [f"prompt {n}"[::-1] for n in range(20)]
     assert victim not in {body["process"] for _, body in answers}
     assert other in processes(client)
+
+
+def test_stopped_engine_loses_no_request(client):
+    """SIGTERM to a server under load: vLLM answers 200 with finish_reason "abort", of which no client hears."""
+    victim, _ = processes(client)
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(ask, client, f"prompt {number}", max_tokens=300) for number in range(20)]
+        time.sleep(1.0)
+        os.kill(victim, signal.SIGTERM)
+        answers = [future.result() for future in asked]
+    assert [status for status, _ in answers] == [200] * 20
+    assert [body["choices"] for _, body in answers] == [[{"text": f"prompt {n}"[::-1]}] for n in range(20)]
+
+
+def test_metrics_are_those_of_all_replicas(client):
+    """One at random would give a counter that jumps."""
+    processes(client)
+    pages = [counts(client) for _ in range(10)]
+    assert len(pages[0]) == 2 and all(page == pages[0] for page in pages)
+    assert ask(client, "abc")[0] == 200
+    assert sum(counts(client).values()) == sum(pages[0].values()) + 1
+
+
+def counts(client: Client) -> dict[str, float]:
+    """Requests by replica, as the app's page has them."""
+    status, page = client.get("/metrics", timeout_s=30)
+    assert status == 200
+    found = [one for family in text_string_to_metric_families(page) for one in family.samples]
+    return {one.labels["replica"]: one.value for one in found if one.name == "fake:asked_total"}
 
 
 def test_stream_that_has_begun_ends_with_an_error(client):

@@ -84,7 +84,7 @@ def _end_group(leader: int, how: signal.Signals) -> None:
 def main(command: list[str]) -> int:
     """Runs a command until it ends, or the process behind standard input does."""
 
-    def end(*_: Any) -> None:
+    def end() -> None:
         _end_group(child.pid, signal.SIGTERM)
         killer = threading.Timer(GRACE_S, _end_group, (child.pid, signal.SIGKILL))
         killer.daemon = True
@@ -97,7 +97,8 @@ def main(command: list[str]) -> int:
 
     on_start = _end_with_parent if sys.platform == "linux" else None
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_start)
-    signal.signal(signal.SIGTERM, end)
+    # without a killer: the command may answer what it has (--shutdown-timeout) as long as the asking process lives
+    signal.signal(signal.SIGTERM, lambda *_: _end_group(child.pid, signal.SIGTERM))
     threading.Thread(target=watch, daemon=True).start()
     code = child.wait()
     _end_group(child.pid, signal.SIGKILL)  # an engine may outlive its front-end

@@ -63,7 +63,7 @@ class ServerProcess(subprocess.Popen):
             raise self.failed(f"ended with exit code {self.returncode}")
 
     def failed(self, what: str) -> EngineFailed:
-        return EngineFailed(f"vllm serve {what}; its last lines:\n" + "\n".join(self._tail))
+        return EngineFailed(f"vllm serve {what}\nIts last lines:\n" + "\n".join(self._tail))
 
     def stop(self) -> None:
         assert self.stdin is not None  # a pipe

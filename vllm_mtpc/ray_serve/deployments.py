@@ -20,20 +20,24 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ray
+from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
 from ray.serve.config import AutoscalingConfig
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from vllm_mtpc.engine.server import PROGRAM, EngineGone, EngineServer
-from vllm_mtpc.errors import EngineFailed, UsageError, one_line
+from vllm_mtpc.errors import EngineFailed, UsageError, first_line, one_line
 from vllm_mtpc.ray_serve.options import ServeOptions
 
 logger = logging.getLogger("ray.serve")
@@ -44,6 +48,8 @@ OF_CONNECTION = {"host", "content-length", "connection", "keep-alive", "transfer
 OF_SERVE = {"x-request-id"}  # its proxy answers with the request's own, or one of its own making
 ATTEMPTS = "x-vllm-mtpc-attempts"  # of an answer: engines that have had the request
 PAUSE_S = 0.2  # before a request is given to another engine
+METRICS_S = 10.0  # longest wait for an engine's /metrics
+ABORTED = b'"finish_reason":"abort"'  # in an answer of a server that is being stopped
 
 
 class Asked(NamedTuple):
@@ -77,22 +83,34 @@ class Engine:
         """Called by Serve, which replaces this replica when it raises."""
         await self.server.check()
 
-    async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
+    async def metrics(self) -> tuple[str, str]:
+        """This replica's name and its server's /metrics; no text where it does not answer."""
+        try:
+            text = await asyncio.wait_for(self.server.text("/metrics"), METRICS_S)
+        except (EngineFailed, asyncio.TimeoutError):
+            text = ""
+        return serve.get_replica_context().replica_id.unique_id, text
+
+    async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes | EngineFailed]:
+        """The answer's head and its bytes; an EngineFailed ends it, not raised: Serve would log a traceback of each."""
         try:
             async with self.server.ask(asked.method, asked.path, asked.body, asked.headers) as answer:
                 is_stream = answer.content_type == "text/event-stream"
                 left_out = OF_CONNECTION | OF_SERVE
                 headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
+                body = b"" if is_stream else await answer.read()
+                if ABORTED in body:
+                    raise EngineGone("vllm serve is being stopped and has aborted the request")
                 yield Head(answer.status, headers, is_stream)
                 if is_stream:
                     async for part in answer.content.iter_any():
                         yield part
                 else:
-                    yield await answer.read()
+                    yield body
         except EngineFailed as error:
-            # As in Ray's own errors.
-            error.actor_id = ray.get_runtime_context().get_actor_id()  # type: ignore[attr-defined]
-            raise
+            short = type(error)(first_line(error))  # the last lines of its output are in the log already
+            short.actor_id = ray.get_runtime_context().get_actor_id()  # type: ignore[attr-defined]  # as Ray's
+            yield short
 
     async def _end_with_server(self) -> None:
         """A replica without a server must get no requests: it ends at once, not at Serve's next look."""
@@ -100,7 +118,7 @@ class Engine:
         try:
             self.server.check_running()
         except EngineFailed as error:
-            logger.error("this replica ends: %s", error)
+            logger.error("this replica ends: %s (%s)", first_line(error), error.reason)  # its output is above
         os._exit(1)
 
     async def __del__(self) -> None:
@@ -112,10 +130,12 @@ class Router:
     """The app's entrance: gives each request to an engine, and to another one where that one dies."""
 
     def __init__(self, engines: DeploymentHandle, attempts: int, timeout_s: float) -> None:
-        self._engines = engines.options(stream=True, method_name="forward")
+        self._replicas, self._engines = engines, engines.options(stream=True, method_name="forward")
         self._attempts, self._timeout_s = attempts, timeout_s
 
     async def __call__(self, request: Request) -> Response:
+        if request.url.path.rstrip("/") == "/metrics":
+            return await self._metrics()
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_CONNECTION}
         asked = Asked(request.method, path, headers, await request.body())
@@ -143,6 +163,15 @@ class Router:
                 return Response(first or b"", head.status, headers)
             return StreamingResponse(self._stream(parts, first), head.status, headers)
         return _error(502, f"the engines that this request was given to have died with it: {self._attempts} in a row")
+
+    async def _metrics(self) -> Response:
+        try:
+            asked = self._replicas.broadcast("metrics")
+            answers = await asked.results_async(timeout_s=2 * METRICS_S, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError) as error:
+            return _error(503, f"the engines give no metrics: {_short(error)}")
+        texts = dict(one for one in answers if not isinstance(one, BaseException))
+        return Response(with_replicas(texts), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _stream(self, parts: Any, part: bytes | None) -> AsyncIterator[bytes]:
         try:
@@ -180,6 +209,16 @@ def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Appl
     return router.bind(engines, options.attempts, options.request_timeout_s)
 
 
+def with_replicas(texts: Mapping[str, str]) -> bytes:
+    """One page of the /metrics of all replicas, by their names; every sample gets the label `replica`."""
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [one._replace(labels={**one.labels, "replica": replica}) for one in family.samples]
+    return generate_latest(SimpleNamespace(collect=families.values))
+
+
 def _scale(options: ServeOptions) -> dict[str, Any]:
     """How many replicas. Raises UsageError where Serve does not take `autoscaling`; it ignores unknown keys."""
     if options.max_replicas is None:
@@ -197,11 +236,14 @@ def _scale(options: ServeOptions) -> dict[str, Any]:
 
 
 async def _next(parts: Any, deadline: float) -> Any:
-    """The next part of an answer; None after the last."""
+    """The next part of an answer; None after the last. Raises the EngineFailed that ends it."""
     try:
-        return await asyncio.wait_for(anext(parts), max(0.0, deadline - time.monotonic()))
+        part = await asyncio.wait_for(anext(parts), max(0.0, deadline - time.monotonic()))
     except StopAsyncIteration:
         return None
+    if isinstance(part, EngineFailed):
+        raise part
+    return part
 
 
 def _short(error: BaseException) -> str:

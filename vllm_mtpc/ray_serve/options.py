@@ -11,6 +11,7 @@ from vllm_mtpc.engine.options import API_KEY, EngineOptions, parse_mapping, vali
 from vllm_mtpc.errors import UsageError
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
+SHUTDOWN_S = 30  # for answers under way when an engine is asked to end; vLLM's default is 0
 EXAMPLE = "serve run vllm_mtpc.ray_serve:app model=TARGET"
 
 
@@ -62,4 +63,5 @@ def parse(arguments: dict[str, Any]) -> ServeOptions:
         raise UsageError(f"engine={typed!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
     flags = {key: value for key, value in given.items() if key not in ServeOptions.model_fields}
     own = {key: value for key, value in given.items() if key not in flags and key not in engine}
-    return validated(ServeOptions, {**own, "engine": {**engine, **flags}}, EXAMPLE)
+    flags = {"shutdown_timeout": SHUTDOWN_S, **engine, **flags}
+    return validated(ServeOptions, {**own, "engine": flags}, EXAMPLE)
