@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fakes import BTREE, PLAIN, Engines
+from tests.support.fakes import BTREE, NGRAM, PLAIN, Engines
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import decodings, serve_command
 from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, command
@@ -130,7 +130,7 @@ def test_the_result_says_everything(fakes: Engines, tmp_path: Path, capsys: pyte
         (name, T, c) for T in (1.0, 0.0) for c in (1, 2) for name in ("plain", "btree")
     ]
     assert {row["speedup"] for row in result["rows"]} == {None, 2.0}
-    assert result["not_run"] == [{"name": "suffix", "reason": "not installed"}]
+    assert result["not_run"] == [{"name": "suffix", "reason": "not installed", "ours": False}]
     assert not any("/" in str(value) and Path(str(value)).is_absolute() for value in result["settings"].values())
     printed = capsys.readouterr().out
     for piece in ("not run: suffix", "16 (2.00x)", "tokens/step:", "interleaved:", "slower than 0.97x plain: none"):
@@ -145,6 +145,21 @@ def test_other_output_fails_in_float32_alone(fakes: Engines, tmp_path: Path, cap
     assert run(tmp_path / "r.json") == 1
     assert "btree T=0 c=1: greedy output differs" in capsys.readouterr().out
     assert run(tmp_path / "r.json", "--dtype", "bfloat16") == 0
+
+
+def test_heads_that_did_not_run_or_nothing_compared_fail(fakes: Engines, tmp_path: Path, monkeypatch, capsys) -> None:
+    dead, alone, peer = ({OWN: [PLAIN, BTREE]}, []), ({OWN: [PLAIN]}, []), ({OWN: [PLAIN, NGRAM]}, [])
+    refused = ({OWN: [PLAIN, NGRAM]}, [decodings.Missing("late", "needs a GPU", ours=True)])
+    fakes.cannot_start.add("btree")
+    for found, code, line in (
+        (dead, 1, "failed: btree did not run"),
+        (alone, 1, "failed: nothing was compared with plain vLLM"),
+        (refused, 1, "failed: late did not run"),
+        (peer, 0, "identical greedy outputs: 8 of 8"),
+    ):
+        monkeypatch.setattr(serve_command, "wanted", lambda *_, found=found: found)
+        assert run(tmp_path / "r.json") == code
+        assert capsys.readouterr().out.strip().endswith(line)
 
 
 def test_plain_that_does_not_start_ends_the_run(fakes: Engines, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

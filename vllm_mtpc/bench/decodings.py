@@ -59,6 +59,7 @@ class Missing(NamedTuple):
 
     name: str
     reason: str
+    ours: bool = False  # a head of this package
 
 
 def plain(group: str = OWN) -> Decoding:
@@ -144,7 +145,7 @@ def heads(
         group = V2_INTERPRETED if needs_v2 and not on_gpu else OWN
         if group == V2_INTERPRETED and not INTERPRETER.is_dir():
             what = "draft layers need" if circuit else "PTP heads need"
-            missing.append(Missing(label, f"{what} a GPU, or scripts/interpreter of this package's checkout"))
+            missing.append(Missing(label, f"{what} a GPU, or scripts/interpreter of this package's checkout", True))
             continue
         found.append(Decoding(label, given, circuit, group))
         found += [Decoding(f"{label}, {key}", {**given, **more}, circuit, group) for key, more in variants.items()]

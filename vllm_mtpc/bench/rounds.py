@@ -109,7 +109,7 @@ class Comparison:
         if decoding.is_plain:
             raise error
         self.progress.skip(planned - self.made[decoding.name])
-        self.missing.append(Missing(decoding.name, f"its engine failed: {error.reason}"))
+        self.missing.append(Missing(decoding.name, f"its engine failed: {error.reason}", decoding.is_ours))
         self.progress.say(f"{decoding.name}: {error}")
 
 

@@ -94,6 +94,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, result)
     print_result(result)
+    # the demo's heads were not chosen by the user: one that this machine cannot run is no failure
+    lost = [one.name for one in [*([] if args.demo else missing), *comparison.missing] if one.ours]
+    if lost or all(row["speedup"] is None for row in result["rows"]):
+        print(f"failed: {', '.join(lost)} did not run" if lost else "failed: nothing was compared with plain vLLM")
+        return 1
     return 1 if args.dtype == "float32" and report.differing(result["rows"]) else 0
 
 
@@ -185,7 +190,7 @@ def measure(
         except EngineFailed as error:  # of plain: nothing of its group can be compared
             if group == OWN:
                 raise
-            comparison.missing += [Missing(one.name, f"{group}: {error.reason}") for one in members[group]]
+            comparison.missing += [Missing(one.name, f"{group}: {error.reason}", one.is_ours) for one in members[group]]
     return comparison
 
 
