@@ -15,6 +15,7 @@ from vllm.distributed import (
     model_parallel_is_initialized,
     tensor_model_parallel_all_gather,
 )
+from vllm.logger import init_logger
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_mtpc.checkpoint import load_head
@@ -27,6 +28,14 @@ from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.proposers.heads.ranks import succeed_together
 
 logger = logging.getLogger("vllm.mtpc")
+
+
+def log_drafts(vllm_config: Any, how: str) -> None:
+    """Log once, on the first rank: the model runner, the graphs of target and drafts (how), the head, its drafts."""
+    spec, is_v2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
+    mode = vllm_config.compilation_config.cudagraph_mode.name
+    line = f"Model Runner V{1 + is_v2}, CUDA graphs of the target: {mode}, of drafts: {how}; {spec!r}"
+    init_logger(logger.name).info_once("%s; %s", line, spec.drafts_in_words(is_v2), scope="global")
 
 
 def load_served_head(

@@ -125,7 +125,6 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
                 check_memory(vllm_config)
             spec.check_engine(vllm_config)
             configured.name_our_classes(vllm_config)
-            logger.info("%s", spec.drafts_in_words(vllm_config.use_v2_model_runner))
             if spec.is_shipped:
                 text = "The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off"
                 logger.info(text, spec.model_folder, spec, AUTO)

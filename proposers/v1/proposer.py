@@ -34,7 +34,7 @@ from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.heads import shipped
 from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar import Grammars
-from vllm_mtpc.proposers.heads.load import load_served_head
+from vllm_mtpc.proposers.heads.load import load_served_head, log_drafts
 from vllm_mtpc.proposers.v1.survival import GREEDY, SAMPLED, Confidence, Drafted, Survival, card_rates
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
@@ -97,7 +97,7 @@ class MtpcProposer:
     is_idle = False  # a head that the target ships has failed, and nothing drafts
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        spec = vllm_config.speculative_config
+        spec, self.vllm_config = vllm_config.speculative_config, vllm_config
         self.folder, self.head_dtype = spec.model_folder, spec.head_dtype
         self.num_drafts, self.target_dtype = spec.num_speculative_tokens, vllm_config.model_config.dtype
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
@@ -123,6 +123,7 @@ class MtpcProposer:
         self.confidence.values = self.confidence.values.to(device)
         if self.is_probabilistic:
             self.draft_probs = self.draft_probs.to(device)
+        log_drafts(self.vllm_config, "NONE")
 
     def prepared(self, made: Any, target_model: torch.nn.Module) -> Callable[[], None]:
         """Reads the head of another configuration; returns what puts it in force (heads/swap.py)."""

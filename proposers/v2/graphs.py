@@ -15,6 +15,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
 
+from vllm_mtpc.proposers.heads.load import log_drafts
+
 
 class DraftGraphs(CudaGraphManager):
     """vLLM's manager, whose descriptors say how many drafts are made (or auxiliary rows computed) for each request.
@@ -42,6 +44,7 @@ class DraftGraphs(CudaGraphManager):
         if descs:  # the largest first, whose memory the others use again
             descs.sort(key=lambda desc: (desc.num_reqs, desc.num_speculative_tokens), reverse=True)
             self._capture_descs[CUDAGraphMode.FULL] = descs
+        log_drafts(vllm_config, str(len(descs) or "NONE"))
 
     def capture_drafts(self, prepare: Callable[[int, int], Callable[[], None]]) -> None:
         """Captures what prepare(requests, drafts each) returns, for a batch of padding alone."""

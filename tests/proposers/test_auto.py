@@ -74,8 +74,6 @@ def test_a_shipped_head_is_engaged_and_said_once(made: Path, target: Path, said:
     head = ship(made, target)
     spec = spec_of(target)
     assert (spec.method, spec.model_folder, spec.num_speculative_tokens) == ("mtpc", str(head), 4)
-    drafts, *said = sorted(said)
-    assert drafts.startswith("0 to 4 drafts per step")
     assert len(said) == 1 and "MTPC_AUTO=0" in said[0] and str(target) in said[0] and "btree" in said[0]
 
 

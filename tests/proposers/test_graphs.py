@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,11 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
     """In a fork: keys by mode; then drafts of every batch size with graphs and without."""
     from vllm.config.compilation import CUDAGraphMode
 
-    recorder, said = Recorder(), {"keys": {}, "needs": {}, "drafts": [], "replayed": [], "untouched": []}
+    recorder, said = Recorder(), {"keys": {}, "needs": {}, "drafts": [], "replayed": [], "untouched": [], "log": []}
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said["log"].append(record.getMessage())
+    logging.getLogger("vllm.mtpc").addHandler(handler)
+    logging.getLogger("vllm.mtpc").setLevel(logging.INFO)
     with recorder.in_place(), speculator(setting) as made:
         eager = {
             (num_reqs, drafts): drafted(made, num_reqs, drafts)
@@ -122,6 +127,15 @@ def test_graphs_are_made_for_scheduled_batches_alone(said: dict[str, Any]) -> No
     for mode in ("NONE", "PIECEWISE"):
         assert said["keys"][mode] == [] and not said["needs"][mode], mode
     assert said["dropped by profiling"] == ["graphs"]
+
+
+def test_start_logs_runner_graphs_head_and_drafts_once(said: dict[str, Any]) -> None:
+    eager, captured = [
+        line for line in said["log"] if line.startswith("Model")
+    ]  # of five managers: the same line is not repeated
+    for line, graphs in ((eager, "NONE"), (captured, "6")):
+        assert line.startswith(f"Model Runner V2, CUDA graphs of the target: NONE, of drafts: {graphs}; Mtpc")
+        assert "/head'" in line and "circuit='" in line and "by running requests: 4 at 1 to 3, 2 at 4 to 5" in line
 
 
 def test_capturing_writes_no_conditionals(said: dict[str, Any]) -> None:
