@@ -21,6 +21,7 @@ class Part:
     result: Path | None = None  # JSON that the command writes
     needs: Sequence[Path] = ()  # what an earlier stage or part writes
     environment: dict[str, str] = field(default_factory=dict)
+    proof: str | None = None  # a pattern that the log must have: without it nothing was compared
     makes: Path | None = None  # a model or data in the cache: of use at other commits too, made again where it is gone
 
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -46,9 +47,10 @@ class Record:
         found = next((file for file in known if file.is_file()), None)
         self.parts: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))["parts"] if found else {}
 
-    def is_done(self, part: Part, commit: str) -> bool:
+    def is_done(self, part: Part, commit: str, engine: dict[str, Any]) -> bool:
         known = self.parts.get(part.name, {})
-        is_of_use = part.makes.exists() if part.makes else known.get("commit") == commit
+        is_same = known.get("commit") == commit and known.get("engine", {}) == engine
+        is_of_use = part.makes.exists() if part.makes else is_same
         return known.get("state") == DONE and is_of_use
 
     def keep(self, part: Part, values: dict[str, Any]) -> None:
@@ -78,8 +80,12 @@ def run(part: Part, programme: Programme, stage: str, limit_s: float, commit: st
         ):
             code = process.wait(timeout=limit_s)
         reason = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
+        if code == 0 and part.proof and not re.search(part.proof, tail(log, REASON_LINES)):
+            code, reason = 1, f"nothing was compared: no {part.proof!r} in its log"
     state = DONE if code == 0 else FAILED
     values: dict[str, Any] = {"state": state, "commit": commit, "seconds": round(time.monotonic() - begun, 1)}
+    if programme.engine:
+        values["engine"] = programme.engine
     values["command"] = " ".join(map(shlex.quote, map(provenance.public, ["python", *part.command[1:]])))
     if part.environment:
         values["environment"] = {key: provenance.public(value) for key, value in part.environment.items()}
@@ -125,25 +131,26 @@ def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: f
     record = Record(programme, stage)
     check_file(record.copy, "OUT")
     wanted = [every[name] for name in names or every]
-    waiting = [part for part in wanted if not record.is_done(part, commit)]
+    waiting = [part for part in wanted if not record.is_done(part, commit, programme.engine)]
     waiting.sort(key=lambda part: part.name in record.parts and record.parts[part.name]["commit"] == commit)
-    left = []
+    left, has_run = [], False
     for part in waiting:
         time_left = deadline - time.monotonic()
-        if not programme.is_toy and part.seconds > time_left:
+        # the first may take the whole limit: some of it has gone into starting
+        if not programme.is_toy and part.seconds > (time_left if has_run else limit_s):
             left.append(part.name)
             continue
         print(f"{stage} {part.name} ...", flush=True)
         if part.result is not None and part.makes is None:
             part.result.unlink(missing_ok=True)  # of an earlier try
-        values = run(part, programme, stage, time_left, commit)
+        values, has_run = run(part, programme, stage, time_left, commit), True
         record.keep(part, values)
         print(f"{stage} {part.name}: {values['state']}, {values['seconds']} s", flush=True)
         if values["state"] == FAILED:
             print("\n".join([*values["log"], f"{stage} {part.name}: {values['reason']}"]), flush=True)
     if left:
         print(f"{stage}: no time for {', '.join(left)}; the same command again goes on there")
-    return 0 if all(record.is_done(part, commit) for part in wanted) else 1
+    return 0 if all(record.is_done(part, commit, programme.engine) for part in wanted) else 1
 
 
 def listing(programme: Programme) -> int:

@@ -17,6 +17,7 @@ from benchmarks.gpu.drafters import BLOCK, TOY, drafters_in, window_of
 from benchmarks.gpu.parts import Part, Programme
 from vllm_mtpc import demo
 
+PASSED = r"\b[1-9]\d* passed"  # pytest ends with 0 where every test was skipped
 MTPC = [sys.executable, "-m", "vllm_mtpc"]
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
 EVERY_DRAFT = "every draft=" + json.dumps({"num_speculative_tokens_per_batch_size": "off", "min_survival": 0})
@@ -63,11 +64,12 @@ def tests(programme: Programme) -> list[Part]:
     def tested(name: str, seconds: float, *selected: str) -> Part:
         # at toy size the selection alone: these run on the CPU in every run of all tests
         command = [sys.executable, "-m", "pytest", "-q", "-ra", *programme.size([], ["--collect-only"]), *selected]
-        return Part(name, seconds, command, environment=programme.size(on_gpu, {}))
+        return Part(name, seconds, command, environment=programme.size(on_gpu, {}), proof=programme.size(PASSED, None))
 
     def only_a_gpus() -> Part:
         command = [sys.executable, "-m", "pytest", "-q", "-ra", "tests/e2e/test_on_gpu.py"]
-        return Part("graphs-sleep-seeds", 300, command, environment=programme.size(on_gpu, {"MTPC_TEST_GPU": "toy"}))
+        environment = programme.size(on_gpu, {"MTPC_TEST_GPU": "toy"})
+        return Part("graphs-sleep-seeds", 300, command, environment=environment, proof=PASSED)
 
     def identity(name: str, heads: Sequence[str], seconds: float, dtype: str, **environment: str) -> Part:
         sizes = programme.size(

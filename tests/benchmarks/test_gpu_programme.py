@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,53 @@ def test_finished_parts_are_not_run_again_on_the_same_commit(folder: Path, monke
     assert ran(monkeypatch, parts, "good") == 0 and count.read_text() == "fgnffg"
     commits = {name: values["commit"][0] for name, values in kept(folder)["parts"].items()}
     assert commits == {"fails": "a", "good": "b", "new": "a"}
+
+
+def test_a_part_that_compares_nothing_has_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest ends with 0 where every test was skipped."""
+    (folder / "test_it.py").write_text("import pytest\n\ndef test_it():\n    pytest.skip('no GPU')\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "test_it.py")]
+    assert ran(monkeypatch, [Part("tests", 1.0, command, proof=stages.PASSED)]) == 1
+    assert kept(folder)["parts"]["tests"]["reason"].startswith("nothing was compared")
+    (folder / "test_it.py").write_text("def test_it():\n    pass\n")
+    assert ran(monkeypatch, [Part("tests", 1.0, command, proof=stages.PASSED)]) == 0
+    on_gpu = [part for part in stages.tests(Programme(is_toy=False)) if "pytest" in part.command]
+    assert on_gpu and all(part.proof == stages.PASSED for part in on_gpu)
+
+
+def test_a_stage_that_was_stopped_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call is ended by SIGTERM inside its second part, which finds what it had left."""
+    log = folder / "log"
+    noted = f"open({str(log)!r}, 'a').write('%s')"
+    again = f"import os, signal, time; n = open({str(log)!r}).read().count('b'); {noted % 'b'}"
+    again += "; n or (os.kill(os.getppid(), signal.SIGTERM), time.sleep(60))"
+    parts = [part("a", noted % "a"), part("b", again), part("c", noted % "c")]
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with pytest.raises(SystemExit):
+            ran(monkeypatch, parts)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert log.read_text() == "ab" and list(kept(folder)["parts"]) == ["a"]
+    assert ran(monkeypatch, parts) == 0 and log.read_text() == "abbc"
+    engine = '{"compilation_config": {"mode": 0}}'  # other arguments of the engines are another measurement
+    assert ran(monkeypatch, parts, "--engine", engine) == 0 and log.read_text() == "abbcabc"
+    assert ran(monkeypatch, parts, "--engine", engine) == 0 and log.read_text() == "abbcabc"
+
+
+def test_training_that_was_stopped_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = folder / "cache" / "heads" / "btree-n4-r2" / "state" / "trainer.pt"
+    for is_there in (False, True):
+        command = stages.heads(Programme(is_toy=True))[0].command
+        assert ("--resume" in command) == is_there
+        state.parent.mkdir(parents=True, exist_ok=True)
+        state.touch()
+
+
+def test_a_part_of_the_whole_limit_begins_if_it_is_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [part("whole", "", seconds=programme.LIMIT_S), part("next", "", seconds=programme.LIMIT_S)]
+    assert ran(monkeypatch, parts) == 1 and list(kept(folder)["parts"]) == ["whole"]
+    assert ran(monkeypatch, parts) == 0
 
 
 def test_arguments_of_every_engine_reach_whoever_starts_one(folder: Path) -> None:
