@@ -52,6 +52,17 @@ def test_variants_are_rows_of_their_own() -> None:
     assert found[1].speculative == {"method": "mtpc", "model": NAMES[3], "num_speculative_tokens": 3}
 
 
+def test_heads_of_one_circuit_are_named_by_folder(tmp_path: Path) -> None:
+    names = [tmp_path / place for place in ("a/head", "b/head", "b/mine")]
+    for name in names:
+        name.mkdir(parents=True)
+        (name / "config.json").write_bytes((demo.path("ff") / "config.json").read_bytes())
+    kind = " [ff (Medusa-style)]"
+    assert [one.name for one in heads(list(map(str, names[1:])), {}, None, False)[0]] == [f"head{kind}", f"mine{kind}"]
+    found = [one.name for one in heads(list(map(str, names)), {}, None, False)[0]]
+    assert found == [f"{name}{kind}" for name in ("a/head", "b/head", "b/mine")]
+
+
 def test_a_head_named_twice_is_refused_and_a_missing_one_too() -> None:
     with pytest.raises(UsageError, match="named twice"):
         heads([NAMES[0], NAMES[0]], {}, None, on_gpu=False)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, decoding, measured
 from vllm_mtpc.bench.decodings import V2_INTERPRETED
-from vllm_mtpc.bench.report import definitions, details, differing, losing, overview, rows
+from vllm_mtpc.bench.report import definitions, details, differing, losing, overview, rows, unsteady
 from vllm_mtpc.bench.rounds import Pass
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.steps import Steps
@@ -85,6 +85,13 @@ def test_memory_added_is_what_the_cache_has_less() -> None:
     found += [replace(one, kv_cache_bytes=6 << 20) for one in passes(BTREE, SAMPLED, [1.0])]
     found += passes(NGRAM, SAMPLED, [1.0])  # a server, which does not say
     assert [row["gpu_mib_added"] for row in rows(found)] == [None, 3.0, None]
+
+
+def test_rounds_that_differ_are_named_and_cpu_seconds_shown() -> None:
+    found = rows([*passes(BTREE, SAMPLED, [1.0, 2.1], cpu_seconds=0.5), *passes(PLAIN, SAMPLED, [1.0, 1.9])])
+    assert [row["decoding"] for row in unsteady(found)] == ["btree"] and found[0]["cpu_seconds"] == [0.5, 0.5]
+    header, lines = details(found)
+    assert lines[0][header.index("CPU s")] == "0.50" and lines[0][header.index("wall s")] == "1.55"
 
 
 def test_definitions_are_of_what_is_shown() -> None:

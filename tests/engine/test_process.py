@@ -9,13 +9,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 from vllm_mtpc.bench.serve import server
 from vllm_mtpc.engine.child import Child
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Answer, Measured, Setting
-from vllm_mtpc.engine.process import failure, group
+from vllm_mtpc.engine.process import cpu_seconds, failure, group
 from vllm_mtpc.errors import EngineFailed
 
 SETTING = Setting("one client", clients=1, temperature=0.0, max_tokens=4, prompts=2)
@@ -90,3 +91,14 @@ def test_a_server_that_dies_is_reported_at_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "executable", str(executable))
     with pytest.raises(EngineFailed, match=r"(?s)exit code 7.*no such model"), server(["x"], tmp_path / "log"):
         pass
+
+
+def test_cpu_seconds_count_processes_below(tmp_path: Path) -> None:
+    code = "import subprocess, sys, time; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with group([sys.executable, "-c", code], tmp_path / "log", dict(os.environ)) as process:
+        deadline = time.monotonic() + 60
+        while cpu_seconds(process.pid) < 1.0:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        own = psutil.Process(process.pid).cpu_times()
+        assert own.user + own.system < 1.0  # the rest is its child's

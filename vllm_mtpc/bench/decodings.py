@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,24 +159,21 @@ def kind_of(config: Any) -> str:
 
 
 def _labels(configs: Sequence[tuple[str, Any]]) -> list[str]:
-    """A name for each head, no two the same: its circuit or variant; with sizes, then the folder, where need be.
+    """A name for each head, no two the same: its folder with as many parents as tell it apart, and its kind.
 
     An FF head predicts the tokens of a window independently of each other, as Medusa's heads do.
     """
-
-    def sizes(config: Any) -> str:
-        components = getattr(config, "num_components", None)
-        return f"n={config.window}" + (f" r={components}" if components else "")
-
-    tries = (
-        [kind_of(config) + (" (Medusa-style)" if kind_of(config) == "ff" else "") for _, config in configs],
-        [f"{kind_of(config)} {sizes(config)}" for _, config in configs],
-        [f"{kind_of(config)} {Path(name).name}" for name, config in configs],
-    )
-    for labels in tries:
-        if len(set(labels)) == len(labels):
-            return labels
-    raise UsageError("the same head is named twice; name each head once")
+    places = [Path(os.path.abspath(name) if os.path.isdir(name) else name).parts for name, _ in configs]
+    kinds = ["ff (Medusa-style)" if kind_of(config) == "ff" else kind_of(config) for _, config in configs]
+    for depth in range(1, 1 + max(map(len, places), default=0)):
+        folders = ["/".join(parts[-depth:]) for parts in places]
+        if len(set(folders)) == len(folders):
+            known = [name == kind_of(config) for name, (_, config) in zip(folders, configs, strict=True)]
+            named = zip(folders, kinds, known, strict=True)
+            return [kind if is_kind else f"{folder} [{kind}]" for folder, kind, is_kind in named]
+    if configs:
+        raise UsageError("the same head is named twice; name each head once")
+    return []
 
 
 def arguments(

@@ -22,6 +22,7 @@ MORE = (
     "or fewer than the head can: positions left out count as not accepted.",
     "identical: greedy answers that equal plain's of the same setting token for token, over all rounds.",
     "TTFT: until the first token of a request; TPOT: each later token; medians over requests.",
+    "wall s, CPU s: of a pass, and of the engine's processes in it; medians over rounds.",
     "GPU MiB added: what an engine has less of for its KV cache than plain: the head, its buffers and graphs, and what "
     "a step with drafts needs besides.",
 )
@@ -74,6 +75,7 @@ def _row(found: list[Pass], plain_bytes: int | None) -> Row:
         "gpu_mib_added": added,
         "speedups": [round(value, 4) for value in speedups],
         "seconds": [round(one.seconds, 4) for one in measured],
+        "cpu_seconds": [round(one.cpu_seconds, 3) for one in measured],
         "tokens": [one.tokens for one in measured],
     }
 
@@ -113,6 +115,11 @@ def losing(found: Sequence[Row]) -> list[Row]:
     return [row for row in found if row["ours"] and row["speedup"] is not None and row["speedup"] < SLOWER]
 
 
+def unsteady(found: Sequence[Row]) -> list[Row]:
+    """Rows whose fastest round is more than twice as fast as the slowest: something else ran on the machine."""
+    return [row for row in found if row["tokens_per_second_spread"][1] > 2 * row["tokens_per_second_spread"][0]]
+
+
 def place(row: Row) -> str:
     """Which row it is, in words."""
     return f"{row['decoding']} T={row['temperature']:g} c={row['clients']}"
@@ -149,6 +156,8 @@ COLUMNS = (
     ("target ms", "target_ms", "{:.2f}"),
     ("draft ms", "draft_ms", "{:.2f}"),
     ("draft share", "draft_share", "{:.1%}"),
+    ("wall s", lambda row: f"{median(row['seconds']):.2f}"),
+    ("CPU s", lambda row: f"{median(row['cpu_seconds']):.2f}"),
     ("TTFT ms", "ttft_ms", "{:.1f}"),
     ("TPOT ms", "tpot_ms", "{:.2f}"),
     ("GPU MiB added", "gpu_mib_added", "{:.0f}"),

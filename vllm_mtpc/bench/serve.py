@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Answer, Measured, Prompt, Setting
-from vllm_mtpc.engine.process import engine_environment
+from vllm_mtpc.engine.process import cpu_seconds, engine_environment
 from vllm_mtpc.engine.server import PROGRAM, ServerProcess
 from vllm_mtpc.errors import EngineFailed
 
@@ -138,8 +138,10 @@ class Served:
 
         chosen = setting.chosen(self.prompts)
         request(chosen[0], 16)  # warm-up
-        before, started = self.client.acceptance(), time.perf_counter()
+        process = self.client.process or 0
+        used, before, started = cpu_seconds(process), self.client.acceptance(), time.perf_counter()
         with ThreadPoolExecutor(setting.clients) as clients:
             answers = list(clients.map(request, chosen))
         seconds = time.perf_counter() - started
-        return Measured(setting, seconds, answers, self.client.acceptance() - before)
+        used = cpu_seconds(process) - used
+        return Measured(setting, seconds, answers, self.client.acceptance() - before, cpu_seconds=used)

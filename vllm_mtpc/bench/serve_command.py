@@ -206,6 +206,11 @@ def print_result(result: dict[str, Any]) -> None:
         print(f"not run: {one['name']}: {one['reason']}")
     for line in result["definitions"]:
         print(line)
+    for row in report.unsteady(found):
+        least, most = row["tokens_per_second_spread"]
+        print(
+            f"warning: {report.place(row)}: rounds differ by {most / least:.1f}x; compare CPU seconds, or measure again"
+        )
     losing = [f"{report.place(row)} {row['speedup']:.2f}x" for row in report.losing(found)]
     print(f"heads slower than {report.SLOWER:g}x plain: {'; '.join(losing) or 'none'}")
     checked = [row["identical"] for row in found if row["identical"]]

@@ -6,6 +6,7 @@ The child builds the engine once, says what it is, and then measures one pass fo
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from vllm_mtpc.engine.child import Child, started
 from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.process import cpu_seconds
 from vllm_mtpc.engine.steps import StepClock, Steps, is_v2, runner_of, worker_of
 
 Prompt = str | list[int]  # text, or token ids
@@ -65,6 +67,7 @@ class Measured:
     answers: list[Answer]  # one per prompt
     acceptance: Acceptance
     steps: Steps | None = None  # where the engine's steps could be timed
+    cpu_seconds: float = 0.0  # of the engine's processes
 
     @property
     def outputs(self) -> list[list[int]]:
@@ -146,10 +149,11 @@ def passes(llm: Any, items: Iterator[dict[str, Any]], prompts: list[Prompt]) -> 
         _answers(llm, chosen[: setting.clients], setting, WARM_UP_TOKENS, asked)
         if clock:
             clock.records.clear()
-        before, begun = Acceptance.read(), time.perf_counter()
+        used, before, begun = cpu_seconds(os.getpid()), Acceptance.read(), time.perf_counter()
         answers = _answers(llm, chosen, setting, setting.max_tokens, asked + setting.prompts)
         seconds, counted = time.perf_counter() - begun, Acceptance.read() - before
-        yield Measured(setting, seconds, answers, counted, clock.read() if clock else None)
+        used = cpu_seconds(os.getpid()) - used
+        yield Measured(setting, seconds, answers, counted, clock.read() if clock else None, used)
         asked += 2 * setting.prompts  # requests so far, which have their names
 
 

@@ -41,6 +41,20 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds, user's and system's, of a process and those below it; what has ended is not counted."""
+    import psutil
+
+    found: list[psutil.Process] = []
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for one in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(one.cpu_times()[:2])
+    return total
+
+
 def tail(log: Path, lines: int = 25) -> str:
     """The last lines of a log, for an error message."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
