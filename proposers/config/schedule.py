@@ -6,7 +6,7 @@ vLLM's scheduler looks K up by the number of requests of a step; 0: no drafts, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +101,6 @@ def in_words(ranges: Schedule | None, num_drafts: int, is_planned: bool = False)
     texts = [f"{drafts or 'none'} at {low}" + (f" to {high}" if high > low else "") for low, high, drafts in ranges]
     texts[-1] = f"{ranges[-1][2] or 'none'} from {ranges[-1][0]} on"
     return f"drafts per step by running requests: {', '.join(texts)}"
-
-
-def as_served(measured: Mapping[str, Sequence[float]], ranges: Schedule, batch: int) -> dict[str, float]:
-    """Tokens/step that a head is expected to give with its first drafts at a batch size, by temperature."""
-    drafts = next(most for low, high, most in ranges if low <= batch <= high)
-    return {name: 1 + sum(_survival(one, drafts)) for name, one in measured.items()}
 
 
 def merged(per_batch: Sequence[int]) -> Schedule:

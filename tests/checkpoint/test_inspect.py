@@ -6,11 +6,15 @@ import json
 
 import pytest
 
+from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
+from vllm_mtpc.checkpoint.locate import SERVED_FILE
 from vllm_mtpc.cli import main
+from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval.inspect_command import served_memory
+from vllm_mtpc.publish.folder import PUBLISHED
 
 
 @pytest.fixture
@@ -173,3 +177,24 @@ def test_memory_of_no_request_is_refused(folder, capsys):
     assert main(["inspect", str(folder), "--max-num-seqs", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "--max-num-seqs" in line
+
+
+def test_a_model_is_called_one_and_heads_that_fit_are_named(tmp_path, show):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = show(tmp_path)
+    assert "a model (llama), not a head" in text and "none is known here" in text
+    assert f"type: vllm-mtpc train --target {tmp_path}" in text.replace("train one:", "type:")
+    assert str(demo.path("btree")) in show(demo.path("target"))
+    assert json.loads(show(tmp_path, "--json"))["is"] == "model"
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path)]) != 0  # neither
+
+
+def test_served_speed_is_shown_and_goes_with_the_weights(folder, tmp_path, new_head, show):
+    assert f"not measured on this machine, type: vllm-mtpc doctor {folder}" in " ".join(show(folder).split())
+    row = {"temperature": 1.0, "clients": 4, "speedup": 0.8}
+    (folder / SERVED_FILE).write_text(json.dumps({"hardware": provenance.hardware(), "rows": [row]}))
+    assert "do not serve it here" in " ".join(show(folder).split())
+    assert json.loads(show(folder, "--json"))["served"]["rows"] == [row] and SERVED_FILE in PUBLISHED
+    save_head(folder, *new_head(), {}, "card")
+    assert not (folder / SERVED_FILE).exists()

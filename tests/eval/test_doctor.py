@@ -24,7 +24,7 @@ from vllm_mtpc.data.sources import load_documents
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.eval import doctor
+from vllm_mtpc.eval import doctor, speed
 from vllm_mtpc.eval.acceptance import Rejection, collect, summarise
 from vllm_mtpc.eval.decode import continue_all
 from vllm_mtpc.eval.evaluator import Asked
@@ -214,13 +214,26 @@ def test_bad_requests_are_refused_before_anything_starts():
             doctor.run(arguments(*given))
 
 
-def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys):
+def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setattr(speed, "CLIENTS", (1,))  # one pair of passes at each temperature: seconds, not minutes
+    monkeypatch.setattr(speed, "ROUNDS", 1)
     report = tmp_path / "report.json"
     few = ("--prompts", "8", "--max-tokens", "64", "--dtype", "float32")
     record = tmp_path / "served.jsonl"
-    assert doctor.run(arguments(*few, "--json", str(report), "--record", str(record))) == 0
+    head, log = tmp_path / "btree", tmp_path / "vllm.log"  # a copy: what was measured is kept in it
+    shutil.copytree(demo.path("btree"), head)
+    args = arguments(*few, "--json", str(report), "--record", str(record), "--log", str(log))
+    args.head, args.target = str(head), str(demo.path("target"))
+    assert doctor.run(args) == 0
     printed = capsys.readouterr().out
-    assert "\nhealthy" in printed and "tokens/step:" in printed
+    assert "tokens/step:" in printed and "min_survival" not in printed and "_per_batch_size" not in printed
+    rows = json.loads((head / "served.json").read_text())["rows"]
+    assert [(row["temperature"], row["clients"]) for row in rows][:2] == [(0, 1), (1, 1)] and rows[0]["speedup"] > 0
+    assert ("\nhealthy" in printed) == (min(row["speedup"] for row in rows) >= speed.SLOWER)  # a busy machine may lose
+    assert speed.worth({}, head).partition(";")[2] in printed
+    started = "Model Runner V1, CUDA graphs of the target: NONE, of drafts: NONE; MtpcSpeculativeConfig("
+    assert log.read_text().count(started) == 1
     found = json.loads(report.read_text())
     for comparison in found["comparisons"]:
         assert abs(comparison["difference"]) < max(0.02, 3 * comparison["standard_error"])

@@ -243,13 +243,6 @@ def test_a_schedule_in_words() -> None:
     assert "as many as pay" in schedule.in_words(None, 7, is_planned=True)
 
 
-def test_what_default_serving_is_expected_to_give() -> None:
-    measured = {"t0": [0.8, 0.5, 0.2], "t1": [0.5, 0.25, 0.1]}
-    ranges = [(1, 4, 3), (5, 1024, 0)]
-    assert schedule.as_served(measured, ranges, 4) == {"t0": 2.5, "t1": 1.85}
-    assert schedule.as_served(measured, ranges, 64) == {"t0": 1.0, "t1": 1.0}
-
-
 def test_dense_data_parallel_engines_have_a_schedule(place: Any) -> None:
     """Each runs by itself; vLLM takes their schedule away as it must for a mixture of experts."""
     given = {"method": "mtpc", "model": str(place / "head")}

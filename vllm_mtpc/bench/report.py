@@ -13,8 +13,8 @@ from vllm_mtpc.bench.rounds import Pass
 from vllm_mtpc.bench.timing import table
 from vllm_mtpc.engine.counters import DEFINITIONS, Acceptance
 from vllm_mtpc.engine.steps import DEFINITIONS as STEP_DEFINITIONS
+from vllm_mtpc.eval.speed import SLOWER
 
-SLOWER = 0.97  # of plain: noise of a machine is below it
 STEP_PARTS = ("step_ms", "target_ms", "draft_ms", "draft_share")
 Row = dict[str, Any]
 MORE = (

@@ -16,11 +16,6 @@ DEFINITIONS = (
     "passes (plain decoding is 1.00).\n"
     "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
 )
-CUT_DEFINITION = (
-    "drafts cut: those the head had room for that were not verified, by schedule (fewer were planned), by survival "
-    "(unlikely to be accepted), by budget (no room left in a step or a text) or by request (mtpc_drafts)."
-)
-
 _PREFIX, _POSITIONS = "vllm:spec_decode_", "num_accepted_tokens_per_pos"
 CUTS = ("schedule", "survival", "budget", "request")
 

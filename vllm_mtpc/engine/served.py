@@ -27,12 +27,6 @@ class Served:
     outputs: list[list[int]]
     acceptance: Acceptance
     dtype: str  # the target computed in, e.g. "bfloat16"
-    seconds: float = 0.0  # until all prompts were answered
-    at_once: int | None = None  # requests at a time; None: all
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(len, self.outputs)) / max(self.seconds, 1e-9)
 
 
 def serve(
@@ -43,35 +37,26 @@ def serve(
     log: Path,
     sampling: dict[str, Any] | None = None,
     seeds: Sequence[int] | None = None,
-    alone: int = 0,
 ) -> list[Served]:
     """Serves every prompt at every temperature. ``engine``: keyword arguments of ``vllm.LLM``.
 
-    ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds); ``alone``: so many
-    prompts are asked once more, one after the other: further answers, with ``at_once`` 1.
+    ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds).
 
     Raises EngineFailed, with the end of the log, where the engine does not answer.
     """
     asked = zip(prompts, [None] * len(prompts) if seeds is None else seeds, strict=True)
-    given = {"temperatures": temperatures, "sampling": {**(sampling or {}), "max_tokens": max_tokens}, "alone": alone}
+    given = {"temperatures": temperatures, "sampling": {**(sampling or {}), "max_tokens": max_tokens}}
     with started(answers, engine, log, given, asked) as child:
-        return [child.answer(Served) for _ in range(len(temperatures) * (1 + (alone > 0)))]
+        return [child.answer(Served) for _ in temperatures]
 
 
-def answers(
-    llm: Any, items: Iterator[Any], temperatures: list[float], sampling: dict[str, Any], alone: int
-) -> Iterator[Served]:
-    """The job of `serve`: (prompt, seed) pairs are answered at each temperature, and the first `alone` once more."""
+def answers(llm: Any, items: Iterator[Any], temperatures: list[float], sampling: dict[str, Any]) -> Iterator[Served]:
+    """The job of `serve`: (prompt, seed) pairs are answered at each temperature."""
     dtype, asked = str(llm.llm_engine.model_config.dtype).removeprefix("torch."), list(items)
     for temperature in temperatures:
-        for at_once, some in ((None, asked), (1, asked[:alone])):
-            if not some:
-                continue
-            before, begun, size, outputs = Acceptance.read(), time.monotonic(), at_once or len(some), []
-            for start in range(0, len(some), size):
-                outputs += _generate(llm, some[start : start + size], {**sampling, "temperature": temperature})
-            seconds, counted = time.monotonic() - begun, Acceptance.read() - before
-            yield Served(temperature, [list(one.token_ids) for one in outputs], counted, dtype, seconds, at_once)
+        before = Acceptance.read()
+        outputs = _generate(llm, asked, {**sampling, "temperature": temperature})
+        yield Served(temperature, [list(one.token_ids) for one in outputs], Acceptance.read() - before, dtype)
 
 
 def waves(llm: Any, items: Iterator[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:

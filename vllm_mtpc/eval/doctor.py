@@ -1,6 +1,7 @@
 """`vllm-mtpc doctor`: does vLLM accept as many drafts as the head should get, and if not, why.
 
-A head is judged with every draft verified. Beside it stands what `vllm serve HEAD` gives with default options.
+A head is judged with every draft verified. Then default serving is timed compared with plain vLLM, and what was found
+is kept in the head's folder.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.errors import SETUP, CheckpointError, UsageError
+from vllm_mtpc.checkpoint.locate import SERVED_FILE
+from vllm_mtpc.errors import SETUP, CheckpointError, EngineFailed, UsageError
+from vllm_mtpc.eval import speed
 from vllm_mtpc.eval.command import add_head
-from vllm_mtpc.files import read_json
+from vllm_mtpc.files import read_json, replacing
 from vllm_mtpc.flags import check_positive
 from vllm_mtpc.report import check_file, console, write_json
 
@@ -28,13 +32,6 @@ if TYPE_CHECKING:
 MAX_NUM_SEQS = 16
 CPU_CACHE_BYTES = 256 << 20
 PROMPT_BYTES = 1 << 16  # of data for each prompt, where there is more
-ALONE = 8  # prompts that are also asked one after the other, with default options
-# Why a draft was not verified -> the option that decides it, and what keeps the draft
-OPTIONS = {
-    "schedule": ("num_speculative_tokens_per_batch_size", '"off", with "min_survival": 0 on Model Runner V1'),
-    "survival": ("min_survival", "0"),
-    "budget": ("max_num_batched_tokens", "more than running requests x (1 + drafts)"),
-}
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,12 @@ class Diagnosis:
     cause: Cause | None
     verdict: str
     notes: list[str]
-    as_served: list[tuple[str, dict[str, Any]]]  # lines, rows of JSON
+    speed: list[dict[str, Any]]  # rows of `speed.measure`; empty where nothing was measured
+    worth: str
 
     @property
     def healthy(self) -> bool:
-        return self.cause is None
+        return self.verdict.startswith("healthy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,10 +80,11 @@ def run(args: argparse.Namespace) -> int:
             "verdict": diagnosis.verdict,
             "notes": diagnosis.notes,
             "comparisons": [_row(comparison) for comparison in diagnosis.comparisons],
-            "as_served": [row for _, row in diagnosis.as_served],
+            "speed": diagnosis.speed,
+            "worth": diagnosis.worth,
         }
         write_json(args.json, report)
-    return 0 if diagnosis.healthy else 1
+    return 0 if diagnosis.cause is None else 1
 
 
 def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagnosis:
@@ -124,26 +123,67 @@ def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagn
     seeds = [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None
     asked = Asked(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
     temperatures = args.temperature or [0.0, temperature]
-    served = _serve(engine | {"speculative_config": every}, asked, temperatures, args, 0, family.refusal)
+    served = _serve(engine | {"speculative_config": every}, asked, temperatures, args, family.refusal)
     if served is None:
         evaluator = load(args.head, args.target, args.dtype, args.device)
         raise UsageError(evaluator.unserved(asked, max(temperatures), args))
     if args.record:
         _record(args.record, asked.prompts, served)
-    beside = []
-    if family.has_defaults:  # as a user gets it who names nothing but the head (and the drafts that doctor was told)
-        given = ("method", "model", *(["num_speculative_tokens"] if args.num_drafts else []))
-        default = engine | {"speculative_config": {name: every[name] for name in given}}
-        whole = {one.temperature: one for one in served}
-        for one in _serve(default, asked, temperatures, args, ALONE, None) or ():  # None: of a refusal alone
-            beside.append(_as_served(one, len(prompts), whole[one.temperature]))
+    # as a user gets it who names nothing but the head, and what doctor was told
+    told = {"num_speculative_tokens": args.num_drafts, "draft_pass": args.draft_pass}
+    default = {name: every[name] for name in ("method", "model", *(name for name, value in told.items() if value))}
+    found, notes = _speed(engine, default, prompts, temperatures, args, folder)
     # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device)
     comparisons = [evaluator.compare(asked, one) for one in served]
     look = evaluator.find_cause if any(comparison.differs for comparison in comparisons) else evaluator.knows_nothing
     cause = look(comparisons, drafts)
-    notes = [*evaluator.notes(comparisons), *_notes(evaluator, args, comparisons)]
-    return Diagnosis(comparisons, cause, _verdict(comparisons, cause), notes, beside)
+    notes = [*evaluator.notes(comparisons), *_notes(evaluator, args, comparisons), *notes]
+    expected = {f"T={one.sampling.temperature:g}": one.predicted.tokens_per_step for one in comparisons}
+    return Diagnosis(
+        comparisons,
+        cause,
+        _verdict(comparisons, cause, found or speed.rows_here(folder)),
+        notes,
+        found,
+        speed.worth(expected, folder),
+    )
+
+
+def _speed(
+    engine: dict[str, Any],
+    default: dict[str, Any],
+    prompts: list[list[int]],
+    temperatures: list[float],
+    args: argparse.Namespace,
+    folder: Path,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of `speed.measure`, kept in the head's folder, and notes."""
+    import psutil
+
+    from vllm_mtpc.engine import provenance
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return [], ["speed is not measured where Triton is interpreted."]
+    place = Path(engine["model"])
+    weights = sum(file.stat().st_size for file in place.glob("*.safetensors")) if place.is_dir() else 0
+    together = "kv_cache_memory_bytes" in engine and 0 < 4 * weights < psutil.virtual_memory().total
+    settings = [(temperature, clients) for clients in speed.CLIENTS for temperature in temperatures]
+    engine = {key: value for key, value in engine.items() if key != "speculative_config"}
+    try:
+        with tempfile.TemporaryDirectory() as logs:
+            rows = speed.measure(engine, default, prompts, settings, args.max_tokens, together, Path(logs))
+    except EngineFailed as error:
+        return [], [f"speed is not measured: {error.reason}"]
+    notes = [] if len(rows) == len(settings) else ["not all numbers of clients were measured in the time allowed."]
+    if any(max(row["speedups"]) > 2 * min(row["speedups"]) for row in rows):
+        notes.append("rounds of the comparison with plain vLLM differ by more than 2x: something else runs here.")
+    try:
+        with replacing(folder / SERVED_FILE) as (file,):
+            file.write_text(json.dumps({**provenance.collect(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        notes.append(f"{folder / SERVED_FILE}: not written ({error.strerror}), inspect will not know of it.")
+    return rows, notes
 
 
 def _engine(args: argparse.Namespace, target: str, length: int) -> dict[str, Any]:
@@ -190,19 +230,17 @@ def _serve(
     asked: Asked,
     temperatures: list[float],
     args: argparse.Namespace,
-    alone: int,
     refusal: str | None,
 ) -> list[Served] | None:
     """The answers; None where the engine's log says ``refusal``. Raises UsageError where the engine fails otherwise."""
     from vllm_mtpc.engine.served import serve
-    from vllm_mtpc.errors import EngineFailed
 
     sampling = {"top_k": asked.top_k, "top_p": asked.top_p}
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
         try:
             how = (engine, asked.prompts, temperatures, args.max_tokens, log)
-            return serve(*how, sampling=sampling, seeds=asked.seeds, alone=alone)
+            return serve(*how, sampling=sampling, seeds=asked.seeds)
         except EngineFailed as error:
             if refusal and refusal in log.read_text(encoding="utf-8", errors="replace"):
                 return None
@@ -219,13 +257,15 @@ def _record(file: Path, prompts: Sequence[Sequence[int]], served: list[Served]) 
     file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def _verdict(comparisons: list[Comparison], cause: Cause | None) -> str:
+def _verdict(comparisons: list[Comparison], cause: Cause | None, rows: list[dict[str, Any]]) -> str:
     from vllm_mtpc.eval.evaluator import TOLERANCE
 
     if cause is not None:
         worst = max(comparisons, key=lambda comparison: abs(comparison.difference))
         apart = f"T={worst.sampling.temperature:g}: {worst.difference:+.1%} tokens/step. " if worst.differs else ""
         return f"not healthy ({cause.name}): {apart}{cause.sentence}."
+    if speed.is_slower(rows):
+        return f"served as expected, but slower than plain vLLM: {speed.verdict(rows)}."
     noisy = [comparison for comparison in comparisons if abs(comparison.difference) > TOLERANCE]
     if noisy:
         return "healthy as far as can be told: the difference is within noise; more --prompts tell more."
@@ -264,37 +304,6 @@ def _recorded(folder: Path, temperature: str, kind: str) -> tuple[float, float]:
     return value, error
 
 
-def _as_served(default: Served, prompts: int, whole: Served) -> tuple[str, dict[str, Any]]:
-    """A line and a row of JSON of answers with default options.
-
-    Those of several requests at once stand beside ``whole``, those with every draft verified.
-    """
-    counted, at_once = default.acceptance, default.at_once or min(MAX_NUM_SEQS, prompts)
-    shares = counted.cut_shares
-    most = max(shares, key=lambda name: shares[name], default=None)
-    option, keep = OPTIONS[most] if most is not None and shares[most] >= 0.02 else (None, None)
-    row: dict[str, Any] = {
-        "temperature": default.temperature,
-        "requests_at_once": at_once,
-        "tokens_per_step": counted.tokens_per_step,
-        "tokens_per_second": default.tokens_per_second,
-        "drafts_cut": shares,
-        "costliest_option": option,
-        "every_draft_verified": None,
-    }
-    line = (
-        f"T={default.temperature:g}, {at_once} at once: {counted.tokens_per_step:.2f} tokens/step over all steps, "
-        f"{default.tokens_per_second:.0f} tok/s"
-    )
-    if default.at_once is None:
-        tokens, rate = whole.acceptance.tokens_per_step, whole.tokens_per_second
-        row["every_draft_verified"] = {"tokens_per_step": tokens, "tokens_per_second": rate}
-        line += f" (every draft verified: {tokens:.2f}, {rate:.0f} tok/s)"
-    if cut := counted.cut_line():
-        line += f"; {cut}"
-    return line + (f"; most by {option} ({keep} keeps them)" if option else ""), row
-
-
 def _row(comparison: Comparison) -> dict[str, Any]:
     counted, predicted, chain = comparison.served.acceptance, comparison.predicted, comparison.chain
     return {
@@ -317,7 +326,7 @@ def _row(comparison: Comparison) -> dict[str, Any]:
 def _print(diagnosis: Diagnosis) -> None:
     from rich.table import Table
 
-    from vllm_mtpc.engine.counters import CUT_DEFINITION, DEFINITIONS
+    from vllm_mtpc.engine.counters import DEFINITIONS
     from vllm_mtpc.eval.metrics import shown_shares
 
     title = "every draft verified, served by vLLM and predicted along the same text (steps that drafted)"
@@ -334,10 +343,11 @@ def _print(diagnosis: Diagnosis) -> None:
     out = console()
     out.print(table)
     out.print(DEFINITIONS, markup=False)
-    if diagnosis.as_served:
-        out.print(f"as `vllm serve HEAD` serves it ({CUT_DEFINITION.rstrip('.')}):", markup=False)
-    for line, _ in diagnosis.as_served:
-        out.print(f"  {line}", markup=False, soft_wrap=True)
+    for row in diagnosis.speed:
+        line = f"T={row['temperature']:g}, {row['clients']} clients, default: {row['tokens_per_second']:.0f} tok/s"
+        line += f" ({row['speedup']:.2f}x plain vLLM's), {row['tokens_per_step']:.2f} tokens/step"
+        out.print(f"  {line}", markup=False)
     for note in diagnosis.notes:
         out.print(f"note: {note}", markup=False)
+    out.print(diagnosis.worth, markup=False, soft_wrap=True)
     out.print(diagnosis.verdict, markup=False)

@@ -113,7 +113,6 @@ class Evaluator(Protocol):
     target: Target
     step_note: ClassVar[str | None] = None  # what ``generate`` says of a step
     seeded: ClassVar[bool] = False  # whether served text is compared draft by draft, so that requests need seeds
-    has_defaults: ClassVar[bool] = True  # whether doctor shows what serving with default options gives, too
     refusal: ClassVar[str | None] = None  # beginning of the line with which vLLM may refuse the family on a machine
 
     @classmethod

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.inspect import Report, inspect_head, measured_acceptance, rows_of
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, is_head, resolve_head
 from vllm_mtpc.errors import printable
+from vllm_mtpc.files import read_json
 from vllm_mtpc.flags import check_positive
 
 if TYPE_CHECKING:
@@ -26,7 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_positive(args, "max_num_seqs", "tensor_parallel_size")
+    from vllm_mtpc.eval.speed import read_served
+
+    if lines := _of_model(args.path):
+        print(json.dumps({"is": "model", "lines": lines}) if args.json else "\n".join(lines))
+        return 0
     report = inspect_head(args.path)
+    if served := read_served(Path(report["path"])):
+        report["served"] = served
     if args.max_num_seqs is not None:
         report["memory"] = served_memory(Path(report["path"]), args.max_num_seqs, args.tensor_parallel_size)
     if args.json:
@@ -34,6 +44,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(report)
     return 0
+
+
+def _of_model(path: str) -> list[str]:
+    """Lines about a model that has no head in its folder; none for a head, and for what is neither."""
+    folder = resolve_head(path)
+    values = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() and not is_head(folder) else {}
+    if "speculators_model_type" in values or not isinstance(values.get("model_type"), str):
+        return []
+    heads = [demo.path(name) for name in demo.NAMES[1:]] if folder.resolve() == demo.path("target") else []
+    return [
+        printable(f"{path}: a model ({values['model_type']}), not a head; it has no head in its folder", MAX_CELL),
+        f"heads that fit: {', '.join(map(str, heads)) or 'none is known here'}",
+        f"train one: vllm-mtpc train --target {printable(path, MAX_CELL)} --data DATA --out HEAD",
+    ]
 
 
 def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
@@ -62,6 +86,7 @@ def _print_table(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from vllm_mtpc.eval.speed import worth
     from vllm_mtpc.report import console
 
     out = console()
@@ -77,4 +102,7 @@ def _print_table(report: Report) -> None:
     for row in rows_of(report):
         table.add_row(*map(plain, row))
     out.print(table)
+    names = {"t1": f"T={report['trained_sampling']['temperature']:g}", "t0": "T=0"}
+    expected = {names[key]: value for key, value in report["tokens_per_step"].items()}
+    out.print(plain(worth(expected, Path(report["path"]))))
     out.print(plain(f"weights: ok ({len(report['weights']['tensors'])} tensors, shapes as configured, all finite)"))

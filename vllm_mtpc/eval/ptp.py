@@ -83,7 +83,7 @@ class PtpEvaluator(Evaluator):
 
     step_note = "here a step is two passes: one of the student behind x_1, one of the target behind its drafts."
     refusal = "method 'ptp' on Model Runner V1"
-    seeded, has_defaults = True, False
+    seeded = True
 
     @classmethod
     def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> PtpEvaluator:

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from vllm_mtpc.checkpoint.inspect import Report, inspect_head
 from vllm_mtpc.checkpoint.load import ADAPTER_FILES, read_config
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE, hub_name, is_head
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, RECORDS, U_EMBED_FILE, WEIGHTS_FILE, hub_name, is_head
 from vllm_mtpc.checkpoint.metadata import (
     LICENSE_KEYS,
     PLOTS,
@@ -27,7 +27,7 @@ from vllm_mtpc.errors import CheckpointError, UsageError, first_line
 
 CARD = "README.md"
 # A trainer's folder also has its state, responses and logs, and a user's may have anything.
-PUBLISHED = (CONFIG_FILE, WEIGHTS_FILE, U_EMBED_FILE, *ADAPTER_FILES, PROVENANCE_FILE, *PLOTS, "LICENSE", "NOTICE")
+PUBLISHED = (CONFIG_FILE, WEIGHTS_FILE, U_EMBED_FILE, *ADAPTER_FILES, *RECORDS, *PLOTS, "LICENSE", "NOTICE")
 
 
 class Upload(NamedTuple):

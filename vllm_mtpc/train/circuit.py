@@ -175,21 +175,3 @@ class CircuitJob(Job):
                 read = with_backbone(some, head, self.target)
             results[name] = asdict(measure(head, self.target, read, self.samplings()[name]))
         return results
-
-    def lines(self, results: Mapping[str, Any]) -> list[str]:
-        """What default serving is expected to give on this machine, by requests at once: its schedule drafts less in
-        larger batches. On Model Runner V1 the number of drafts follows what is observed, and this is where it starts.
-        """
-        from vllm_mtpc.proposers.config.schedule import as_served, default_schedule, load_of
-
-        measured = {name: values["per_position"] for name, values in results.items()}
-        if not measured:
-            return []
-        is_cpu, load = self.target.device.type == "cpu", load_of(self.config, self.target.config)
-        ranges = default_schedule(measured.values(), self.config.num_speculative_tokens, is_cpu, load)
-        served = {batch: as_served(measured, ranges, batch) for batch in (1, 4, 16, 64)}
-        return [
-            f"as served by default, by requests at once, tokens/step at T={name.removeprefix('t')}: "
-            + ", ".join(f"{steps[name]:.2f} at {batch}" for batch, steps in served.items())
-            for name in measured
-        ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.eval.loading import prompts
+from vllm_mtpc.eval.speed import worth
 from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.hf import check_length
 from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
@@ -112,9 +113,9 @@ class Job(ABC):
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
         """Expected tokens/step of the head in the out folder by temperature, as provenance.json holds them."""
 
-    @abstractmethod
     def lines(self, results: Mapping[str, Any]) -> list[str]:
         """What else the run prints about the results."""
+        return []
 
     def write(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """The head's folder, with what is known of it so far."""
@@ -137,6 +138,8 @@ class Job(ABC):
             )
         for line in self.lines(results):
             print(line)
+        expected = {f"T={self.samplings()[key].temperature:g}": one["tokens_per_step"] for key, one in results.items()}
+        print(worth(expected, out))
         print(serve_line(out, self.needs_v2))
 
     def held_out(self, texts: list[Tensor]) -> dict[str, Samples]:
