@@ -9,6 +9,7 @@ from pathlib import Path
 AUTO = "MTPC_AUTO"  # a target that ships a head is served with it
 DEBUG = "MTPC_DEBUG"  # every rank's drafts are compared; costs a meeting of the ranks per step
 SWAP = "MTPC_ALLOW_HEAD_SWAP"  # `vllm serve` has POST /mtpc/head
+REQUEST_DRAFTS = "MTPC_REQUEST_DRAFTS"  # a request may have fewer drafts than the engine makes
 OFF = ("0", "false", "off", "no")
 
 logger = logging.getLogger("vllm.mtpc")

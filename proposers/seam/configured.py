@@ -46,12 +46,14 @@ class HeadSchedulerConfig(SchedulerConfig):
     "vllm.sampling_params",
     "SamplingParams._validate_spec_decode",
     needs=("self", "speculative_config"),
-    why="refuse a request that asks for drafts it cannot have",
+    why="refuse a request that asks for drafts it cannot have; serve without drafts what vLLM does not with them",
 )
 def validate_spec_decode(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
+    if getattr(speculative_config, "method", None) in METHODS:
+        request.check(self, speculative_config.num_speculative_tokens)
+        if not request.drafts_of(self, 1):  # what vLLM has against drafts
+            return
     original(self, speculative_config)
-    if self.extra_args and getattr(speculative_config, "method", None) in METHODS:
-        request.check(self.extra_args, speculative_config.num_speculative_tokens)
 
 
 @patch(LOGGERS, "SpecDecodingLogging", why="say once a minute what drafts bring, over all steps")

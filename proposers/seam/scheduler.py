@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_mtpc.proposers.config.request import drafts_of
+from vllm_mtpc.proposers.config.request import drafts_of, excludes_drafts
 from vllm_mtpc.proposers.heads.counts import CUT, IDLE, by_class, put_into
 from vllm_mtpc.proposers.seam.patch import refuse_moved
 
@@ -21,8 +21,8 @@ class HeadScheduler(Scheduler):
     """What is added to any scheduler of vLLM's.
 
     PTP: the KV blocks of its auxiliary rows are kept from requests. Model Runner V2: a draft that a grammar forbids is
-    verified; a request has no more drafts than it asked for (on V1 the proposer sees to that). Both: the counts of a
-    step's drafts go to the front end.
+    verified; a request has no more drafts than it asked for (on V1 the proposer sees to that). Both: no drafts are
+    verified beside a request for `logprob_token_ids`; the counts of a step's drafts go to the front end.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -37,6 +37,7 @@ class HeadScheduler(Scheduler):
         self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than there are: how many
         # V1's drafts are never cut in a way that matters (v1/proposer.py: as_point), PTP's have no distribution
         self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
+        self.alone: set[str] = set()  # requests beside which nothing is verified
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
@@ -45,6 +46,8 @@ class HeadScheduler(Scheduler):
             self.asked[request.request_id] = asked
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if excludes_drafts(request.sampling_params):
+            self.alone.add(request.request_id)
         """Requests that asked for fewer drafts have those first ones verified."""
         if self.asked:
             self.asked = {name: asked for name, asked in self.asked.items() if name in self.requests}
@@ -54,6 +57,9 @@ class HeadScheduler(Scheduler):
                 request.spec_token_ids = request.spec_token_ids[:asked]
         return super().schedule(*args, **kwargs)
 
+        self.alone &= self.requests.keys()
+        for request in self.running if self.alone else ():
+            request.spec_token_ids = []
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Nothing is drafted in a step of which no request wants drafts."""
         scheduled = scheduler_output.num_scheduled_tokens

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_mtpc.proposers.heads.counts import with_counts
@@ -64,7 +66,9 @@ class HeadModelRunner(GPUModelRunner):
     """What is added to the V1 runner of any device; `drafter` is a `MtpcProposer`."""
 
     def begin(self) -> None:
-        """Called once vLLM has made the runner."""
+        """Called once vLLM has made the runner, which has no `min_p` and `logit_bias` where anything drafts."""
+        processors = (kind(self.vllm_config, self.device, PIN_MEMORY) for kind in BUILTIN_LOGITS_PROCESSORS)
+        self.input_batch.logitsprocs = LogitsProcessors(processors)
 
     def ready(self) -> None:
         """Called before the first request."""

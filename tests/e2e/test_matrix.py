@@ -53,10 +53,6 @@ def calls() -> list[Call]:
     ]
 
 
-def refusals() -> list[Call]:
-    return [Call([PROMPT], [one], is_refused=True) for one in ({"min_p": 0.1}, {"logit_bias": {5: 1.0}})]
-
-
 def engine(options: dict[str, Any] | None, asked: list[Call], **arguments: Any) -> Engine:
     if options:
         every = (
@@ -75,9 +71,7 @@ def outputs() -> Any:
     def of(runner: str) -> dict[str, list[Reply]]:
         if runner not in made:
             methods = METHODS[runner]
-            engines = {
-                name: engine(options, calls() + (refusals() if options else [])) for name, options in methods.items()
-            }
+            engines = {name: engine(options, calls()) for name, options in methods.items()}
             made[runner] = run(engines, runner, async_scheduling=runner == "v2")
             for name, replies in made[runner].items():
                 assert not isinstance(replies, str), (name, replies)
@@ -117,11 +111,3 @@ def test_end_of_text_is_ignored_where_that_is_asked(outputs: Any, runner: str, m
     plain, ours = outputs(runner)["plain"][1], outputs(runner)[method][1]
     assert ours.tokens == plain.tokens
     assert ours.tokens == [[[EOS] * 8], [[EOS]]]
-
-
-@pytest.mark.feature("min_p, logit_bias", "refused", why="by vLLM, with any drafts")
-@pytest.mark.parametrize(("runner", "method"), COLUMNS)
-@pytest.mark.parametrize("index", [0, 1], ids=["min_p", "logit_bias"])
-def test_refused_with_drafts(outputs: Any, runner: str, method: str, index: int) -> None:
-    error = outputs(runner)[method][2 + index].error
-    assert error == "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding."

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.engine import Call, Engine, Reply, beside_plain
 from tests.support.models import make_head, make_ptp_head, make_target
-from tests.support.requests import COLUMNS
+from tests.support.requests import COLUMNS, same_logprobs
 
 PROMPTS = [[3, 9, 4], [20, 21, 22, 23, 24], [7, 7, 1, 12]]
 DRAFTS, CUT = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_drafts_cut"
@@ -86,3 +86,39 @@ def test_drafts_are_those_asked_for(replies: Any, runner: str, head: str) -> Non
 def test_a_bad_number_is_refused(replies: Any, runner: str, head: str) -> None:
     ours, _ = replies(runner, head)
     assert "mtpc_drafts=4; allowed are whole numbers from 0 (no drafts) to 3" in ours[-1].error
+
+
+# beside each other: requests that vLLM serves with no drafts, and one that has them
+WITHOUT: dict[str, list[dict[str, Any]]] = {
+    "min_p": [{"min_p": 0.2}, {"min_p": 0.05, "logprobs": 2}, {}],
+    "logit_bias": [{"logit_bias": {7: 4.0, 9: -100.0}}, {"logit_bias": {3: 2.0}}, {}],
+    "logprob_token_ids": [{"logprob_token_ids": [5, 9, 40], "max_tokens": 6}, {}, {}],
+    "logprob_token_ids and logprobs": [{"logprob_token_ids": [5, 9], "max_tokens": 9}, {"logprobs": 3}, {}],
+}
+
+
+def without(is_drawn: bool) -> list[Call]:
+    (base,) = call([None], is_drawn).sampling
+    return [Call(PROMPTS, [{**base, **one} for one in rows]) for rows in WITHOUT.values()]
+
+
+@pytest.mark.feature("min_p, logit_bias", "exact")
+@pytest.mark.parametrize(("runner", "head"), COLUMNS)
+def test_requests_that_vllm_serves_with_no_drafts_are_served_without(folder: Path, runner: str, head: str) -> None:
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64}
+    spec = {**OPTIONS[head], "model": str(folder / head), "num_speculative_tokens_per_batch_size": "off"}
+    if runner == "v1":
+        spec["min_survival"] = 0.0
+    calls = without(False) + without(True) * (head == "mtpc")  # PTP's seeded text is its own
+    ours, plain = beside_plain(
+        Engine(str(folder / "target"), calls, {**arguments, "speculative_config": spec}),
+        Engine(str(folder / "target"), calls, arguments),
+        runner,
+    )
+    drafts = 0
+    for name, mine, theirs in zip([*WITHOUT] * 2, ours, plain, strict=head == "mtpc"):
+        assert mine.tokens == theirs.tokens, name
+        for (one,), (other,) in zip(mine.logprobs, theirs.logprobs, strict=True):
+            same_logprobs(other or [None] * 3, one or [None] * 3)
+        assert mine.metrics[DRAFTS] > drafts, "the others have drafts"
+        drafts = mine.metrics[DRAFTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -51,4 +52,4 @@ def same_logprobs(plain: list[Any], ours: list[Any]) -> None:
         if mine is not None:
             assert mine.keys() == theirs.keys()
             # float32 passes over one row and over several sum in another order
-            assert all(abs(mine[token].logprob - theirs[token].logprob) < 1e-3 for token in mine)
+            assert all(math.isclose(mine[token].logprob, theirs[token].logprob, abs_tol=1e-3) for token in mine)
