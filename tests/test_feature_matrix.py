@@ -117,6 +117,7 @@ def test_v1_is_kept_synchronous() -> None:
         use_v2_model_runner=False,
         scheduler_config=SimpleNamespace(async_scheduling=True),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        structured_outputs_config=SimpleNamespace(backend="auto"),
         lora_config=None,
     )
     MtpcSpeculativeConfig.check_engine(spec, config)

@@ -187,6 +187,7 @@ def of_mtpc_engine(spec: Any, vllm_config: Any) -> Table:
         f"pipeline_parallel_size={stages} with drafts on Model Runner {runner}: vLLM crashes there; allowed: Model "
         f"Runner V2 with asynchronous scheduling; {remedy}, "
         "or use tensor parallelism": stages > 1 and not is_served,
+        **of_structured_outputs(vllm_config),
         **(of_draft_layers(vllm_config) if spec.aux_layers else {}),
         f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes one row "
         "per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop enable_lora or the "
@@ -222,6 +223,14 @@ def of_draft_layers(vllm_config: Any) -> Table:
     }
 
 
+def of_structured_outputs(vllm_config: Any) -> Table:
+    is_refused = (backend := vllm_config.structured_outputs_config.backend) == "lm-format-enforcer"
+    return {
+        f"structured_outputs_config: backend={backend!r} with drafts, which vLLM's adapter of it refuses in every "
+        "request; allowed: auto, xgrammar, guidance, outlines; drop it": is_refused
+    }
+
+
 def of_ptp_engine(vllm_config: Any) -> Table:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     others = {
@@ -232,6 +241,7 @@ def of_ptp_engine(vllm_config: Any) -> Table:
         "max_model_len 'auto'": model.original_max_model_len == -1,  # fitted to blocks of which some are set aside
     }
     return {
+        **of_structured_outputs(vllm_config),
         "method 'ptp' on Model Runner V1: it drafts from token lists on the host, PTP from the target's own rows; "
         f"allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head": not vllm_config.use_v2_model_runner,
         **_not_together("method 'ptp' with", vllm_config, others),

@@ -14,6 +14,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc.proposers.config.request import drafts_of, excludes_drafts
 from vllm_mtpc.proposers.heads.counts import CUT, IDLE, by_class, put_into
+from vllm_mtpc.proposers.heads.grammar import HeadStructuredOutputManager
 from vllm_mtpc.proposers.seam.patch import refuse_moved
 
 
@@ -34,20 +35,21 @@ class HeadScheduler(Scheduler):
             if kv_cache_config.kv_cache_groups:
                 update_kv_cache_capacity(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.structured_output_manager.__class__ = HeadStructuredOutputManager
         self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than there are: how many
+        self.alone: set[str] = set()  # requests beside which nothing is verified
         # V1's drafts are never cut in a way that matters (v1/proposer.py: as_point), PTP's have no distribution
         self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
-        self.alone: set[str] = set()  # requests beside which nothing is verified
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
         asked = drafts_of(request.sampling_params, self.num_spec_tokens)
         if self.use_v2_model_runner and asked < self.num_spec_tokens:
             self.asked[request.request_id] = asked
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if excludes_drafts(request.sampling_params):
             self.alone.add(request.request_id)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Requests that asked for fewer drafts have those first ones verified."""
         if self.asked:
             self.asked = {name: asked for name, asked in self.asked.items() if name in self.requests}
@@ -55,11 +57,11 @@ class HeadScheduler(Scheduler):
             request = self.requests[name]
             if len(request.spec_token_ids) > asked:
                 request.spec_token_ids = request.spec_token_ids[:asked]
-        return super().schedule(*args, **kwargs)
-
         self.alone &= self.requests.keys()
         for request in self.running if self.alone else ():
             request.spec_token_ids = []
+        return super().schedule(*args, **kwargs)
+
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Nothing is drafted in a step of which no request wants drafts."""
         scheduled = scheduler_output.num_scheduled_tokens

@@ -73,6 +73,13 @@ class HeadModelRunner(GPUModelRunner):
     def ready(self) -> None:
         """Called before the first request."""
 
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Also begins to compile the grammars that drafts of new requests are masked with."""
+        if grammars := getattr(self.drafter, "grammars", None):
+            for new in scheduler_output.scheduled_new_reqs:
+                grammars.start(new.req_id, new.sampling_params)
+        return super()._update_states(scheduler_output)
+
     @property
     def couples(self) -> bool:
         """Whether requests with a seed are coupled."""

@@ -48,7 +48,7 @@ class StructuredRequests:
         self.requests = {name: kept for name, kept in self.requests.items() if name in self.states.req_id_to_index}
         for new in scheduled_new_reqs:
             self.requests.pop(new.req_id, None)
-            self.grammars.followers.pop(new.req_id, None)
+            self.grammars.start(new.req_id, new.sampling_params)
             if StructuredOutputRequest.from_sampling_params(new.sampling_params) is not None:
                 output = new.prefill_token_ids[new.prompt_len :]
                 self.requests[new.req_id] = Structured(new.sampling_params, new.prompt_len, output)

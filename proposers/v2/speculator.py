@@ -227,6 +227,10 @@ class MtpcSpeculator(DraftModelSpeculator):
                 self._draft(num_reqs, num_drafts)
         num_drafts, rows = next(iter(self.rows_at_once.items()))
         self._draft(rows, num_drafts)
+        for num_reqs in (1, 2) if self.structured is not None else ():  # what is masked is drafted by the definition
+            at = torch.arange(min(num_reqs, self.max_num_reqs), device=self.device)
+            params = self.model.draft_params(self.hidden_states[at], self.first_tokens[at], max(self.rows_at_once))
+            self._draft_by_definition(params, at)
 
     def _draft(self, num_reqs: int, num_drafts: int) -> None:
         """Drafts [R, K], their conditionals and confidences, from hidden_states, first_tokens and noise_pos."""

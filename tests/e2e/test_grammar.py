@@ -79,6 +79,7 @@ def engine(injected: str | None = None, drafts: bool = True, **options: object) 
 def outputs(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
     off = engine("noted drafts", mask_drafts=False)
     engines = {"plain": engine(drafts=False), "masked": engine("noted drafts"), "off": off}
+    engines["pending"] = engine("grammars never compiled")
     if request.param == "v1":  # which drafts the argmax where it does not mask
         engines["unmasked"] = engine("unmasked drafts")
     replies = run(engines, request.param, async_scheduling=True)
@@ -89,7 +90,7 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
 
 
 @pytest.mark.feature("JSON schema", "exact")
-@pytest.mark.parametrize("name", ["masked", "off", "unmasked"])
+@pytest.mark.parametrize("name", ["masked", "off", "unmasked", "pending"])
 def test_greedy_text_is_plain_vllms(outputs: dict[str, dict[str, Reply]], name: str) -> None:
     assert outputs[name]["greedy"].tokens == outputs["plain"]["greedy"].tokens
     assert outputs[name]["greedy"].finish == outputs["plain"]["greedy"].finish

@@ -80,7 +80,7 @@ def distance_and_floor(reply: Reply, law: np.ndarray) -> tuple[float, float]:
 def on_v1(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
     folder = tiny[0]
     engines = {
-        "masked": engine(folder, DRAWS),
+        "masked": engine(folder, DRAWS, injected="grammars waited for"),
         "argmax": engine(folder, DRAWS, mask_drafts=False),
         "unmasked drafts": engine(folder, DRAWS, injected="unmasked drafts", min_survival=0),
         "masked drafts scored unmasked": engine(
@@ -112,7 +112,7 @@ def test_planted_bias_is_caught(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict
 def on_v2(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
     folder, injected = tiny[0], "masked drafts scored unmasked on V2"
     engines = {
-        "masked": engine(folder, V2_DRAWS),
+        "masked": engine(folder, V2_DRAWS, injected="grammars waited for"),
         "residual": engine(folder, V2_DRAWS, mask_drafts=False),
         "injected": engine(folder, V2_DRAWS, injected=injected),
     }

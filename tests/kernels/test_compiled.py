@@ -6,6 +6,7 @@ import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,10 +104,11 @@ def test_nothing_is_compiled_while_serving(name: str) -> None:
 
 def _count(name: str) -> tuple[list[str], list[str]]:
     """Variants that the warm-up compiles, and those that batches of 1 .. 1,024 need beside them."""
-    from tests.support.compiled import META, last_of, variants, vllms_noise
+    from tests.support.compiled import META, last_of, variants, vllms_gumbel
     from vllm_mtpc.config.mtpc import HeadConfig
     from vllm_mtpc.heads import build_head
     from vllm_mtpc.heads.memory import by_batch, rows_at_once
+    from vllm_mtpc.proposers.heads.grammar import Follower, Masks
     from vllm_mtpc.proposers.v2 import speculator as module
 
     sizes, is_float8 = HEADS[name]
@@ -125,7 +127,8 @@ def _count(name: str) -> tuple[list[str], list[str]]:
         width = shard.rows if shard else sizes["vocab_size"]
         head.bind_lm_head(lambda states: states.new_empty(*states.shape[:-1], width), shard)
 
-    module.gumbel_noised_argmax = vllms_noise()
+    gumbel = vllms_gumbel()
+    module.gumbel_noised_argmax, module.gumbel_sample = gumbel.gumbel_noised_argmax, gumbel.gumbel_sample
     served = object.__new__(module.MtpcSpeculator)
     served.max_num_reqs, served.num_speculative_steps, served.use_fp64_gumbel = 1024, 7, False
     served.model, served.device = head, META
@@ -142,11 +145,35 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     served.is_drawn = True
     served.draft_logits = torch.zeros(1024, 7, sizes["vocab_size"], dtype=torch.bfloat16, device=META)
 
+    served.step_cols = torch.arange(7, dtype=torch.int32, device=META)
+    allowing = SimpleNamespace(
+        fill_bitmask=lambda bits, row: None,
+        accept_tokens=lambda name, tokens: True,
+        is_terminated=lambda: False,
+        rollback=lambda count: None,
+    )
+    bits = torch.zeros(1024, -(-sizes["vocab_size"] // 32), dtype=torch.int32)
+
+    def masks(names: list[str], *_: Any) -> Masks:
+        return Masks(bits, {row: Follower(allowing) for row in range(len(names))})
+
+    served.structured = SimpleNamespace(masks=masks)
+    batch = SimpleNamespace(req_ids=["r"] * 1024)
+
+    def serve(num_reqs: int) -> None:
+        served._draft(num_reqs, served.drafts_by_batch[num_reqs])
+        if num_reqs in (1, 2, 3, 16, 40):  # under a grammar
+            served._draft_masked(batch, [*range(num_reqs)], served.noise_pos, served.drafts_by_batch[num_reqs])
+
     served.device = torch.device("cuda")
     torch.Tensor.is_cuda = True  # for good: this process ends with the answer
+    torch.Tensor.tolist = lambda tensor: [0] * len(tensor)
+    arange, tensor = torch.arange, torch.tensor  # what is made on the GPU is made on META
+    torch.arange = lambda *sizes, device=None, **given: arange(*sizes, device=META, **given)
+    torch.tensor = lambda data, device=None, **given: tensor(data, device=META, **given)
     with torch.inference_mode():
         warm = variants(served._warm_up)
-        new = variants(lambda: [served._draft(batch, served.drafts_by_batch[batch]) for batch in range(1, 1025)])
+        new = variants(lambda: [serve(num_reqs) for num_reqs in range(1, 1025)])
     return [str(key) for key in warm], [str(key) for key in new.keys() - warm.keys()]
 
 

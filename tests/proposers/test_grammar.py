@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.grammars import VOCAB, Counting
+from vllm_mtpc.proposers.heads import grammar as module
 from vllm_mtpc.proposers.heads.grammar import Follower, Grammars, Masks
 from vllm_mtpc.proposers.v1.proposer import as_point
 
@@ -90,16 +92,19 @@ def test_a_refused_token_ends_the_masking() -> None:
     assert follower.grammar is None
 
 
-def grammars(is_masking: bool = True) -> tuple[Grammars, list[int]]:
-    """Grammars that compile to Counting, and a note of every compilation."""
-    made = Grammars(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)), is_masking)
-    compiled: list[int] = []
+def grammars(is_masking: bool = True, **given: Any) -> tuple[Grammars, list[Any]]:
+    """Grammars that compile to Counting at once, and a note of every compilation; given: structured_outputs_config."""
+    reasoning = SimpleNamespace(**{"reasoning_parser": "", "enable_in_reasoning": False, **given})
+    sizes = SimpleNamespace(max_num_seqs=4)
+    made = Grammars(SimpleNamespace(scheduler_config=sizes, structured_outputs_config=reasoning), is_masking)
+    made.bitmask = torch.zeros(4, 2, dtype=torch.int32)
+    compiled: list[Any] = []
 
-    def compile_one(params: Any) -> Counting:
-        compiled.append(1)
-        return Counting()
+    def submit(compile_one: Any, name: str, params: Any, asked: Any) -> None:
+        compiled.append(asked)
+        asked.grammar = Counting()
 
-    made._compile = compile_one
+    made.starter.submit = submit
     return made, compiled
 
 
@@ -113,20 +118,23 @@ def state(output: list[int], structured: bool = True) -> Any:
 def test_followers_live_as_long_as_their_requests() -> None:
     made, compiled = grammars()
     requests = {"a": state([4]), "b": state([7], structured=False), "c": state([])}
+    for name, one in requests.items():
+        made.start(name, one.sampling_params)
     step = made.masks(requests, ["a", "b", "c"], [[4], [7], []])  # c: a prompt that is not read to its end
-    assert set(step.rows) == {0} and not step.unmasked and len(compiled) == 1
+    assert set(step.rows) == {0} and not step.unmasked and len(compiled) == 2
     requests["a"].output_token_ids = [4, 5, 9]
     step = made.masks(requests, ["b", "a"], [[7], [5, 9]])
-    assert step.rows[1].grammar.read == [4, 5, 9] and step.lengths == {1: 0} and len(compiled) == 1
+    assert step.rows[1].grammar.read == [4, 5, 9] and step.lengths == {1: 0} and len(compiled) == 2
     requests["a"].output_token_ids = [4]  # started over
-    assert made.masks(requests, ["a"], [[4]]).rows[0].grammar.read == [4] and len(compiled) == 2
-    del requests["a"]
+    assert made.masks(requests, ["a"], [[4]]).rows[0].grammar.read == [4] and len(compiled) == 3
+    del requests["a"], requests["c"]
     made.masks(requests, ["b"], [[7]])
     assert not made.followers
 
 
 def test_unmasked_requests_are_scored_as_points() -> None:
     made, compiled = grammars(is_masking=False)
+    made.start("a", state([4]).sampling_params)
     step = made.masks({"a": state([4])}, ["a"], [[4]])
     assert step.unmasked == [0] and not step.rows and not compiled
     probs = torch.full((2, VOCAB), 1 / VOCAB)
@@ -135,10 +143,54 @@ def test_unmasked_requests_are_scored_as_points() -> None:
     assert (probs[1] == 1 / VOCAB).all()
 
 
-def test_a_reasoning_parser_leaves_drafts_unmasked() -> None:
-    made = Grammars(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)), True)
-    made.manager = SimpleNamespace(reasoner_cls=object, enable_in_reasoning=False)
-    assert made._compile(state([4]).sampling_params) is None
+@pytest.mark.parametrize(("is_enabled", "unmasked"), [(False, [0]), (True, [])])
+def test_drafts_are_unmasked_where_a_reasoning_parser_begins_the_grammar(is_enabled: bool, unmasked: list[int]) -> None:
+    made, _ = grammars(reasoning_parser="qwen3", enable_in_reasoning=is_enabled)
+    made.start("a", state([4]).sampling_params)
+    assert made.masks({"a": state([4])}, ["a"], [[4]]).unmasked == unmasked
+
+
+def test_drafts_are_unmasked_until_a_grammar_is_compiled() -> None:
+    """No step waits for one; whole output is read once it is there. One that fails is given up."""
+    made, compiled = grammars()
+    requests = {"a": state([4]), "b": state([7])}
+    for name, one in requests.items():
+        made.start(name, one.sampling_params)
+    futures = [Future(), Future()]
+    for asked, future in zip(compiled, futures, strict=True):
+        asked.grammar = future
+    step = made.masks(requests, ["a", "b"], [[4], [7]])
+    assert step.unmasked == [0, 1] and not step.rows
+    futures[0].set_result(Counting())
+    futures[1].set_exception(ValueError("no grammar"))
+    requests["a"].output_token_ids = [4, 5]
+    step = made.masks(requests, ["a", "b"], [[5], [7]])
+    assert step.unmasked == [1] and step.rows[0].grammar.read == [4, 5]
+    assert made.masks(requests, ["b"], [[7]]).unmasked == [0] and len(compiled) == 2
+
+
+def test_a_grammar_masks_once_every_rank_has_compiled_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose drafts differ would feed the target different texts."""
+    other_ranks = iter([[0], [1]])
+    group = SimpleNamespace(world_size=2, cpu_group=None)
+    monkeypatch.setattr(module, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(module, "get_tp_group", lambda: group)
+
+    def all_reduce(own: Tensor, op: Any, group: Any) -> None:
+        own.copy_(torch.minimum(own, torch.tensor(next(other_ranks))))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    made, requests = grammars()[0], {"a": state([4])}
+    made.start("a", requests["a"].sampling_params)
+    assert [bool(made.masks(requests, ["a"], [[4]]).rows) for _ in range(3)] == [False, True, True], "asked twice only"
+
+
+def test_a_backend_that_cannot_be_made_costs_the_masks(caplog: pytest.LogCaptureFixture) -> None:
+    made, compiled = grammars()
+    made.start("a", state([]).sampling_params)
+    made.manager = SimpleNamespace(grammar_init=lambda request: 1 / 0)
+    made._compile("a", state([]).sampling_params, compiled[0])
+    assert made.masks({"a": state([4])}, ["a"], [[4]]).unmasked == [0]
 
 
 def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,13 +39,15 @@ def new(name: str, output: list[int], structured: bool = True) -> Any:
     return SimpleNamespace(req_id=name, sampling_params=params, prompt_len=2, prefill_token_ids=[0, 0, *output])
 
 
-def followed(kept: Any) -> Any:
-    """The structured requests of a worker, of Counting grammars."""
+def followed(kept: Any, compiled: Any = Counting) -> Any:
+    """The structured requests of a worker, of Counting grammars, or of what else `compiled` makes."""
     from vllm_mtpc.proposers.v2.grammar import StructuredRequests
 
-    made = StructuredRequests(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8)), kept)
+    given = SimpleNamespace(reasoning_parser="", enable_in_reasoning=False)
+    sizes = SimpleNamespace(max_num_seqs=8)
+    made = StructuredRequests(SimpleNamespace(scheduler_config=sizes, structured_outputs_config=given), kept)
     made.grammars.bitmask = torch.zeros(8, 2, dtype=torch.int32)
-    made.grammars._compile = lambda params: Counting()
+    made.grammars.starter.submit = lambda call, name, params, asked: setattr(asked, "grammar", compiled())
     return made
 
 
@@ -70,8 +73,17 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
 
         free = step()
         outputs = {names[row]: OUTPUT if row != UNREAD else [] for row in STRUCTURED}
-        made.structured = followed(states(outputs, dict(zip(names, slots, strict=True)), 6))
-        made.structured.add([new(names[row], []) for row in STRUCTURED])
+        kept, requests = (
+            states(outputs, dict(zip(names, slots, strict=True)), 6),
+            [new(names[r], []) for r in STRUCTURED],
+        )
+        made.structured = followed(kept, Future)
+        made.structured.add(requests)
+        pending = step()
+        with mock.patch.object(made, "_draft_by_definition") as by_definition:
+            made._warm_up()
+        made.structured = followed(kept)
+        made.structured.add(requests)
         with mock.patch.object(made.model, "draft_params", wraps=made.model.draft_params) as calls:
             masked = step()
         again = [
@@ -86,9 +98,12 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
             )
             for k in range(DRAFTS)
         ]
-        read = [follower.grammar.read for follower in made.structured.grammars.followers.values()]
+        followers = made.structured.grammars.followers.values()
+        read = [follower.grammar.read for follower in followers if follower.grammar is not None]
         return {
             "free": free,
+            "pending": pending,
+            "warmed up": by_definition.call_count,
             "masked": masked,
             "again": torch.stack(again, 1),
             "read": read,
@@ -116,6 +131,16 @@ def test_rows_without_a_grammar_are_drafted_as_ever(found: dict[str, Any]) -> No
         assert torch.equal(part[others], found["free"][name][others])
     goes = found["goes"]
     assert goes in ([REQUESTS, len(STRUCTURED)], [1] * (REQUESTS + 2)), goes  # that of the unread prompt is left out
+
+
+def test_a_grammar_that_is_never_compiled_stops_no_step(found: dict[str, Any]) -> None:
+    for name, part in found["pending"].items():
+        assert torch.equal(part, found["free"][name])
+
+
+def test_what_drafts_under_a_grammar_runs_before_the_first_request(found: dict[str, Any]) -> None:
+    """It compiles vLLM's noise once more; while requests are served `--jit-monitor-mode error` allows none."""
+    assert found["warmed up"] > 0
 
 
 def test_drafts_are_allowed_and_scored_by_the_law_they_are_drawn_from(found: dict[str, Any]) -> None:

@@ -149,10 +149,14 @@ def _read(path: Path) -> ModuleType:
     return module
 
 
-def vllms_noise() -> Any:
-    """vLLM's `gumbel_noised_argmax`, for a GPU."""
+def vllms_gumbel() -> ModuleType:
+    """vLLM's module of `gumbel_noised_argmax` and `gumbel_sample`, for a GPU."""
     folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
-    return _read(folder / "v1" / "worker" / "gpu" / "sample" / "gumbel.py").gumbel_noised_argmax
+    return _read(folder / "v1" / "worker" / "gpu" / "sample" / "gumbel.py")
+
+
+def vllms_noise() -> Any:
+    return vllms_gumbel().gumbel_noised_argmax
 
 
 def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:

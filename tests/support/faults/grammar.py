@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from tests.support import engine
 
 Undo = Callable[[], None]
+
+
+def compiled() -> Undo:
+    """Every grammar is waited for, so that all drafts of its request are masked."""
+    from vllm_mtpc.proposers.heads.grammar import Grammars
+
+    original = Grammars.start
+
+    def start(self: Grammars, name: str, params: Any) -> None:
+        original(self, name, params)
+        while (follower := self.followers.get(name)) and follower.asked and follower.asked.grammar is None:
+            time.sleep(0.001)
+
+    return engine.replaced(Grammars, "start", start)
+
+
+def never_compiled() -> Undo:
+    from vllm_mtpc.proposers.heads.grammar import Grammars
+
+    return engine.replaced(Grammars, "_compile", lambda self, *args: None)
+
+
+def together(*injections: Callable[[], Undo]) -> Callable[[], Undo]:
+    """These, undone in reverse."""
+
+    def inject() -> Undo:
+        undone = [one() for one in injections]
+        return lambda: [undo() for undo in reversed(undone)]
+
+    return inject
 
 
 def unmasked() -> Undo:
@@ -79,7 +110,9 @@ def noted() -> Undo:
 
 INJECTED = {
     "unmasked drafts": unmasked,
-    "masked drafts scored unmasked": scored_unmasked,
-    "masked drafts scored unmasked on V2": scored_unmasked_v2,
-    "noted drafts": noted,
+    "masked drafts scored unmasked": together(compiled, scored_unmasked),
+    "masked drafts scored unmasked on V2": together(compiled, scored_unmasked_v2),
+    "noted drafts": together(compiled, noted),
+    "grammars waited for": compiled,
+    "grammars never compiled": never_compiled,
 }
