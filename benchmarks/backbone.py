@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_mtpc.bench import timing
-from vllm_mtpc.bench.draft_command import DEFINITIONS as OF_DRAFTS
-from vllm_mtpc.bench.draft_command import Case, parts
+from benchmarks import timing
+from benchmarks.draft import DEFINITIONS as OF_DRAFTS
+from benchmarks.draft import Case, parts
 from vllm_mtpc.checkpoint import load_head, resolve_head
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
@@ -151,7 +151,7 @@ def measured(job: Any, target: Any, samples: Any, name: str) -> dict[str, Any]:
 
 @torch.inference_mode()
 def draft_ms(head: Any) -> timing.Time:
-    """Milliseconds of a draft at T=1 for one request, as of `vllm-mtpc bench draft`."""
+    """Milliseconds of a draft at T=1 for one request, as of `benchmarks.draft`."""
     *_, draft = parts(Case("", head, head.circuit.window - 1), 1, 1.0)
     return timing.measure(draft, torch.device("cpu"), 50)
 

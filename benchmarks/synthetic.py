@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.bench.draft_command import BYTES, default_head
+from benchmarks.draft import BYTES, default_head
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import MtpcError, UsageError
 

@@ -1,7 +1,4 @@
-"""The stages of the GPU programme, each a list of commands; what they share are models in the cache.
-
-Everything is measured by commands that users have (`vllm-mtpc bench`, `train`, `regenerate`) or by tests.
-"""
+"""Stages of the GPU programme: lists of commands (`vllm-mtpc`, benchmarks, tests) that share models in the cache."""
 
 from __future__ import annotations
 
@@ -114,14 +111,14 @@ TOY_SHAPES = {"1x64": {"D": 64, "V": 320, "heads": [(4, 1), (4, 2)]}}
 
 
 def kernels(programme: Programme) -> list[Part]:
-    """Each kernel against its definition, then drafts beside a step of targets of real size."""
-    from vllm_mtpc.bench.kernels_command import OPERATIONS
+    """Each kernel compared with its definition, then drafts compared with a step of targets of real size."""
+    from benchmarks.kernels import OPERATIONS
 
     folder, parts = programme.cache / "kernels", []
     batch, repeats = programme.size([1, 2, 4, 8, 16, 32, 64], [1, 2]), programme.size(50, 2)
     for name in programme.size(list(OPERATIONS), ["couple"]):
         out = folder / f"{name}.json"
-        command = words(*MTPC, "bench", "kernels", only=name, repeats=repeats, json=out)
+        command = words(sys.executable, "-m", "benchmarks.kernels", only=name, repeats=repeats, json=out)
         parts.append(Part(f"each-{name}", 90, command, out))
     for shape, sizes in programme.size(SHAPES, TOY_SHAPES).items():
         curves, windows = folder / f"steps-{shape}.json", sorted({n for n, _ in sizes["heads"]})
@@ -133,7 +130,7 @@ def kernels(programme: Programme) -> list[Part]:
             given = {"shape": f"D={sizes['D']},V={sizes['V']},n={n},r={r}", "curves": curves}
             given["circuits"] = ["ff"] if r == 1 else ["cp", "hmm", "btree"]
             out = folder / f"{name}.json"
-            command = words(*MTPC, "bench", "draft", **given, batch=batch, temperature=1, repeats=repeats, json=out)
+            command = words(sys.executable, "-m", "benchmarks.draft", **given, batch=batch, repeats=repeats, json=out)
             parts.append(Part(name, 40, command, out, [curves]))
     return parts
 
@@ -402,22 +399,21 @@ SUBWORD = {  # heads on the subword target, by what they cost there
     "ff": {"circuit": "ff", "components": 1},
     "shared": {"circuit": "btree", "components": 8},
     "low-rank": {"circuit": "btree", "components": 8, **LOW_RANK},
-    "support": {"circuit": "btree", "components": 8, **LOW_RANK, "support": 256},
-    "tokens": {"circuit": "btree", "components": 8, **LOW_RANK, "support": 256, "token_rank": 32},
+    "tokens": {"circuit": "btree", "components": 8, **LOW_RANK, "token_rank": 32},
 }
 
 
 def components(programme: Programme) -> list[Part]:
-    """Heads of large vocabularies: one row of the lm_head for each component, one in all, drafts within a support.
+    """Heads of large vocabularies, with a row of the lm_head for each component or `component_rank`.
 
-    What a draft costs at sizes of real models, then tokens/step and speed on a subword target of 4,096 ids.
+    Cost of a draft at sizes of real models, then tokens/step and speed on a subword target of 4,096 ids.
     """
     folder, parts = programme.cache / "components", []
     for name, (wide, ids) in programme.size(LARGE, {"64": (64, 512)}).items():
         sizes, out = f"D={wide},V={ids},n=8,r=8", folder / f"draft-{name}.json"
-        given = {"shape": [sizes, f"{sizes},c=16", f"{sizes},c=16,M={programme.size(1024, 64)}"]}
+        given = {"shape": [sizes, f"{sizes},c=16"]}
         how = programme.size({"batch": [1, 4, 16, 64], "repeats": 50}, {"batch": 1, "repeats": 2})
-        command = words(*MTPC, "bench", "draft", **given, circuits=["ff", "btree"], temperature=1, **how, json=out)
+        command = words(sys.executable, "-m", "benchmarks.draft", **given, circuits=["ff", "btree"], **how, json=out)
         parts.append(Part(f"draft-{name}", 150, command, out))
     place, kept = folder / "target", programme.size({}, {"steps": 2, "vocab_size": 512, "hidden_size": 64})
     weights, data = place / "model.safetensors", {name: folder / f"{name}.jsonl" for name in ("sampled", "heldout")}
@@ -437,7 +433,7 @@ def components(programme: Programme) -> list[Part]:
         {"window": 8, "windows_per_step": 512, "max_steps": 1500, "learning_rate": 0.003, "seq_len": 128},
         {"window": 4, "windows_per_step": 8, "max_steps": 2, "seq_len": 40, "evaluation_sequences": 2},
     )
-    heads = {name: folder / "heads" / name for name in programme.size(SUBWORD, ["ff", "support"])}
+    heads = {name: folder / "heads" / name for name in programme.size(SUBWORD, ["ff", "tokens"])}
     for name, out in heads.items():
         command = words(*MTPC, "train", **common, out=out, **SUBWORD[name])
         made = {"needs": list(data.values()), "makes": out / "model.safetensors"}

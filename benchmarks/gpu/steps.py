@@ -1,4 +1,4 @@
-"""What a step of a target of real size takes, verifying all drafts of a window: curves for `vllm-mtpc bench draft`.
+"""Time steps of a target of real size that verify all drafts of a window: curves for `benchmarks.draft`.
 
     python -m benchmarks.gpu.steps --shape evabyte-6.5b --windows 8 16 --batch 1 8 64 --json FILE
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ from benchmarks import synthetic
 from vllm_mtpc.bench.decodings import arguments
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.steps import measure
+from vllm_mtpc.engine.child import started
+from vllm_mtpc.engine.steps import StepClock, StepRecord, runner_of
 from vllm_mtpc.report import write_json
 
 PROG = "python -m benchmarks.gpu.steps"
 STEPS = 20  # of a cell
+WARM_UP = 3  # steps of a cell that are not counted
+PROMPT = 16  # tokens
+Cell = tuple[int, int]  # requests, drafts of each
 
 
 def main(words: list[str] | None = None) -> int:
@@ -56,13 +61,71 @@ def run(args: argparse.Namespace) -> int:
             if cell["step_ms"] is not None:
                 found[cell["batch"], cell["batch"] * (1 + cell["drafts"])] = cell["step_ms"]
     values = {"target": f"SYNTHETIC, {args.shape}", **provenance.collect()}
-    write_json(args.json, {**values, "step_ms": [[*at, ms] for at, ms in sorted(found.items())], "draft_ms": {}})
+    write_json(args.json, {**values, "step_ms": [[*at, ms] for at, ms in sorted(found.items())]})
     return 0 if found else 1  # no cell was measured
 
 
 def speculative(head: Path, window: int) -> dict[str, Any]:
     given = {"method": "mtpc", "model": str(head), "num_speculative_tokens": window - 1}
     return given | {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
+
+
+def measure(
+    engine: dict[str, Any], wanted: Sequence[Cell], steps: int, temperature: float, log: Path
+) -> Iterator[dict[str, Any]]:
+    """Yield the time of every cell: batch, drafts, step_ms (without the draft); None where the engine cannot run it.
+
+    Args:
+        engine: keyword arguments of `vllm.LLM`, with a head.
+        wanted: cells; the scheduler's K is set to the cell's drafts, whatever is accepted.
+        steps: timed steps of a cell.
+        temperature: of the requests.
+        log: file of the engine's output.
+
+    Raises:
+        EngineFailed: the engine did not start or stopped.
+    """
+    given = {"steps": steps, "temperature": temperature}
+    with started(cells, {"disable_log_stats": True, **engine}, log, given, wanted) as child:
+        for _ in wanted:
+            yield child.answer()
+
+
+def cells(llm: Any, items: Iterator[Cell], steps: int, temperature: float) -> Iterator[dict[str, Any]]:
+    """Run the cells in the engine's process; the lower quartile leaves out steps that another process delayed."""
+    clock = StepClock(runner_of(llm))
+    for turn, (batch, drafts) in enumerate(items):
+        times = sorted(_cell(llm, clock, batch, drafts, steps, temperature, turn))
+        yield {"batch": batch, "drafts": drafts, "step_ms": round(times[len(times) // 4], 4) if times else None}
+
+
+def _cell(
+    llm: Any, clock: StepClock, batch: int, drafts: int, steps: int, temperature: float, turn: int
+) -> list[float]:
+    """Return ms, without the draft, of every step with all requests of the cell and all of their drafts."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler.dynamic_sd_lookup = [drafts] * (scheduler.scheduler_config.max_num_seqs + 1)
+    vocabulary = llm.model_config.get_vocab_size()
+    how = SamplingParams(temperature=temperature, max_tokens=(steps + WARM_UP + 2) * (drafts + 1), ignore_eos=True)
+    names = [f"{turn}-{index}" for index in range(batch)]
+    for index, name in enumerate(names):
+        prompt = [(7 * turn + 13 * index + place) % vocabulary for place in range(PROMPT)]
+        engine.add_request(name, {"prompt_token_ids": prompt}, how)
+
+    def counts(record: StepRecord) -> bool:
+        return record.is_decoding and record.requests == batch and record.rows == batch * (1 + drafts)
+
+    clock.records.clear()
+    while engine.has_unfinished_requests() and sum(map(counts, clock.records)) <= steps + WARM_UP:
+        engine.step()
+    found = [whole - draft for record, whole, _, draft in clock.decoding() if counts(record)][WARM_UP:]
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
 
 
 if __name__ == "__main__":

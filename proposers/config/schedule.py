@@ -23,7 +23,7 @@ LARGEST = 1024  # batch size up to which a default is worked out; vLLM keeps the
 MARGIN = 1.1  # expected gain below which nothing is drafted: costs are known to 6 %, and batches that run out cost 5 %
 
 # Milliseconds on one of two CPU cores (packaged demo target in float32, vLLM's V1 runner; fitted to the steps of `bench
-# serve --demo`, 1 to 16 clients). Only ratios count. `vllm-mtpc advise --measure` measures another machine.
+# serve --demo`, 1 to 16 clients). Only ratios count.
 CPU_STEP = (3.45, 0.28, 0.145)  # a step, + each request, + each row
 CPU_DRAFT = (0.7, 0.04, 0.145, 0.029)  # drafting and verifying at all, + each request, + each draft, + each of both
 GPU_ROWS, GPU_FEW, GPU_FEW_ROWS = 128, 2, 192  # rows of a step up to which all is drafted, and so few

@@ -67,12 +67,11 @@ def test_a_trained_cp_grows_into_it():
 EVERYWHERE = f"""
 import vllm_mtpc.circuits as circuits
 circuits.CIRCUITS.update({{{recipe.LINE.strip()}}})
-from benchmarks import synthetic
-from vllm_mtpc.bench import draft_command, kernels_command
+from benchmarks import draft, kernels, synthetic
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.plots import draw as plots
 from vllm_mtpc.train import options
-assert all(part.CIRCUITS is circuits.CIRCUITS for part in (draft_command, kernels_command, synthetic))
+assert all(part.CIRCUITS is circuits.CIRCUITS for part in (draft, kernels, synthetic))
 assert plots.CIRCUIT_LOOKS["{NAME}"] not in [plots.CIRCUIT_LOOKS[name] for name in ("ff", "cp", "hmm", "btree")]
 for shown in (HeadConfig, options.TrainOptions):
     assert "{NAME}" in shown.model_fields["circuit"].description

@@ -64,7 +64,7 @@ def test_groups_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "other.json").write_text(json.dumps({"kind": "bench draft", "rows": []}))
+    (tmp_path / "other.json").write_text(json.dumps({"kind": "draft", "rows": []}))
     assert cli.main(["plot", str(tmp_path / "other.json")]) == 1
     assert "not a result of vllm-mtpc bench serve" in capsys.readouterr().err
     assert cli.main(["plot", str(tmp_path / "none.json")]) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 from statistics import median
@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm_mtpc.bench.decodings import OWN
 from vllm_mtpc.bench.rounds import Pass
-from vllm_mtpc.bench.timing import table
 from vllm_mtpc.engine.counters import DEFINITIONS, Acceptance
 from vllm_mtpc.engine.steps import DEFINITIONS as STEP_DEFINITIONS
 from vllm_mtpc.eval.speed import SLOWER
@@ -166,6 +165,12 @@ COLUMNS = (
 
 
 def details(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: everything about every row; parts of a step where one was timed."""
+    """Header and lines: everything about every row; parts of a step where one was timed; None is shown as -."""
     is_timed = any(row["step_ms"] is not None for row in found)
-    return table(found, [column for column in COLUMNS if is_timed or column[1] not in STEP_PARTS])
+    columns = [column for column in COLUMNS if is_timed or column[1] not in STEP_PARTS]
+
+    def cell(row: Row, shown: str | Callable[[Row], Any], form: str = "{}") -> str:
+        value = shown(row) if callable(shown) else row[shown]
+        return "-" if value is None else form.format(value)
+
+    return [name for name, *_ in columns], [[cell(row, *column[1:]) for column in columns] for row in found]

@@ -3,26 +3,16 @@
 The model runner's own methods are timed where they are called, the same for every way of drafting: `execute_model` and
 `sample_tokens` are the target's part (the target's pass, sampling, verification), less the draft inside of the latter.
 On a CPU the clock is the host's; on a GPU, events on the stream, read after the pass, so that nothing waits.
-
-`measure` times steps of exactly so many requests, with exactly so many drafts each: the scheduler's K is set from
-outside, whatever is accepted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-from vllm_mtpc.engine.child import started
-
-Cell = tuple[int, int]  # requests, drafts of each
-WARM_UP = 3  # steps of a cell that are not counted
-PROMPT = 16  # tokens
 
 DEFINITIONS = (
     "step ms: from the begin of one decoding step to the begin of the next, the engine's own work included; median.\n"
@@ -146,59 +136,3 @@ def worker_of(llm: Any) -> Any:
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
     return getattr(worker, "worker", worker)
-
-
-def measure(
-    engine: dict[str, Any], wanted: Sequence[Cell], steps: int, temperature: float, log: Path
-) -> Iterator[dict[str, Any]]:
-    """One dict per cell: batch, drafts, step_ms (without the draft), draft_ms. Raises EngineFailed.
-
-    engine: keyword arguments of `vllm.LLM`, with a head. A cell that the engine cannot run has no times (None).
-    """
-    given = {"steps": steps, "temperature": temperature}
-    with started(cells, {"disable_log_stats": True, **engine}, log, given, wanted) as child:
-        for _ in wanted:
-            yield child.answer()
-
-
-def cells(llm: Any, items: Iterator[Cell], steps: int, temperature: float) -> Iterator[dict[str, Any]]:
-    """The job of `measure`: one answer per cell."""
-    clock = StepClock(runner_of(llm))
-    for turn, (batch, drafts) in enumerate(items):
-        found = _cell(llm, clock, batch, drafts, steps, temperature, turn)
-        step_ms, draft_ms = (_typical([times[part] for times in found]) for part in (0, 1))
-        yield {"batch": batch, "drafts": drafts, "step_ms": step_ms, "draft_ms": draft_ms}
-
-
-def _typical(times: list[float]) -> float | None:
-    """The lower quartile: a step that another process delayed says nothing about what it costs."""
-    return round(sorted(times)[len(times) // 4], 4) if times else None
-
-
-def _cell(
-    llm: Any, clock: StepClock, batch: int, drafts: int, steps: int, temperature: float, turn: int
-) -> list[tuple[float, float]]:
-    """Of each step with all of the cell's requests, each with all of its drafts: ms without the draft, of the draft."""
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    scheduler.dynamic_sd_lookup = [drafts] * (scheduler.scheduler_config.max_num_seqs + 1)
-    vocabulary = llm.model_config.get_vocab_size()
-    how = SamplingParams(temperature=temperature, max_tokens=(steps + WARM_UP + 2) * (drafts + 1), ignore_eos=True)
-    names = [f"{turn}-{index}" for index in range(batch)]
-    for index, name in enumerate(names):
-        prompt = [(7 * turn + 13 * index + place) % vocabulary for place in range(PROMPT)]
-        engine.add_request(name, {"prompt_token_ids": prompt}, how)
-
-    def counts(record: StepRecord) -> bool:
-        return record.is_decoding and record.requests == batch and record.rows == batch * (1 + drafts)
-
-    clock.records.clear()
-    while engine.has_unfinished_requests() and sum(map(counts, clock.records)) <= steps + WARM_UP:
-        engine.step()
-    found = [(whole - draft, draft) for record, whole, _, draft in clock.decoding() if counts(record)][WARM_UP:]
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
-    return found
