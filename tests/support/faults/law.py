@@ -11,6 +11,7 @@ from tests.support.engine import replaced
 
 Undo = Callable[[], None]
 LENGTHS = (3, 1, 0, 2)
+UNIFORM = 0.15  # the share of a uniform distribution
 MARKED = 0  # the token whose drafts are thrown away
 
 
@@ -53,6 +54,32 @@ def other_temperature() -> Undo:
 
     original = module.rejection_sample
     return replaced(module, "rejection_sample", lambda logits, *args, **more: original(logits / 1.25, *args, **more))
+
+
+def uniform_in_q() -> Undo:
+    """The rejection sampler scores drafts by 0.85 q + 0.15 / V where they were drawn from q."""
+    import vllm.v1.sample.rejection_sampler as module
+
+    original = module.rejection_sample
+
+    def rejection_sample(drafts: Any, num_drafts: Any, width: Any, ends: Any, q: Any, *args: Any, **more: Any) -> Any:
+        mixed = (1 - UNIFORM) * q + UNIFORM / q.shape[-1]
+        return original(drafts, num_drafts, width, ends, mixed, *args, **more)
+
+    return replaced(module, "rejection_sample", rejection_sample)
+
+
+def uniform_in_q_v2() -> Undo:
+    """The same on Model Runner V2, of requests at temperature 1."""
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as module
+
+    original = module.rejection_sample
+
+    def rejection_sample(logits: Any, draft_logits: Any, *args: Any, **more: Any) -> Any:
+        mixed = (1 - UNIFORM) * draft_logits.float().softmax(-1) + UNIFORM / draft_logits.shape[-1]
+        return original(logits, mixed.log(), *args, **more)
+
+    return replaced(module, "rejection_sample", rejection_sample)
 
 
 def one_stream() -> Undo:
@@ -157,6 +184,8 @@ INJECTED = {
     "drop_recovered": drop_recovered,
     "drop_recovered_v2": drop_recovered_v2,
     "other temperature": other_temperature,
+    "uniform in q": uniform_in_q,
+    "uniform in q, V2": uniform_in_q_v2,
     "one stream": one_stream,
     "scored without tokens": scored_without_tokens,
     "scored as of all": scored_as_of_all,
