@@ -38,9 +38,10 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"vllm-mtpc {vllm_mtpc.__version__}\n"
 
 
-def test_help_names_every_command(capsys):
+@pytest.mark.parametrize("argv", [["--help"], []])
+def test_help_names_every_command(capsys, argv):
     with pytest.raises(SystemExit) as caught:
-        main(["--help"])
+        main(argv)
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())  # long lines are broken
     assert all(name in text and command.help in text for name, command in COMMANDS.items())
@@ -54,7 +55,7 @@ def test_every_command_has_help_of_its_own(capsys, name):
     assert f"vllm-mtpc {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["inspect"], ["inspect", "a", "b"], ["inspect", "--nonsense", "a"]])
+@pytest.mark.parametrize("argv", [["nonsense"], ["inspect"], ["inspect", "a", "b"], ["inspect", "--nonsense", "a"]])
 def test_a_wrong_command_line_is_a_usage_error(capsys, argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -69,6 +70,8 @@ def test_a_wrong_command_line_is_a_usage_error(capsys, argv):
         (["bench", "serv"], "serve"),
         (["train", "--loss", "ce"], "--ptp-loss"),
         (["train", "--gama=3"], "--gamma"),
+        (["train", "--lr", "0.1"], "--learning-rate"),
+        (["train", "--batch-size", "8"], "--windows-per-step"),
         (["train", "--kl", "forwrad"], "forward"),
         (["inspect", "head", "--jsno"], "--json"),
         (["bench", "serve", "--haeds", "x"], "--heads"),

@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
 
     def run() -> int:
         args = _parser(argv).parse_args(argv)

@@ -9,6 +9,7 @@ from typing import cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
+ABBREVIATIONS = {"lr": "learning-rate", "batch-size": "windows-per-step"}  # of other trainers
 _EXCEPTION = re.compile(r"(?:\(.*?\) |ERROR .*?\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)\b")  # as logs have it
 
 
@@ -82,7 +83,9 @@ def install(extra: str) -> str:
 
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """What an error says at its end of a misspelled word: the allowed one it is like; nothing where there is none."""
-    found = difflib.get_close_matches(word, list(allowed), 1)
+    names = {name.strip("-").replace("_", "-"): name for name in allowed}
+    meant = names.get(ABBREVIATIONS.get(word.strip("-").replace("_", "-"), ""))
+    found = [meant] if meant else difflib.get_close_matches(word, list(names.values()), 1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
