@@ -99,7 +99,7 @@ def plans(plan: dict[str, Any], more: dict[str, str], folder: Path) -> Iterator[
     for name, changes in plan["runs"].items():
         values = {**plan["common"], **(changes or {}), **more, "out": folder / str(name)}
         options = parse(values, f"run {name}")
-        if not options.evaluation_sequences:
+        if options.evaluation_sequences == 0:
             raise UsageError(f"run {name}: evaluation_sequences 0 leaves nothing to tabulate; set it to 1 or more")
         yield options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import types
 from collections.abc import Collection
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -17,9 +17,13 @@ def add_flags(
 ) -> None:
     """A flag for every field of `model`, or for `only` some of them.
 
-    `required=False` leaves required fields to another source, such as a file.
+    `required=False` leaves required fields to another source, such as a file. `model.groups`: titles of the help
+    by the first field of each group.
     """
+    titles, part = getattr(model, "groups", {}), cast(Any, parser)
+    parts = {first: parser.add_argument_group(title) for first, title in titles.items()}
     for name, field in model.model_fields.items():
+        part = parts.get(name, part)
         if only and name not in only:
             continue
         kind = _kind(field.annotation)
@@ -32,10 +36,10 @@ def add_flags(
         elif get_origin(kind) is Literal:
             what |= {"choices": get_args(kind), "type": type(get_args(kind)[0])}
         else:  # strings: the model converts them, and its messages name the field
-            what["metavar"] = "X" if kind in (int, float) else name.split("_")[-1].upper()
+            what["metavar"] = {int: "N", float: "FLOAT"}.get(kind, name.split("_")[-1].upper())
         if required and field.is_required():
             what["required"] = True
-        parser.add_argument(f"--{name.replace('_', '-')}", **what)
+        part.add_argument(f"--{name.replace('_', '-')}", **what)
 
 
 def typed(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {elapsed} so far{postfix}"
 
 
 class Bar(tqdm):
-    """tqdm; where stderr is no terminal, a line at most every 15 s."""
+    """tqdm; where stderr is no terminal, a line at most every 15 s. `seconds_left` replaces tqdm's own estimate."""
 
-    _last = ""
+    _last, seconds_left = "", 0.0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         if not sys.stderr.isatty():
@@ -23,6 +23,11 @@ class Bar(tqdm):
             options |= {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS, "leave": True}
             options["bar_format"] = LINE if has_total else LINE_WITHOUT_TOTAL
         super().__init__(*args, **options)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        values = super().format_dict
+        return values | ({"rate": (self.total - self.n) / self.seconds_left} if self.seconds_left else {})
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if sys.stderr.isatty():

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.hf import Target
-from vllm_mtpc.train.loop import METRICS_FILE, Trainer, read_metrics
+from vllm_mtpc.train.loop import METRICS_FILE, UNLIMITED, Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, parse
 
 V = 12
@@ -73,7 +73,7 @@ def make_trainer(options: TrainOptions, target: Target, documents: Documents | N
     rows, _ = pack(documents or random_documents(), options.seq_len, options.window, options.seed)
     job = options.job(options, target)
     windows = job.windows(job.source(rows))
-    return Trainer(options, Accelerator(cpu=True), job.drafter(), windows, options.max_steps)
+    return Trainer(options, Accelerator(cpu=True), job.drafter(), windows, options.max_steps or UNLIMITED)
 
 
 def save_every(trainer: Trainer, steps: int) -> Trainer:

@@ -44,7 +44,8 @@ RUN = {
 
 def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:
     """The record of a run whose out folder is tmp_path/head."""
-    options = parse({"target": "org/model", "data": ["a.txt"], "out": str(tmp_path / "head"), "window": 4, **changes})
+    named = {"target": "org/model", "data": ["a.txt"], "out": str(tmp_path / "head"), "learning_rate": 3e-4}
+    options = parse({**named, "window": 4, **changes})
     head = {"circuit": "btree", "window": 4, "num_components": options.num_components, "head": options.head}
     head |= {"drafts": 3, "lora_layers": options.lora_layers}
     return provenance(options, head, options.verifier or options.target, figures, run)

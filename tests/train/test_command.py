@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaModel
 
+from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.training import flags, losses
 from vllm_mtpc import progress
 from vllm_mtpc.checkpoint import load_head
@@ -231,7 +232,6 @@ def test_what_is_not_installed_is_named(place, capsys, monkeypatch, changes, mes
         ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),
         ({"target": "no/such-model"}, "causal language model"),
         ({"init_from": "nowhere"}, "no head at nowhere"),
-        ({"target_dtype": "float8"}, "allowed are auto, float32"),
         ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
         ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
     ],
@@ -267,6 +267,69 @@ def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch,
         assert main(["train", *flags(place, **given, **more)]) == 1
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (place / "refused").exists() and not list((place / "shut").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expander_rank": 8}, "expander_rank=8 is not an option of head 'linear'"),
+        ({"num_speculative_tokens": 4}, "at most 3 can be drafted"),
+        ({"init_from": "{place}/small"}, "cannot start from a head of"),
+        (
+            {"head": "backbone", "component_rank": 2, "init_from": "{place}/small"},
+            "a BackboneHead cannot start from a LinearHead",
+        ),
+        ({"head": "ptp", "init_from": "{place}/small"}, "a head of method mtpc; a PTP head starts from a PTP head"),
+        ({"head": "ptp", "baseline": "{place}/small"}, "not a trained and measured head of variant independent"),
+        ({"data": "{place}/keys.jsonl"}, "keys.jsonl:1: keys prompt; a record must be one of"),
+        ({"data": "{place}/chat.jsonl"}, "chat.jsonl:1: the target's tokenizer has no chat template"),
+        ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
+        ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
+        ({"track": "wandb"}, "type: pip install wandb"),
+    ],
+)
+def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
+    (place / "keys.jsonl").write_text('{"prompt": "a"}\n')
+    (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    if not (place / "small").exists():
+        assert main(["train", *flags(place, "small", window=3, dry_run=True)]) == 0
+    monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    words = flags(place, "refused", **{key: str(value).format(place=place) for key, value in changes.items()})
+    if changes.get("head") == "ptp":  # which has no circuit
+        words = [word for at, word in enumerate(words) if not {word, words[at - 1]} & {"--circuit", "--components"}]
+    assert main(["train", *words]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("vllm-mtpc: error: ") and message in error
+    assert not (place / "refused").exists()
+
+
+def test_an_interrupted_evaluation_leaves_the_head_and_says_where(place, capsys, monkeypatch):
+    def interrupted(job, samples):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_mtpc.train.circuit.CircuitJob.measure", interrupted)
+    assert main(["train", *flags(place, "unmeasured")]) == 130
+    out = place / "unmeasured"
+    assert f"SIGINT: not measured; the head is in {out}; to measure it, type: vllm-mtpc eval" in capsys.readouterr().err
+    assert main(["inspect", str(out)]) == 0
+
+
+def test_minutes_give_a_head(place):
+    words = flags(place, "timed", minutes=0.05, evaluation_sequences=0)
+    at = words.index("--max-steps")
+    assert main(["train", *words[:at], *words[at + 2 :]]) == 0
+    record = json.loads((place / "timed" / "provenance.json").read_text())
+    assert record["run"]["steps"] > 4 and record["settings"]["minutes"] == 0.05
+    assert main(["inspect", str(place / "timed")]) == 0
+
+
+def test_the_default_rate_follows_the_width_of_the_target(place):
+    words = flags(place, "wide", dry_run=True)
+    at = words.index("--learning-rate")
+    assert main(["train", *words[:at], *words[at + 2 :]]) == 0
+    record = json.loads((place / "wide" / "provenance.json").read_text())
+    assert record["settings"]["learning_rate"] == pytest.approx(1.2 / 32, rel=0.02)  # two digits are kept
 
 
 def test_a_row_is_what_the_target_reads(place):
@@ -307,6 +370,7 @@ def test_a_target_without_lm_head_is_refused(place, capsys):
         "num_attention_heads": 1,
     }
     LlamaModel(LlamaConfig(**sizes)).save_pretrained(place / "backbone")
+    build_tokenizer().save_pretrained(place / "backbone")
     assert main(["train", *flags(place, "refused", target=place / "backbone")]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "have no lm_head.weight (1 tensors of LlamaForCausalLM are missing)" in error

@@ -39,6 +39,25 @@ def test_results_follow_their_temperature(tiny_target, tmp_path):
     assert abs(found["t1"]["anywhere"] - found["t0"]["anywhere"]) > 0.2  # so that mixing them up shows
 
 
+@pytest.mark.parametrize(
+    ("asked", "seconds", "measured"), [(None, 4, [8]), (None, 20, [8, 32]), (None, 1000, [8, 64]), (64, 4, [64])]
+)
+def test_unasked_evaluation_ends_within_its_seconds(tiny_target, tmp_path, monkeypatch, asked, seconds, measured):
+    """A text takes half a second by this clock."""
+    job, now, found = CircuitJob(options_for(tiny_target, tmp_path, evaluation_sequences=asked), tiny_target), [0.0], []
+
+    def measure(texts):
+        now[0] += len(texts) / 2
+        found.append(len(texts))
+        return {"t1": {"sequences": len(texts)}}
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(job, "held_out", lambda texts: texts)
+    monkeypatch.setattr(job, "measure", measure)
+    assert job.results(list(range(64)), seconds)["t1"]["sequences"] == measured[-1]
+    assert found == measured
+
+
 def test_no_sequences_no_prompts(tiny_target, tmp_path):
     options = options_for(tiny_target, tmp_path, evaluation_sequences=0)
     assert held_out_prompts(options, tiny_target, random_documents()) == []

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.training import losses, make_trainer, options_for, random_documents, save_every
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import state
 from vllm_mtpc.train.loop import METRICS_FILE, Trainer, learning_rate, read_metrics
 
@@ -202,6 +203,39 @@ def test_paths_may_be_written_otherwise(tiny_target, tmp_path, monkeypatch):
     assert run(options_for(tiny_target, tmp_path / "out", **whole), tiny_target).step == 3  # written with these names
     with pytest.raises(CheckpointError, match=r"run with data=\['here/\*.txt'\], not \['there/\*.txt'\]"):
         run(options_for(tiny_target, tmp_path / "out", **whole | {"data": ["there/*.txt"]}), tiny_target)
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_time_left_counts_hidden_states_once_per_block(tiny_target, tmp_path, monkeypatch, limit):
+    """By a clock on which a step takes 1 s and the hidden states of a block 10 s; 3 blocks are read."""
+    trainer = make_trainer(options_for(tiny_target, tmp_path, max_steps=24, minutes=limit), tiny_target)
+    now, hidden, update, left = [0.0], trainer.source.source.hidden, trainer._update, []
+
+    def later(seconds, call):
+        def timed(*args, **kwargs):
+            now[0] += seconds
+            return call(*args, **kwargs)
+
+        return timed
+
+    monkeypatch.setattr(state.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trainer.source.source, "hidden", later(10, hidden))
+    monkeypatch.setattr(trainer, "_update", later(1, update))
+    trainer.stopping._began = 0.0
+    with Bar(total=24, disable=True) as bar:
+        monkeypatch.setattr(bar, "update", lambda: left.append((now[0], bar.seconds_left, bar.total)))
+        trainer._steps(bar)
+    assert len(left) == trainer.step
+    for time, seconds, total in left:  # blocks differ by a step or two
+        assert time + seconds == pytest.approx(now[0], abs=12)
+        assert total == pytest.approx(trainer.step, abs=6)
+
+
+def test_bar_shows_the_seconds_left_it_is_given(capsys):
+    with Bar(total=10, desc="b", unit="step", mininterval=0) as bar:
+        bar.seconds_left = 90
+        bar.update(5)
+        assert "b: 5/10 step, 00:00 so far, 01:30 left" in str(bar)
 
 
 def test_rate_rises_and_falls(tiny_target, tmp_path):

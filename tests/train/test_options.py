@@ -30,6 +30,20 @@ def test_every_option_is_a_flag_and_described():
     assert "--max-steps" in parser.format_help()
 
 
+def test_help_has_groups_and_begins_with_what_is_required(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    parser = argparse.ArgumentParser(prog="train")
+    command.add_arguments(parser)
+    text = parser.format_help()
+    assert text.startswith("usage: train --target MODEL --data DATA... --out FOLDER [options]\n")
+    assert len(text.splitlines()) < 150 and " X " not in text
+    begins = [text.index(f"\n{title}:\n") for title in TrainOptions.groups.values()]
+    assert begins == sorted(begins)
+    names = ("target", "data", "out", "circuit", "gamma", "epochs", "resume,")
+    places = [text.index(f"\n  --{name} ") for name in names]
+    assert places == sorted(places) and begins[0] < places[0] and places[2] < begins[1] < places[3]
+
+
 def test_flags_are_converted():
     o = typed("--target", "t", "--data", "a", "b", "--out", "o", "--window", "8", "--gamma", "0.5", "--train-first",
               "--track", "wandb", "--cache", "c", "--dry-run")  # fmt: skip
@@ -50,6 +64,7 @@ def test_flags_go_before_the_file(tmp_path):
         ("target: t\ndata: [d]\nout: o\nwindows: 8\n", "unknown key 'windows'; allowed keys: .*window"),
         ("target: t\ndata: [d]\nout: o\nsave_every: 8\n", "unknown key 'save_every'"),
         ("target: t\ndata: [d]\nout: o\nlearning_rat: 8\n", "correct its name; did you mean learning_rate\\?$"),
+        ("target: t\ndata: [d]\nout: o\nlr: 8\n", "did you mean learning_rate\\?$"),
         (
             "target: t\ndata: [d]\nout: o\nhead: medusa\n",
             "'medusa'; allowed: linear, shared, mlp, transformer, backbone, ptp;",
@@ -85,6 +100,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, message):
             {"validation_data": ["v"], "validation_share": 0.1},
             "validation_share beside validation_data, .*: remove one",
         ),
+        ({"minutes": 3, "rounds": 2}, "rounds with minutes: .*; set max_steps or epochs as well"),
         ({"regenerate_tokens": 64}, "regenerate_tokens without regenerate: remove regenerate_tokens, or set"),
         ({"regenerate_greedy_share": 0.5}, "regenerate_greedy_share without regenerate"),
         ({"head": "ptp", "regenerate_crops": 2}, "regenerate_crops without regenerate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -10,12 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.support.training import flags, losses, make_trainer, options_for
 from vllm_mtpc.cli import main
 from vllm_mtpc.train import state
+from vllm_mtpc.train.loop import read_metrics
 from vllm_mtpc.train.state import Stopping
 
 STEPS = 120  # of some milliseconds each: a child is caught in the midst of them
@@ -52,9 +55,11 @@ def test_a_run_killed_at_random_steps_goes_on_bit_for_bit(place: Path) -> None:
     stopped = state.read_state(place / "parts" / "state")["step"]
     assert code == 128 + signal.SIGTERM and second <= stopped < STEPS
     last = said.strip().splitlines()[-1]
-    assert last.startswith(f"SIGTERM: ended after step {stopped} of {STEPS}, its state is in")
-    assert last.endswith("to go on, type the same command with --resume")
+    assert last.startswith(f"SIGTERM: ended after step {stopped}, its state is in")
+    assert last.endswith(f"type the same command with --resume; for a head now, with --max-steps {stopped}")
     assert len(losses(place / "parts")) == stopped
+    assert main([*words(place, "parts", resume=True), "--max-steps", str(stopped)]) == 0
+    assert main(["inspect", str(place / "parts")]) == 0
     assert main(words(place, "parts", resume=True)) == 0
     assert losses(place / "parts") == losses(place / "whole")
     whole, parts = (load_file(place / name / "model.safetensors") for name in ("whole", "parts"))
@@ -99,6 +104,21 @@ def test_states_are_saved_by_minutes(tiny_target, tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step) or save())
     trainer.run()
     assert saved == [3, 6, 7]
+
+
+def test_minutes_end_a_run_with_its_state_and_a_rate_that_has_fallen(tiny_target, tmp_path: Path, monkeypatch) -> None:
+    """A step takes a minute by this clock."""
+    options = options_for(tiny_target, tmp_path, minutes=5, epochs=None, max_steps=None, warmup_steps=30)
+    trainer = make_trainer(options, tiny_target)
+    trainer.stopping._began = 0.0
+    monkeypatch.setattr(state.time, "monotonic", lambda: 60.0 * trainer.step)
+    trainer.run()
+    assert trainer.step == 5 and trainer.stopping.signal == 0
+    assert state.read_state(tmp_path / "state")["step"] == 5
+    rates = [line["learning_rate"] / options.learning_rate for line in read_metrics(tmp_path / "metrics.jsonl")]
+    # the cosine of 0, 1/5, ... of the time; the warm-up takes a quarter of it
+    fall = [0.55 + 0.45 * math.cos(math.pi * part / 5) for part in range(5)]
+    assert rates == pytest.approx([fall[0] / 30, 4 / 5 * fall[1], *fall[2:]])
 
 
 RANK = """

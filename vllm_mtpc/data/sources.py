@@ -135,6 +135,17 @@ def size_of(data: Iterable[str]) -> int:
     return sum(file.stat().st_size for name in data for file in files_of(name) or ())
 
 
+def check_first_records(data: Iterable[str], split: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises UsageError where the first record of any of the data cannot be read or tokenised."""
+    for name in data:
+        for origin, record in islice(read_records([name], split, 1), 1):
+            try:
+                if tokenizer is None or not _is_text(record):
+                    _others(record, tokenizer)
+            except MtpcError as error:
+                raise UsageError(f"{origin}: {error}") from None
+
+
 class Share:
     """Part of the data, spread evenly over it: a record is taken while less than the part has been taken before it."""
 

@@ -96,7 +96,7 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     only `head` has a token_rank, tokens add nothing yet; where only it has a component_rank, one component becomes some
     that say the same, and part by what they read of the state. Raises HeadConfigError for anything else.
     """
-    _check_source(head, source)
+    check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
     generator = torch.Generator().manual_seed(seed)
     given, wanted = dict(source.named_parameters()), dict(head.named_parameters())
@@ -114,7 +114,7 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
         head.inner_bias.copy_(stay_bias(head.circuit.num_components, INHERITED_STAY))
 
 
-def _check_source(head: Head, source: Head) -> None:
+def check_source(head: Head, source: Head) -> None:
     """Raise HeadConfigError unless `head` can start where `source` is."""
     ours, theirs = head.circuit, source.circuit
     if type(head) is not type(source):

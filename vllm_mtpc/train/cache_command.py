@@ -32,13 +32,12 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.flags import check_positive
     from vllm_mtpc.hf import choose_device
     from vllm_mtpc.train.cache import DTYPES, write_cache
-    from vllm_mtpc.train.run import check_before_work, read_data, read_target, settled
+    from vllm_mtpc.train.run import read_data, read_target, settled
 
     check_positive(args, "rows_per_shard", "batch_rows")
     shared = {name: value for name, value in typed(args, TrainOptions).items() if name in SHARED}
-    options = parse({**shared, "out": args.out}, "cache")
+    options = parse({**shared, "out": args.out, "evaluation_sequences": 0}, "cache")
     device = choose_device(options.device)
-    check_before_work(options)
     options = settled(options)
     target = read_target(options, device)
     rows, report, _ = read_data(options, target, print)

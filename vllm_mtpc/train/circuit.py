@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_mtpc.checkpoint import load_head, resolve_head, save_head
+from vllm_mtpc.checkpoint import load_head, read_circuit_config, resolve_head, save_head
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.errors import UsageError
@@ -19,7 +19,7 @@ from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.heads.init import init_backbone, init_from_head, init_from_lm_head
+from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
 from vllm_mtpc.hf import bind
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.card import circuit_card
@@ -48,38 +48,15 @@ class CircuitJob(Job):
 
     def __init__(self, options: TrainOptions, target: Target) -> None:
         super().__init__(options, target)
-        own = {name: getattr(options, name) for name in head_options()}
-        config, source = load_head(resolve_head(options.init_from)) if options.init_from else (None, None)
-        if config is not None and config.head == options.head:  # what is not named is as there
-            own = {name: getattr(config, name) if value is None else value for name, value in own.items()}
-        self.config = HeadConfig.create(
-            circuit=options.circuit,
-            window=options.window,
-            num_components=options.num_components,
-            # of a composite model the sizes of its language model
-            target=target.config.to_dict()
-            | target.model.config.to_dict()
-            | {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size},
-            verifier=self.verifier,
-            head=options.head,
-            num_speculative_tokens=options.num_speculative_tokens,
-            lora_layers=options.lora_layers,
-            **own,
-        )
         self.head, self.layers = build_head(self.config), None
-        if source is not None:
-            init_from_head(self.head, source, options.seed)
+        if options.init_from:
+            init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
         elif options.init == "lm-head":
             init_from_lm_head(self.head, target.unembedding.float().cpu(), options.seed)
             if isinstance(self.head, BackboneHead):
                 self.partial_start = init_backbone(self.head.backbone, target)
         bind(self.head, target)
         if options.freeze_backbone:
-            if options.num_components == 1 and not self.head.token_rank:
-                raise UsageError(
-                    f"freeze_backbone with circuit {options.circuit} of one component and no token_rank: nothing is "
-                    "left to learn; set components or token_rank"
-                )
             self.head.backbone.requires_grad_(False)
         if options.lora_layers:
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
@@ -105,6 +82,37 @@ class CircuitJob(Job):
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
         if options.lora_layers and options.parallel == "fsdp":
             raise ValueError("parallel=fsdp with lora_layers: draft layers are trained with ddp; set parallel: ddp")
+
+    @staticmethod
+    def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> HeadConfig:
+        own = {name: getattr(options, name) for name in head_options()}
+        source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
+        if source and source.head == options.head:  # what is not named is as there
+            own = {name: getattr(source, name) if value is None else value for name, value in own.items()}
+        return HeadConfig.create(
+            circuit=options.circuit,
+            window=options.window,
+            num_components=options.num_components,
+            # of a composite model the sizes of its language model
+            target=target.get_text_config().to_dict() | target.to_dict() | sizes,
+            verifier=verifier,
+            head=options.head,
+            num_speculative_tokens=options.num_speculative_tokens,
+            lora_layers=options.lora_layers,
+            **own,
+        )
+
+    @staticmethod
+    def check_start(options: TrainOptions, config: HeadConfig) -> None:
+        if options.freeze_backbone and options.num_components == 1 and not config.token_rank:
+            raise UsageError(
+                f"freeze_backbone with circuit {options.circuit} of one component and no token_rank: nothing is left "
+                "to learn; set components or token_rank"
+            )
+        with torch.device("meta"):
+            head = build_head(config)
+            if options.init_from:
+                check_source(head, build_head(read_circuit_config(resolve_head(options.init_from))))
 
     @staticmethod
     def kind(options: TrainOptions) -> str:
@@ -141,13 +149,13 @@ class CircuitJob(Job):
     def block_rows(self, source: HiddenSource, world: int) -> int:
         """Draft layers run over whole rows, so a block then holds about one step's windows. With rounds it holds those
         of some steps: all windows of a block are read before any is drawn; a backbone's context costs less than its
-        windows."""
+        windows. With minutes too: the states of a block may take longer than these."""
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
         of_a_step = max(world, self.options.windows_per_step // per_row)
         if self.options.lora_layers:
             return of_a_step
         most = super().block_rows(source, world)
-        is_bounded = self.options.rounds > 1 or self.options.head == "backbone"
+        is_bounded = self.options.rounds > 1 or self.options.head == "backbone" or self.options.minutes
         return min(most, STEPS_OF_A_BLOCK * of_a_step) if is_bounded else most
 
     def described(self) -> dict[str, Any]:

@@ -6,11 +6,12 @@ vllm_mtpc train ...`, and on the nodes of a Ray cluster with `--ray-workers N`.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, is_head
 from vllm_mtpc.errors import CheckpointError, UsageError
@@ -18,11 +19,10 @@ from vllm_mtpc.files import read_json
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
 
-if TYPE_CHECKING:
-    import argparse
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=34)
+    parser.usage = "%(prog)s --target MODEL --data DATA... --out FOLDER [options]"
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the same keys; flags go first")
     add_flags(parser, TrainOptions, required=False)
 
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     check_out(options)
-    from vllm_mtpc.train.run import check_before_work, on_ray, train
+    from vllm_mtpc.train.run import on_ray, settled, train
 
-    check_before_work(options)
+    options = settled(options)
     if options.regenerate and not options.dry_run:
         options = with_responses(options)
     start = on_ray if options.ray_workers else train
@@ -94,16 +94,12 @@ def with_responses(options: TrainOptions) -> TrainOptions:
             "the file it writes"
         )
     greedy = round(options.regenerate * options.job.greedy_share(options))
-    sampled: dict[str, Any] = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    sampled: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
-    shared: dict[str, Any] = {
-        "target": options.target,
-        "data": options.data,
+    shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")} | {
         "max_tokens": options.regenerate_tokens,
         "prompt_tokens": options.regenerate_prompt_tokens,
         "crops": options.regenerate_crops,
-        "seed": options.seed,
-        "split": options.split,
         "dtype": options.target_dtype,
         "kv_cache_memory": options.regenerate_memory,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.train.cache import HiddenSource
 
 BLOCK_BYTES = 1 << 30
+SEQUENCES, FEW = 64, 8  # held-out texts where no number is named, and those measured in any case
 SEEDS = {"t1": 101, "t0": 102}
 
 
@@ -48,11 +51,30 @@ class Job(ABC):
         self.options, self.target = options, target
         self.verifier = options.verifier or verifier_name(options.target, options.out)  # how the head names its target
         torch.manual_seed(options.seed)
+        sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
+        self.config = self.head_config(options, target.model.config, self.verifier, sizes)
 
     @classmethod
     @abstractmethod
     def check(cls, options: TrainOptions) -> None:
         """Raises ValueError for options that do not go together."""
+
+    @classmethod
+    def check_target(cls, options: TrainOptions, target: Any) -> None:
+        """Raises an MtpcError for options that do not go with a target of this transformers config."""
+        text = target.get_text_config()
+        sizes = {"vocab_size": text.vocab_size, "hidden_size": text.hidden_size}
+        cls.check_start(options, cls.head_config(options, target, options.target, sizes))
+
+    @staticmethod
+    @abstractmethod
+    def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> Any:
+        """The config of a head for a target of this transformers config; `sizes`: its vocab_size and hidden_size."""
+
+    @staticmethod
+    @abstractmethod
+    def check_start(options: TrainOptions, config: Any) -> None:
+        """Raises an MtpcError where a head of this config cannot start or be compared as the options name."""
 
     @staticmethod
     @abstractmethod
@@ -126,11 +148,16 @@ class Job(ABC):
         out, kind = self.options.out, self.kind(self.options)
         self.take(weights)
         self.write({}, run)  # first of all: nothing that follows can lose it
-        results = self.measure(self.held_out(texts)) if texts else {}
+        print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
+        try:
+            results = self.results(texts, 60 * run["minutes"] / 4) if texts else {}
+        except KeyboardInterrupt:
+            print(f"SIGINT: not measured; the head is in {out}; to measure it, type: vllm-mtpc eval {out} --data DATA",
+                  file=sys.stderr)  # fmt: skip
+            raise
         plot_loss(read_metrics(out / METRICS_FILE), out, self.loss_unit(self.options))
         plot_acceptance({kind: results}, out)
         self.write(results, run)
-        print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
         for name, values in results.items():
             print(
                 f"expected tokens/step at T={self.samplings()[name].temperature:g}: {values['tokens_per_step']:.3f} "
@@ -141,6 +168,17 @@ class Job(ABC):
         expected = {f"T={self.samplings()[key].temperature:g}": one["tokens_per_step"] for key, one in results.items()}
         print(worth(expected, out))
         print(serve_line(out, self.needs_v2))
+
+    def results(self, texts: list[Tensor], seconds: float) -> dict[str, Any]:
+        """What `measure` returns of the texts; where no number was asked for, of those that the seconds allow."""
+        count, started = len(texts), time.monotonic()
+        if self.options.evaluation_sequences is None:
+            results = self.measure(self.held_out(texts[:FEW]))
+            count = min(count, int(FEW * seconds / (time.monotonic() - started)) - FEW)
+            if count <= FEW:
+                print(f"measured on {FEW} texts, to take no longer; --evaluation-sequences {len(texts)}: on more")
+                return results
+        return self.measure(self.held_out(texts[:count]))
 
     def held_out(self, texts: list[Tensor]) -> dict[str, Samples]:
         """Continuations of prompts by the target, by temperature."""
@@ -158,9 +196,10 @@ def held_out_prompts(options: TrainOptions, target: Target, documents: Documents
 
     Asked for before training, so that what cannot be measured is said before anything is trained.
     """
-    if not options.evaluation_sequences:
+    count = SEQUENCES if options.evaluation_sequences is None else options.evaluation_sequences
+    if not count:
         return []
-    texts = prompts(documents, options.evaluation_sequences, options.evaluation_prompt_tokens, options.seed)
+    texts = prompts(documents, count, options.evaluation_prompt_tokens, options.seed)
     check_length(target.name, target.config, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
     return texts
 

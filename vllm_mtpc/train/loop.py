@@ -33,16 +33,18 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 METRICS_FILE = "metrics.jsonl"
+UNLIMITED = sys.maxsize  # steps of a run that its minutes end
 BETAS = (0.9, 0.95)  # as the authors' code has them; their paper names Adam alone
 
 
-def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
-    """Rate of step `step` of `steps`: linear warm-up, then constant, or a cosine that ends at a tenth of the peak."""
+def learning_rate(options: TrainOptions, step: int, steps: int, share: float = 0.0) -> float:
+    """Rate of step `step` of `steps`, or at this `share` of the minutes: linear warm-up, then constant or a cosine."""
+    assert options.learning_rate is not None  # `settled`
     warmup = min(options.warmup_steps, max(1, steps // 4))
-    rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    rise = min(1.0, max((step + 1) / warmup, 4 * share)) if warmup else 1.0
     if options.schedule == "constant":
         return options.learning_rate * rise
-    fall = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(1, steps)))
+    fall = 0.55 + 0.45 * math.cos(math.pi * min(1.0, max(step / max(1, steps), share)))
     return options.learning_rate * rise * fall
 
 
@@ -62,19 +64,17 @@ class Trainer:
     ) -> None:
         self.options, self.accelerator, self.source, self.steps = options, accelerator, source, steps
         learnt = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(
-            learnt, lr=options.learning_rate, betas=BETAS, weight_decay=options.weight_decay, fused=True
-        )
+        optimizer = torch.optim.AdamW(learnt, betas=BETAS, weight_decay=options.weight_decay, fused=True)
         self.drafter, self.optimizer = accelerator.prepare(drafter, optimizer)
         self.rounds = Rounds(options.rounds, steps, source, accelerator, self.drafter)
         self.folder = options.out / STATE_FOLDER
         self.step = 0
         self.saved: int | None = None  # the step of the state on disk that this run wrote or started from
-        self.stopping = state.Stopping(options.save_minutes, accelerator.num_processes)
+        self.stopping = state.Stopping(options.save_minutes, accelerator.num_processes, options.minutes)
         self.tokens_per_second = 0.0
 
     def run(self) -> None:
-        """All steps, or those up to a signal (`stopping.signal`), the state saved either way.
+        """All steps, or those up to a signal (`stopping.signal`) or in `minutes`, the state saved in every case.
 
         What ends it in another way leaves the last saved state and every line of metrics up to it.
         """
@@ -84,20 +84,25 @@ class Trainer:
             self.saved = self.step
         self._start_metrics()
         kind, quiet = self.options.job.kind(self.options), not self.accelerator.is_main_process
-        with self.stopping, Bar(total=self.steps, initial=self.step, desc=kind, unit="step", disable=quiet) as bar:
+        total = math.inf if self.steps == UNLIMITED else self.steps
+        with self.stopping, Bar(total=total, initial=self.step, desc=kind, unit="step", disable=quiet) as bar:
             self._steps(bar)
 
     def _steps(self, bar: Bar) -> None:
-        started, seen = time.monotonic(), 0
-        batches = self.rounds.batches(self.step)
-        while self.step < self.steps and not self.stopping.signal:
+        started, reading, seen, done = time.monotonic(), 0.0, 0, 0
+        batches, is_last = self.rounds.batches(self.step), self.step >= self.steps
+        while not is_last and not self.stopping.signal:
+            asked = time.monotonic()
             batch = next(batches)
-            rate = learning_rate(self.options, self.step, self.steps)
+            reading, done = reading + time.monotonic() - asked, done + 1
+            rate = learning_rate(self.options, self.step, self.steps, self.stopping.share)
             is_last = self.step + 1 == self.steps
             logs = (self.step + 1) % self.options.log_every == 0 or is_last
             share, watched = self._update(batch, rate, watch=logs)
             self.step += 1
-            saves = self.stopping.due() or is_last
+            is_due = self.stopping.due()
+            is_last = is_last or self.stopping.share >= 1
+            saves = is_due or is_last
             seen += int(batch.counts.sum())
             if logs or saves:  # at no other step is the device waited for
                 loss = self._finite_loss(share)
@@ -106,9 +111,22 @@ class Trainer:
                 line = self._log(loss, watched, rate)
                 shown = {"loss": f"{line['loss']:.4f}", "tokens/step": f"{line['tokens_per_step']:.2f}"}
                 bar.set_postfix(shown, refresh=False)
+            bar.total, bar.seconds_left = self._left(done, time.monotonic() - started, reading)
             bar.update()
             if saves:
                 self.save()
+
+    def _left(self, done: int, elapsed: float, reading: float) -> tuple[int, float]:
+        """Steps of the whole run, and the seconds left, after `done` steps in `elapsed` seconds.
+
+        `reading` of them were spent on hidden states, which are computed block by block ahead of the steps.
+        """
+        left, ahead = self.steps - self.step, max(0, self.source.steps_read - done)
+        step, states = (elapsed - reading) / done, reading / (done + ahead)
+        seconds = left * step + max(0, left - ahead) * states
+        if seconds > (limit := max(0.0, self.stopping.limit * (1 - self.stopping.share))):
+            left, seconds = int((limit + ahead * states) / (step + states)), limit
+        return self.step + left, seconds
 
     def save(self) -> None:
         """The trainer's state after the steps so far. Raises CheckpointError for weights that are not finite."""

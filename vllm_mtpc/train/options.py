@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, create_model, model_validator
 
@@ -11,9 +11,20 @@ from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.data.names import is_path
 from vllm_mtpc.errors import UsageError, one_line
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import option_fields
+from vllm_mtpc.heads import head_options, option_fields
 
 STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
+GROUPS = {  # of --help
+    "target": "target, data, output (--target, --data and --out are required)",
+    "circuit": "head",
+    next(iter(head_options())): "options of some heads",
+    "variant": "PTP head (--head ptp)",
+    "gamma": "loss",
+    "epochs": "steps",
+    "seq_len": "text and hidden states",
+    "parallel": "processes",
+    "save_minutes": "saving and measuring",
+}
 DEFAULT_METHOD = "mtpc"  # of heads by their own names; `head` names any other family itself
 
 
@@ -21,97 +32,71 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     """Every option of `vllm-mtpc train`. A field is a key of the YAML file and, with dashes, a flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    groups: ClassVar[dict[str, str]] = GROUPS
 
-    # what is trained, on what, to where
     target: str = Field(min_length=1, description="causal language model on transformers: folder or hub name")
-    data: list[str] = Field(
-        min_length=1, description="text file, folder, glob, .jsonl, .bin, or datasets name (NAME:CONFIG); repeatable"
-    )
+    data: list[str] = Field(min_length=1, description="text, folder, glob, .jsonl, .bin, or datasets name NAME:CONFIG")
     out: Path = Field(description="folder of the head; trainer state and plots go there too")
     split: str = Field("train", description="split of a datasets name")
     validation_data: list[str] = Field([], description="held-out data; without it a share of the data is held out")
     validation_share: float = Field(0.02, gt=0, lt=0.5, description="share of documents held out")
+    verifier: str | None = Field(None, description="the target's name in the head (default: relative path, or name)")
+    dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
+    dry_run: bool = Field(False, description="write the untrained head and stop")
 
-    # the head
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
     head: str = Field("linear", description="linear, shared (large vocabularies), mlp, transformer or backbone; or ptp")
     init: Literal["lm-head", "random"] = Field("lm-head", description="start of a new head")
-    init_from: str | None = Field(
-        None, description="head folder to start from: the same kind; its circuit, or one that has no inner sums"
-    )
+    init_from: str | None = Field(None, description="head to start from: of the same kind and circuit, or of ff or cp")
     freeze_backbone: bool = Field(False, description="head backbone: its draft layers stay those of init_from")
     lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
     lora_rank: int = Field(16, ge=1, description="rank of the adapters")
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
+    num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
 
-    # a PTP head (--head ptp)
-    variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
-        "o-ptp",
-        description="o-ptp: rows carry u and name tokens; c-ptp: they carry u and give distributions; late: a network "
-        "behind them drafts token by token; independent: the baseline, rows carry no u",
-    )
-    baseline: str | None = Field(
-        None, description="trained head of variant independent, all else equal: the card says what u brings beside it"
-    )
+    variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field("o-ptp", description="what drafts: docs/ptp.md")
+    baseline: str | None = Field(None, description="head of variant independent, trained alike, to compare with")
     u_embedding: str = Field("ieee", description="how u is embedded: ieee, scalar, threshold, arithmetic, ...")
     u_features: int | None = Field(None, ge=1, description="features of u, where the embedding leaves it open")
     u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
     late_width: int | None = Field(None, ge=1, description="variant late: width of its network (default: D)")
-    law_trust: float | None = Field(
-        None, gt=0, lt=1, description="variant late: how far its distributions are trusted (default: 0.85)"
-    )
+    law_trust: float | None = Field(None, gt=0, lt=1, description="variant late: trust in its network (default: 0.85)")
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
-        None,
-        description="o-ptp: ce (default) or bce; c-ptp: kl (default), reverse-kl or inverse (no teacher); late: kl "
-        "(default) or ce; independent: ce (default), bce or kl",
+        None, description="of its rows (default: by variant)"
     )
-    proposals: Literal["teacher", "dataset", "student"] = Field(
-        "teacher", description="whose continuations are learnt: the target's (the data are its text), any text, its own"
-    )
+    proposals: Literal["teacher", "dataset", "student"] = Field("teacher", description="whose text is learnt")
     u_beta: float = Field(1.0, gt=0, description="place of u in its token's interval: Beta(b, b)")
     temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")
 
-    # the loss (docs/training.md)
     gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
     beta: float = Field(1.0, ge=0, le=1, description="share of KL to the target; the rest is likelihood of the text")
     kl: Literal["forward", "reverse"] = Field("forward", description="direction: KL(target||draft) or the reverse")
-    kl_form: Literal["full", "binary"] = Field(
-        "full", description="over the vocabulary, or this token against the rest"
-    )
+    kl_form: Literal["full", "binary"] = Field("full", description="over all tokens, or this one against the rest")
     acceptance: float = Field(0.9, ge=0, le=1, description="share of the acceptance loss in the whole")
-    acceptance_form: Literal["length", "tv", "log"] = Field(
-        "tv", description="expected accepted length, total variation, or -log of the overlap"
-    )
+    acceptance_form: Literal["length", "tv", "log"] = Field("tv", description="of the acceptance loss")
     train_first: bool = Field(False, description="also learn x_1, which serving is given by the target")
 
-    # how long, how fast
-    epochs: float = Field(1.0, gt=0, description="passes over the windows of the data")
+    epochs: float | None = Field(None, gt=0, description="passes over the data (default: 1; no limit with minutes)")
     max_steps: int | None = Field(None, ge=1, description="optimiser steps, in place of epochs")
+    minutes: float | None = Field(None, gt=0, description="stop training after this time, and write the head")
     windows_per_step: int = Field(4096, ge=1, description="windows of one optimiser step, over all processes")
     grad_accumulation: int = Field(1, ge=1, description="backward passes a step is split into")
-    chunk_windows: int | None = Field(
-        None, ge=1, description="windows whose n*r*V logits exist at once (default: what fits in 1 GiB)"
-    )
+    chunk_windows: int | None = Field(None, ge=1, description="windows whose logits exist at once (default: 1 GiB)")
     checkpoint_circuit: bool = Field(False, description="recompute the circuit in the backward pass also for one chunk")
-    learning_rate: float = Field(3e-4, gt=0, description="peak learning rate of AdamW")
+    learning_rate: float | None = Field(None, gt=0, description="peak rate of AdamW (default: 1.2 / hidden size)")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     schedule: Literal["constant", "cosine"] = Field("cosine", description="after the warm-up")
     warmup_steps: int = Field(30, ge=0, description="steps of linear warm-up, a quarter of the steps at most")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
-    rounds: int = Field(
-        1, ge=1, description="parts of the run; after the first, windows start where serving starts steps"
-    )
+    rounds: int = Field(1, ge=1, description="parts of the run; from the second on, windows start as in serving")
     seed: int = Field(0, ge=0, description="the run repeats with it")
 
-    # the data path
-    seq_len: int | None = Field(
-        None, ge=4, description="tokens of a packed row (default: 1,024, or what the target reads where that is less)"
-    )
+    seq_len: int | None = Field(None, ge=4, description="tokens of a packed row (default: 1,024, or the most possible)")
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it is not there")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
@@ -119,31 +104,21 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     regenerate_crops: int = Field(8, ge=0, description="prompts cut from random places of each text; 0: its beginning")
     regenerate_tokens: int = Field(128, ge=1, description="tokens of a response")
     regenerate_greedy_share: float = Field(0.2, ge=0, le=1, description="share of the responses at temperature 0")
-    regenerate_memory: int | None = Field(
-        None, ge=1, description="bytes of vLLM's KV cache (default: its own; CPU: 1 GiB)"
-    )
-    target_dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
+    regenerate_memory: int | None = Field(None, ge=1, description="bytes of vLLM's KV cache (default on CPUs: 1 GiB)")
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
 
-    # where it runs
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="with several processes (torchrun, Ray)")
     ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
 
-    # what is written
     save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     track: Literal["none", "tensorboard", "wandb"] = Field("none", description="also log there")
-    evaluation_sequences: int = Field(64, ge=0, description="held-out continuations the results come from; 0: none")
+    evaluation_sequences: int | None = Field(None, ge=0, description="held-out texts (default: up to 64); 0: none")
     evaluation_prompt_tokens: int = Field(32, ge=1, description="tokens of a held-out prompt cut from text")
     evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
-    num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
-    verifier: str | None = Field(
-        None, description="how the head names its target (default: relative path, or the name)"
-    )
-    dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
-    dry_run: bool = Field(False, description="write the untrained head and stop")
 
     @model_validator(mode="before")
     @classmethod
@@ -156,6 +131,8 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
             if name := self.given(*job.own):
                 hint = self.job.hints.get(name, "")
                 raise ValueError(f"{name} is an option of {job.noun}: remove {name}, or set {job.chosen_by}{hint}")
+        if self.minutes and self.rounds > 1 and not (self.max_steps or self.epochs):
+            raise ValueError("rounds with minutes: a round is a share of the steps; set max_steps or epochs as well")
         if self.init_from and self.given("init"):
             raise ValueError(f"init={self.init!r} beside init_from, whose weights the head starts with: remove one")
         if self.validation_data and self.given("validation_share"):

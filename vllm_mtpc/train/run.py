@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.locate import check_out
 from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
-from vllm_mtpc.data.sources import Documents, load_documents, size_of
+from vllm_mtpc.data.sources import Documents, check_first_records, load_documents, size_of
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, UsageError, install
-from vllm_mtpc.hf import Target, choose_device, load_target
-from vllm_mtpc.hf.model import target_config
+from vllm_mtpc.hf import Target, check_length, choose_device, load_target
+from vllm_mtpc.hf.model import target_config, tokenizer_if_any
 from vllm_mtpc.train.cache import data_fingerprint
 from vllm_mtpc.train.card import typed
 from vllm_mtpc.train.job import held_out_prompts
-from vllm_mtpc.train.loop import METRICS_FILE, Trainer, peak_memory_bytes, read_metrics
+from vllm_mtpc.train.loop import METRICS_FILE, UNLIMITED, Trainer, peak_memory_bytes, read_metrics
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
 from vllm_mtpc.train.state import paths
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 AGAIN = "the same command with --resume"
 SEQ_LEN = 1024  # tokens of a row where none are named
+RATE_BY_WIDTH, DEEP_RATE = 1.2, 0.6  # the default learning rate is this by the hidden size: docs/training.md
 WINDOW_BYTES = 16  # of data for each window of a run: a window starts at a token, and few tokens have more bytes
 LEAST_BYTES = 16 << 20  # read in any case, so that what is held out is varied
 
@@ -44,14 +44,12 @@ def _quiet(*args: Any, **kwargs: Any) -> None:
 
 
 def train(options: TrainOptions, command: str | None = None, again: str = AGAIN) -> Path:
-    """Trains a head and writes its folder; the same call in every process of the run. Returns the folder.
+    """Trains a head by `settled` options and returns its folder; the same call in every process of the run.
 
     `command` is what was typed, where another process started this one; `again` what to type after an interruption.
     Raises an MtpcError for anything a user can mend, and SystemExit where a signal ended the steps; what was written
     before stays valid.
     """
-    check_before_work(options)
-    options = settled(options)
     accelerator = make_accelerator(options)
     say = print if accelerator.is_main_process else _quiet
     target = read_target(options, accelerator.device)
@@ -70,12 +68,14 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     with accelerator.main_process_first():  # one process writes the cache, the others find it
         source = job.source(rows)
     windows = job.windows(source, accelerator.process_index, accelerator.num_processes)
-    steps = options.max_steps or max(1, int(windows.steps_per_epoch() * options.epochs))
+    epochs = options.epochs or (0 if options.minutes else 1)
+    steps = options.max_steps or (max(1, int(windows.steps_per_epoch() * epochs)) if epochs else UNLIMITED)
     trainer = Trainer(options, accelerator, job.drafter(), windows, steps)
     trainer.run()
     if trainer.stopping.signal:
-        say(f"{Signals(trainer.stopping.signal).name}: ended after step {trainer.step:,} of {steps:,}, its state is in "
-            f"{trainer.folder}; to go on, type {again}", file=sys.stderr)  # fmt: skip
+        say(f"{Signals(trainer.stopping.signal).name}: ended after step {trainer.step:,}, its state is in "
+            f"{trainer.folder}; to go on, type {again}; for a head now, with --max-steps {trainer.step}",
+            file=sys.stderr)  # fmt: skip
         accelerator.wait_for_everyone()  # a starter that sees one process end would end the others at once
         accelerator.end_training()
         raise SystemExit(128 + trainer.stopping.signal)
@@ -107,8 +107,6 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     device = choose_device(options.device)
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(device)
-    if options.track != "none" and find_spec(options.track) is None:
-        raise UsageError(f"track {options.track!r} is not installed; type: pip install {options.track}")
     plugin = None
     if options.parallel == "fsdp":
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
@@ -129,9 +127,7 @@ def read_target(options: TrainOptions, device: torch.device) -> Target:
     """The target, its packing checked. Raises UsageError."""
     from vllm_mtpc.hf.attention import check_packing
 
-    dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype, None)
-    if not isinstance(dtype, (str, torch.dtype)):
-        raise UsageError(f"target_dtype {options.target_dtype!r}: allowed are auto, float32, bfloat16, float16")
+    dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype)
     target = load_target(options.target, dtype, device, options.attention)
     check_packing(target.backbone, target.attention, device)
     return target
@@ -170,12 +166,11 @@ def read_data(
     return rows, report, held_out
 
 
-def check_before_work(options: TrainOptions) -> None:
-    """What can be refused before anything is loaded."""
-    if options.init_from:
-        read_config(resolve_head(options.init_from))
-    if options.out.exists() and not options.out.is_dir():
-        raise UsageError(f"out={options.out} is a file; name a folder")
+def settled(options: TrainOptions) -> TrainOptions:
+    """The options with the defaults that depend on the target, by its config alone.
+
+    Raises UsageError or HeadConfigError for what can be refused before weights are loaded.
+    """
     check_out(options.out)
     for key, folder in (("out", options.out), ("cache", options.cache)):
         if folder:  # nothing is made yet
@@ -184,20 +179,27 @@ def check_before_work(options: TrainOptions) -> None:
                 raise UsageError(f"{key}={folder}: {there} is a file; name another folder")
             if not os.access(there, os.W_OK | os.X_OK):
                 raise UsageError(f"{key}={folder}: no right to write to {there}; name another folder")
-    size_of([*options.data, *options.validation_data])
-
-
-def settled(options: TrainOptions) -> TrainOptions:
-    """The options with a seq_len that the target reads, by its config alone. Raises UsageError."""
-    longest = getattr(target_config(options.target).get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    if options.seq_len is None:
-        return options.model_copy(update={"seq_len": min(SEQ_LEN, longest)})
-    if options.seq_len > longest:
+    names = [*options.data, *options.validation_data]
+    size_of(names)
+    if options.track != "none" and find_spec(options.track) is None:
+        raise UsageError(f"track {options.track!r} is not installed; type: pip install {options.track}")
+    choose_device(options.device)
+    config = target_config(options.target)
+    options.job.check_target(options, config)
+    text = config.get_text_config()
+    if options.evaluation_sequences != 0:
+        check_length(options.target, text, [[0]], options.evaluation_tokens + options.window, "--evaluation-tokens")
+    if not options.regenerate:
+        check_first_records(names, options.split, tokenizer_if_any(options.target))
+    longest = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    if options.seq_len is not None and options.seq_len > longest:
         raise UsageError(
             f"seq_len={options.seq_len}, but the target reads at most {longest} tokens; set seq_len to that or less, "
             "or leave it out"
         )
-    return options
+    rate = (DEEP_RATE if options.head == "backbone" else RATE_BY_WIDTH) / text.hidden_size
+    rate = options.learning_rate or float(f"{rate:.2g}")
+    return options.model_copy(update={"seq_len": options.seq_len or min(SEQ_LEN, longest), "learning_rate": rate})
 
 
 def on_ray(options: TrainOptions) -> Path:
@@ -232,7 +234,8 @@ def on_ray(options: TrainOptions) -> Path:
         raise cause(error) from None
     except (KeyboardInterrupt, SystemExit):  # Ray ends its workers on SIGINT, and this process with exit code 0
         state = options.out / STATE_FOLDER
-        print(f"SIGINT: ended; a state saved before is in {state}; to go on, type {AGAIN}", file=sys.stderr)
+        print(f"SIGINT: ended; a state saved before is in {state}; to go on, type {AGAIN}; for a head now, with "
+              "--max-steps 1", file=sys.stderr)  # fmt: skip
         raise SystemExit(128 + SIGINT) from None
     return options.out
 

@@ -8,6 +8,7 @@ and when the run is told to end (`Stopping`).
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import threading
@@ -36,7 +37,7 @@ SAME_SECONDS = 2.0  # a signal to all processes reaches those of torchrun twice,
 FREE = {
     "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "track", "device", "parallel", "ray_workers",
     "chunk_windows", "checkpoint_circuit", "cache", "grad_accumulation", "evaluation_sequences", "evaluation_tokens",
-    "evaluation_prompt_tokens", "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run",
+    "evaluation_prompt_tokens", "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run", "minutes",
 }  # fmt: skip
 NAMES = ("target", "data", "validation_data", "init_from")  # may be paths: the same ones, however they are written
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
@@ -142,13 +143,16 @@ def read_state(folder: Path) -> dict[str, Any]:
 class Stopping:
     """A context for a training loop: `due` is asked after each step, `saved` told of each state.
 
+    `limit` is the time that training may take, in minutes; `share` the part of it that is over, 0 without a limit.
+
     SIGTERM and SIGINT let the step at hand end; another one ends the process at once. All processes of a run save and
     end after the same step, whichever of them was told. Ray Train runs the loop of its workers in a thread, which gets
     no signals, and ends workers itself: there the minutes alone decide.
     """
 
-    def __init__(self, minutes: float, processes: int) -> None:
-        self.signal = 0  # that all processes end for
+    def __init__(self, minutes: float, processes: int, limit: float | None = None) -> None:
+        self.signal, self.share = 0, 0.0  # the same in all processes
+        self.limit, self._began = 60 * limit if limit else math.inf, time.monotonic()
         self._told, self._told_at = 0, 0.0  # of this process
         self._seconds, self._saved_at = 60 * minutes, time.monotonic()
         # On the host whatever the device: asking it does not wait for the device.
@@ -176,13 +180,14 @@ class Stopping:
 
     def due(self) -> bool:
         """Whether the state is to be saved after this step; the same in all processes, as is `signal` then."""
-        wanted = [int(time.monotonic() - self._saved_at >= self._seconds), self._told]
+        now = time.monotonic()
+        wanted = [now - self._saved_at >= self._seconds, self._told, (now - self._began) / self.limit]
         if self._group is not None:
-            flags = torch.tensor(wanted)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
-            wanted = flags.tolist()
-        self.signal = wanted[1]
-        return any(wanted)
+            most = torch.tensor(wanted, dtype=torch.float64)
+            dist.all_reduce(most, dist.ReduceOp.MAX, self._group)
+            wanted = most.tolist()
+        self.signal, self.share = int(wanted[1]), wanted[2]
+        return any(wanted[:2])
 
     def saved(self) -> None:
         """The minutes start anew."""

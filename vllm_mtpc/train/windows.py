@@ -94,7 +94,7 @@ class WindowSource:
         self.per_row = self.starts.sum(1)  # [N]
         if not int(self.per_row.sum()):
             raise MtpcError("no window can start anywhere in the data: give documents of two tokens or more")
-        self.block_rows = block_rows
+        self.block_rows, self.steps_read = block_rows, 0  # steps whose hidden states were read so far
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the block at hand, and their hidden states
 
     def blocks(self, epoch: int) -> list[Tensor]:
@@ -134,6 +134,7 @@ class WindowSource:
             order = drawn(self.chances(block)[row, start].float(), count, generator)
         held = block[self.rank :: self.world]
         hidden, document = self.states(held), self.source.rows.document[held]
+        self.steps_read += len(steps)
         for step in steps:
             chosen = order[step * self.windows_per_step : (step + 1) * self.windows_per_step]
             tokens = window_tokens(self.source.rows, block[row[chosen]], start[chosen], self.window)

@@ -74,16 +74,6 @@ class PtpJob(Job):
 
     def __init__(self, options: TrainOptions, target: Target) -> None:
         super().__init__(options, target)
-        layers = len(getattr(target.backbone, "layers", ()))  # a target without any is refused by the student
-        sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
-        sizes["num_hidden_layers"] = max(1, layers)
-        self.config = PtpConfig.create(
-            target={**target.config.to_dict(), "architectures": target.model.config.architectures, **sizes},
-            verifier=self.verifier,
-            lora_alpha=float(options.lora_alpha),
-            **{name: getattr(options, name) for name in (*OF_HEAD, "window", "lora_rank", "num_speculative_tokens")},
-            **{f"trained_{name}": getattr(options, name) for name in SAMPLING},
-        )
         self.student = self.student_class(target, self.config)
         self.baseline = baseline_figures(options) if options.baseline else {}
         if options.init_from:
@@ -106,6 +96,25 @@ class PtpJob(Job):
             )
         if options.parallel == "fsdp":
             raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
+
+    @staticmethod
+    def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> PtpConfig:
+        text = target.get_text_config()
+        sizes = {"architectures": target.architectures, "num_hidden_layers": text.num_hidden_layers, **sizes}
+        return PtpConfig.create(
+            target=text.to_dict() | sizes,
+            verifier=verifier,
+            lora_alpha=float(options.lora_alpha),
+            **{name: getattr(options, name) for name in (*OF_HEAD, "window", "lora_rank", "num_speculative_tokens")},
+            **{f"trained_{name}": getattr(options, name) for name in SAMPLING},
+        )
+
+    @staticmethod
+    def check_start(options: TrainOptions, config: PtpConfig) -> None:
+        if options.baseline:
+            baseline_figures(options)
+        if options.init_from:
+            check_start(config, options.init_from)
 
     @staticmethod
     def kind(options: TrainOptions) -> str:
@@ -179,21 +188,26 @@ def baseline_figures(options: TrainOptions) -> dict[str, Any]:
 
 def start_from(student: Student, name: str) -> None:
     """Take the weights of another PTP head of the same shapes. Raises UsageError where they differ."""
+    check_start(student.config, name)
+    head = load_ptp(resolve_head(name))
+    student.take(head.lora, head.embedding, head.late)
+
+
+def check_start(wanted: PtpConfig, name: str) -> None:
+    """Raises UsageError where a head of the config `wanted` cannot start from another one."""
     config = read_config(resolve_head(name))
-    if config.speculators_model_type != student.config.speculators_model_type:
+    if config.speculators_model_type != wanted.speculators_model_type:
         raise UsageError(
             f"init_from={name} is a head of method mtpc; a PTP head starts from a PTP head: name one, or remove it"
         )
     # rows in the same places may be taught another thing; a late network begins with no effect
-    may_become = student.config.first_row == config.first_row and config.variant != "late"
+    may_become = wanted.first_row == config.first_row and config.variant != "late"
     for key in ("variant", "u_embedding", "u_features", "u_hidden", "lora_rank", "lora_alpha", "late_width"):
-        ours, theirs = getattr(student.config, key), getattr(config, key)
+        ours, theirs = getattr(wanted, key), getattr(config, key)
         # rows that name tokens may start those of another variant; a late network is new then
         may_differ = may_become and key in ("variant", "late_width")
         if ours != theirs and not may_differ:
             raise UsageError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
-    head = load_ptp(resolve_head(name))
-    student.take(head.lora, head.embedding, head.late)
 
 
 def u_lines(options: TrainOptions, results: Mapping[str, Any]) -> list[str]:
