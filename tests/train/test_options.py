@@ -100,7 +100,6 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, message):
             {"validation_data": ["v"], "validation_share": 0.1},
             "validation_share beside validation_data, .*: remove one",
         ),
-        ({"minutes": 3, "rounds": 2}, "rounds with minutes: .*; set max_steps or epochs as well"),
         ({"regenerate_tokens": 64}, "regenerate_tokens without regenerate: remove regenerate_tokens, or set"),
         ({"regenerate_greedy_share": 0.5}, "regenerate_greedy_share without regenerate"),
         ({"head": "ptp", "regenerate_crops": 2}, "regenerate_crops without regenerate"),

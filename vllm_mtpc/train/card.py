@@ -156,13 +156,11 @@ def _table(results: Mapping[str, Mapping[str, Any]], words: Words) -> str:
 def _training(record: Mapping[str, Any], words: Words) -> str:
     """What a head was trained on and how."""
     settings, run = record["settings"], record["run"]
-    processes, rounds = run.get("processes", 1), ""
-    if settings.get("rounds", 1) > 1:
-        rounds = f" in {settings['rounds']} rounds, after the first drawn where serving starts steps"
+    processes = run.get("processes", 1)
     lines = [
         f"- Data: {_data(settings, record['data'])}",
         f"- Loss: {words.loss}",
-        f"- {run['steps']:,} steps of {settings['windows_per_step']:,} windows{rounds}, AdamW, learning rate "
+        f"- {run['steps']:,} steps of {settings['windows_per_step']:,} windows, AdamW, learning rate "
         f"{settings['learning_rate']:g} ({settings['schedule']}), {settings['precision']}, "
         f"seed {record['seed']}" + (f", {processes} processes" if processes > 1 else "") + f"; start: {words.start}.",
     ]

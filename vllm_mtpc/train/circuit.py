@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.text import Samples
     from vllm_mtpc.hf import Target
 
-STEPS_OF_A_BLOCK = 8  # with rounds, or a backbone
+STEPS_OF_A_BLOCK = 8  # of a backbone, or with minutes
 
 
 class CircuitJob(Job):
@@ -40,7 +40,7 @@ class CircuitJob(Job):
 
     own = (
         "circuit", "components", *head_options(), "init", "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
-        "acceptance", "acceptance_form", "train_first", "checkpoint_circuit", "rounds", "regenerate_greedy_share",
+        "acceptance", "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share",
         "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
@@ -147,15 +147,15 @@ class CircuitJob(Job):
         return (layers + 1) * self.target.hidden_size
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """Draft layers run over whole rows, so a block then holds about one step's windows. With rounds it holds those
-        of some steps: all windows of a block are read before any is drawn; a backbone's context costs less than its
-        windows. With minutes too: the states of a block may take longer than these."""
+        """Rows of a block: about one step's windows with draft layers, which run over whole rows; those of
+        `STEPS_OF_A_BLOCK` steps with a backbone, whose context costs less than its windows, and with minutes, since the
+        states of a large block may take longer than these."""
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
         of_a_step = max(world, self.options.windows_per_step // per_row)
         if self.options.lora_layers:
             return of_a_step
         most = super().block_rows(source, world)
-        is_bounded = self.options.rounds > 1 or self.options.head == "backbone" or self.options.minutes
+        is_bounded = self.options.head == "backbone" or self.options.minutes
         return min(most, STEPS_OF_A_BLOCK * of_a_step) if is_bounded else most
 
     def described(self) -> dict[str, Any]:

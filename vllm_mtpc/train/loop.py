@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import state
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
-from vllm_mtpc.train.rounds import Rounds
 from vllm_mtpc.train.windows import Windows, WindowSource
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ class Trainer:
         learnt = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(learnt, betas=BETAS, weight_decay=options.weight_decay, fused=True)
         self.drafter, self.optimizer = accelerator.prepare(drafter, optimizer)
-        self.rounds = Rounds(options.rounds, steps, source, accelerator, self.drafter)
         self.folder = options.out / STATE_FOLDER
         self.step = 0
         self.saved: int | None = None  # the step of the state on disk that this run wrote or started from
@@ -79,8 +77,7 @@ class Trainer:
         What ends it in another way leaves the last saved state and every line of metrics up to it.
         """
         if self.options.resume:
-            what = self.folder, self.drafter, self.optimizer.optimizer, self.options
-            self.step, self.rounds.known = state.load_state(*what)
+            self.step = state.load_state(self.folder, self.drafter, self.optimizer.optimizer, self.options)
             self.saved = self.step
         self._start_metrics()
         kind, quiet = self.options.job.kind(self.options), not self.accelerator.is_main_process
@@ -90,7 +87,7 @@ class Trainer:
 
     def _steps(self, bar: Bar) -> None:
         started, reading, seen, done = time.monotonic(), 0.0, 0, 0
-        batches, is_last = self.rounds.batches(self.step), self.step >= self.steps
+        batches, is_last = self.source.batches(self.step), self.step >= self.steps
         while not is_last and not self.stopping.signal:
             asked = time.monotonic()
             batch = next(batches)
@@ -132,7 +129,7 @@ class Trainer:
         """The trainer's state after the steps so far. Raises CheckpointError for weights that are not finite."""
         self._check_weights()
         what = self.folder, self.drafter, self.optimizer.optimizer, self.step, self.options
-        state.save_state(*what, self.rounds.known, is_main=self.accelerator.is_main_process)
+        state.save_state(*what, is_main=self.accelerator.is_main_process)
         self.saved = self.step
         self.stopping.saved()
 

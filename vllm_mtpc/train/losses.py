@@ -196,19 +196,6 @@ class Drafter(nn.Module):
             some = slice(0, WATCHED)
             return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
 
-    def survival(self, batch: Windows) -> Tensor:
-        """P(drafts 2..k are accepted | the text) [B, n - 1] of steps started at these windows, in the order of row and
-        start, at T=1."""
-        read, tokens, _, log_p = self._read(batch)
-        size, found = chunk_size(self.options, self.head), []
-        for first in range(0, len(tokens), size):
-            piece = slice(first, first + size)
-            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
-                params = self.head(read(piece))
-            chosen = self.head.circuit.conditional_log_probs(params, tokens[piece])
-            found.append(_survival(chosen, log_p(piece), tokens[piece]))
-        return torch.cat(found)
-
     def _read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
         """What the head reads of some of the windows, tokens [B, n], counts [n], and log p_k [., n, V] of some."""
         device, window = self.target.device, self.options.window
@@ -262,12 +249,7 @@ def _masked(batch: Windows, window: int) -> Windows:
 def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, log_p: Tensor) -> Tensor:
     """Sums [2] over windows [B]: tokens a step started there is expected to gain at T=1 on this text, and windows."""
     log_q = conditionals(head.circuit, head(hidden), tokens)
-    alive = _survival(_at(log_q, tokens), log_p, tokens)
+    ratio = (_at(log_q, tokens) - _at(log_p, tokens))[:, 1:].clamp(max=0).exp()
+    alive = ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)  # [B, n - 1], P(drafts 2 .. k are accepted | the text)
     windows = (tokens[:, 0] >= 0).sum()
     return torch.stack([alive.sum() + windows, windows.to(alive.dtype)])
-
-
-def _survival(chosen: Tensor, log_p: Tensor, tokens: Tensor) -> Tensor:
-    """P(drafts 2..k are accepted | the text) [B, n - 1], from chosen = log q_k(x_k) [B, n]; 0 behind its end."""
-    ratio = (chosen - _at(log_p, tokens))[:, 1:].clamp(max=0).exp()
-    return ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)

@@ -93,7 +93,6 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     warmup_steps: int = Field(30, ge=0, description="steps of linear warm-up, a quarter of the steps at most")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
-    rounds: int = Field(1, ge=1, description="parts of the run; from the second on, windows start as in serving")
     seed: int = Field(0, ge=0, description="the run repeats with it")
 
     seq_len: int | None = Field(None, ge=4, description="tokens of a packed row (default: 1,024, or the most possible)")
@@ -131,8 +130,6 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
             if name := self.given(*job.own):
                 hint = self.job.hints.get(name, "")
                 raise ValueError(f"{name} is an option of {job.noun}: remove {name}, or set {job.chosen_by}{hint}")
-        if self.minutes and self.rounds > 1 and not (self.max_steps or self.epochs):
-            raise ValueError("rounds with minutes: a round is a share of the steps; set max_steps or epochs as well")
         if self.init_from and self.given("init"):
             raise ValueError(f"init={self.init!r} beside init_from, whose weights the head starts with: remove one")
         if self.validation_data and self.given("validation_share"):

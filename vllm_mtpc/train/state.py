@@ -63,11 +63,9 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     step: int,
     options: TrainOptions,
-    drawn: dict[str, Any] | None,
     is_main: bool,
 ) -> None:
-    """Write the state after `step` steps, and by which chances windows are `drawn`. Every process calls it; `is_main`
-    writes.
+    """Write the state after `step` steps. Every process calls it; `is_main` writes.
 
     Raises CheckpointError when the disk is full; the state written before, if any, stays as it was.
     """
@@ -77,7 +75,6 @@ def save_state(
     folder.mkdir(parents=True, exist_ok=True)
     learnt = identity(options)
     values = {"step": step, "options": learnt, "paths": paths(learnt), "weights": weights, "moments": moments}
-    values["drawn"] = drawn
     try:
         with replacing(folder / FILE) as (partial,), open(partial, "wb") as file:
             torch.save(values, file)
@@ -95,10 +92,8 @@ def save_state(
         ) from None
 
 
-def load_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions
-) -> tuple[int, dict[str, Any] | None]:
-    """Restore a state; returns its step, and by which chances windows were drawn.
+def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions) -> int:
+    """Restore a state; returns its step.
 
     Raises CheckpointError for none, a damaged one, or another run's.
     """
@@ -112,7 +107,7 @@ def load_state(
     set_state_dict(
         model, optimizer, model_state_dict=values["weights"], optim_state_dict=values["moments"], options=FULL
     )
-    return values["step"], values["drawn"]
+    return values["step"]
 
 
 def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
@@ -130,10 +125,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         values = torch.load(file, map_location="cpu", weights_only=True)
         values.setdefault("paths", paths(values["options"]))  # states had none at first: paths from this folder
-        values.setdefault("drawn", None)
         fields = TrainOptions.model_fields.items()  # one that came later had its default
         values["options"] = {name: field.default for name, field in fields} | values["options"]
-        return {key: values[key] for key in ("step", "options", "paths", "weights", "moments", "drawn")}
+        return {key: values[key] for key in ("step", "options", "paths", "weights", "moments")}
     except Exception as error:  # torch.load raises many kinds on a damaged file
         raise CheckpointError(
             f"{file} is damaged ({first_line(error)}); delete it and train again without --resume"

@@ -6,8 +6,7 @@ document. From the first x_k on that is not, positions are -1: they are marginal
 
 The order depends on the seed alone, not on the number of processes: rows are shuffled by epoch and cut into blocks;
 the windows of a block are shuffled and cut into steps. A process computes the hidden states of its own rows only
-(every world-th row of a block) and takes the windows of a step that lie in them. With `chances`, the windows of a block
-are drawn by them in place of each once (`train/rounds.py`).
+(every world-th row of a block) and takes the windows of a step that lie in them.
 """
 
 from __future__ import annotations
@@ -59,19 +58,6 @@ def window_states(hidden: Tensor, row: Tensor, start: Tensor, window: int) -> Te
     return hidden[row[:, None], at]
 
 
-def drawn(chance: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` of B windows: passes over all of them, shuffled anew, that keep each with its chance[B].
-
-    One chance at least is 1, so it ends. A chance that differs in its last digit changes, if any, one window of a pass.
-    """
-    kept, found = [], 0
-    while found < count:
-        order = torch.randperm(len(chance), generator=generator)
-        kept.append(order[torch.rand(len(order), generator=generator) < chance[order]])
-        found += len(kept[-1])
-    return torch.cat(kept)[:count]
-
-
 class WindowSource:
     """The steps of a run; `world` processes share each, this one is `rank`."""
 
@@ -87,7 +73,6 @@ class WindowSource:
         draw: Callable[[int, int], Tensor] | None = None,
     ) -> None:
         self.draw = draw  # (seed, windows of the step) -> their random numbers
-        self.chances: Callable[[Tensor], Tensor] | None = None  # of a block's rows [R] -> of its windows [R, S]
         self.source, self.window, self.windows_per_step, self.seed = source, window, windows_per_step, seed
         self.rank, self.world = rank, world
         self.starts = eligible(source.rows)  # [N, S]
@@ -126,12 +111,7 @@ class WindowSource:
     def _block_batches(self, block: Tensor, place: tuple[int, int], steps: range) -> Iterator[Windows]:
         """place: the epoch, and the number of the block in it from 1 on."""
         row, start = self.starts[block].nonzero(as_tuple=True)  # [windows of the block] each
-        generator = self._generator(*place)
-        if self.chances is None:
-            order = torch.randperm(len(row), generator=generator)
-        else:
-            count = min(len(row), self.steps_of(block) * self.windows_per_step)
-            order = drawn(self.chances(block)[row, start].float(), count, generator)
+        order = torch.randperm(len(row), generator=self._generator(*place))
         held = block[self.rank :: self.world]
         hidden, document = self.states(held), self.source.rows.document[held]
         self.steps_read += len(steps)
