@@ -30,7 +30,10 @@ CUT = """return [...document.querySelectorAll('article table code')].filter(code
 }).map(code => code.textContent)"""  # words in the middle of which a line ends
 BROKEN = "return [...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
 
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed"),
+]
 
 
 class Silent(SimpleHTTPRequestHandler):

@@ -53,7 +53,10 @@ def distance(target: LlamaForCausalLM, draws: Tensor) -> float:
     return float(torch.maximum(ranks[1:] - u, u - ranks[:-1]).max()) * math.sqrt(len(u))
 
 
-@pytest.mark.parametrize(("runner", "fault"), [("v1", "uniform in q"), ("v2 at once", "uniform in q, V2")])
+@pytest.mark.parametrize(
+    ("runner", "fault"),
+    [("v1", "uniform in q"), pytest.param("v2 at once", "uniform in q, V2", marks=pytest.mark.slow)],
+)
 def test_tokens_have_the_targets_conditionals_and_a_wrong_q_is_found(runner: str, fault: str, tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", VOCAB, seed=1, hidden_size=32)
     make_tokenizer(tmp_path / "target", VOCAB)

@@ -148,6 +148,7 @@ def load(client: serve.Client, is_enough: Callable[[], bool]) -> None:
         list(pool.map(ask, range(len(kinds))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_every_panel_has_values(scraped: Prometheus, name: str) -> None:
     found = scraped.ask(EXPRESSIONS[name])
@@ -164,10 +165,12 @@ def test_every_panel_has_values(scraped: Prometheus, name: str) -> None:
         assert next(float(one["value"][1]) for one in found if one["metric"]["by"] == "request") > 0
 
 
+@pytest.mark.slow
 def test_a_metric_that_does_not_exist_would_be_found(scraped: Prometheus) -> None:
     assert scraped.ask('sum(rate(vllm:spec_decode_nothing_total{model_name=~".*"}[30s]))') == []
 
 
+@pytest.mark.slow
 def test_rules_are_evaluated(scraped: Prometheus) -> None:
     for record in ("tokens_per_step", "class_tokens_per_step", "drafts_accepted"):
         assert scraped.ask(f"vllm_mtpc:{record}:rate5m"), record

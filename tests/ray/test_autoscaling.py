@@ -33,6 +33,7 @@ def wait_for(count: int) -> bool:
     return replicas() == count
 
 
+@pytest.mark.slow
 def test_engines_come_with_requests_and_go_without():
     from ray import serve
 
