@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,14 +46,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     long = Call(prompts[-1:], [greedy(LONG)])
     target, given = str(folder / "target"), ARGUMENTS | btree
     few_blocks = {"kv_cache_memory_bytes": BYTES_OF_48_BLOCKS}
+    crowded = Engine(target, [call, again], given | few_blocks, "poisoned")
+    # all drafts in every step: a plan by the clock may draft, and so preempt, nothing on a busy machine
+    every = {**btree["speculative_config"], "num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
     engines = {
-        "crowded": Engine(target, [call, again], given | few_blocks, "poisoned"),
+        "crowded": replace(crowded, arguments=crowded.arguments | {"speculative_config": every}),
         "long": Engine(target, [long], given | one_by_one, "poisoned"),
         "early": Engine(target, [again], given | one_by_one, "freed_early"),
         "kept": Engine(target, [long], given | one_by_one | all_tokens, "poisoned"),
     }
     replies = run(engines, "v1")
-    return SimpleNamespace(reference=reference, prompts=prompts, crowded=engines["crowded"], replies=replies)
+    return SimpleNamespace(reference=reference, prompts=prompts, crowded=crowded, replies=replies)
 
 
 def test_text(served: SimpleNamespace) -> None:

@@ -62,4 +62,4 @@ def spec_config(num_speculative_tokens: int) -> SimpleNamespace:
 
     fields = SpeculativeConfig.__pydantic_fields__
     defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
-    return SimpleNamespace(**{**defaults, "num_speculative_tokens": num_speculative_tokens})
+    return SimpleNamespace(verify=None, **{**defaults, "num_speculative_tokens": num_speculative_tokens})

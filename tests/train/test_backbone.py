@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -107,6 +108,8 @@ def test_a_start_at_fused_projections_is_split_and_what_is_not_copied_is_reporte
     torch.manual_seed(0)
     theirs = Phi3ForCausalLM(Phi3Config(vocab_size=257, num_hidden_layers=2, pad_token_id=0, **sizes))
     theirs.save_pretrained(tmp_path / "phi")
+    for file in (place / "target").glob("*token*"):
+        shutil.copy(file, tmp_path / "phi")
     given = {"head": "backbone", "backbone_layers": 2, "component_rank": 2, "target": tmp_path / "phi"}
     assert main(["train", *flags(place, "phi", **given, dry_run=True, dtype="float32")]) == 0
     for ours, layer in zip(load_head(place / "phi")[1].backbone.layers, theirs.model.layers, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
 def _of_model(path: str) -> list[str]:
     """Lines about a model that has no head in its folder; none for a head, and for what is neither."""
     folder = resolve_head(path)
-    values = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() and not is_head(folder) else {}
+    is_read = os.path.isfile(folder / CONFIG_FILE) and not is_head(folder)  # os.path: False, not an error, if shut
+    values = read_json(folder / CONFIG_FILE) if is_read else {}
     if "speculators_model_type" in values or not isinstance(values.get("model_type"), str):
         return []
     heads = [demo.path(name) for name in demo.NAMES[1:]] if folder.resolve() == demo.path("target") else []

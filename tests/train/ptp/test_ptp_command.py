@@ -167,7 +167,7 @@ def test_options_that_do_not_go_together(changes: dict, message: str) -> None:
 def test_defaults_are_the_kinds_own() -> None:
     ptp, circuit = parse(REQUIRED), parse(REQUIRED | {"head": "linear"})
     assert (ptp.windows_per_step, ptp.learning_rate, loss_name(ptp)) == (512, 1e-3, "ce")
-    assert (circuit.windows_per_step, circuit.learning_rate) == (4096, 3e-4)
+    assert (circuit.windows_per_step, circuit.learning_rate) == (4096, None)  # None: by the width of the target
     assert (ptp.job.kind(ptp), circuit.job.kind(circuit)) == ("o-ptp", "btree")
     assert loss_name(parse(REQUIRED | {"windows_per_step": 4096, "variant": "c-ptp"})) == "kl"
     again = parse(ptp.model_dump(mode="json"))  # as options reach a Ray worker: every one of them is given
