@@ -34,18 +34,18 @@ pytestmark = pytest.mark.skipif(
 ALERTS = """
 rule_files: [rules.yml]
 evaluation_interval: 1m
-tests:
+tests:  # the replicas of "good" have equal rates: ratios of sums are then exact
   - interval: 1m
     input_series:
       - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="stale"}', values: '0+700x60'}
       - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="stale"}', values: '0+75x60'}
       - {series: 'vllm:spec_decode_steps_total{model_name="stale"}', values: '0+100x60'}
-      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="good",replica="a"}', values: '0+600x60'}
-      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="good",replica="b"}', values: '42000+100x60'}
-      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good",replica="a"}', values: '0+200x60'}
-      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good",replica="b"}', values: '42000+50x60'}
-      - {series: 'vllm:spec_decode_steps_total{model_name="good",replica="a"}', values: '0+80x60'}
-      - {series: 'vllm:spec_decode_steps_total{model_name="good",replica="b"}', values: '42000+20x60'}
+      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="good",replica="a"}', values: '0+350x60'}
+      - {series: 'vllm:spec_decode_num_draft_tokens_total{model_name="good",replica="b"}', values: '42000+350x60'}
+      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good",replica="a"}', values: '0+125x60'}
+      - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good",replica="b"}', values: '42000+125x60'}
+      - {series: 'vllm:spec_decode_steps_total{model_name="good",replica="a"}', values: '0+50x60'}
+      - {series: 'vllm:spec_decode_steps_total{model_name="good",replica="b"}', values: '42000+50x60'}
       - {series: 'vllm:spec_decode_drafts_cut_total{model_name="good",by="budget"}', values: '0+900x60'}
       - {series: 'vllm:spec_decode_drafts_cut_total{model_name="stale",by="schedule"}', values: '0+900x60'}
     promql_expr_test:
