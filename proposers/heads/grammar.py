@@ -108,8 +108,8 @@ class Masks:
 class HeadStructuredOutputManager(StructuredOutputManager):
     """vLLM's, whose grammars read the tokens of a step one by one, as they do without drafts.
 
-    A request that ignores the end of text writes on behind its grammar. llguidance refuses a step that holds the end
-    and a token after it, and vLLM 0.32 then ends the request with an error.
+    A request that ignores the end of text continues after the end of its grammar. llguidance refuses a step that holds
+    the end and a token after it, and vLLM 0.32 then ends the request with an error.
     """
 
     def _create_grammar(self, request: Any) -> StructuredOutputGrammar:

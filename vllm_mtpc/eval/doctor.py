@@ -129,9 +129,9 @@ def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagn
         raise UsageError(evaluator.unserved(asked, max(temperatures), args))
     if args.record:
         _record(args.record, asked.prompts, served)
-    # as a user gets it who names nothing but the head, and what doctor was told
-    told = {"num_speculative_tokens": args.num_drafts, "draft_pass": args.draft_pass}
-    default = {name: every[name] for name in ("method", "model", *(name for name, value in told.items() if value))}
+    # the default of a user who names only the head, with the options of this command
+    chosen = {"num_speculative_tokens": args.num_drafts, "draft_pass": args.draft_pass}
+    default = {name: every[name] for name in ("method", "model", *(name for name, value in chosen.items() if value))}
     found, notes = _speed(engine, default, prompts, temperatures, args, folder)
     # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device)
