@@ -1,6 +1,6 @@
 """Build of vllm_mtpc.
 
-Two folders of the checkout live beside the package and are installed inside it: ``proposers/`` as
+Two folders of the checkout live next to the package and are installed inside it: ``proposers/`` as
 ``vllm_mtpc.proposers`` (everything that knows vLLM's internals) and ``kernels/`` as ``vllm_mtpc.kernels``.
 
 torch and vLLM are not plain requirements, so that installing this package never replaces the build of vLLM that is

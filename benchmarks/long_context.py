@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--texts", type=int, default=3, help="at each length (3)")
     made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
     made.add_argument("--json", type=Path, metavar="FILE")
-    made.add_argument("--figure", type=Path, metavar="FILE", help="an SVG, a PNG beside it")
+    made.add_argument("--figure", type=Path, metavar="FILE", help="an SVG, a PNG next to it")
     return made
 
 

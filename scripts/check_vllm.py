@@ -4,7 +4,8 @@
     scripts/check_vllm.py 0.33.0              the release's wheel is downloaded by pip (a few hundred MB), not installed
     scripts/check_vllm.py --sources FOLDER    a folder (or wheel) that has `vllm/`
 
-Checked: every attribute the seam replaces (it exists and takes the parameters the replacement relies on); every name
+Checked: every attribute the vLLM patches replace (it exists and takes the parameters the replacement relies on);
+every name
 imported from vLLM (it exists); every method of a vLLM class that one of our classes overrides (it exists, same
 parameters as in the vLLM that is installed); every attribute that is read or written of vLLM's objects, which are known
 by the names they go by here (OBJECTS). "changed" asks for a look, "gone" for work; exit code 1 where something is gone.
@@ -29,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_mtpc.proposers.config import versions
-from vllm_mtpc.proposers.seam import configured, endpoint, frontend, sampling
-from vllm_mtpc.proposers.seam.patch import declared
+from vllm_mtpc.proposers.patches import configured, endpoint, frontend, sampling
+from vllm_mtpc.proposers.patches.patch import declared
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("proposers", "vllm_mtpc")

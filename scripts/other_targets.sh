@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Default serving on targets that are not the demo: a subword Qwen3 with a flat distribution and a head that borrows its
 # lm_head, a byte-level Llama of another text, a NeoX with a sharp distribution. Trains them with their heads, then serves
-# each beside plain vLLM and with every draft verified.
+# each next to plain vLLM and with every draft verified.
 #
 #   scripts/other_targets.sh TEXT_FILE      TEXT_FILE: what the byte-level Llama is trained on, e.g. Tiny Shakespeare
 #
 # About an hour on two CPU cores, of which the serving is half. What is there already is kept (build/other).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 python=.venv/bin/python
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 text="${1:?type: scripts/other_targets.sh TEXT_FILE}"

@@ -3,5 +3,5 @@
 # .venv/bin/python -m benchmarks.ray_demo --help
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 exec .venv/bin/python -m benchmarks.ray_demo "$@"

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Without bytecode every process compiles what it imports: 22 of the 37 CPU-seconds of `from vllm import LLM`. It is kept
-# beside the sources, whatever the shell says, so that commands typed outside of the scripts find it too.
+# next to the sources, whatever the shell says, so that commands typed outside of the scripts find it too.
 unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
 
 VENV="$PWD/.venv"
@@ -68,7 +68,7 @@ hint() {
     elif grep -q -i 'connection\|timed out\|name resolution\|SSLError\|from versions: none' "$LOG"; then
         echo "the package index was not reached: check the network or pip's settings (pip config list), then run again"
     else
-        echo "run again after mending the cause above; to begin anew: rm -rf .venv && scripts/setup.sh"
+        echo "run again after mending the cause above; to begin again: rm -rf .venv && scripts/setup.sh"
     fi
 }
 
@@ -94,7 +94,7 @@ pip_install() {
     fi
 }
 
-# The CPU wheel asks for torchvision, torchaudio and torchcodec, which may come in builds that do not load beside a
+# The CPU wheel asks for torchvision, torchaudio and torchcodec, which may come in builds that do not load next to a
 # CPU torch; a package that is there and does not import stops transformers and vLLM, one that is absent does not.
 drop_broken_media_packages() {
     local broken
@@ -110,7 +110,7 @@ for name in ("torchvision", "torchaudio", "torchcodec"):
 PYTHON
     ) || broken="torchvision torchaudio torchcodec" # an import that ends the interpreter counts as broken
     if [[ -n "$broken" ]]; then
-        say "removing what does not load beside this torch: ${broken//$'\n'/ }"
+        say "removing what does not load next to this torch: ${broken//$'\n'/ }"
         # shellcheck disable=SC2086  # one word per package
         "$PY" -m pip uninstall --disable-pip-version-check --yes $broken >>"$LOG" 2>&1
     fi
@@ -138,7 +138,7 @@ check_imports() {
         tail -n 15 "$LOG" >&2
         die "vLLM does not import in .venv. What to try: $(hint)"
     }
-    wait "$!" || say "not everything beside vLLM imports; the log says what"
+    wait "$!" || say "not everything next to vLLM imports; the log says what"
 }
 
 main() {

@@ -4,7 +4,7 @@
 #   scripts/shakespeare.sh TEXT_FILE
 set -euo pipefail
 cd "$(dirname "$0")/.."
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # A subword target end to end: a BPE of 4096 ids, a small Llama, its own text, FF and BTree heads that borrow its
-# lm_head (--head shared) and look at the token before, and both served beside plain vLLM.
+# lm_head (--head shared) and look at the token before, and both served next to plain vLLM.
 #
 #   scripts/subword_demo.sh [--quick] [--text FILE]
 #
 # Half an hour to an hour on two CPU cores. --quick: a few steps of everything, to try the pipeline. --text:
 # that text in place of the Python standard library's source. What is there already is kept: remove build/subword to
-# begin anew.
+# begin again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
@@ -42,7 +42,7 @@ for circuit in ff btree; do
     sizes=(--components 4 --component-rank 16)
     [ "$circuit" = ff ] && sizes=(--components 1)
     [ -f "$out/$circuit/model.safetensors" ] && continue
-    rm -rf "$out/$circuit/state"  # of a run that was cut off: this one begins anew
+    rm -rf "$out/$circuit/state"  # of a run that was cut off: this one begins again
     "$python" -m vllm_mtpc train --target "$out/target" \
         --data "$out/responses.jsonl" --validation-data "$out/heldout.jsonl" --out "$out/$circuit" \
         --head shared --circuit "$circuit" "${sizes[@]}" --token-rank 32 --window 6 --expander-rank 64 \

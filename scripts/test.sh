@@ -5,7 +5,7 @@
 #   MTPC_TEST_WORKERS=N scripts/test.sh            files in N processes at once (default: one per core, at most 4)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 
 scripts/setup.sh
 select=(-m "not slow")

@@ -8,7 +8,7 @@
 # training text stays in build/demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 # Threads that wait without spinning leave the processor to whatever else the machine does.
@@ -65,7 +65,7 @@ write --data "$data/valid.jsonl" --out "$data/heldout.jsonl" --crops 16 --limit 
 # Circuits with latents twice: the second run starts from the first, with leaves that look at the token before as well.
 for circuit in ff cp hmm btree; do
     learn() {
-        rm -rf "$2/state"  # of a run that was cut off: this one begins anew
+        rm -rf "$2/state"  # of a run that was cut off: this one begins again
         "$python" -m vllm_mtpc train --config scripts/train_demo.yaml --target "$out/target" \
             --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
             --circuit "$circuit" "$@" ${head_steps[@]+"${head_steps[@]}"}
@@ -90,7 +90,7 @@ draft --out "$data/drafter" --circuit ff --backbone-layers 3 --backbone-width 51
 draft --out "$out/backbone" --circuit btree --components 8 --component-rank 32 --token-rank 32 \
     --init-from "$data/drafter" --verifier ../target --learning-rate 0.002 --max-steps 1000
 
-# The baseline first: the cards of the others have its tokens/step beside theirs. The late head starts from it.
+# The baseline first: the cards of the others have its tokens/step next to theirs. The late head starts from it.
 ptp() {
     rm -rf "$2/state"
     "$python" -m vllm_mtpc train --config scripts/train_demo_ptp.yaml --target "$out/target" --verifier ../target \

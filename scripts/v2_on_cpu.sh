@@ -8,7 +8,7 @@
 #   scripts/v2_on_cpu.sh COMMAND [ARGUMENT ...]
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 
 export TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 export PYTHONPATH="$here/interpreter${PYTHONPATH:+:$PYTHONPATH}"

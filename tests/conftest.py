@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import features, law_table, outcome
+from tests.support import distribution_table, features, outcome
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--outcome", type=Path, metavar="FILE", help="keep what this run finds as JSON (tests/support/outcome.py)"
     )
     parser.addoption(
-        "--laws", type=Path, metavar="FILE", help="keep measured laws as JSON (tests/support/law_table.py)"
+        "--distributions",
+        type=Path,
+        metavar="FILE",
+        help="keep measured distributions as JSON (tests/support/distribution_table.py)",
     )
 
 
@@ -42,8 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--outcome")
     if file and not hasattr(config, "workerinput"):
         config.pluginmanager.register(outcome.Outcome(file))
-    if (file := config.getoption("--laws")) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(law_table.Laws(file))
+    if (file := config.getoption("--distributions")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(distribution_table.Distributions(file))
 
 
 @pytest.hookimpl(trylast=True)  # when what is not selected is gone
@@ -69,8 +72,8 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder ``shared`` beside the checkout: data too large for it. Tests that need it are skipped without it."""
+    """The folder ``shared`` next to the checkout: data too large for it. Tests that need it are skipped without it."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
-        pytest.skip(f"no folder {os.path.relpath(folder, ROOT)} beside the checkout: its data is needed here")
+        pytest.skip(f"no folder {os.path.relpath(folder, ROOT)} next to the checkout: its data is needed here")
     return folder

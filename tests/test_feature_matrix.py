@@ -34,7 +34,13 @@ def test_named_tests_exist(root: Path, kept: dict[str, Any]) -> None:
 
 
 def a_run(**ended: int) -> dict[str, Any]:
-    cell = {"feature": "top_k", "column": "mtpc on V1", "kind": "law", "why": "", "test": "e2e/test_x.py::test_y"}
+    cell = {
+        "feature": "top_k",
+        "column": "mtpc on V1",
+        "kind": "distribution",
+        "why": "",
+        "test": "e2e/test_x.py::test_y",
+    }
     return {
         "time": "2026-01-02T03:04:05+00:00",
         "commit": "abc",
@@ -49,7 +55,7 @@ def a_run(**ended: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ended", "shown"),
     [
-        ({"passed": 2, "skipped": 1}, "law [1]"),
+        ({"passed": 2, "skipped": 1}, "distribution [1]"),
         ({"skipped": 2}, "not tested: no test of it has run"),
         ({"passed": 2, "failed": 1}, "**failed** [1]"),
     ],
@@ -67,7 +73,7 @@ def test_a_run_is_kept(pytester: pytest.Pytester) -> None:
         """
         import pytest
 
-        @pytest.mark.feature("top_k", "law", "mtpc on V1")
+        @pytest.mark.feature("top_k", "distribution", "mtpc on V1")
         @pytest.mark.parametrize("number", [1, 2, 3])
         def test_cases(number):
             if number == 3:
@@ -86,13 +92,15 @@ def test_a_run_is_kept(pytester: pytest.Pytester) -> None:
     kept = json.loads(file.read_text())
     assert (kept["passed"], len(kept["failed"])) == (2, 1) and list(kept["skipped"]) == ["three is too many"]
     assert set(kept["seconds"]) == {"test_a_run_is_kept.py"}
-    law, exact = sorted(kept["cells"], key=lambda cell: cell["feature"], reverse=True)
-    assert (law["passed"], law["failed"], law["skipped"]) == (1, 1, 1) and law["test"].endswith("::test_cases")
+    distribution, exact = sorted(kept["cells"], key=lambda cell: cell["feature"], reverse=True)
+    assert (distribution["passed"], distribution["failed"], distribution["skipped"]) == (1, 1, 1) and distribution[
+        "test"
+    ].endswith("::test_cases")
     assert (exact["column"], exact["why"], exact["passed"]) == ("mtpc on V2", "some", 1)
 
 
 def test_a_row_that_the_page_lacks_is_refused() -> None:
-    marks = {"feature": [pytest.mark.feature("top_q", "law", "mtpc on V1").mark], "column": []}
+    marks = {"feature": [pytest.mark.feature("top_q", "distribution", "mtpc on V1").mark], "column": []}
     item = SimpleNamespace(nodeid="test", iter_markers=marks.__getitem__)
     with pytest.raises(pytest.UsageError, match="top_q"):
         features.cells_of(item)

@@ -397,7 +397,7 @@ print(sys.dont_write_bytecode, len(files), [file for file in files if not pathli
 def test_scripts_keep_bytecode_whatever_the_shell_says(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that they start compiles nothing anew. v2_on_cpu.sh stands for all: it runs what it is given."""
+    """A process that they start compiles nothing again. v2_on_cpu.sh stands for all: it runs what it is given."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     said = run(root / "scripts/v2_on_cpu.sh", sys.executable, "-c", KEPT).splitlines()[-1]

@@ -42,7 +42,7 @@ def test_wrong_types_are_found_in_a_users_module(installed: Path, tmp_path: Path
         "from vllm_mtpc import demo; one: int = demo.path('btree')",
         "from vllm_mtpc.kernels import suffixes; two: str = suffixes.ABSENT",
         "from vllm_mtpc.models import registration; three: int = registration.ARCHITECTURES",
-        "from vllm_mtpc.proposers.seam import patch; four: int = patch.applied",
+        "from vllm_mtpc.proposers.patches import patch; four: int = patch.applied",
     ]
     user.write_text("\n".join(lines))
     found = check(installed, user)

@@ -6,14 +6,14 @@ import logging
 
 
 def register() -> None:
-    """Install the seam and the models; called by vLLM in every process, possibly more than once.
+    """Install the vLLM patches and the models; called by vLLM in every process, possibly more than once.
 
     Never raises: an exception here would take down every vLLM process of the environment, also those
     that never heard of a head. What goes wrong is logged, and reported when a head is asked for.
     """
     try:
         from vllm_mtpc.models import registration
-        from vllm_mtpc.proposers.seam import install
+        from vllm_mtpc.proposers.patches import install
 
         install()
         registration.register()

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     for name, place in drafters_in(args.models).items():
         print(f"{name}: window {window_of(place)}")
     if not drafters_in(args.models):
-        print(f"{args.models}: no NAME/drafter beside its NAME/target: nothing to convert")
+        print(f"{args.models}: no NAME/drafter next to its NAME/target: nothing to convert")
     return 0
 
 

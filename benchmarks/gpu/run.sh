@@ -14,7 +14,7 @@
 # The first stages need pytest: pip install '.[test]', or pytest alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see scripts/setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see scripts/setup.sh
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 exec "$python" -m benchmarks.gpu.programme "$@"

@@ -77,24 +77,29 @@ def tests(programme: Programme) -> list[Part]:
         how = {**folders, "dtype": dtype, "temperature": 0, **sizes}
         return bench_serve(programme, name, seconds, environment=environment, **how)
 
-    law = "tests/e2e/test_law.py"
+    distribution = "tests/e2e/test_distribution.py"
     parts = [
         tested("kernels", 240, "tests/kernels", "tests/heads/test_draft_params.py", "-m", "not slow"),
-        tested("law", 150, f"{law}::test_law_of_the_first_tokens", "-k", "not V1"),
+        tested("distribution", 150, f"{distribution}::test_distribution_of_the_first_tokens", "-k", "not V1"),
         only_a_gpus(),
         identity("identity-float32", programme.size(["ff", "cp", "hmm", "btree"], ["btree"]), 300, "float32", **ieee),
         identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
         identity("identity-ptp", ["late"], 200, "float32", **ieee),
         tested("greedy", 300, "tests/e2e/test_greedy.py", "-k", "v2"),
         tested("grammar", 400, "tests/e2e/test_grammar.py", "-k", "v2"),  # 10,000 answers among them
-        tested("grammar-law", 200, "tests/e2e/test_grammar_law.py", "-k", "v2"),
+        tested("grammar-distribution", 200, "tests/e2e/test_grammar_distribution.py", "-k", "v2"),
         tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
         tested("backbone", 240, "tests/e2e/test_backbone.py", "-m", "not slow"),
         tested("swap", 120, "tests/e2e/test_swap.py", "-k", "equal_shape"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
-        tested("ptp-law", 180, f"{law}::test_law[o-ptp]", f"{law}::test_law[fault: o-ptp, u squared]"),
-        tested("law-13-kinds", 480, f"{law}::test_law[13 kinds, btree, bad]"),
-        tested("law-faults", 300, f"{law}::test_law", "-k", "fault and not V1 and not ptp"),
+        tested(
+            "ptp-distribution",
+            180,
+            f"{distribution}::test_distribution[o-ptp]",
+            f"{distribution}::test_distribution[fault: o-ptp, u squared]",
+        ),
+        tested("distribution-13-kinds", 480, f"{distribution}::test_distribution[13 kinds, btree, bad]"),
+        tested("distribution-faults", 300, f"{distribution}::test_distribution", "-k", "fault and not V1 and not ptp"),
     ]
     # A CPU has no batch-invariant mode, and PTP heads are interpreted there, for minutes
     left_out = programme.size((), ("identity-bfloat16", "identity-ptp"))
@@ -451,7 +456,7 @@ def components(programme: Programme) -> list[Part]:
 
 def drafters(programme: Programme) -> list[Part]:
     """Public DFlash and DSpark drafters, where a folder has some (MTPC_GPU_MODELS): each converted, a circuit trained
-    on its frozen layers over its target's own text, both served beside plain vLLM.
+    on its frozen layers over its target's own text, both served next to plain vLLM.
     """
     models = Path(os.environ.get("MTPC_GPU_MODELS") or programme.cache / "models")
     toy = programme.size(None, programme.cache / "target")

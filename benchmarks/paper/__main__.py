@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(TABLES)}, or all")
     parser.add_argument("--quick", action="store_true", help="a few steps, to try the path; needs --out")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write there, not where docs/papers.md reads")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="make the tables of docs/papers.md anew")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="make the tables of docs/papers.md again")
     return parser
 
 

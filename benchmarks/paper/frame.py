@@ -100,7 +100,7 @@ def published() -> dict[str, Any]:
 
 
 def document(tables: Mapping[str, Table], text: str) -> str:
-    """docs/papers.md with the sections between its markers made anew, one pair of markers for each paper."""
+    """docs/papers.md with the sections between its markers made again, one pair of markers for each paper."""
     for paper, title in PAPERS.items():
         start, end = (
             f"<!-- {paper}: {word} by python -m benchmarks.paper --write -->"

@@ -62,7 +62,7 @@ def expected(record: Mapping[str, Any]) -> Row:
 
 
 def served(quick: bool, folders: Sequence[tuple[Path, Row]]) -> Iterator[Row]:
-    """The heads beside plain vLLM, whose row comes first, each with its window's speed if all drafts were taken."""
+    """The heads next to plain vLLM, whose row comes first, each with its window's speed if all drafts were taken."""
     names = [str(folder) for folder, _ in folders]
     found, _ = decodings.heads(names, {"all": ALL_DRAFTS}, None, on_gpu=False)
     running = [decodings.plain(), *(one for one in found if one.name.endswith(", all"))]

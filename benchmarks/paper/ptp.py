@@ -266,7 +266,7 @@ TABLES = {
         "smaller PTP models that draft",
         {},
         None,
-        "A student that is a model of its own has weights, a KV cache and a prefill of its own beside the target's, "
+        "A student that is a model of its own has weights, a KV cache and a prefill of its own next to the target's, "
         "and no row of the target carries u. vLLM serves models that draft (`method: draft_model`), but selects "
         "their tokens by numbers of its own: u would have to enter its sampler as well. What a small drafter buys "
         "is latency; here the draft layers of `--head backbone` buy it, in the target's own KV cache.",

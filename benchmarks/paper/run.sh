@@ -4,7 +4,7 @@
 #   benchmarks/paper/run.sh [NAME...|all] [--quick --out FOLDER] [--write docs/papers.md]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept beside the sources, see setup.sh
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 exec "$python" -m benchmarks.paper "$@"

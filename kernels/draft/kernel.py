@@ -114,7 +114,7 @@ class Drafter:
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()
         # in units of 16 where rows are aligned, so that loads are wide; strides may depend on the batch and on K, but
-        # whether all are multiples of 16 on the vocabulary alone: nothing is compiled anew while serving
+        # whether all are multiples of 16 on the vocabulary alone: nothing is compiled again while serving
         strides = leaf.stride()[:3]
         unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
         from_leaf = (leaf, *(stride // unit for stride in strides))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vllm_mtpc.kernels.filter import kernel as machine
 
-RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, beside one for each component
+RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, next to one for each component
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def start_rows(
     CHUNK: tl.constexpr,
     START: tl.constexpr,
 ):
-    """Normalisers [R] of one leaf from those of its blocks; START: beside the first leaf the state it is read with."""
+    """Normalisers [R] of one leaf from those of its blocks; START: next to the first leaf the state it is read with."""
     k, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     z = tl.arange(0, R)
     top, total = tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32)

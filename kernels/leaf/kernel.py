@@ -4,7 +4,7 @@ One tile is BLOCK_V rows of one unembedding times BLOCK_B states, accumulated in
 their states only are neighbours: weights beyond the first BLOCK_B requests come from the cache, not from memory.
 
     terms   1. every tile: per state its largest logit, the sum of exp(logit - largest) and, if it is there, the token's
-            2. every (request, component): the log of the whole sum, beside the token's logit
+            2. every (request, component): the log of the whole sum, next to the token's logit
     logits  one launch: every tile, times the scales of its rows
 
 Block sizes are reasoned, not measured.

@@ -64,7 +64,9 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     verify: Literal["coupled", "rejection"] | None = None
     model_folder: str = ""  # `model`, which the V1 runner needs for something else while it starts
     has_default_schedule: bool = False
-    is_shipped: bool = False  # the target ships the head and nobody has named it: where it fails, the target is served
+    is_bundled: bool = (
+        False  # the target bundles the head and nobody has named it: where it fails, the target is served
+    )
     own_schedule: SkipValidation[schedule.Schedule | None] = None  # of dense data-parallel engines, until each has it
 
     def __post_init__(self) -> None:
@@ -193,7 +195,7 @@ def weights_of(folder: Path) -> int:
 
 
 def _head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
-    """The head that is named, else the one that the target ships."""
+    """The head that is named, else the one that the target bundles."""
     if "model" in given:
         return resolve_head(str(given["model"]), given.get("revision"))
     place: str | None = target.model
@@ -204,10 +206,10 @@ def _head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
             place = snapshot_download(target.model, revision=target.revision, allow_patterns=["mtpc/*"])
         except Exception:  # offline, private or absent: all mean that no head can be had from there
             place = None
-    shipped = find_head(place) if place else None
-    if shipped is None:
+    bundled = find_head(place) if place else None
+    if bundled is None:
         raise ServeConfigError(
-            f"speculative_config: no 'model' given and {target.model} ships no head in mtpc/; "
+            f"speculative_config: no 'model' given and {target.model} bundles no head in mtpc/; "
             'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
         )
-    return shipped
+    return bundled

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_ROUNDS = 100
 MAX_STARTS = 8  # of either kind
 MAX_EXCHANGES = 256  # judged exactly in one round, the most promising ones
-# Chance that a request ends: the chain has one stationary distribution, that of requests that start anew.
+# Chance that a request ends: the chain has one stationary distribution, that of requests that start again.
 RESTART = 1e-9
 VARIANTS = {"o-ptp": 1, "c-ptp": 0, "late": 1, "independent": 1}  # rows of a group that draft nothing
 ASSUMED = 0.7  # chance of a further draft to be right, for a head that was never measured

@@ -258,7 +258,7 @@ def how_to_v2() -> str:
 
 
 def _not_together(says: str, vllm_config: Any, others: Table) -> Table:
-    """Options, by name and whether they are set, that no pass of ours beside the target's is served with."""
+    """Options, by name and whether they are set, that no pass of ours next to the target's is served with."""
     parallel = vllm_config.parallel_config
     options = {
         "enable_lora": vllm_config.lora_config is not None,

@@ -30,7 +30,7 @@ def drafts_of(params: Any, most: int) -> int:
 
 
 def excludes_drafts(params: Any) -> bool:
-    """Whether no drafts are verified beside a request: vLLM's verification returns no `logprob_token_ids`."""
+    """Whether no drafts are verified next to a request: vLLM's verification returns no `logprob_token_ids`."""
     return bool(getattr(params, "logprob_token_ids", None))
 
 

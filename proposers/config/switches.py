@@ -1,4 +1,5 @@
-"""What the environment switches on and off, and the warning of a head that its target ships and that is not served."""
+"""What the environment switches on and off, and the warning of a head that its target bundles and that is not
+served."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-AUTO = "MTPC_AUTO"  # a target that ships a head is served with it
+AUTO = "MTPC_AUTO"  # a target that bundles a head is served with it
 DEBUG = "MTPC_DEBUG"  # every rank's drafts are compared; costs a meeting of the ranks per step
 SWAP = "MTPC_ALLOW_HEAD_SWAP"  # `vllm serve` has POST /mtpc/head
 REQUEST_DRAFTS = "MTPC_REQUEST_DRAFTS"  # a request may have fewer drafts than the engine makes
@@ -20,7 +21,7 @@ def is_on(variable: str, default: str) -> bool:
 
 
 def warn(head: Path | str, error: Exception | str) -> None:
-    text = "Serving without drafts: the head that the target ships, %s, is not served here: %s"
+    text = "Serving without drafts: the head that the target bundles, %s, is not served here: %s"
     logger.warning(text, head, reason(error))
 
 

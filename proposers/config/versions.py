@@ -40,5 +40,5 @@ def untested_warning() -> str | None:
         return None
     return (
         f"vLLM {vllm_version()} is outside the range vllm_mtpc was tested with ({', '.join(TESTED)}): untested are "
-        "the seam's signatures, the speculator's interface and exactness; compare greedy output with and without a head"
+        "patched signatures, the speculator's interface and exactness; compare greedy output with and without a head"
     )

@@ -1,7 +1,8 @@
 """Drafts that were cut, counted where they are made, and ranks that are held to the same drafts.
 
-A step's output takes the counts along to the scheduler (seam/scheduler.py), which adds the steps and puts them behind
-vLLM's own counts of speculative decoding, which are of steps that verified drafts; seam/configured.py logs both.
+A step's output takes the counts along to the scheduler (patches/scheduler.py), which adds the steps and puts them
+behind
+vLLM's own counts of speculative decoding, which are of steps that verified drafts; patches/configured.py logs both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OF_CLASS = ("steps", "draft_tokens", "accepted_tokens")
 # steps of the target, summed over requests: each gives a token and the accepted drafts
 NAMES = ("steps", *CUTS, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS))
 CUT = "vllm_mtpc_cut"  # attribute of a ModelRunnerOutput: what was cut
-IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the head that the target ships has failed
+IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the head that the target bundles has failed
 
 
 def put_into(stats: Any, counts: dict[str, int]) -> None:
@@ -79,7 +80,7 @@ def with_counts(output: Any, drafter: Any) -> Any:
     """The output of a step, of either runner, which takes along what was cut of its drafts, or that nothing drafts."""
     made = getattr(output, "model_runner_output", output)  # in the place of which vLLM may have one that is to come
     if getattr(made, "req_ids", None):
-        if getattr(drafter, "is_idle", False):  # a head that the target ships has failed
+        if getattr(drafter, "is_idle", False):  # a head that the target bundles has failed
             setattr(made, IDLE, True)
         elif hasattr(drafter, "cut"):
             setattr(made, CUT, dict(drafter.cut))

@@ -1,4 +1,4 @@
-"""The head in a worker: loaded beside the target, and lent the target's lm_head where it needs one."""
+"""The head in a worker: loaded next to the target, and lent the target's lm_head where it needs one."""
 
 from __future__ import annotations
 

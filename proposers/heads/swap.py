@@ -1,11 +1,11 @@
 """Another head in the place of the served one, between two steps of a running engine: fine-tuned targets, RL.
 
-    llm.collective_rpc("swap_head", args=("FOLDER",))       POST /mtpc/head over HTTP (seam/endpoint.py)
+    llm.collective_rpc("swap_head", args=("FOLDER",))       POST /mtpc/head over HTTP (patches/endpoint.py)
 
 Every rank reads and checks the new head while the old one is in force, and takes it once all have; a head that does not
 fit on one rank is refused on all, and nothing has changed. Drafts of the step before are verified with the
-distribution that they were drawn from, which is kept beside them, whichever head made it: output keeps its law, seeded
-text its tokens. Requests in flight go on.
+distribution that they were drawn from, which is kept next to them, whichever head made it: output keeps its
+distribution, seeded text its tokens. Requests in flight go on.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _refusals(spec: Any, made: Any, drafter: Any) -> dict[str, bool]:
     name = next((name for name in own if own[name] != its.get(name)), "")
     keeps_shapes = getattr(drafter, "keeps_shapes", False)
     return {
-        "the head that the target ships has failed, nothing drafts here; restart the server": getattr(
+        "the head that the target bundles has failed, nothing drafts here; restart the server": getattr(
             drafter, "is_idle", False
         ),
         "heads with a backbone keep keys and values of the text, which another one cannot read; allowed are heads "

@@ -31,7 +31,7 @@ from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.proposers.config.request import drafts_of
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
-from vllm_mtpc.proposers.heads import shipped
+from vllm_mtpc.proposers.heads import bundled
 from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar import Grammars
 from vllm_mtpc.proposers.heads.load import load_served_head, log_drafts
@@ -94,7 +94,7 @@ def most_drafts(processors: Any) -> dict[int, int]:
 class MtpcProposer:
     """Drafts for a batch; `model` is the head, buffers are allocated once."""
 
-    is_idle = False  # a head that the target ships has failed, and nothing drafts
+    is_idle = False  # a head that the target bundles has failed, and nothing drafts
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         spec, self.vllm_config = vllm_config.speculative_config, vllm_config
@@ -118,7 +118,7 @@ class MtpcProposer:
     keeps_shapes = False  # of a head that takes another one's place
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the head beside the target, on the target's device."""
+        """Load the head next to the target, on the target's device."""
         self.model, device = self._loaded(self.folder, target_model), next(target_model.parameters()).device
         self.confidence.values = self.confidence.values.to(device)
         if self.is_probabilistic:
@@ -261,8 +261,8 @@ class MtpcProposer:
         return pick
 
 
-class ShippedProposer(MtpcProposer):
-    """Of a head that its target ships: one that fails to load, or to draft once, drafts nothing."""
+class BundledProposer(MtpcProposer):
+    """Of a head that its target bundles: one that fails to load, or to draft once, drafts nothing."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.folder = vllm_config.speculative_config.model_folder
@@ -285,11 +285,11 @@ class ShippedProposer(MtpcProposer):
 
     def _attempt(self, call: Callable[..., None], *args: Any) -> None:
         try:
-            shipped.attempt(partial(call, *args), self.folder)
-        except shipped.GivenUp:
+            bundled.attempt(partial(call, *args), self.folder)
+        except bundled.GivenUp:
             vars(self).clear()
             self.is_idle = True
-            shipped.release()
+            bundled.release()
 
     def propose(self, runner: Any, sampled_token_ids: list[list[int]], *args: Any) -> list[list[int]]:
         if not self.is_idle:

@@ -86,7 +86,7 @@ class ServedBackbone(nn.Module):
         self.mask_embedding = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """This rank's part of the checkpoint's tensors, and beside them the rows of qkv_proj that context needs."""
+        """This rank's part of the checkpoint's tensors, and next to them the rows of qkv_proj that context needs."""
         parameters = dict(self.named_parameters())
         for name, weight in weights.items():
             part = name.removesuffix(".weight").rpartition(".")[2]

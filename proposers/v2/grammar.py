@@ -2,12 +2,12 @@
 
 The batch is drafted for as ever, in one launch; then the host reads what structured requests have emitted, and drafts
 for them once more, one draft after the other, each masked and drawn from the same noise. `draft_logits` get the masked
-conditionals. The wait costs little beside vLLM's own: with asynchronous scheduling it samples a structured step once
+conditionals. The wait costs little next to vLLM's own: with asynchronous scheduling it samples a structured step once
 the host has the tokens of the step before.
 
 Drafts that are not masked (`mask_drafts: false`, a reasoning parser) are verified so that the output keeps its
 distribution: `verification.py`. With synchronous scheduling vLLM does not schedule forbidden drafts at all, which is
-the same bias; `seam/scheduler.py` keeps the first one.
+the same bias; `patches/scheduler.py` keeps the first one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """vLLM's Model Runner V2, with our speculators.
 
-The head that a target ships is guarded before the first request: in its construction, loading, passes of vLLM's memory
-profile and warm-up, and graphs. Where it fails, nothing drafts. The first step's output tells the scheduler
-(seam/scheduler.py), which plans no drafts from then on; with asynchronous scheduling it has planned one more step by
+The head that a target bundles is guarded before the first request: in its construction, loading, passes of vLLM's
+memory profile and warm-up, and graphs. Where it fails, nothing drafts. The first step's output tells the scheduler
+(patches/scheduler.py), which plans no drafts from then on; with asynchronous scheduling it has planned one more step by
 then, whose drafts are zeros that are verified like any others.
 """
 
@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_mtpc.proposers.heads import shipped
+from vllm_mtpc.proposers.heads import bundled
 from vllm_mtpc.proposers.heads.counts import watch_speculator, with_counts
 from vllm_mtpc.proposers.v2.grammar import StructuredRequests
 
@@ -57,8 +57,8 @@ class IdleSpeculator(BaseSpeculator):
 def made(build: Callable[[], BaseSpeculator], vllm_config: VllmConfig, device: torch.device) -> BaseSpeculator:
     """What `build` makes, or an idle speculator where it fails."""
     try:
-        return shipped.attempt(build, vllm_config.speculative_config.model_folder)
-    except shipped.GivenUp:
+        return bundled.attempt(build, vllm_config.speculative_config.model_folder)
+    except bundled.GivenUp:
         return IdleSpeculator(vllm_config, device)
 
 
@@ -74,14 +74,14 @@ def guard(runner: Any) -> None:
             holders = [vars(args[0]), config.compilation_config.static_forward_context] if name == "load_model" else []
             before = [dict(holder) for holder in holders]
             try:
-                return shipped.attempt(partial(call, *args, **kwargs), config.speculative_config.model_folder)
-            except shipped.GivenUp:
+                return bundled.attempt(partial(call, *args, **kwargs), config.speculative_config.model_folder)
+            except bundled.GivenUp:
                 for holder, given in zip(holders, before, strict=True):
                     holder.clear()
                     holder.update(given)
                 vars(speculator).clear()
                 runner.speculator = IdleSpeculator(config, runner.device)
-                shipped.release()
+                bundled.release()
                 return getattr(runner.speculator, name)(*args, **kwargs)
 
         return attempted
@@ -113,7 +113,7 @@ def our_speculator() -> Iterator[None]:
         def build() -> BaseSpeculator:
             return speculator_class(spec)(vllm_config, device)
 
-        return made(build, vllm_config, device) if spec.is_shipped else build()
+        return made(build, vllm_config, device) if spec.is_bundled else build()
 
     model_runner.init_speculator = init_speculator
     try:
@@ -150,12 +150,12 @@ class HeadModelRunner(GPUModelRunner):
         if spec.mask_drafts:
             self.speculator.structured = StructuredRequests(self.vllm_config, self.req_states)
         watch_speculator(self.speculator)
-        if spec.is_shipped:
+        if spec.is_bundled:
             guard(self)
 
     def ready(self) -> None:
         """Called before the first request."""
-        if self.speculator is not None and self.speculative_config.is_shipped:
+        if self.speculator is not None and self.speculative_config.is_bundled:
             unguard(self)
 
     def add_requests(self, scheduler_output: Any) -> None:

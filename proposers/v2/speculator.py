@@ -201,7 +201,7 @@ class MtpcSpeculator(DraftModelSpeculator):
     def _draft_masked(self, input_batch: InputBatch, rows: list[int], num_sampled: Tensor, num_drafts: int) -> None:
         """Drafts of structured requests once more, as their grammars allow; waits for the device at every draft.
 
-        The definition has some float32 copies of a leaf beside the head's logits: a quarter of the usual rows at once
+        The definition has some float32 copies of a leaf next to the head's logits: a quarter of the usual rows at once
         take no more memory than was measured, and few small ones are not worth a second go.
         """
         assert self.structured is not None  # `propose` asks it for the rows

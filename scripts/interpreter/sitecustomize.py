@@ -47,7 +47,7 @@ def _log1p() -> None:
 
 
 def _patch_the_language_once() -> None:
-    """Triton patches its language anew for every device function called, which takes longer than most of them do."""
+    """Triton patches its language again for every device function called, which takes longer than most of them do."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -70,7 +70,7 @@ def _numpy_interpreter() -> None:
 
 def _no_topk_topp_kernel() -> None:
     """vLLM's top-k/top-p kernel does not run in the interpreter; its own PyTorch version does the same."""
-    from vllm_mtpc.proposers.seam.patch import when_imported
+    from vllm_mtpc.proposers.patches.patch import when_imported
 
     def switch_off() -> None:
         import vllm.v1.sample.ops.topk_topp_sampler as module
@@ -82,7 +82,7 @@ def _no_topk_topp_kernel() -> None:
 
 def _async_scheduling_on_cpu() -> None:
     """vLLM's CPU platform switches asynchronous scheduling off; the GPU default is on, and to be tested."""
-    from vllm_mtpc.proposers.seam.patch import when_imported
+    from vllm_mtpc.proposers.patches.patch import when_imported
 
     def keep() -> None:
         from vllm.platforms.cpu import CpuPlatform

@@ -91,7 +91,7 @@ def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].speculative["prompt_lookup_max"] == 5 and found[1].speculative["model"] == "an/eagle"
     assert [(one.name, one.reason) for one in missing] == [
         ("suffix", "arctic-inference is not installed"),
-        ("MTP", "the target ships no MTP layers that vLLM serves"),
+        ("MTP", "the target bundles no MTP layers that vLLM serves"),
     ]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
     found, missing = peers(["suffix"], [], None, Fake())

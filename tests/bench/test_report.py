@@ -16,7 +16,7 @@ from vllm_mtpc.report import markdown, print_table
 
 
 def passes(who, cell, seconds, wrong=0, **more) -> list[Pass]:
-    """One pass per round beside plain passes of one second."""
+    """One pass per round next to plain passes of one second."""
     found = []
     for turn, value in enumerate(seconds):
         plain = None if who.is_plain else measured(cell, 1.0)

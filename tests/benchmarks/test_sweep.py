@@ -21,7 +21,7 @@ runs:
   two: {{circuit: hmm, components: 3}}
 """
 PTP = """
-title: PTP beside a circuit
+title: PTP next to a circuit
 common: {{target: {target}, data: [{data}], window: 3, max_steps: 2, windows_per_step: 16, seq_len: 32, device: cpu,
          evaluation_sequences: 4, evaluation_prompt_tokens: 4, evaluation_tokens: 10}}
 runs:
@@ -31,7 +31,7 @@ runs:
 
 
 def plan(folder: Path, text: str) -> Path:
-    """A plan's file beside its target and data."""
+    """A plan's file next to its target and data."""
     make_target(folder / "target", 16, seed=1, hidden_size=32)
     lines = [{"prompt_ids": [1, 2], "response_ids": [(3 * i + k) % 16 for k in range(20)]} for i in range(8)]
     (folder / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -52,8 +52,8 @@ def test_a_chunk_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     right = losses.step_loss
 
-    def first_chunk_only(head, drafted, tokens, counts, law, options):
-        return right(head, drafted, tokens[: options.chunk_windows], counts, law, options)
+    def first_chunk_only(head, drafted, tokens, counts, distribution, options):
+        return right(head, drafted, tokens[: options.chunk_windows], counts, distribution, options)
 
     monkeypatch.setattr(losses, "step_loss", first_chunk_only)
     rows = [measure(way, "cpu") for way in ways(TINY)]

@@ -215,7 +215,7 @@ def test_a_drafter_without_a_markov_head_is_ff(tmp_path: Path, place: Path, targ
 
 
 def test_files_of_many_parts_and_short_types(tmp_path: Path, place: Path, target: Target) -> None:
-    """Sharded, in bfloat16, beside a target in float32: rows are compared in the shorter type."""
+    """Sharded, in bfloat16, next to a target in float32: rows are compared in the shorter type."""
     source = drafter(tmp_path / "drafter", target, "speculators dspark")
     tensors = {name: value.bfloat16() for name, value in load_file(source / "model.safetensors").items()}
     (source / "model.safetensors").unlink()

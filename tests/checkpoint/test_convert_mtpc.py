@@ -1,4 +1,5 @@
-"""`vllm-mtpc convert` of MtPC heads in their authors' layout: the law stays theirs, what is not known is refused."""
+"""`vllm-mtpc convert` of MtPC heads in their authors' layout: the distribution stays theirs, what is not known is
+refused."""
 
 from __future__ import annotations
 
@@ -83,13 +84,13 @@ def hidden(seed: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind, n, r, vocab_size", HEADS)
-def test_the_law_is_the_authors(tmp_path, capsys, kind, n, r, vocab_size):
+def test_the_distribution_is_the_authors(tmp_path, capsys, kind, n, r, vocab_size):
     state = authors.state_dict(kind, n, r, vocab_size, D)
     file = authors.save(tmp_path / "run", state, kind, n, r, vocab_size, D)
     out = convert(file, target(tmp_path, vocab_size))
     circuit = "ff" if (kind, r) == ("cp", 1) else kind
     assert f"({circuit}, window {n}, {r} components)" in capsys.readouterr().out
-    expected = authors.law(state, kind, hidden())
+    expected = authors.distribution(state, kind, hidden())
     assert np.exp(expected).sum() == pytest.approx(1, abs=1e-12)
     assert np.abs(table(out, hidden()) - expected).max() < TOLERANCE
     config, _ = load_head(out)
@@ -105,9 +106,9 @@ def test_biases_of_an_hmm_are_found_by_shape(tmp_path, n, bias):
     file = checkpoint(tmp_path, "hmm", n, bias=bias, identity="true")
     state = torch.load(file)["model_state_dict"]
     out = convert(file, target(tmp_path))
-    expected = authors.law(state, "hmm", hidden(), bias)
+    expected = authors.distribution(state, "hmm", hidden(), bias)
     assert np.abs(table(out, hidden()) - expected).max() < TOLERANCE
-    assert np.abs(authors.law(state, "hmm", hidden()) - expected).max() > 0.1
+    assert np.abs(authors.distribution(state, "hmm", hidden()) - expected).max() > 0.1
     record = inspect_head(out)["provenance"]["converted"]
     assert record["inner_bias"][f"inner_bias[{n - 2}]"] == bias.format(0)  # the deepest sum leads to the last token
 
@@ -116,7 +117,10 @@ def test_a_bias_without_a_number_is_taken_where_one_sum_fits(tmp_path):
     file = checkpoint(tmp_path, "hmm", 2, bias="mt_head.whatever", identity="true")
     state = torch.load(file)["model_state_dict"]
     out = convert(file, target(tmp_path))
-    assert np.abs(table(out, hidden()) - authors.law(state, "hmm", hidden(), "mt_head.whatever")).max() < TOLERANCE
+    assert (
+        np.abs(table(out, hidden()) - authors.distribution(state, "hmm", hidden(), "mt_head.whatever")).max()
+        < TOLERANCE
+    )
 
 
 def test_a_bias_of_the_root_that_says_nothing_is_dropped(tmp_path):
@@ -125,7 +129,7 @@ def test_a_bias_of_the_root_that_says_nothing_is_dropped(tmp_path):
     file = checkpoint(tmp_path, change=lambda state: state | extra, bias=name, identity="true")
     state = torch.load(file)["model_state_dict"]
     out = convert(file, target(tmp_path))
-    assert np.abs(table(out, hidden()) - authors.law(state, "hmm", hidden(), name)).max() < TOLERANCE
+    assert np.abs(table(out, hidden()) - authors.distribution(state, "hmm", hidden(), name)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
@@ -139,9 +143,9 @@ def test_folds_are_put_in_the_order_of_positions(tmp_path, kind):
 
     file = checkpoint(tmp_path, kind, 4, change=shuffle)
     state = torch.load(file)["model_state_dict"]
-    expected = authors.law(state, kind, hidden())
+    expected = authors.distribution(state, kind, hidden())
     assert np.abs(table(convert(file, target(tmp_path)), hidden()) - expected).max() < TOLERANCE
-    assert np.abs(authors.law(state | {authors.SCOPE: torch.arange(4)}, kind, hidden()) - expected).max() > 0.1
+    assert np.abs(authors.distribution(state | {authors.SCOPE: torch.arange(4)}, kind, hidden()) - expected).max() > 0.1
 
 
 @pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
@@ -150,7 +154,7 @@ def test_without_buffers_the_order_is_the_known_one(tmp_path, kind):
     file = checkpoint(
         tmp_path, kind, 4, change=lambda state: {name: v for name, v in state.items() if not name.startswith("circuit")}
     )
-    expected = authors.law(whole, kind, hidden())
+    expected = authors.distribution(whole, kind, hidden())
     assert np.abs(table(convert(file, target(tmp_path)), hidden()) - expected).max() < TOLERANCE
 
 
@@ -158,7 +162,7 @@ def test_names_behind_wrappers_are_the_same(tmp_path):
     file = checkpoint(
         tmp_path, change=lambda state: {f"module._orig_mod.{name}": value for name, value in state.items()}
     )
-    expected = authors.law(authors.state_dict("hmm", 3, 3, 3, D), "hmm", hidden())
+    expected = authors.distribution(authors.state_dict("hmm", 3, 3, 3, D), "hmm", hidden())
     assert np.abs(table(convert(file, target(tmp_path)), hidden()) - expected).max() < TOLERANCE
 
 

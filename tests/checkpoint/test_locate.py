@@ -16,7 +16,7 @@ from vllm_mtpc.errors import CheckpointError
 
 @pytest.fixture
 def target(tmp_path, folder) -> Path:
-    """A target's folder that ships the head in `mtpc/`."""
+    """A target's folder that bundles the head in `mtpc/`."""
     place = tmp_path / "target"
     place.mkdir()
     (place / "config.json").write_text('{"model_type": "llama"}')

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_mtpc.cli import main
 
-CASES = ("config", "weights", "folder", "parent", "shipped")
+CASES = ("config", "weights", "folder", "parent", "bundled")
 # Everything is imported by the first look: the user of the second may not read this package. Root may read everything.
 CODE = """
 import os, sys
@@ -41,13 +41,13 @@ def open_folder() -> Iterator[Path]:
 
 def test_what_may_not_be_read_is_refused_in_one_line(folder: Path, open_folder: Path) -> None:
     places = {name: Path(shutil.copytree(folder, open_folder / name / "head")) for name in ("good", *CASES)}
-    places["shipped"] = places["shipped"].rename(open_folder / "shipped" / "mtpc").parent
+    places["bundled"] = places["bundled"].rename(open_folder / "bundled" / "mtpc").parent
     shut = {
         "config": places["config"] / "config.json",
         "weights": places["weights"] / "model.safetensors",
         "folder": places["folder"],
         "parent": places["parent"].parent,
-        "shipped": places["shipped"] / "mtpc",
+        "bundled": places["bundled"] / "mtpc",
     }
     for path in shut.values():
         path.chmod(0)

@@ -130,7 +130,7 @@ def test_a_head_is_read_back_as_saved(tmp_path: Path, u_embedding: str, dtype: t
 
 
 def test_a_late_network_is_read_back_as_saved(tmp_path: Path) -> None:
-    config, lora, embedding = new(variant="late", late_width=3, law_trust=0.8)
+    config, lora, embedding = new(variant="late", late_width=3, distribution_trust=0.8)
     late = build_late(8, 3)
     late.outer.weight.data.normal_()
     save_ptp(tmp_path, config, lora, embedding, {"command": "train me"}, "# a head\n", torch.float16, late)
@@ -139,7 +139,7 @@ def test_a_late_network_is_read_back_as_saved(tmp_path: Path) -> None:
     assert torch.equal(head.late(hidden, tokens), late.half().float()(hidden, tokens))
     assert not any(value.requires_grad for value in head.late.parameters())
     assert torch.equal(head.embedding(u), embedding.half().float()(u))
-    assert inspect_head(tmp_path)["late_width"] == 3 and inspect_head(tmp_path)["law_trust"] == 0.8
+    assert inspect_head(tmp_path)["late_width"] == 3 and inspect_head(tmp_path)["distribution_trust"] == 0.8
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_wrong_tensors_of_the_late_network_are_named(tmp_path: Path, change, wor
 def test_a_config_without_the_late_network_of_its_files_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "head", *new(variant="late", late_width=3))
     values = json.loads((tmp_path / "head" / "config.json").read_text())
-    for key in ("late_width", "law_trust"):
+    for key in ("late_width", "distribution_trust"):
         del values[key]
     (tmp_path / "head" / "config.json").write_text(json.dumps(values | {"variant": "independent"}))
     assert "variant 'late'" in (text := refusal(tmp_path / "head")) and "'independent'" in text

@@ -57,7 +57,7 @@ def test_a_heads_config_is_read(kind: str) -> None:
     assert found.speculators_config.algorithm == kind
     assert found.speculators_config.proposal_methods[0].speculative_tokens == 3
     assert found.speculators_config.verifier.name_or_path == "org/model"
-    assert found.window == 4  # ours beside
+    assert found.window == 4  # ours next to
     assert values["transformer_layer_config"].keys() == {"model_type", "hidden_size", "vocab_size", "num_hidden_layers"}
 
 

@@ -28,8 +28,8 @@ def test_greedy_takes_the_argmax_of_every_enumerated_conditional(name, n, r, voc
         for b, row in enumerate(tokens.tolist()):
             table = Enumerated(name, params, b).table()
             for k in range(0 if given is None else 1, n):
-                law = conditionals(table, tuple(row[:k]))
-                assert law[row[k]] >= law.max() - TOLERANCE
+                distribution = conditionals(table, tuple(row[:k]))
+                assert distribution[row[k]] >= distribution.max() - TOLERANCE
 
 
 @ALL

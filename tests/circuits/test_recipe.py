@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's own circuit: registered as it says there, it is a law, drafts, and is known everywhere."""
+"""CONTRIBUTING.md's own circuit: registered as it says there, it is a distribution, drafts, and is known everywhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("n, r, vocab", [(2, 3, 4), (3, 2, 4), (5, 3, 3), (6, 2, 3)])
-def test_it_is_the_law_of_the_latents_it_declares(n, r, vocab):
+def test_it_is_the_distribution_of_the_latents_it_declares(n, r, vocab):
     circuit = make(NAME, n, r)
     case = NAME, circuit, random_params(circuit, vocab, batch=2, seed=n)
     circuit_checks.check_joint(case)
@@ -36,7 +36,7 @@ def test_it_is_the_law_of_the_latents_it_declares(n, r, vocab):
     circuit_checks.check_mpe(NAME, n, r, vocab)
 
 
-def test_a_head_with_it_drafts_from_that_law():
+def test_a_head_with_it_drafts_from_that_distribution():
     """As a model runner drafts: the verifier's token first; `tests/kernels/test_draft.py` has the kernel's drafts."""
     target = {"model_type": "llama", "vocab_size": 4, "hidden_size": 8}
     config = HeadConfig.create(circuit=NAME, window=5, num_components=3, target=target, verifier="../target")

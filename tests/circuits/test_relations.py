@@ -18,7 +18,9 @@ TOLERANCE = 2e-5
 MIXTURES = [name for name in CIRCUITS if circuit_class(name).max_components > 1]
 
 
-def assert_same_law(first: tuple[str, CircuitParams], second: tuple[str, CircuitParams], n: int, r: int) -> None:
+def assert_same_distribution(
+    first: tuple[str, CircuitParams], second: tuple[str, CircuitParams], n: int, r: int
+) -> None:
     tokens = all_tokens(n, first[1].leaf.shape[-1])
     joints, conditionals = [], []
     for name, params in (first, second):
@@ -35,14 +37,14 @@ def test_latents_that_never_change_make_a_cp(name, n):
     circuit = make(name, n, 3)
     cp = random_params(make("cp", n, 3), 3, seed=n)
     identity = torch.eye(3).log().expand(1, circuit.num_inner, 3, 3)  # zero off the diagonal: -inf
-    assert_same_law((name, cp._replace(inner=identity)), ("cp", cp), n, 3)
+    assert_same_distribution((name, cp._replace(inner=identity)), ("cp", cp), n, 3)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("n", [2, 5])
 def test_one_component_makes_a_fully_factorised_circuit(name, n):
     params = random_params(make(name, n, 1), 3, seed=n)
-    assert_same_law((name, params), ("ff", params), n, 1)
+    assert_same_distribution((name, params), ("ff", params), n, 1)
 
 
 @pytest.mark.parametrize("name", CIRCUITS)

@@ -1,4 +1,4 @@
-"""Draws against the enumerated law by chi-square, with an injected bias that the same test must catch."""
+"""Draws against the enumerated distribution by chi-square, with an injected bias that the same test must catch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SIGNIFICANCE, CAUGHT = 1e-4, 1e-12
 MIXTURES = [name for name in CIRCUITS if circuit_class(name).max_components > 1]
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Chi-square of counts against a law; cells that expect fewer than 5 draws are pooled into one."""
-    counts, expected = counts.ravel(), law.ravel() / law.sum() * counts.sum()
+def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
+    """Chi-square of counts against a distribution; cells that expect fewer than 5 draws are pooled into one."""
+    counts, expected = counts.ravel(), distribution.ravel() / distribution.sum() * counts.sum()
     rare = expected < 5
     if rare.any():
         counts = np.append(counts[~rare], counts[rare].sum())
@@ -54,38 +54,40 @@ def forgetful(circuit: Circuit) -> Circuit:
 
 @pytest.mark.parametrize("n, r, vocab", [(3, 2, 4), (5, 3, 3)])
 @pytest.mark.parametrize("name", CIRCUITS)
-def test_samples_follow_the_enumerated_law(name, n, r, vocab):
+def test_samples_follow_the_enumerated_distribution(name, n, r, vocab):
     circuit = make(name, n, r)
     params = random_params(circuit, vocab, seed=n)
-    law = np.exp(Enumerated(name, params).table())
-    assert p_value(draw(circuit, params), law) > SIGNIFICANCE
+    distribution = np.exp(Enumerated(name, params).table())
+    assert p_value(draw(circuit, params), distribution) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("name", CIRCUITS)
 def test_samples_given_a_prefix_follow_the_enumerated_conditional(name):
     circuit = make(name, 5, 3)
     params = random_params(circuit, 3, seed=11)
-    law = np.exp(Enumerated(name, params).table())
+    distribution = np.exp(Enumerated(name, params).table())
     for prefix in [(2,), (0, 1, 2)]:
         counts = draw(circuit, params, prefix, seed=1)[prefix]
-        assert p_value(counts, law[prefix]) > SIGNIFICANCE
+        assert p_value(counts, distribution[prefix]) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("name", CIRCUITS)
 def test_samples_of_a_truncated_window_follow_the_marginal(name):
     circuit = make(name, 5, 3)
     params = random_params(circuit, 3, seed=12)
-    law = np.exp(Enumerated(name, params).table()).sum(axis=(3, 4))
+    distribution = np.exp(Enumerated(name, params).table()).sum(axis=(3, 4))
     counts = draw(circuit, params._replace(leaf=params.leaf[:, :3]))
-    assert p_value(counts, law) > SIGNIFICANCE
+    assert p_value(counts, distribution) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_sampler_that_ignores_what_it_has_drawn_is_caught(name):
     circuit = make(name, 3, 2)
-    params = random_params(circuit, 4, seed=3)  # the same law as in test_samples_follow_the_enumerated_law
-    law = np.exp(Enumerated(name, params).table())
-    assert p_value(draw(forgetful(circuit), params), law) < CAUGHT
+    params = random_params(
+        circuit, 4, seed=3
+    )  # the same distribution as in test_samples_follow_the_enumerated_distribution
+    distribution = np.exp(Enumerated(name, params).table())
+    assert p_value(draw(forgetful(circuit), params), distribution) < CAUGHT
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -95,12 +97,14 @@ def test_a_sampler_that_ignores_only_its_prefix_is_caught(name):
     leaf, root, inner, _ = random_params(circuit, 3, seed=11, scale=3.0)
     stay = (inner + 3 * torch.eye(3)).log_softmax(dim=-1)  # latents that last: tokens depend on the first one
     params = CircuitParams(leaf, torch.zeros_like(root).log_softmax(dim=-1), stay)
-    law = np.exp(Enumerated(name, params).table())
+    distribution = np.exp(Enumerated(name, params).table())
     unseen = torch.full((DRAWS, 1), -1)
     tokens = circuit.sample(repeated(params, 0, DRAWS), unseen, torch.Generator().manual_seed(1))
     counts = counts_of(tokens[:, 1:], 3)
-    assert p_value(counts, law.sum(axis=0)) > SIGNIFICANCE  # the draws are right for the law without the prefix
-    assert min(p_value(counts, law[token]) for token in range(3)) < CAUGHT
+    assert (
+        p_value(counts, distribution.sum(axis=0)) > SIGNIFICANCE
+    )  # the draws are right for the distribution without the prefix
+    assert min(p_value(counts, distribution[token]) for token in range(3)) < CAUGHT
 
 
 def test_a_generator_decides_the_samples():

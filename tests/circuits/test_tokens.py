@@ -81,7 +81,7 @@ def drawn(name: str, params: CircuitParams, bigram: Bigram, first: int) -> np.nd
     tokens = naive.draft(
         circuit.program,
         many.leaf[:, 0, :, first],
-        many.leaf[:, 1:] + torch.rand(DRAWS, n - 1, r, 1, generator=generator),  # logits: any constant beside them
+        many.leaf[:, 1:] + torch.rand(DRAWS, n - 1, r, 1, generator=generator),  # logits: any constant next to them
         many.root,
         many.inner,
         torch.full((DRAWS,), first),
@@ -96,10 +96,10 @@ def test_drafts_follow_the_enumerated_conditional_and_a_shifted_token_does_not(n
     params = random_params(make(name, 4, 3), 3, seed=8, token_rank=RANK)
     table = np.exp(Enumerated(name, params).table())
     first = 1
-    law = (table[first] / table[first].sum()).ravel()
+    distribution = (table[first] / table[first].sum()).ravel()
 
     def distance(bigram: Bigram) -> float:
-        return abs(drawn(name, params, bigram, first) / DRAWS - law).sum() / 2
+        return abs(drawn(name, params, bigram, first) / DRAWS - distribution).sum() / 2
 
     # 27 cells: the mean total variation of exact draws is at most sqrt(27 / (2 pi DRAWS)) = 0.015, and 0.003 its spread
     assert distance(params.bigram) < 0.025

@@ -19,7 +19,7 @@ TARGET = {
     "num_hidden_layers": 2,
     "architectures": ["LlamaForCausalLM"],
 }
-OPTIONAL = {"u_features", "u_hidden", "late_width", "law_trust", "accepted"}
+OPTIONAL = {"u_features", "u_hidden", "late_width", "distribution_trust", "accepted"}
 
 
 def create(**changes) -> PtpConfig:
@@ -69,7 +69,7 @@ def test_a_config_follows_the_speculators_convention():
 def test_what_a_head_has_not_is_not_written():
     assert not OPTIONAL & json.loads(create().to_json()).keys()
     whole = create(variant="late", u_embedding="arithmetic-mlp", accepted=[1, 0, 0, 0])
-    assert (whole.late_width, whole.law_trust) == (8, 0.85)  # where none are given
+    assert (whole.late_width, whole.distribution_trust) == (8, 0.85)  # where none are given
     assert OPTIONAL & json.loads(whole.to_json()).keys() == OPTIONAL
 
 
@@ -103,9 +103,9 @@ def test_every_key_is_needed(key):
         ("u_hidden", 0, ["u_hidden", "0", "1"]),
         ("late_width", 0, ["late_width", "0", "1"]),
         ("late_width", 3, ["late_width=3 with variant 'o-ptp'", "remove it"]),
-        ("law_trust", 0.5, ["law_trust=0.5 with variant 'o-ptp'", "remove it"]),
-        ("law_trust", 0, ["law_trust", "0", "greater than 0"]),
-        ("law_trust", 1.0, ["law_trust", "1.0", "less than 1"]),
+        ("distribution_trust", 0.5, ["distribution_trust=0.5 with variant 'o-ptp'", "remove it"]),
+        ("distribution_trust", 0, ["distribution_trust", "0", "greater than 0"]),
+        ("distribution_trust", 1.0, ["distribution_trust", "1.0", "less than 1"]),
         ("u_embedding", "threshold-mlp", ["'threshold-mlp'", "needs u_features"]),
         ("lora_rank", 0, ["lora_rank", "0", "1"]),
         ("lora_alpha", 0, ["lora_alpha", "0", "greater than 0"]),

@@ -10,7 +10,7 @@ from benchmarks.demo.byte_target import build_tokenizer
 from vllm_mtpc.data.chat import encode_chat
 from vllm_mtpc.errors import UsageError
 
-# Each header and end is one special token beside the bytes; "\n" after the end is written by the template alone.
+# Each header and end is one special token next to the bytes; "\n" after the end is written by the template alone.
 LOOP = "{%- for m in messages %}"
 HEADER = "{{ '<|' + m.role + '|>' }}"
 END = "{%- endfor %}{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"

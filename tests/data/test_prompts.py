@@ -70,6 +70,6 @@ def test_data_without_prompts_is_refused(tmp_path: Path) -> None:
 def test_spec_bench(shared_dir: Path) -> None:
     file = shared_dir / "data" / "spec_bench.jsonl"
     if not file.is_file():
-        pytest.skip("data/spec_bench.jsonl is not in the shared folder beside the checkout: its prompts are read here")
+        pytest.skip("data/spec_bench.jsonl is not in the shared folder next to the checkout: its prompts are read here")
     found = load([str(file)], TARGET, 20, 64, 4096)
     assert len(found) == 20 and len({tuple(prompt) for prompt in found}) == 20

@@ -42,10 +42,10 @@ def a_run(kind: str, **ended: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "ended", "shown"),
     [
-        ("law", {"passed": 1}, f"1 hold of {N}"),
+        ("distribution", {"passed": 1}, f"1 hold of {N}"),
         ("refused", {"passed": 1}, f"1 refused or off of {N}"),
-        ("law", {"passed": 1, "failed": 1}, f"**1 failed** of {N}"),
-        ("law", {"skipped": 1}, "not run"),
+        ("distribution", {"passed": 1, "failed": 1}, f"**1 failed** of {N}"),
+        ("distribution", {"skipped": 1}, "not run"),
     ],
 )
 def test_a_run_fills_its_own_row_alone(kind: str, ended: dict[str, int], shown: str) -> None:
@@ -55,7 +55,7 @@ def test_a_run_fills_its_own_row_alone(kind: str, ended: dict[str, int], shown: 
 
 
 def test_a_run_beyond_what_is_declared_has_a_row() -> None:
-    run = a_run("law", passed=1)
+    run = a_run("distribution", passed=1)
     run["versions"]["vllm"] = "0.40.0"
     assert f"| 0.40 | 3.12 | not run | 1 hold of {N} | not run |" in compatibility.page([run])
 

@@ -1,4 +1,4 @@
-"""Engines of a target that ships a head: it drafts unasked, and the output stays the target's whatever is shipped."""
+"""Engines of a target that bundles a head: it drafts unasked, and the output stays the target's whatever is bundled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine(target: Path, **arguments: object) -> Engine:
 
 
 @pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
-def test_a_shipped_head_drafts_and_a_broken_one_does_not_matter(runner: str, tmp_path: Path) -> None:
+def test_a_bundled_head_drafts_and_a_broken_one_does_not_matter(runner: str, tmp_path: Path) -> None:
     shipping, broken = (Path(shutil.copytree(demo.path("target"), tmp_path / name)) for name in ("shipping", "broken"))
     shutil.copytree(demo.path("btree"), shipping / "mtpc")
     config = Path(shutil.copytree(demo.path("ff"), broken / "mtpc" / "default"), "config.json")
@@ -60,4 +60,4 @@ def test_a_served_target_drafts_unasked(tmp_path: Path) -> None:
     plain = run({"plain": engine(demo.path("target"))}, "v1")["plain"]
     assert not isinstance(plain, str), plain
     assert [[tokens] for tokens in outputs] == plain[0].tokens
-    assert accepted > 0 and "The target ships a head" in log.read_text()
+    assert accepted > 0 and "The target bundles a head" in log.read_text()

@@ -2,7 +2,7 @@
 
 All engines run Model Runner V2 in Triton's interpreter, float32, asynchronously scheduled. Prompts are read in pieces,
 found in the prefix cache, and read again after preemption; drafts are accepted and rejected. What a draft depends on
-beside its own text would make it another one than that of the definition, which reads the whole text at once.
+next to its own text would make it another one than that of the definition, which reads the whole text at once.
 """
 
 from __future__ import annotations

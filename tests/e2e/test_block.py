@@ -1,4 +1,4 @@
-"""Block verification on Model Runner V2: the target's text and law, from noise that no step looks at twice."""
+"""Block verification on Model Runner V2: the target's text and distribution, from noise that no step looks at twice."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from tests.support import block_law, forks
+from tests.support import block_distribution, forks
+from tests.support.distributions import noise_floor, total_variation
 from tests.support.engine import Call, Engine, Reply, run
-from tests.support.laws import noise_floor, total_variation
 from vllm_mtpc import demo
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 
@@ -66,14 +66,23 @@ def test_a_step_verifies_with_the_noise_it_drafted_with(replies: dict[str, list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_law_of_the_kernels(is_fresh: bool) -> None:
-    """vLLM's own kernels keep the law if drafts have a step's seeds; with a request's they do not."""
-    texts = forks.call("v2", "tests.support.block_law:draws", is_fresh, COUNT)
+def test_distribution_of_the_kernels(is_fresh: bool) -> None:
+    """vLLM's own kernels keep the distribution if drafts have a step's seeds; with a request's they do not."""
+    texts = forks.call("v2", "tests.support.block_distribution:draws", is_fresh, COUNT)
     draws = [[text[2]] for text in texts]
-    p, _ = block_law.laws()
-    outcomes = torch.tensor(list(itertools.product(range(block_law.VOCAB), repeat=block_law.LENGTH)))
+    p, _ = block_distribution.distributions()
+    outcomes = torch.tensor(list(itertools.product(range(block_distribution.VOCAB), repeat=block_distribution.LENGTH)))
     before = torch.cat([torch.zeros(len(outcomes), 1, dtype=torch.long), outcomes[:, :-1]], dim=1)
-    law = p[before, outcomes].prod(dim=1).view((block_law.VOCAB,) * block_law.LENGTH).sum(dim=(0, 1)).numpy()
-    distance, floor = total_variation(draws, law, block_law.VOCAB), noise_floor(law, len(draws))
+    distribution = (
+        p[before, outcomes]
+        .prod(dim=1)
+        .view((block_distribution.VOCAB,) * block_distribution.LENGTH)
+        .sum(dim=(0, 1))
+        .numpy()
+    )
+    distance, floor = (
+        total_variation(draws, distribution, block_distribution.VOCAB),
+        noise_floor(distribution, len(draws)),
+    )
     print(f"{is_fresh}: {len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
     assert (distance < floor) == is_fresh

@@ -87,7 +87,7 @@ def asked(client: openai.OpenAI, **more: Any) -> tuple[list[int], str, str]:
     assert "".join(delta.content or "" for delta in deltas) == text
     calls = [call for delta in deltas for call in delta.tool_calls or []]
     streamed = "".join(call.function.arguments or "" for call in calls)
-    assert streamed == arguments or json.loads(streamed) == json.loads(arguments)  # vLLM lays out a whole call anew
+    assert streamed == arguments or json.loads(streamed) == json.loads(arguments)  # vLLM lays out a whole call again
     return whole.prompt_token_ids, text, arguments
 
 

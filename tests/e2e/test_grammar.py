@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from tests.support import forks
+from tests.support.distributions import asking
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.features import RUNNERS
-from tests.support.laws import asking
 from tests.support.requests import EOS, SCHEMA
 from vllm_mtpc import demo
 
@@ -56,7 +56,7 @@ def calls() -> dict[str, Call]:
     prompts, sampling = [prompt for prompt, _ in asked], [{"max_tokens": 64, **grammar} for _, grammar in asked]
     greedy = [{"temperature": 0.0, **one} for one in sampling]
     drawn = [{"temperature": 1.0, "seed": seed, **one} for seed, one in enumerate(sampling)]
-    free = [{"temperature": 0.0, "max_tokens": 16}, {"temperature": 1.0, "max_tokens": 16}]  # beside them, no grammar
+    free = [{"temperature": 0.0, "max_tokens": 16}, {"temperature": 1.0, "max_tokens": 16}]  # next to them, no grammar
     return {
         "greedy": Call([prompts[0], *prompts], [free[0], *greedy]),
         "drawn": Call([prompts[0], *prompts], [free[1], *drawn]),

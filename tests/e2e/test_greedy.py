@@ -32,7 +32,7 @@ def scenarios() -> dict[str, Call]:
         "prefix-cache hit": Call([prompt(100, 7)], [GREEDY]),
         "seed and n=2": Call([prompt(9), prompt(12)], [{**GREEDY, "seed": 5}, top_one]),
         # within one step's budget: V1 on a CPU cannot read a seeded prompt in chunks, with or without drafts
-        "greedy beside sampled": Call(batch[:3], [GREEDY, sampled, GREEDY]),
+        "greedy next to sampled": Call(batch[:3], [GREEDY, sampled, GREEDY]),
         "logprobs": Call([prompt(25)], [{**GREEDY, "logprobs": 2}]),
         "end of context": Call([prompt(100) * 2], [{**GREEDY, "max_tokens": 60}]),
         "sampled alone": Call([batch[1]], [sampled]),
@@ -133,5 +133,5 @@ def test_logprobs_equal_plain(answers: dict[str, list[Reply]]) -> None:
 def test_seeded_request_does_not_depend_on_its_batch(answers: dict[str, list[Reply]]) -> None:
     names = list(scenarios())
     for name, replies in drafted(answers).items():
-        beside = replies[names.index("greedy beside sampled")].tokens[1]
-        assert beside == replies[names.index("sampled alone")].tokens[0], name
+        next_to = replies[names.index("greedy next to sampled")].tokens[1]
+        assert next_to == replies[names.index("sampled alone")].tokens[0], name

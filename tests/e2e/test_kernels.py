@@ -1,7 +1,8 @@
 """The draft kernel inside vLLM's Model Runner V2: with the same noise it drafts what the definition drafts.
 
 The definition picks through vLLM's own `gumbel_sample`, the kernel through the jit function inside it. What greedy
-output and the law of sampled output are with the kernel, test_greedy.py and test_law.py say, which run V2 too.
+output and the distribution of sampled output are with the kernel, test_greedy.py and test_distribution.py say, which
+run V2 too.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def test_so_do_all_circuits_and_paths(circuit: str) -> None:
 
 @pytest.mark.slow
 def test_greedy_drafts() -> None:
-    """Without a law of the drafts: every draft is the argmax, at any temperature."""
+    """Without a distribution of the drafts: every draft is the argmax, at any temperature."""
     check(replies(("btree",), PATHS, draft_sample_method="greedy"), "btree", PATHS)
 
 

@@ -1,7 +1,9 @@
 """What a request may ask for, all in one batch of one engine per runner and method: the text is plain vLLM's.
 
-Rows are greedy, or so sharp (top_k 1, a tiny top_p) that the sampling path must give the greedy token. Laws of sampled
-text are checked elsewhere (test_law.py, test_ptp.py, test_grammar_law.py); `features.py` has the whole matrix.
+Rows are greedy, or so sharp (top_k 1, a tiny top_p) that the sampling path must give the greedy token. Distributions
+of sampled
+text are checked elsewhere (test_distribution.py, test_ptp.py, test_grammar_distribution.py); `features.py` has the
+whole matrix.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def engine(folder: Path, name: str = "") -> Engine:
 def replies(folder: Path, runner: str, names: list[str]) -> dict[str, Reply]:
     engines = {name: engine(folder, name) for name in ["", *names]}
     shipping = replace(engines[""], model=str(folder / "shipping"))
-    engines |= {"shipped": shipping, "failing": replace(shipping, injected="first_draft_fails")}
+    engines |= {"bundled": shipping, "failing": replace(shipping, injected="first_draft_fails")}
     found = run(engines, runner, async_scheduling=runner == "v2", MTPC_AUTO="1")
     for name, reply in found.items():
         assert not isinstance(reply, str), (name, reply)
@@ -92,11 +92,11 @@ def test_engine_starts_without_a_given_cache_size_on_v1(on_v1: dict[str, Reply])
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_shipped_head_drafts_once_before_the_target_serves(runner: str, request: pytest.FixtureRequest) -> None:
+def test_bundled_head_drafts_once_before_the_target_serves(runner: str, request: pytest.FixtureRequest) -> None:
     """A head whose first draft raises is given up at start: the engine answers, and nothing drafts."""
     found = request.getfixturevalue(f"on_{runner}")
-    assert found["failing"].tokens == found["shipped"].tokens == found[""].tokens
-    assert found["shipped"].metrics[ACCEPTED] > 0
+    assert found["failing"].tokens == found["bundled"].tokens == found[""].tokens
+    assert found["bundled"].metrics[ACCEPTED] > 0
     drafts = found["failing"].metrics.get("vllm:spec_decode_num_drafts", 0)
     assert drafts <= (len(PROMPTS) if runner == "v2" else 0)  # one step, which asynchronous scheduling has planned
     assert found["failing"].recorded.count("drafted") == 1  # one attempt, before the first request

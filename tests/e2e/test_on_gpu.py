@@ -25,7 +25,7 @@ BATCH = [prompt(length, start) for start, length in enumerate(LENGTHS)]
 CALLS = {
     "greedy": Call(BATCH, [GREEDY] * len(BATCH)),
     "seeded": Call(BATCH[:1], [SEEDED]),
-    "seeded beside others": Call(BATCH, [SEEDED, *[GREEDY] * (len(BATCH) - 1)]),
+    "seeded next to others": Call(BATCH, [SEEDED, *[GREEDY] * (len(BATCH) - 1)]),
     "after sleep level 1": Call(BATCH, [GREEDY] * len(BATCH), sleep=1),
     "after sleep level 2": Call(BATCH, [GREEDY] * len(BATCH), sleep=2),
 }
@@ -86,7 +86,7 @@ def test_a_seeded_text_does_not_depend_on_its_batch(
     outputs: dict[str, dict[str, Reply]], name: str, request: pytest.FixtureRequest
 ) -> None:
     """Of a circuit's head it is plain vLLM's; PTP picks tokens by numbers of its own."""
-    assert outputs[name]["seeded beside others"].tokens[0] == outputs[name]["seeded"].tokens[0]
+    assert outputs[name]["seeded next to others"].tokens[0] == outputs[name]["seeded"].tokens[0]
     if HEADS[request.node.callspec.params["outputs"]] == "mtpc":
         assert outputs[name]["seeded"].tokens == outputs["plain"]["seeded"].tokens
 
@@ -94,7 +94,7 @@ def test_a_seeded_text_does_not_depend_on_its_batch(
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("name", EAGER)
 def test_sleep_changes_nothing(outputs: dict[str, dict[str, Reply]], name: str, level: int) -> None:
-    """Nor are drafts accepted less: what the head keeps beside its weights is there again."""
+    """Nor are drafts accepted less: what the head keeps next to its weights is there again."""
     asleep = f"after sleep level {level}"
     assert outputs[name][asleep].tokens == outputs[name]["greedy"].tokens
     assert accepted(outputs[name], asleep) >= 0.9 * accepted(

@@ -1,4 +1,4 @@
-"""vLLM's own methods as `bench serve` puts them beside heads: really served, greedy output token for token plain's."""
+"""vLLM's own methods as `bench serve` puts them next to heads: really served, greedy output token for token plain's."""
 
 from __future__ import annotations
 

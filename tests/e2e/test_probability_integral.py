@@ -9,7 +9,7 @@ by 0.85 q + 0.15 / V where they were drawn from q.
 Level: at most 1e-6, by the Dvoretzky-Kiefer-Wolfowitz bound on the distance D of N uniform numbers, P(D sqrt(N) > c) <=
 2 exp(-2 c^2). Power, by the same bound: the fault moves the distribution of u by D_FAULT, and is found with probability
 1 - 2 exp(-2 N (D_FAULT - c / sqrt(N))^2) or more. The seeds of the engines and of v are 0. The total variation of
-20,000 texts of six tokens (test_law.py) does not find the fault where V1's plan chooses the number of drafts.
+20,000 texts of six tokens (test_distribution.py) does not find the fault where V1's plan chooses the number of drafts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from tests.support.distributions import asking, draws_of
 from tests.support.engine import Engine, Reply, run
-from tests.support.laws import asking, draws_of
 from tests.support.models import make_head, make_target, make_tokenizer
 
 VOCAB, WINDOW, PROMPT, LENGTH = 8, 4, [0, 1], 24

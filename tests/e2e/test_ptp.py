@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     target = make_target(folder / "target", VOCAB, seed=3)
     for variant in ("o-ptp", "c-ptp"):
         make_ptp_head(folder / variant, target, variant, WINDOW)
-    make_ptp_head(folder / "late", target, "late", WINDOW, late_width=12, law_trust=0.8)
+    make_ptp_head(folder / "late", target, "late", WINDOW, late_width=12, distribution_trust=0.8)
     make_ptp_head(folder / "idle", target, "o-ptp", WINDOW, scale=0.0)
     make_ptp_head(folder / "loud", target, "o-ptp", WINDOW, scale=0.5)
     return folder
@@ -135,7 +135,8 @@ def test_a_replayed_pass_drafts_the_same(outputs, call: str) -> None:
 
 
 def test_first_draft_of_two_passes_is_exact(outputs) -> None:
-    """x_2 comes from the target's own law with the verifier's own u: always accepted, but where the text ends."""
+    """x_2 comes from the target's own distribution with the verifier's own u: always accepted, but where the text
+    ends."""
     metrics = outputs["two passes 3"]["sampled"].metrics
     drafts, first = metrics["vllm:spec_decode_num_drafts"], metrics["per_position"][0]
     assert first >= drafts - 4 * 3  # at most one step per request and call ends within
@@ -227,7 +228,7 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
     if late is None:
         others = ((None, config.model_copy(update={"variant": "independent"})),)
     else:
-        others = ((None, config), (late, config.model_copy(update={"law_trust": 0.2})))
+        others = ((None, config), (late, config.model_copy(update={"distribution_trust": 0.2})))
     reply, same, steps = drafted[head, draft_pass], [0] * len(others), 0
     for note in reply.recorded:
         number, known = int(note["request"].partition("-")[0]), note["known"]

@@ -88,7 +88,7 @@ def test_a_bad_number_is_refused(replies: Any, runner: str, head: str) -> None:
     assert "mtpc_drafts=4; allowed are whole numbers from 0 (no drafts) to 3" in ours[-1].error
 
 
-# beside each other: requests that vLLM serves with no drafts, and one that has them
+# next to each other: requests that vLLM serves with no drafts, and one that has them
 WITHOUT: dict[str, list[dict[str, Any]]] = {
     "min_p": [{"min_p": 0.2}, {"min_p": 0.05, "logprobs": 2}, {}],
     "logit_bias": [{"logit_bias": {7: 4.0, 9: -100.0}}, {"logit_bias": {3: 2.0}}, {}],

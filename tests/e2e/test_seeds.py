@@ -43,7 +43,7 @@ def calls() -> dict[str, Call]:
     return {
         "200 prompts": Call(some, [seeded(index) for index in range(PROMPTS)]),
         "few at once": Call(some[:2], [seeded(index, max_tokens=40) for index in range(2)]),
-        "beside others": Call(some[:12], [seeded(index) if index % 2 else unseeded for index in range(12)]),
+        "next to others": Call(some[:12], [seeded(index) if index % 2 else unseeded for index in range(12)]),
         "n=4": Call(some[:3], [seeded(index, n=4) for index in range(3)]),
         "prefix hits": Call([some[1]] * 2, [seeded(index, max_tokens=30) for index in range(2)]),
     }

@@ -65,7 +65,7 @@ def make_target(folder: Path, config: PretrainedConfig) -> Any:
 
 
 def make(folder: Path, family: str) -> Path:
-    """`folder`/FAMILY/target and `head` beside it."""
+    """`folder`/FAMILY/target and `head` next to it."""
     place = folder / family.replace(" ", "-")
     target = make_target(place / "target", FAMILIES[family])
     make_head(place / "head", target, "btree", WINDOW, COMPONENTS, steps=70, head="shared", expander_rank=16)

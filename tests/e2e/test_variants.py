@@ -157,7 +157,7 @@ def test_every_mode_of_logprobs(folder: Path, runner: str, head: str) -> None:
 @pytest.mark.feature("chunked prefill", "exact", "ptp on V2")
 @pytest.mark.slow
 def test_a_prompt_in_pieces_before_ptp(folder: Path) -> None:
-    """Prompts longer than a step: their pieces are read beside other requests' drafts."""
+    """Prompts longer than a step: their pieces are read next to other requests' drafts."""
     prompts = [[(7 * start + place) % 48 for place in range(length)] for start, length in enumerate((70, 5, 50, 61))]
     calls = [Call(prompts, [{**GREEDY, "max_tokens": 16}] * len(prompts))]
     engines = {
@@ -171,10 +171,10 @@ def test_a_prompt_in_pieces_before_ptp(folder: Path) -> None:
     assert replies["ours"][0].metrics[ACCEPTED] > 0
 
 
-@pytest.mark.feature("torch.compile", "exact", "mtpc on V1", why="the draft beside it is eager")
+@pytest.mark.feature("torch.compile", "exact", "mtpc on V1", why="the draft next to it is eager")
 @pytest.mark.slow
 def test_a_compiled_target(folder: Path) -> None:
-    """torch.compile of the target, the draft beside it eager; V1, because inductor does not run in the interpreter."""
+    """torch.compile of the target, the draft next to it eager; V1, because inductor does not run in the interpreter."""
     compiled = {"enforce_eager": False}
     engines = {str(head): engine(folder, "float", head, [plain_call()], **compiled) for head in (None, "btree")}
     engines["eager"] = engine(folder, "float", "btree", [plain_call()])

@@ -46,7 +46,7 @@ def test_results_are_written_from_a_clean_checkout_alone(checkout: Path, tmp_pat
 
 def test_every_result_file_is_of_a_commit_or_marked() -> None:
     read = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in FILES}
-    # laws are measured one case after the other, each on a commit of its own
+    # distributions are measured one case after the other, each on a commit of its own
     commits = {name: [one["commit"] for one in kept.get("cases", {"": kept}).values()] for name, kept in read.items()}
     changed = {name for name, found in commits.items() if not all(re.fullmatch(r"[0-9a-f]{40}", one) for one in found)}
     text = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -32,8 +32,8 @@ def enumerated(target: TableTarget, head, m: int, temperature: float = 1.0):
     return tokens, states, p, q
 
 
-def along(law: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return law.gather(-1, tokens[..., None])[..., 0]
+def along(distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return distribution.gather(-1, tokens[..., None])[..., 0]
 
 
 @pytest.mark.parametrize("circuit", CIRCUITS)
@@ -121,7 +121,7 @@ def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):
     assert ((weight[:, None] * injected).sum(0) - means[0]).abs().max() > 1e-3
 
 
-def test_bits_are_those_of_the_laws():
+def test_bits_are_those_of_the_distributions():
     head, target = tiny_head("hmm"), TableTarget()
     tokens, states, p, _ = enumerated(target, head, N)
     log_q = conditionals(head.circuit, head(states[:, 0]), tokens)

@@ -1,4 +1,4 @@
-"""Decoding loops: greedy is the target's own text, sampled text has the target's law, counters add up."""
+"""Decoding loops: greedy is the target's own text, sampled text has the target's distribution, counters add up."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def test_greedy_speculative_accepts_what_the_target_would_write():
         assert cut.tokens == plain.tokens[:first]
 
 
-def law(target: TableTarget, sampling: Sampling) -> torch.Tensor:
+def distribution(target: TableTarget, sampling: Sampling) -> torch.Tensor:
     """Probability of every continuation of [1, 2] by LENGTH tokens, [V ** LENGTH]."""
     texts = torch.tensor(list(itertools.product(range(V), repeat=LENGTH)))
     states = target.states(torch.cat([torch.tensor([1, 2]).expand(len(texts), 2), texts], 1))[:, :LENGTH]
@@ -78,15 +78,15 @@ def plausible(found: torch.Tensor, expected: torch.Tensor, draws: int) -> float:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6, 0.8)], ids=["T1", "T0.6 top-p"])
-def test_sampled_speculative_has_the_targets_law(sampling):
+def test_sampled_speculative_has_the_targets_distribution(sampling):
     target = TableTarget()
-    expected = law(target, sampling)
+    expected = distribution(target, sampling)
     assert expected.sum().item() == pytest.approx(1.0, abs=1e-5)
     assert plausible(drawn("speculative", target, sampling), expected, DRAWS) > 1e-3
 
 
 def test_a_dropped_recovered_token_is_noticed(monkeypatch):
-    """The fault of the paper's algorithm: the recovered token thrown away, the next x_1 drawn anew."""
+    """The fault of the paper's algorithm: the recovered token thrown away, the next x_1 drawn again."""
 
     def drop(log_p, log_q, drafts, sampling, generator=None):
         accepted, _ = verify(log_p, log_q, drafts, sampling, generator)
@@ -95,21 +95,21 @@ def test_a_dropped_recovered_token_is_noticed(monkeypatch):
 
     monkeypatch.setattr(module, "verify", drop)
     target = TableTarget()
-    expected = law(target, Sampling(1.0))
+    expected = distribution(target, Sampling(1.0))
     assert plausible(drawn("speculative", target, Sampling(1.0)), expected, DRAWS) < 1e-9
 
 
 def test_unverified_text_is_not_the_targets():
-    """Mode mtp: x_1 has the target's law, the rest the circuit's; all K drafts are kept."""
+    """Mode mtp: x_1 has the target's distribution, the rest the circuit's; all K drafts are kept."""
     target = TableTarget()
-    expected = law(target, Sampling(1.0))
+    expected = distribution(target, Sampling(1.0))
     found = drawn("mtp", target, Sampling(1.0))
     assert plausible(found, expected, DRAWS) < 1e-9
     first, first_expected = found.view(V, -1).sum(1), expected.view(V, -1).sum(1)
     assert plausible(first, first_expected, DRAWS) > 1e-3
 
 
-def test_verification_gives_the_targets_law_draft_by_draft():
+def test_verification_gives_the_targets_distribution_draft_by_draft():
     """200,000 rows at once: the first token out, and the second one where the first draft was accepted."""
     rows, generator = 200_000, torch.Generator().manual_seed(0)
     log_p, log_q = torch.randn(1, 3, V, generator=generator), torch.randn(1, 2, V, generator=generator)
@@ -126,7 +126,7 @@ def test_verification_gives_the_targets_law_draft_by_draft():
     assert (accepted >= 1).double().mean().item() == pytest.approx(overlap, abs=0.005)  # 4.5 s.e. of 200,000 rows
 
 
-def test_verification_of_equal_laws_accepts_everything():
+def test_verification_of_equal_distributions_accepts_everything():
     log_p = torch.randn(50, 3, V).log_softmax(-1)
     drafts = log_p[:, :2].argmax(-1)
     accepted, last = verify(log_p, log_p[:, :2], drafts, Sampling(1.0))

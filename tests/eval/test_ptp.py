@@ -25,8 +25,8 @@ def written(target, sampling=SAMPLED, tokens: int = 24, seed: int = 1, prompts=P
 
 def test_top_k_and_top_p_keep_the_likeliest_tokens():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    law = Sampling(1.0, top_k=2).log_probs(logits).exp()
-    assert (law > 0).tolist() == [[True, True, False, False]] and law.sum().item() == pytest.approx(1)
+    distribution = Sampling(1.0, top_k=2).log_probs(logits).exp()
+    assert (distribution > 0).tolist() == [[True, True, False, False]] and distribution.sum().item() == pytest.approx(1)
     # behind top-k the two have 0.73 and 0.27: 0.7 is reached by the first alone (without top-k it has 0.64)
     assert (Sampling(1.0, 0.7, top_k=2).log_probs(logits) > -torch.inf).tolist() == [[True, False, False, False]]
     assert (Sampling(1.0, 0.7).log_probs(logits) > -torch.inf).tolist() == [[True, True, False, False]]
@@ -73,7 +73,7 @@ def test_every_window_is_the_student_asked_alone(variant, sampling, monkeypatch)
             if sampling.greedy or variant in ("o-ptp", "independent"):
                 drafts = logits.argmax(-1)
             elif variant == "late":
-                drafts = conditional(logits, numbers, student.config.law_trust).argmax(-1)
+                drafts = conditional(logits, numbers, student.config.distribution_trust).argmax(-1)
             else:
                 drafts = pick(logits, numbers)
             assert windows.right[row, column].tolist() == (drafts == samples.tokens[row, t + 2 : t + 5]).tolist()
@@ -124,7 +124,7 @@ def test_two_passes_are_predicted_to_the_step(variant, sampling):
 
 
 def test_drawn_u_give_what_seeds_give():
-    """Text by one generator and u drawn inside its intervals, against text picked by fresh seeds: one law."""
+    """Text by one generator and u drawn inside its intervals, against text picked by fresh seeds: one distribution."""
     target, sampling = llama_target(vocab_size=5, seed=4), Sampling(1.0)
     student = random_student(target, "c-ptp", window=4)
     prompts = [torch.tensor([1, 2])] * 60
@@ -157,7 +157,12 @@ def test_steps_follow_each_other():
 
 def test_whether_u_is_read_is_told_from_noise():
     def figures(accuracy: float, shuffled: float, contexts: int) -> ptp.PtpMetrics:
-        law = {"per_position": [], "histogram": [], "two_pass_tokens_per_step": 1, "two_pass_standard_error": 0}
+        distribution = {
+            "per_position": [],
+            "histogram": [],
+            "two_pass_tokens_per_step": 1,
+            "two_pass_standard_error": 0,
+        }
         rest = {
             "anywhere": 1,
             "shuffled_tokens_per_step": 1,
@@ -166,7 +171,7 @@ def test_whether_u_is_read_is_told_from_noise():
             "steps": 9,
             "tokens_per_step": 1,
         }
-        return ptp.PtpMetrics(accuracy=accuracy, shuffled_accuracy=shuffled, standard_error=0, **law, **rest)
+        return ptp.PtpMetrics(accuracy=accuracy, shuffled_accuracy=shuffled, standard_error=0, **distribution, **rest)
 
     assert ptp.uses_u(figures(0.6, 0.3, 1000)) and not ptp.uses_u(figures(0.6, 0.595, 1000))
     assert not ptp.uses_u(figures(0.6, 0.5, 30)) and not ptp.uses_u(figures(0.5, 0.5, 10**6))

@@ -1,4 +1,4 @@
-"""Choosing among candidates by their u leaves the law of the text; choosing by acceptance does not."""
+"""Choosing among candidates by their u leaves the distribution of the text; choosing by acceptance does not."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ PROMPT = torch.tensor([1, 2])
 
 
 def chi_square(target, tokens: torch.Tensor) -> float:
-    """Of the continuations in tokens[S, 2 + LENGTH] against the target's law, 26 degrees of freedom."""
+    """Of the continuations in tokens[S, 2 + LENGTH] against the target's distribution, 26 degrees of freedom."""
     every = torch.tensor(list(itertools.product(range(V), repeat=LENGTH)))
     texts = torch.cat([PROMPT.expand(len(every), -1), every], 1)
     log_p = target.logits(target.hidden(texts))[:, 1:-1].log_softmax(-1)
-    law = log_p.gather(-1, every[..., None])[..., 0].sum(1).exp().double()
-    assert law.sum().item() == pytest.approx(1, abs=1e-5)
+    distribution = log_p.gather(-1, every[..., None])[..., 0].sum(1).exp().double()
+    assert distribution.sum().item() == pytest.approx(1, abs=1e-5)
     powers = V ** torch.arange(LENGTH - 1, -1, -1)
     counts = torch.bincount((tokens[:, 2 : 2 + LENGTH] * powers).sum(1), minlength=V**LENGTH)
-    return (((counts - TEXTS * law) ** 2) / (TEXTS * law)).sum().item()
+    return (((counts - TEXTS * distribution) ** 2) / (TEXTS * distribution)).sum().item()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_choice_does_not_bias_the_text_and_an_injected_one_does(variant, monkeypatch):
     target = llama_target(vocab_size=V)
     student = random_student(target, variant, window=4)
-    law = {}
+    distribution = {}
     longest = lambda off, accepted: accepted.argmax(1)  # noqa: E731  the candidate with most accepted drafts
     for choice, choose in (("centre", ptp_acceptance.choose), ("longest", longest)):
         monkeypatch.setattr(ptp_acceptance, "choose", choose)
         found = Written(student, [PROMPT] * TEXTS, 6, LENGTH, Sampling(1.0), seed=1).run()
-        law[choice] = chi_square(target, found.tokens)
-    assert law["centre"] < 60  # 99.98 % of texts of the law itself
-    assert law["longest"] > 500
+        distribution[choice] = chi_square(target, found.tokens)
+    assert distribution["centre"] < 60  # 99.98 % of texts of the distribution itself
+    assert distribution["longest"] > 500
 
 
 def test_kept_candidate_has_more_accepted_drafts_than_the_mean(monkeypatch):

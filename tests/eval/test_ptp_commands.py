@@ -27,11 +27,11 @@ def call(module: ModuleType, head: str | Path, *given: str) -> int:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A head of random weights, trained for another law than the default one by its config."""
+    """A head of random weights, trained for another distribution than the default one by its config."""
     folder = tmp_path_factory.mktemp("ptp") / "head"
-    law = {"trained_temperature": 0.7, "trained_top_k": 20, "trained_top_p": 0.9}
+    distribution = {"trained_temperature": 0.7, "trained_top_k": 20, "trained_top_p": 0.9}
     student = random_student(
-        load_target(demo.path("target"), attention="torch"), verifier=str(demo.path("target")), window=4, **law
+        load_target(demo.path("target"), attention="torch"), verifier=str(demo.path("target")), window=4, **distribution
     )
     save_ptp(folder, student.config, student.lora(), student.embedding, {}, "made by a test")
     return str(folder)
@@ -66,21 +66,21 @@ def test_eval_prints_and_writes_the_figures(head, data, tmp_path, capsys):
     assert greedy["simulated"]["steps"] <= greedy["figures"]["contexts"]
 
 
-def test_another_law_than_the_trained_one_is_noted(head, data, capsys):
+def test_another_distribution_than_the_trained_one_is_noted(head, data, capsys):
     given = ("--sequences", "2", "--new-tokens", "8", "--temperature", "1.5", "--top-k", "0", "--top-p", "1")
     assert call(command, head, "--data", data, *given) == 0
     assert "was trained at temperature 0.7, top-k 20, top-p 0.9" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("law", [("--argmax",), (), ("--temperature", "1", "--top-k", "0", "--top-p", "1")])
-def test_generate_writes_the_text_of_its_seed(head, law, capsys):
+@pytest.mark.parametrize("distribution", [("--argmax",), (), ("--temperature", "1", "--top-k", "0", "--top-p", "1")])
+def test_generate_writes_the_text_of_its_seed(head, distribution, capsys):
     texts = {}
     for mode, seed in (("stp", "3"), ("speculative", "3"), ("speculative", "4")):
-        given = ("--prompt", "def main(", "--num-tokens", "40", "--mode", mode, "--seed", seed, "--json", *law)
+        given = ("--prompt", "def main(", "--num-tokens", "40", "--mode", mode, "--seed", seed, "--json", *distribution)
         assert call(generate, head, *given) == 0
         texts[mode, seed] = json.loads(capsys.readouterr().out)
     assert texts["stp", "3"]["tokens"] == texts["speculative", "3"]["tokens"]
-    assert (texts["speculative", "4"]["tokens"] == texts["stp", "3"]["tokens"]) == (law == ("--argmax",))
+    assert (texts["speculative", "4"]["tokens"] == texts["stp", "3"]["tokens"]) == (distribution == ("--argmax",))
     assert texts["speculative", "3"]["acceptance_per_position"][0] == 1  # x_2 is the target's own
 
 

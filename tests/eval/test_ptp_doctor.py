@@ -79,7 +79,7 @@ def test_injected_faults_are_named():
 
 
 def test_numbers_of_other_seeds_are_named():
-    """The text is of the target's law, and not what the u of these requests picks."""
+    """The text is of the target's distribution, and not what the u of these requests picks."""
     student = random_student(llama_target(vocab_size=12))
     loaded, comparison = compare(student, served(student, SAMPLED, seeds=[seed + 100 for seed in SEEDS]), SAMPLED)
     assert comparison.not_picked > 0.2 and not comparison.chain.other_target

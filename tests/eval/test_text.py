@@ -1,4 +1,5 @@
-"""The target's own continuations: the model's law and states, whatever the batch, ended where a server ends them."""
+"""The target's own continuations: the model's distribution and states, whatever the batch, ended where a server ends
+them."""
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_sampled_text_is_fixed_by_its_seed():
     assert torch.equal(text(0), text(0)) and not torch.equal(text(0), text(1))
 
 
-def test_first_tokens_have_the_models_law():
+def test_first_tokens_have_the_models_distribution():
     """5,000 first tokens of one prompt at temperature 0.7 against the softmax; 3 s.e. of the likeliest token."""
     target = llama_target()
     prompts = [PROMPTS[0]] * 5000

@@ -117,12 +117,12 @@ def leaks(head: BackboneHead) -> list[str]:
         first = (FIRST + 1) % V
         first[window] = FIRST[window]
         if not torch.equal(read(head, first=first)[window], before[window]):
-            found.append(f"windows beside {window}")
+            found.append(f"windows next to {window}")
     return found
 
 
 def test_nothing_leaks_into_a_window(monkeypatch):
-    monkeypatch.setattr(backbone, "CONTEXT_PER_QUERY", 1)  # windows beside one another
+    monkeypatch.setattr(backbone, "CONTEXT_PER_QUERY", 1)  # windows next to one another
     head, right = head_of(), backbone.windows_mask
     assert leaks(head) == []
 
@@ -137,7 +137,7 @@ def test_nothing_leaks_into_a_window(monkeypatch):
         mask[..., document.shape[1] :] = True
         return mask
 
-    for wrong, words in ((future, "text unseen"), (documents, "text unseen"), (windows, "windows beside")):
+    for wrong, words in ((future, "text unseen"), (documents, "text unseen"), (windows, "windows next to")):
         monkeypatch.setattr(backbone, "windows_mask", wrong)
         assert any(words in one for one in leaks(head)), wrong.__name__
 

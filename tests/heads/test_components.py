@@ -75,8 +75,10 @@ def test_without_a_rank_a_head_is_what_it_was() -> None:
 def test_a_new_head_starts_near_the_targets_distribution_and_all_of_it_learns() -> None:
     head = build("shared", component_rank=RANK).requires_grad_(True)
     hidden, tokens = hidden_states(8), torch.randint(0, V, (8, N), generator=torch.Generator().manual_seed(4))
-    law = (hidden @ LM_HEAD.T).log_softmax(-1)[:, None, None]
-    assert (head(hidden).leaf - law).abs().max() < 0.5  # as of the shared head, and two numbers near 1 times 0.01
+    distribution = (hidden @ LM_HEAD.T).log_softmax(-1)[:, None, None]
+    assert (
+        head(hidden).leaf - distribution
+    ).abs().max() < 0.5  # as of the shared head, and two numbers near 1 times 0.01
     assert len({tuple(part.tolist()) for part in head(hidden).leaf[0].flatten(0, 1)}) == N * R  # told apart
     (-head.circuit.log_prob(head(hidden), tokens).mean()).backward()
     gradients = {name: value.grad.norm() for name, value in head.named_parameters()}

@@ -171,7 +171,7 @@ def test_ranks_draft_from_the_same_numbers_as_one(name: str, size: int, kind: st
 
 
 def test_what_crosses_for_the_first_token_is_not_rounded() -> None:
-    """Numbers that bfloat16 cannot hold, beside logits that are bfloat16."""
+    """Numbers that bfloat16 cannot hold, next to logits that are bfloat16."""
     terms = torch.tensor([[[1.0001, 700.3], [-2.0003, -torch.inf]]])
     logits = torch.zeros(1, 2, 2, V, dtype=torch.bfloat16)
     evidence, whole = Shard(0, 1, V, lambda own: own).join(terms, logits)

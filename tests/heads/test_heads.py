@@ -148,15 +148,15 @@ def test_a_head_fits_windows_it_has_seen(name):
 
 
 @pytest.mark.parametrize("name", ["shared"])
-def test_a_shared_head_starts_at_the_targets_own_law(name):
+def test_a_shared_head_starts_at_the_targets_own_distribution(name):
     head, hidden = build(name), hidden_states()
-    law = (hidden @ LM_HEAD.T).log_softmax(-1)[:, None, None]
-    difference = (head(hidden).leaf - law).abs()
+    distribution = (hidden @ LM_HEAD.T).log_softmax(-1)[:, None, None]
+    difference = (head(hidden).leaf - distribution).abs()
     # A state moves by 0.01 * sqrt(4) * |silu| <= 0.1 per entry, 16 entries against weights of size 1: below 0.4.
     assert difference.max() < 0.4
     assert len({tuple(part.tolist()) for part in head(hidden).leaf[0].flatten(0, 1)}) == N * R  # told apart
     head.up_weight.zero_()
-    torch.testing.assert_close(head(hidden).leaf, law.expand(-1, N, R, -1))
+    torch.testing.assert_close(head(hidden).leaf, distribution.expand(-1, N, R, -1))
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])

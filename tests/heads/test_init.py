@@ -88,7 +88,7 @@ def test_the_same_circuit_is_copied(name, circuit):
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("circuit, n, sums", [("hmm", 4, 3), ("hmm", 6, 5), ("btree", 4, 2), ("btree", 6, 4)])
-def test_a_cp_becomes_an_hmm_or_a_btree_of_nearly_the_same_law(name, circuit, n, sums):
+def test_a_cp_becomes_an_hmm_or_a_btree_of_nearly_the_same_distribution(name, circuit, n, sums):
     check_growth_from_a_cp(name, circuit, n, sums)
 
 
@@ -100,7 +100,7 @@ def test_an_ff_becomes_a_mixture_of_its_copies(name, circuit):
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("circuit", MIXTURES)
-def test_more_components_repeat_the_law_exactly_but_for_the_noise(name, circuit, monkeypatch):
+def test_more_components_repeat_the_distribution_exactly_but_for_the_noise(name, circuit, monkeypatch):
     source, head = build(circuit, 2, name, vocab=SMALL, std=0.3), build(circuit, 6, name, vocab=SMALL)
     init_from_head(head, source)
     assert not torch.equal(joint(head), joint(source))

@@ -121,7 +121,7 @@ def start_distance(name: str, n: int, zero_bias: bool = False) -> tuple[float, f
 @pytest.mark.parametrize("n", [4, 5, 6])
 @pytest.mark.parametrize("name", ["hmm", "btree"])
 def test_hmm_and_btree_start_close_to_the_cp_with_the_same_leaves(name, n):
-    """With probability s = 0.95 ** (number of sums) no latent ever changes, and then the law is the CP's.
+    """With probability s = 0.95 ** (number of sums) no latent ever changes, and then the distribution is the CP's.
 
     So the start is q = s * q_cp + (1 - s) * other: the total variation is at most 1 - s, and log q is nowhere more
     than -log s below log q_cp. The weights of the sums (std 0.01, |h| about 4) move s by about 0.2 % per sum.

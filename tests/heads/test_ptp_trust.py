@@ -133,6 +133,6 @@ def test_a_head_drafts_as_its_config_says() -> None:
     }
     assert len({tuple(drafts.tolist()) for drafts in expected.values()}) == 3
     for variant, drafts in expected.items():
-        config = head(variant=variant, law_trust=0.8 if variant == "late" else None)
+        config = head(variant=variant, distribution_trust=0.8 if variant == "late" else None)
         assert torch.equal(draft_tokens(config, logits, u), drafts)
         assert reads_u(config) == (variant in ("c-ptp", "late"))

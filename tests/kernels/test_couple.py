@@ -29,7 +29,7 @@ def test_accept_equals_its_definition(name: str, outputs: dict[str, tuple[Tensor
 
 
 def test_others_keep_what_they_have(outputs: dict[str, tuple[Tensor, Tensor]]) -> None:
-    (kept, count), (alone, _) = outputs["beside others"], naive.accept(*rows(30, 8))
+    (kept, count), (alone, _) = outputs["next to others"], naive.accept(*rows(30, 8))
     assert (kept[::3] == 7).all() and (count[::3] == 7).all() and torch.equal(kept[1::3], alone[1::3])
 
 

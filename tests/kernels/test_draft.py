@@ -67,10 +67,10 @@ def scored(asked: Case, got: Drafts) -> Tensor:
 def test_conditionals_and_confidences(name: str, drafts: dict[str, Drafts]) -> None:
     asked, got = CASES[name], drafts[name]
     temperature, _ = of_rows(asked)
-    wanted, law = conditionals(asked, got.tokens), scored(asked, got)
+    wanted, distribution = conditionals(asked, got.tokens), scored(asked, got)
     for k in range(wanted.shape[1]):
         confidence = naive.confidence(
-            law[:, k], temperature if asked.draw else asked.temperature[asked.slots], asked.draw
+            distribution[:, k], temperature if asked.draw else asked.temperature[asked.slots], asked.draw
         )
         torch.testing.assert_close(got.confidences[:, k], confidence, atol=CONFIDENCE, rtol=0)
     if got.cache is not None:
@@ -103,10 +103,10 @@ def test_drawing_from_what_was_not_rounded_would_be_found(name: str, drafts: dic
 
     asked, got = CASES[name], drafts[name]
     temperature, seeds = of_rows(asked)
-    law, exact, found = scored(asked, got), conditionals(asked, got.tokens), 0
-    for k in range(law.shape[1]):
+    distribution, exact, found = scored(asked, got), conditionals(asked, got.tokens), 0
+    for k in range(distribution.shape[1]):
         injected = noised(exact[:, k], seeds, asked.pos + k, temperature).argmax(dim=1)
-        values = noised(law[:, k], seeds, asked.pos + k, temperature)
+        values = noised(distribution[:, k], seeds, asked.pos + k, temperature)
         found += int((values.gather(1, injected[:, None])[:, 0] < values.amax(dim=1) - NOISED).sum())
     assert found > 0
 
@@ -146,8 +146,8 @@ def test_bias_of_another_token_would_be_found(name: str, fault: type[Bigram], dr
 def test_the_definition_picks_from_what_it_rounded() -> None:
     asked = CASES["bfloat16 cache"]
     tokens = torch.zeros(asked.params[1].shape[:2], dtype=torch.int64)
-    exact, law = conditionals(asked, tokens), conditionals(asked, tokens, torch.bfloat16)
-    assert torch.equal(law, exact.bfloat16().float()) and not torch.equal(law, exact)
+    exact, distribution = conditionals(asked, tokens), conditionals(asked, tokens, torch.bfloat16)
+    assert torch.equal(distribution, exact.bfloat16().float()) and not torch.equal(distribution, exact)
 
 
 def test_tokens_are_those_of_the_definition(drafts: dict[str, Drafts]) -> None:
@@ -200,10 +200,10 @@ def test_too_many_components_are_refused() -> None:
 
 
 def test_confidence_is_the_probability_of_meeting_the_draft_again() -> None:
-    law = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
+    distribution = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
     temperature = torch.tensor([0.0, 0.5, 2.0])
     sharpened = torch.tensor([25.0, 9.0, 4.0]) / 38
     wanted = torch.tensor([0.5, float(sharpened.square().sum()), 1.0])
-    torch.testing.assert_close(naive.confidence(law.log(), temperature), wanted)
+    torch.testing.assert_close(naive.confidence(distribution.log(), temperature), wanted)
     wanted = torch.tensor([0.5, 25 / 38, 1.0])
-    torch.testing.assert_close(naive.confidence(law.log(), temperature, draw=False), wanted)
+    torch.testing.assert_close(naive.confidence(distribution.log(), temperature, draw=False), wanted)

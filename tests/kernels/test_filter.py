@@ -143,6 +143,6 @@ def test_kernel_repeats_itself_and_does_not_depend_on_the_batch(outputs: dict) -
 @needs_triton
 @pytest.mark.parametrize("name", CIRCUITS)
 def test_training_through_the_kernel(name: str, outputs: dict) -> None:
-    """Loss and gradients of a head, likelihood and law terms, in recomputed chunks: as with the definition."""
+    """Loss and gradients of a head, likelihood and distribution terms, in recomputed chunks: as with the definition."""
     for got, wanted in zip(outputs["trained"][name], training_gradients(name), strict=True):
         close(got, wanted.double(), rtol=1e-5)  # float32 on both sides

@@ -1,4 +1,4 @@
-"""Pick against numpy's searchsorted, its law by chi-square, and what it does at the edges."""
+"""Pick against numpy's searchsorted, its distribution by chi-square, and what it does at the edges."""
 
 from __future__ import annotations
 
@@ -102,20 +102,20 @@ def test_never_a_token_without_mass() -> None:
     assert pick(torch.zeros(0, 5), torch.zeros(0)).shape == (0,)
 
 
-LAW = torch.tensor([0.3, 0.05, 0.0, 0.2, 0.1, 0.0, 0.33, 0.02])
+DISTRIBUTION = torch.tensor([0.3, 0.05, 0.0, 0.2, 0.1, 0.0, 0.33, 0.02])
 
 
 def p_value(u: torch.Tensor) -> float:
-    """Chi-square of DRAWS tokens against LAW."""
-    tokens = pick(LAW.log().expand(DRAWS, -1), u)
-    counts, has_mass = np.bincount(tokens.numpy(), minlength=len(LAW)), (LAW > 0).numpy()
+    """Chi-square of DRAWS tokens against DISTRIBUTION."""
+    tokens = pick(DISTRIBUTION.log().expand(DRAWS, -1), u)
+    counts, has_mass = np.bincount(tokens.numpy(), minlength=len(DISTRIBUTION)), (DISTRIBUTION > 0).numpy()
     assert counts[~has_mass].sum() == 0
-    law = LAW.double().numpy()[has_mass]
-    return float(chisquare(counts[has_mass], law / law.sum() * DRAWS).pvalue)
+    distribution = DISTRIBUTION.double().numpy()[has_mass]
+    return float(chisquare(counts[has_mass], distribution / distribution.sum() * DRAWS).pvalue)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**40])
-def test_picks_follow_the_law(seed: int) -> None:
+def test_picks_follow_the_distribution(seed: int) -> None:
     index = torch.arange(DRAWS)
     along_positions, along_seeds = uniform(torch.full((DRAWS,), seed), index), uniform(index, torch.full_like(index, 9))
     assert p_value(along_positions) > SIGNIFICANCE and p_value(along_seeds) > SIGNIFICANCE

@@ -105,7 +105,7 @@ def test_memory_is_bounded(served: SimpleNamespace) -> None:
     text = len(served.prompts[-1]) + LONG
     summaries = -(-text // BLOCK)  # blocks
     assert most(served.replies["long"][0]) <= summaries + (WINDOW + STEP) // PAGE
-    assert most(served.replies["kept"][0]) == summaries  # a block holds its tokens beside them
+    assert most(served.replies["kept"][0]) == summaries  # a block holds its tokens next to them
     kept = most(served.replies["kept"][0]) * (BLOCK + PAGE)
     assert most(served.replies["long"][0]) * PAGE < kept / 2
 

@@ -1,4 +1,4 @@
-"""Heads that a target ships in `mtpc/`: which one is served unasked, what overrides it, and what a bad one costs."""
+"""Heads that a target bundles in `mtpc/`: which one is served unasked, what overrides it, and what a bad one costs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from transformers import LlamaConfig
 
 from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target
-from vllm_mtpc.checkpoint.locate import find_head, shipped_heads
+from vllm_mtpc.checkpoint.locate import bundled_heads, find_head
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.config.switches import AUTO
-from vllm_mtpc.proposers.seam import frontend
+from vllm_mtpc.proposers.patches import frontend
 
 Lines = list[str]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, and beside it an MtPC head `head` and a PTP head `ptp`."""
+    """A target, and next to it an MtPC head `head` and a PTP head `ptp`."""
     folder = tmp_path_factory.mktemp("auto")
     target = make_target(folder / "target", vocab_size=32, seed=0)
     write_head(folder / "head", target.config.to_dict())
@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def target(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the target, which ships nothing yet."""
+    """A copy of the target, which bundles nothing yet."""
     monkeypatch.delenv(AUTO, raising=False)
     return Path(shutil.copytree(made / "target", tmp_path / "target"))
 
@@ -55,7 +55,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Lines:
     return lines
 
 
-def ship(made: Path, target: Path, head: str = "head", name: str = "") -> Path:
+def bundle(made: Path, target: Path, head: str = "head", name: str = "") -> Path:
     return Path(shutil.copytree(made / head, target / "mtpc" / name, dirs_exist_ok=True))
 
 
@@ -70,8 +70,8 @@ def test_a_target_without_heads_is_left_alone(target: Path, said: Lines) -> None
     assert spec_of(target) is None and said == []
 
 
-def test_a_shipped_head_is_engaged_and_said_once(made: Path, target: Path, said: Lines) -> None:
-    head = ship(made, target)
+def test_a_bundled_head_is_engaged_and_said_once(made: Path, target: Path, said: Lines) -> None:
+    head = bundle(made, target)
     spec = spec_of(target)
     assert (spec.method, spec.model_folder, spec.num_speculative_tokens) == ("mtpc", str(head), 4)
     assert len(said) == 1 and "MTPC_AUTO=0" in said[0] and str(target) in said[0] and "btree" in said[0]
@@ -80,7 +80,7 @@ def test_a_shipped_head_is_engaged_and_said_once(made: Path, target: Path, said:
 def test_the_arguments_stay_as_the_user_gave_them(made: Path, target: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    ship(made, target)
+    bundle(made, target)
     arguments = EngineArgs(str(target), dtype="float32", max_model_len=64, skip_tokenizer_init=True)
     arguments.kv_cache_memory_bytes = 1 << 26
     for _ in range(2):
@@ -90,13 +90,13 @@ def test_the_arguments_stay_as_the_user_gave_them(made: Path, target: Path) -> N
 
 @pytest.mark.parametrize("value", ["0", "off", "False"])
 def test_turned_off(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    ship(made, target)
+    bundle(made, target)
     monkeypatch.setenv(AUTO, value)
     assert spec_of(target, fail_on_environ_validation=True) is None and said == []
 
 
 def test_the_users_config_wins(made: Path, target: Path) -> None:
-    ship(made, target)
+    bundle(made, target)
     assert spec_of(target, {"method": "ngram", "num_speculative_tokens": 2}).method == "ngram"
     own = spec_of(target, {"method": "mtpc", "model": str(made / "head"), "num_speculative_tokens": 1})
     assert (own.model_folder, own.num_speculative_tokens) == (str(made / "head"), 1)
@@ -105,13 +105,13 @@ def test_the_users_config_wins(made: Path, target: Path) -> None:
 def test_which_of_several(made: Path, target: Path) -> None:
     """mtpc/ itself, else mtpc/default/, else the first by name; the same without --spec-model."""
     for name in ("b", "a", "default"):
-        ship(made, target, name=name)
+        bundle(made, target, name=name)
     assert spec_of(target).model_folder == str(target / "mtpc" / "default")
     shutil.rmtree(target / "mtpc" / "default")
     assert spec_of(target).model_folder == str(target / "mtpc" / "a")
     assert find_head(target) == target / "mtpc" / "a"
-    ship(made, target)
-    assert shipped_heads(target) == [target / "mtpc", target / "mtpc" / "a", target / "mtpc" / "b"]
+    bundle(made, target)
+    assert bundled_heads(target) == [target / "mtpc", target / "mtpc" / "a", target / "mtpc" / "b"]
     assert spec_of(target).model_folder == str(target / "mtpc")
 
 
@@ -133,25 +133,25 @@ def refused(target: Path, said: Lines, **arguments: Any) -> str:
     ],
 )
 def test_a_head_that_does_not_fit(made: Path, target: Path, said: Lines, change: dict[str, Any], reason: str) -> None:
-    file = ship(made, target) / "config.json"
+    file = bundle(made, target) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     assert reason in refused(target, said)
 
 
 def test_damaged_files(made: Path, target: Path, said: Lines) -> None:
-    head = ship(made, target)
+    head = bundle(made, target)
     (head / "config.json").write_text("{")
     assert "cannot be read as JSON" in refused(target, said)
     said.clear()
     shutil.rmtree(target / "mtpc")
-    (ship(made, target) / "model.safetensors").unlink()
+    (bundle(made, target) / "model.safetensors").unlink()
     assert "model.safetensors" in refused(target, said)
 
 
 def test_a_head_for_the_other_runner(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known once the engine's configuration is made: it is then made again, without the head."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    ship(made, target, "ptp")
+    bundle(made, target, "ptp")
     assert "Model Runner V1" in refused(target, said)
     with pytest.raises(MtpcError, match="Model Runner V1"):  # explicit flags are refused as before
         spec_of(target, {"method": "ptp"})
@@ -163,7 +163,7 @@ def test_a_head_that_does_not_fit_beside_its_target(
     """A device that has room for the target, and not for the conditionals of 1,024 x 4 drafts of 32 tokens as well."""
     from vllm.platforms import current_platform
 
-    ship(made, target)
+    bundle(made, target)
     files = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     drafts = 1024 * 4 * 32 * 4
     for more, is_served in ((4 * drafts, True), (drafts, False)):
@@ -176,7 +176,7 @@ def test_a_head_that_does_not_fit_beside_its_target(
 
 def test_an_error_of_the_target_is_its_own(made: Path, target: Path, said: Lines) -> None:
     """What fails with and without the head says what vLLM says, and nothing of a head."""
-    ship(made, target)
+    bundle(made, target)
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         spec_of(target, max_num_batched_tokens=8, max_num_seqs=16)
     assert not any("without drafts" in line for line in said)
@@ -188,7 +188,7 @@ def test_a_repository_in_the_hubs_cache(
     """Nothing is downloaded: what counts is the snapshot that is there."""
     import huggingface_hub
 
-    ship(made, target)
+    bundle(made, target)
     monkeypatch.setattr(
         huggingface_hub,
         "try_to_load_from_cache",
@@ -208,7 +208,7 @@ def test_a_name_that_is_no_repository() -> None:
     assert frontend._folder("s3://bucket/model.gguf", None) is None
 
 
-def test_a_trained_head_is_shipped_by_where_it_is_written(target: Path, tmp_path: Path) -> None:
+def test_a_trained_head_is_bundled_by_where_it_is_written(target: Path, tmp_path: Path) -> None:
     """`train --out TARGET/mtpc` needs nothing else: the head names its target by a relative path."""
     from vllm_mtpc.cli import main
 

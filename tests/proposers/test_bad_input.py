@@ -153,7 +153,7 @@ def test_a_recurrent_target_is_refused_and_served_without_its_bundled_head(
     shutil.copytree(place / "head", place / "target" / "mtpc")
     monkeypatch.delenv("MTPC_AUTO", raising=False)
     warned: list[str] = []
-    monkeypatch.setattr("vllm_mtpc.proposers.seam.frontend.warn", lambda *said: warned.append(str(said[1])))
+    monkeypatch.setattr("vllm_mtpc.proposers.patches.frontend.warn", lambda *said: warned.append(str(said[1])))
     made = engine_config(place / "target", None)
     assert made.speculative_config is None and "vllm_mtpc" not in made.parallel_config.worker_cls
     assert len(warned) == 1 and "recurrent layers" in warned[0]
@@ -384,11 +384,11 @@ def test_a_head_of_the_other_method(place: Path) -> None:
     )
 
 
-def test_no_model_and_no_shipped_head(place: Path) -> None:
-    assert "ships no head in mtpc/" in refusal(place, model=None)
+def test_no_model_and_no_bundled_head(place: Path) -> None:
+    assert "bundles no head in mtpc/" in refusal(place, model=None)
 
 
-def test_shipped_head_needs_no_name(place: Path) -> None:
+def test_bundled_head_needs_no_name(place: Path) -> None:
     shutil.copytree(place / "head", place / "target" / "mtpc")
     spec = engine_config(place / "target", {"method": "mtpc"}).speculative_config
     assert spec.model == str(place / "target" / "mtpc")

@@ -18,10 +18,10 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_mtpc import plugin
 from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
 from vllm_mtpc.proposers.heads import counts
-from vllm_mtpc.proposers.seam import configured as seam
-from vllm_mtpc.proposers.seam import patch
-from vllm_mtpc.proposers.seam.patch import derived
-from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+from vllm_mtpc.proposers.patches import configured as patches
+from vllm_mtpc.proposers.patches import patch
+from vllm_mtpc.proposers.patches.patch import derived
+from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
-    patch.apply(*patch.declared(seam))
+    patch.apply(*patch.declared(patches))
 
 
 def test_what_the_schedule_cuts_is_counted() -> None:
@@ -139,7 +139,7 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
     from vllm.v1.metrics.loggers import SpecDecodingLogging
 
     now = 1000.0
-    monkeypatch.setattr(seam, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(patches, "time", SimpleNamespace(monotonic=lambda: now))
     logging, said = SpecDecodingLogging(), []
 
     def log(text: str, *values: Any) -> None:

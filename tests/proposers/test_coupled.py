@@ -1,4 +1,4 @@
-"""Verification by Pick: the tokens of decoding without drafts, whatever the drafts are; and their law."""
+"""Verification by Pick: the tokens of decoding without drafts, whatever the drafts are; and their distribution."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Batch:
         self.expanded = self.slots.repeat_interleave(rows)
         self.local = torch.cat([torch.arange(n) for n in rows.tolist()])
         self.pos = torch.tensor(starts).repeat_interleave(rows) + self.local
-        # logits are a function of slot and position: the law that a target would give along the right tokens
-        self.logits = torch.stack([law(s, p) for s, p in zip(self.expanded, self.pos, strict=True)]).to(dtype)
+        # logits are a function of slot and position: the distribution that a target would give along the right tokens
+        self.logits = torch.stack([distribution(s, p) for s, p in zip(self.expanded, self.pos, strict=True)]).to(dtype)
 
     def verify(self, sampler: CoupledRejectionSampler, inputs: Tensor, forbidden: Tensor | None = None, **kwargs: Any):
         """`inputs`: input token of each row."""
@@ -144,7 +144,7 @@ class Batch:
         return inputs.int()
 
 
-def law(slot: int, pos: int) -> Tensor:
+def distribution(slot: int, pos: int) -> Tensor:
     return torch.randn(V, generator=torch.Generator().manual_seed(1000 * int(slot) + int(pos))) * 2
 
 
@@ -221,7 +221,9 @@ def test_greedy_requests_get_the_argmax(monkeypatch: pytest.MonkeyPatch) -> None
     assert num_sampled.tolist() == [4] * 3 and torch.equal(sampled.flatten(), best)
 
 
-@pytest.mark.feature("sampling under a grammar", "exact", "ptp on V2", why="drafts have no law: the token is picked")
+@pytest.mark.feature(
+    "sampling under a grammar", "exact", "ptp on V2", why="drafts have no distribution: the token is picked"
+)
 @pytest.mark.usefixtures("_sampling")
 def test_forbidden_drafts_are_refused_though_right(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, rejection = samplers(monkeypatch, 3)
@@ -245,11 +247,11 @@ def test_accept_keeps_to_its_rows() -> None:
     assert sampled.tolist() == [[5, 5, -1, -1], [-1] * 4, [5, -1, -1, -1]]
 
 
-def test_law_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distribution_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 000 requests with right and wrong drafts follow softmax(logits / T); a biased u is found."""
     requests, temperature = 10_000, 0.8
     _, rejection = samplers(monkeypatch, 1, [temperature] * SLOTS, top_k=V - 1)
-    logits = law(0, 0)
+    logits = distribution(0, 0)
     logits[3] = logits.amin() - 1  # outside the top 10
     batch = Batch([1], [0], [0])
     batch.cu = torch.arange(requests + 1).int() * 2
@@ -283,8 +285,8 @@ def test_u_is_that_of_seed_and_position() -> None:
     assert len(set(got.tolist())) == 4
 
 
-def test_a_drafter_with_the_target_law_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the coupling is for: same law, same u, same token."""
+def test_a_drafter_with_the_target_distribution_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the coupling is for: same distribution, same u, same token."""
     _, rejection = samplers(monkeypatch, 4)
     batch = Batch([4] * 5, list(range(5)), [3, 1, 4, 1, 5])
     states = rejection.sampler.sampling_states

@@ -85,10 +85,10 @@ def _memory(made: Any) -> tuple[int, int]:
                     head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard
                 )
             else:  # the interpreter moves numbers that a kernel does not
-                *_, law = drafter.buffers(BATCH, DRAFTS, CPU, dtype, params.bigram is not None)
-                law is None or head.leaf_shard.gather(law.flatten(1))
+                *_, distribution = drafter.buffers(BATCH, DRAFTS, CPU, dtype, params.bigram is not None)
+                distribution is None or head.leaf_shard.gather(distribution.flatten(1))
         peaks.append(live.peak)
-        params = law = None
+        params = distribution = None
     said = draft_memory(
         made.speculative_config.head,
         [0, *[DRAFTS] * BATCH],
@@ -130,7 +130,7 @@ def test_two_ranks_draft_what_one_does(name: str, found: dict[int, list[dict[str
     same_tokens, *same_numbers = ranks[0]
     assert torch.equal(tokens, same_tokens)
     assert len(tokens.unique()) > 4 and (tokens >= 576).any() and (tokens < 576).any(), "tokens of both ranks"
-    # float32 sums in another order; what is rounded to bfloat16 may fall on the number beside
+    # float32 sums in another order; what is rounded to bfloat16 may fall on the number next to
     rtol = 2**-7 if name == "kernel, bfloat16" else 0
     for one, other in zip(numbers, same_numbers, strict=True):
         assert one is other is None or torch.testing.assert_close(one, other, atol=2e-5, rtol=rtol) is None
@@ -140,10 +140,10 @@ def test_two_ranks_draft_what_one_does(name: str, found: dict[int, list[dict[str
 def test_what_ranks_exchange_is_an_rth_of_the_logits(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
     _, numbers, _ = found[2][0][name]
     r, rows = COMPONENTS[name.partition(",")[0]], 576
-    law = DRAFTS * (0 if "argmax" in name else rows)
+    distribution = DRAFTS * (0 if "argmax" in name else rows)
     # x_1: two numbers per component. Per draft: a normaliser and the drafted token's evidence per component, and what
     # the candidates are compared by; components are filled up to a power of two, columns to a multiple of 16.
-    assert sum(numbers) <= BATCH * (2 * r + DRAFTS * (2 * r + 5) + law)
+    assert sum(numbers) <= BATCH * (2 * r + DRAFTS * (2 * r + 5) + distribution)
     assert len(numbers) <= 3 + (3 if "tokens" in name else 2) * DRAFTS
     gathered = BATCH * (1 + DRAFTS) * r * rows
     assert sum(numbers) < gathered / (r / 1.3)
@@ -160,6 +160,6 @@ def test_memory_of_a_rank_is_what_was_said(name: str, size: int, found: dict[int
 def test_a_target_that_changes_its_logits_afterwards_is_gathered(found: dict[int, list[dict[str, Any]]]) -> None:
     """A token that such a target never says has no mass in the drafts either."""
     for size in (1, 2):
-        (_, _, law), numbers, _ = found[size][0]["kernel, forbids a token"]
-        assert (law[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()
+        (_, _, distribution), numbers, _ = found[size][0]["kernel, forbids a token"]
+        assert (distribution[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()
         assert numbers == ([BATCH * (1 + DRAFTS) * 32 * 576] if size == 2 else [])

@@ -49,6 +49,6 @@ def test_the_kernel_drafts_what_the_definition_drafts(
     assert len(tokens.unique()) > 4
     for ours, theirs in zip(numbers, same_numbers, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)  # float32 sums in another order
-    law = numbers[1][-BATCH:, :DRAFTS]
-    inside = (law > -torch.inf).sum(dim=-1)
+    distribution = numbers[1][-BATCH:, :DRAFTS]
+    inside = (distribution > -torch.inf).sum(dim=-1)
     assert (inside == HEADS[name].get("support", VOCAB)).all()

@@ -38,7 +38,7 @@ def test_conditionals_are_masked_and_the_grammar_comes_back() -> None:
     assert grammar.read == [5, 6]
 
 
-def test_masked_conditionals_are_laws() -> None:
+def test_masked_conditionals_are_distributions() -> None:
     seen: list[Tensor] = []
     grammar = Counting()
     grammar.accept_tokens("r", [5] * 4)
@@ -214,15 +214,15 @@ def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
     invalid, probabilities = torch.tensor([False, True, True]), torch.zeros(1, 2, 3)
     assert verifier(None, None, probabilities, invalid).tolist() == [False, False, True]
-    assert verifier(None, None, None, invalid) is invalid, "argmax drafts have no residual law"
+    assert verifier(None, None, None, invalid) is invalid, "argmax drafts have no residual distribution"
     assert verifier(None, None, probabilities, None) is None
 
 
 def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_mtpc.proposers.seam.patch import derived
-    from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+    from vllm_mtpc.proposers.patches.patch import derived
+    from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 
     class Silent(Scheduler):
         def update_draft_token_ids(self, draft_token_ids: Any) -> None: ...

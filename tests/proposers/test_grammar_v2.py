@@ -1,4 +1,5 @@
-"""Drafts masked on Model Runner V2, without an engine: of which rows, from what law, and what the host reads."""
+"""Drafts masked on Model Runner V2, without an engine: of which rows, from what distribution, and what the host
+reads."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def test_what_drafts_under_a_grammar_runs_before_the_first_request(found: dict[s
     assert found["warmed up"] > 0
 
 
-def test_drafts_are_allowed_and_scored_by_the_law_they_are_drawn_from(found: dict[str, Any]) -> None:
+def test_drafts_are_allowed_and_scored_by_the_distribution_they_are_drawn_from(found: dict[str, Any]) -> None:
     """Vocabulary of 40, tokens from 6 on allowed, then from 7 on, then from 8."""
     rows = [row for row in STRUCTURED if row != UNREAD]
     log_q, drafts = found["masked"]["log_q"][rows], found["masked"]["drafts"][rows]
@@ -152,8 +153,10 @@ def test_drafts_are_allowed_and_scored_by_the_law_they_are_drawn_from(found: dic
         assert (log_q[1:, k, :least] == -torch.inf).all() and (log_q[1:, k, least:] > -torch.inf).all()
         assert (drafts[:, k] >= least).all()
     drawn = found["temperature"][rows] > 0
-    assert drawn.tolist() == [False, True], "one is greedy, and has no law"
-    assert torch.equal(drafts[drawn], found["again"][rows][drawn]), "the noise of the launch, on the law that is scored"
+    assert drawn.tolist() == [False, True], "one is greedy, and has no distribution"
+    assert torch.equal(drafts[drawn], found["again"][rows][drawn]), (
+        "the noise of the launch, on the distribution that is scored"
+    )
     shift = (log_q - found["free"]["log_q"][rows])[drawn, 0, len(OUTPUT) :]  # x_1 is the same: so is what follows it
     torch.testing.assert_close(shift, shift[:, :1].expand_as(shift))
     torch.testing.assert_close(log_q[drawn].exp().sum(-1), torch.ones(1, DRAFTS))

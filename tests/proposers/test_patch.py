@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mtpc.proposers.seam import patch as machinery
-from vllm_mtpc.proposers.seam.patch import Patch, apply, patch
+from vllm_mtpc.proposers.patches import patch as machinery
+from vllm_mtpc.proposers.patches.patch import Patch, apply, patch
 
 SOURCE = """
 TABLE = ["a"]

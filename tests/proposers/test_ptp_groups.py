@@ -42,7 +42,7 @@ def expected(accepted: np.ndarray, sizes: tuple[int, ...], variant: str) -> floa
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("drafts", "budget"), [(1, 2), (2, 3), (2, 5), (3, 4), (3, 6), (3, 10)])
 def test_no_other_table_is_better(variant, drafts, budget):
-    """Three laws each. A search, so a miss of 1 % is allowed; nine in ten are exact (see the next test)."""
+    """Three distributions each. A search, so a miss of 1 % is allowed; nine in ten are exact (see the next test)."""
     random = np.random.default_rng(drafts * 100 + budget)
     most = drafts + (variant == "o-ptp")
     for concentration in (0.3, 1.0, 3.0):
@@ -82,13 +82,16 @@ def test_a_simulated_chain_has_the_expected_tokens(variant):
 
 def test_known_values():
     """Independent drafts, p = 0.7, at most 19: two passes give 3.33; 90 rows gave the authors' greedy choice 3.15."""
-    law = independent(0.7, 19)
-    values = [choose_groups(law, 19, budget, "o-ptp", 20).expected_tokens for budget in (20, 40, 90, 200, 400)]
+    distribution = independent(0.7, 19)
+    values = [choose_groups(distribution, 19, budget, "o-ptp", 20).expected_tokens for budget in (20, 40, 90, 200, 400)]
     assert values == sorted(values)
     assert 3.15 <= values[2] <= 3.33
     assert values[-1] == pytest.approx(sum(0.7**g for g in range(20)), abs=1e-6)  # as many rows as are of use
-    assert choose_groups(law, 19, 1, "o-ptp", 20) == ((0,) * 20, pytest.approx(1.0))  # a row alone drafts nothing
-    assert choose_groups(law, 19, 1, "c-ptp", 20).sizes == (1,) + (0,) * 19
+    assert choose_groups(distribution, 19, 1, "o-ptp", 20) == (
+        (0,) * 20,
+        pytest.approx(1.0),
+    )  # a row alone drafts nothing
+    assert choose_groups(distribution, 19, 1, "c-ptp", 20).sizes == (1,) + (0,) * 19
 
 
 def test_a_head_that_is_always_right():
@@ -99,13 +102,13 @@ def test_a_head_that_is_always_right():
 
 
 def test_tables_by_batch_share_the_rows():
-    law = independent(0.8, 7)
-    head = head_of(law)
+    distribution = independent(0.8, 7)
+    head = head_of(distribution)
     plan = merged_plan(head, 7, max_num_seqs=20, max_aux_rows=128)
     assert [bucket.max_batch for bucket in plan.buckets] == [2, 4, 8, 16, 20]  # 1 and 2 have all rows of use
     for batch, sizes in plan.buckets:
         assert batch * sum(sizes) <= 128
-    values = [expected(np.array(law), sizes, "o-ptp") for _, sizes in plan.buckets]
+    values = [expected(np.array(distribution), sizes, "o-ptp") for _, sizes in plan.buckets]
     assert values == sorted(values, reverse=True) and plan.buckets[0].sizes == (8,) * 8
     assert all(bucket.rows <= 10 for bucket in merged_plan(head, 7, 8, 128, rows_per_request=10).buckets)
     assert merged_plan(head, 7, 256, 256).bucket(256) is None  # too large a batch to draft for

@@ -27,7 +27,7 @@ def on_two_ranks(place: Path, store: Path) -> list[Any]:
 
 def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
     """What each failure ends with, and whether the same drafts are made after all of them."""
-    from vllm_mtpc.proposers.heads import load, shipped, swap
+    from vllm_mtpc.proposers.heads import bundled, load, swap
 
     def raising(*args: Any) -> Any:
         raise MemoryError("no room\n  for it")
@@ -46,8 +46,8 @@ def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
     with mock.patch.object(speculators, "Target", Target), ExitStack() as stack:
         failing = mock.patch.object(load, "load_head", raising) if rank else ExitStack()
         warnings: list[str] = []
-        with failing, mock.patch.object(shipped, "warn", lambda folder, error: warnings.append(str(error))):
-            found = {"shipped": outcome(shipped.attempt, serve, "head"), "named": outcome(serve)}
+        with failing, mock.patch.object(bundled, "warn", lambda folder, error: warnings.append(str(error))):
+            found = {"bundled": outcome(bundled.attempt, serve, "head"), "named": outcome(serve)}
         found["warned"] = warnings
         made = stack.enter_context(speculator(Setting(place, 4)))
         config = SimpleNamespace(speculative_config=made.speculative_config, use_v2_model_runner=True)
@@ -70,7 +70,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_failed_load_returns_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
     elsewhere = "on rank 1: no room for it"
-    assert [rank["shipped"] for rank in ranks] == ["GivenUp: "] * 2
+    assert [rank["bundled"] for rank in ranks] == ["GivenUp: "] * 2
     assert [rank["warned"] for rank in ranks] == [[elsewhere], []]  # once, by the first rank
     assert ranks[0]["named"] == f"RuntimeError: {elsewhere}"
     assert ranks[1]["named"] == "MemoryError: no room\n  for it"

@@ -114,7 +114,7 @@ def test_no_batch_is_expected_to_lose() -> None:
 
 
 def test_a_head_that_multiplies_much_drafts_less() -> None:
-    """A shared head of four components puts four products with lm_head into a draft: dear beside a small target."""
+    """A shared head of four components puts four products with lm_head into a draft: dear next to a small target."""
     rates = [0.6**k for k in range(1, 8)]
     light, heavy = (expand(schedule.default_schedule([rates], 7, True, load), 64) for load in (0.07, 1.2))
     assert light == expand(schedule.default_schedule([rates], 7, True), 64)

@@ -1,4 +1,4 @@
-"""Block verification keeps the target's law only with noise that no earlier step has looked at.
+"""Block verification keeps the target's distribution only with noise that no earlier step has looked at.
 
 vLLM 0.32 keys noise by position, 0.33 what drafts and what accepts blocks by the draft's number too.
 The rule of vLLM's kernel, once more in PyTorch, with noise hashed from (seed, position) as there: fast.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.laws import noise_floor, total_variation
+from tests.support.distributions import noise_floor, total_variation
 from vllm_mtpc.proposers.v2.verification import step_seeds
 
 VOCAB, DRAFTS, LENGTH, COUNT = 3, 3, 5, 200_000
@@ -49,7 +49,7 @@ BIASED = {
 }
 
 
-def laws() -> tuple[Tensor, Tensor]:
+def distributions() -> tuple[Tensor, Tensor]:
     """p and q of the next token [V, V], given the last: a drafter that is right half of the time."""
     generator = torch.Generator().manual_seed(4)
     tables = torch.randn(2, VOCAB, VOCAB, generator=generator, dtype=torch.float64) * 1.2
@@ -69,15 +69,15 @@ def uniform(seeds: Tensor, position: Tensor, stream: int, token: int = 0) -> Ten
     return ((mixed(value) >> 11) & ((1 << 53) - 1)).double().add(0.5) / (1 << 53)
 
 
-def draw(law: Tensor, seeds: Tensor, position: Tensor, stream: int) -> Tensor:
-    """Tokens [B] of laws [B, V] (unnormalised), by Gumbel noise keyed as vLLM keys it."""
+def draw(distribution: Tensor, seeds: Tensor, position: Tensor, stream: int) -> Tensor:
+    """Tokens [B] of distributions [B, V] (unnormalised), by Gumbel noise keyed as vLLM keys it."""
     noise = torch.stack([uniform(seeds, position, stream, token) for token in range(VOCAB)], dim=1)
-    return (law.clamp(min=1e-300).log() - (-noise.log()).log()).argmax(dim=1)
+    return (distribution.clamp(min=1e-300).log() - (-noise.log()).log()).argmax(dim=1)
 
 
 def block_step(last: Tensor, anchor: Tensor, seeds: Tensor, keys: tuple[Key, Key, Key]) -> tuple[Tensor, Tensor]:
     """One step behind the tokens last [B] at positions anchor [B]: tokens [B, K + 1] and how many are valid [B]."""
-    (p, q), (drafting, accepting, sampling) = laws(), keys
+    (p, q), (drafting, accepting, sampling) = distributions(), keys
     tokens, before = [], last
     for k in range(DRAFTS):
         before = draw(q[before], drafting(seeds, anchor, k), anchor + k, DRAFTING)
@@ -99,8 +99,8 @@ def block_step(last: Tensor, anchor: Tensor, seeds: Tensor, keys: tuple[Key, Key
     scales = torch.stack([torch.ones_like(ratio), *ratios], dim=1).gather(1, accepted[:, None])  # [B, 1]
     row = given.gather(1, accepted[:, None])[:, 0]
     residual = (scales * p[row] - q[row]).clamp(min=0)
-    law = torch.where((accepted == DRAFTS)[:, None], p[row], residual)
-    final = draw(law, sampling(seeds, anchor, accepted), anchor + accepted, SAMPLING)
+    distribution = torch.where((accepted == DRAFTS)[:, None], p[row], residual)
+    final = draw(distribution, sampling(seeds, anchor, accepted), anchor + accepted, SAMPLING)
     out = torch.cat([drafts, final[:, None]], dim=1)
     return out.scatter(1, accepted[:, None], final[:, None]), accepted + 1
 
@@ -122,15 +122,15 @@ def decode(keys: tuple[Key, Key, Key]) -> list[list[int]]:
 
 
 def distance_and_floor(keys: tuple[Key, Key, Key]) -> tuple[float, float]:
-    p, _ = laws()
+    p, _ = distributions()
     outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
     before = torch.cat([torch.zeros(len(outcomes), 1, dtype=torch.long), outcomes[:, :-1]], dim=1)
-    law = p[before, outcomes].prod(dim=1).numpy()
-    return total_variation(decode(keys), law, VOCAB), noise_floor(law, COUNT)
+    distribution = p[before, outcomes].prod(dim=1).numpy()
+    return total_variation(decode(keys), distribution, VOCAB), noise_floor(distribution, COUNT)
 
 
 @pytest.mark.parametrize("release", list(SERVED))
-def test_fresh_noise_keeps_the_law(release: str) -> None:
+def test_fresh_noise_keeps_the_distribution(release: str) -> None:
     distance, floor = distance_and_floor(SERVED[release])
     print(f"{release}: TV {distance:.5f}, allowed {floor:.5f}")
     assert distance < floor

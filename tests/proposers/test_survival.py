@@ -1,4 +1,5 @@
-"""Drafts cut by their chances: the output keeps the target's law, because no draft is looked at before it is cut."""
+"""Drafts cut by their chances: the output keeps the target's distribution, because no draft is looked at before it is
+cut."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.distributions import noise_floor, total_variation
 from tests.support.engine import Call, Engine, run
-from tests.support.laws import noise_floor, total_variation
 from vllm_mtpc import demo
 from vllm_mtpc.circuits import CircuitParams, get_circuit
 from vllm_mtpc.kernels.draft import naive
@@ -28,7 +29,7 @@ from vllm_mtpc.proposers.v1.survival import (
 
 VOCAB, DRAFTS, COUNT = 3, 3, 100_000
 LEAST = 0.35
-Cut = Callable[[Confidence, int, Tensor, Tensor], None]  # (confidence, k, law [B, V], drawn token [B])
+Cut = Callable[[Confidence, int, Tensor, Tensor], None]  # (confidence, k, distribution [B, V], drawn token [B])
 
 
 def test_what_is_kept_is_a_prefix() -> None:
@@ -219,7 +220,7 @@ def test_what_is_known_of_others_is_that_of_the_nearest() -> None:
     assert survival._of(8, True).step(8, 8, False) == pytest.approx(0.01, rel=0.1)
 
 
-def look_at_the_law(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:
+def look_at_the_distribution(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:
     confidence.drawn(k, probs, torch.zeros(len(probs), dtype=torch.bool))
 
 
@@ -228,7 +229,7 @@ def look_at_the_token(confidence: Confidence, k: int, probs: Tensor, token: Tens
     confidence.values[:, k] = probs.gather(1, token[:, None])[:, 0]
 
 
-def target_law(tokens: Tensor) -> Tensor:
+def target_distribution(tokens: Tensor) -> Tensor:
     """p(. | tokens [B, j]) [B, V], of a target that is much less sure than the drafter."""
     generator = torch.Generator().manual_seed(3)
     tables = torch.randn(DRAFTS + 1, VOCAB ** (DRAFTS + 1), VOCAB, generator=generator)
@@ -249,12 +250,12 @@ def speculate(look: Cut) -> Tensor:
     root, inner = torch.zeros(1, 2), 2 * torch.eye(2).expand(1, circuit.num_inner, 2, 2)
     parts = [part.log_softmax(-1) for part in (leaf, root, inner)]
     params = CircuitParams(*(part.expand(COUNT, *part.shape[1:]) for part in parts))
-    confidence, laws = Confidence(COUNT, DRAFTS), []
+    confidence, distributions = Confidence(COUNT, DRAFTS), []
 
     def pick(log_q: Tensor, k: int) -> Tensor:
-        laws.append(log_q.exp())
-        token = draw(laws[-1], generator)
-        look(confidence, k, laws[-1], token)
+        distributions.append(log_q.exp())
+        token = draw(distributions[-1], generator)
+        look(confidence, k, distributions[-1], token)
         return token
 
     evidence = torch.zeros(COUNT, 2)  # a verifier's token that tells nothing
@@ -265,10 +266,10 @@ def speculate(look: Cut) -> Tensor:
     assert length.unique().numel() > 1  # some are cut, and not all alike
     tokens, running = torch.zeros(COUNT, 0, dtype=torch.long), torch.ones(COUNT, dtype=torch.bool)
     for k in range(DRAFTS + 1):
-        p = target_law(tokens)
+        p = target_distribution(tokens)
         token = draw(p, generator)  # behind the drafts: a bonus token, and then plain decoding
         if k < DRAFTS:
-            q, draft = laws[k], drafts[:, k]
+            q, draft = distributions[k], drafts[:, k]
             chance = p.gather(1, draft[:, None])[:, 0] / q.gather(1, draft[:, None])[:, 0]
             accepted = torch.rand(COUNT, generator=generator) < chance
             residual = (p - q).clamp(min=0) + 1e-12
@@ -281,15 +282,15 @@ def speculate(look: Cut) -> Tensor:
 
 def distance_and_floor(look: Cut) -> tuple[float, float]:
     outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=DRAFTS + 1)))
-    law = torch.ones(len(outcomes), dtype=torch.float64)
+    distribution = torch.ones(len(outcomes), dtype=torch.float64)
     for k in range(DRAFTS + 1):
-        law *= target_law(outcomes[:, :k]).double().gather(1, outcomes[:, k : k + 1])[:, 0]
-    law = law.numpy()
-    return total_variation(speculate(look).tolist(), law, VOCAB), noise_floor(law, COUNT)
+        distribution *= target_distribution(outcomes[:, :k]).double().gather(1, outcomes[:, k : k + 1])[:, 0]
+    distribution = distribution.numpy()
+    return total_variation(speculate(look).tolist(), distribution, VOCAB), noise_floor(distribution, COUNT)
 
 
-def test_the_law_is_the_targets() -> None:
-    distance, floor = distance_and_floor(look_at_the_law)
+def test_the_distribution_is_the_targets() -> None:
+    distance, floor = distance_and_floor(look_at_the_distribution)
     print(f"TV {distance:.5f}, allowed {floor:.5f}")
     assert distance < floor
 

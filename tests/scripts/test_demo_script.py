@@ -45,7 +45,7 @@ def script(monkeypatch: pytest.MonkeyPatch):
 def test_plain_and_head_take_turns_and_only_the_same_is_compared(script, capsys):
     assert script.main([]) == 0
     said = capsys.readouterr().out
-    assert "| btree | 16 (2.00x) | 16 (2.00x) | 16 (2.00x) | 16 (2.00x) |" in said  # 8 tokens in 0.5 s beside 1 s
+    assert "| btree | 16 (2.00x) | 16 (2.00x) | 16 (2.00x) | 16 (2.00x) |" in said  # 8 tokens in 0.5 s next to 1 s
     assert "BTree / FF" not in said  # the schedule gives FF no drafts at a batch: nothing to divide
     assert "late, T=1, c=1 (V2, interpreted): 1.75 tokens/step" in said and "late | " not in said
     assert "identical to plain vLLM's, offline and served: 12 of 12" in said

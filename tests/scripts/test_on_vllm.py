@@ -27,4 +27,4 @@ def test_a_release_is_put_together(tmp_path: Path) -> None:
     code = "import importlib.metadata as m, vllm; print(vllm.NAME, m.version('vllm'))"
     said = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(place)}, capture_output=True, text=True)
     assert said.stdout == "the release 0.99.0+cpu\n", said.stderr
-    assert list(place.rglob("*.pyc")), "not compiled anew by every process"
+    assert list(place.rglob("*.pyc")), "not compiled again by every process"

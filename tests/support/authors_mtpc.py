@@ -1,6 +1,7 @@
-"""Checkpoints in the layout of the MtPC authors' code, and the law such a checkpoint stands for.
+"""Checkpoints in the layout of the MtPC authors' code, and the distribution such a checkpoint stands for.
 
-Both are written from their formulas and share no code with the package. The law is an enumeration: every token, every
+Both are written from their formulas and share no code with the package. The distribution is an enumeration: every
+token, every
 latent, float64. Their sum heads go from the leaves to the root; W[k][f, o, i] = softmax over i of <proj[f, o, i], h>.
 """
 
@@ -136,7 +137,7 @@ def save(
     return folder / "model@900.pt"
 
 
-def law(state: dict, kind: str, hidden: Tensor, bias: str | None = None) -> np.ndarray:
+def distribution(state: dict, kind: str, hidden: Tensor, bias: str | None = None) -> np.ndarray:
     """log p of every x_1 .. x_n (in the order of itertools.product) at hidden[D], [V ** n]."""
     h = hidden.double().numpy()
     proj = state[LEAF].double().numpy()

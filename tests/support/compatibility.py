@@ -83,7 +83,7 @@ def counted(run: dict[str, Any], column: str) -> str:
             said[cell["feature"]].append(cell)
     failed = sum(any(cell["failed"] for cell in cells) for cells in said.values())
     held = sum(
-        any(cell["kind"] in ("law", "exact") for cell in cells) and not any(cell["failed"] for cell in cells)
+        any(cell["kind"] in ("distribution", "exact") for cell in cells) and not any(cell["failed"] for cell in cells)
         for cells in said.values()
     )
     refused = len(said) - failed - held

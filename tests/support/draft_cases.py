@@ -112,7 +112,7 @@ def padded(token_rank: int = 0) -> Case:
 
 
 def rounded(dtype: torch.dtype) -> Case:
-    """Laws that are kept in a half precision, at temperatures that make much of what was rounded off."""
+    """Distributions that are kept in a half precision, at temperatures that make much of what was rounded off."""
     base = case("hmm", 5, 7, 63, 100, 4, scale=0.3)
     return replace(base, cache_dtype=dtype, temperature=base.temperature * 0.05)
 

@@ -26,7 +26,7 @@ POISON = 2**62
 
 @dataclass
 class Case:
-    """What a batch is drafted from, and the sizes of what is handed to the kernel beside it."""
+    """What a batch is drafted from, and the sizes of what is handed to the kernel next to it."""
 
     program: Program
     params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None, Support | None]  # as `DraftParams`

@@ -106,7 +106,7 @@ FAULTS = (
     "draft",
     "drafter",
     "grammar",
-    "law",
+    "distribution",
     "layer",
     "profile",
     "ptp",

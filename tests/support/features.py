@@ -3,7 +3,7 @@
     scripts/test.sh --all --outcome=benchmarks/results/tests-all.json
     python -m tests.support.features --write docs/features.md
 
-A test says what it shows: `@pytest.mark.feature("top_k", "law")`, for the columns that are named behind or by
+A test says what it shows: `@pytest.mark.feature("top_k", "distribution")`, for the columns that are named behind or by
 `@pytest.mark.column("mtpc on V1")` on it or its parameters. A cell claims only what a passed test of the kept run says.
 """
 
@@ -20,14 +20,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 V1, V2, PTP = COLUMNS = ("mtpc on V1", "mtpc on V2", "ptp on V2")
 RUNNERS = [pytest.param(name, marks=pytest.mark.column(column)) for name, column in (("v1", V1), ("v2", V2))]
-KINDS = {"law": "law", "exact": "exact", "refused": "refused", "off": "turned off"}  # as they are shown, in this order
+KINDS = {
+    "distribution": "distribution",
+    "exact": "exact",
+    "refused": "refused",
+    "off": "turned off",
+}  # as they are shown, in this order
 HEADER = """# Features
 
 What a request or an engine may ask for with drafts on. Written by `python -m tests.support.features --write
 docs/features.md` from what a run of the tests found ([tests-all.json](../benchmarks/results/tests-all.json)); not to be
 edited.
 
-* **law**: tests compare the law of sampled text with enumeration, and find an injected fault.
+* **distribution**: tests compare the distribution of sampled text with enumeration, and find an injected fault.
 * **exact**: tests compare tokens (and logprobs) with plain vLLM's, greedy or sharpened to be, drafts on and accepted.
   For `ptp` also at any temperature: with the text its sampler gives without drafts.
 * **refused**: tests read the one-line message.

@@ -59,12 +59,14 @@ def training_gradients(name: str, filter_weights: Filter | None = None, device: 
     config = HeadConfig.create(circuit=name, window=5, num_components=r, target=sizes, verifier="../target")
     torch.manual_seed(0)
     head = build_head(config).to(device)
-    hidden, law = torch.randn(3, 8).to(device), torch.randn(3, 5, 5).log_softmax(-1).to(device)
+    hidden, distribution = torch.randn(3, 8).to(device), torch.randn(3, 5, 5).log_softmax(-1).to(device)
     tokens = torch.tensor([[0, 2, 1, 1, 4], [2, 0, 0, 3, -1], [1, 1, -1, -1, -1]], device=device)
     kept = base.filter_weights, conditionals.filter_weights
     base.filter_weights = conditionals.filter_weights = filter_weights or kept[0]
     try:
-        loss = step_loss(head, lambda rows: hidden[rows], tokens, (tokens >= 0).sum(0), lambda rows: law[rows], options)
+        loss = step_loss(
+            head, lambda rows: hidden[rows], tokens, (tokens >= 0).sum(0), lambda rows: distribution[rows], options
+        )
         loss = loss - head.circuit.conditional_log_probs(head(hidden), tokens).mean()
         loss.backward()
     finally:

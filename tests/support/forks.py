@@ -38,7 +38,7 @@ ENVIRONMENTS = {
     "v2 at once": {**V2, "MTPC_INTERPRETER": "lanes"},
 }
 # MTPC_TEST_GPU=1: on a GPU, nothing interpreted. What has imported vLLM may have touched the GPU, which a fork must not
-# inherit: each imports it anew. Attention on float32, Triton's, would multiply in TF32, whose errors of 1e-3 turn a
+# inherit: each imports it again. Attention on float32, Triton's, would multiply in TF32, whose errors of 1e-3 turn a
 # greedy token now and then, as a drafted token is verified by other launches than a plain one.
 ON_GPU = os.environ.get("MTPC_TEST_GPU") == "1"
 if ON_GPU:

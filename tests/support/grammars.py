@@ -1,8 +1,9 @@
 """A grammar that counts; and next tokens through vLLM's own kernels under a grammar.
 
-The latter run in a fork of Model Runner V2's server (forks.py). Every request has two drafts of law q; the grammar
-allows the tokens 0 and 1, so the target's law p has only these, and q mostly the others. Forbidden drafts are marked as
-this package does ("kept") and as vLLM 0.32 does ("cut").
+The latter run in a fork of Model Runner V2's server (forks.py). Every request has two drafts of distribution q; the
+grammar
+allows the tokens 0 and 1, so the target's distribution p has only these, and q mostly the others. Forbidden drafts are
+marked as this package does ("kept") and as vLLM 0.32 does ("cut").
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ ACCEPTED: dict[str, interpreted.Case] = {
     "2, int32": ("couple", rows(20, 2, torch.int32)),
     "17": ("couple", rows(40, 17)),
     "1": ("couple", rows(5, 1)),
-    "beside others": ("couple", beside_others(30, 8)),
+    "next to others": ("couple", beside_others(30, 8)),
     "no requests": ("couple", rows(0, 4)),
     "all right": ("couple", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
 }

@@ -1,4 +1,4 @@
-"""Tiny targets and heads made on the spot: small enough that their law can be written down."""
+"""Tiny targets and heads made on the spot: small enough that their distribution can be written down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_mtpc.hf import load_target
 
 
 def make_target(folder: Path, vocab_size: int, seed: int, hidden_size: int = 64, layers: int = 2) -> LlamaForCausalLM:
-    """A random Llama with a varied law, saved to `folder` in float32."""
+    """A random Llama with a varied distribution, saved to `folder` in float32."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,

@@ -2,7 +2,7 @@
 
 Written from its published fields, because the package is no requirement of the tests: it holds datasets (<= 5.1.0) and
 transformers (<= 5.19.0) back behind the releases that are tested here, needs Python 3.11, and brings torchvision and
-torchaudio in builds that need not load beside a CPU's torch.
+torchaudio in builds that need not load next to a CPU's torch.
 """
 
 from __future__ import annotations

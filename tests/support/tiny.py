@@ -1,4 +1,4 @@
-"""Targets and heads whose laws can be enumerated."""
+"""Targets and heads whose distributions can be enumerated."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def random_student(target: Target, variant: str = "o-ptp", window: int = 5, seed
 
 
 class Oracle(Student):
-    """Token by token, what the rows stand for: picks by their u from the target's law at temperature 1."""
+    """Token by token, what the rows stand for: picks by their u from the target's distribution at temperature 1."""
 
     def prefix(self, tokens: torch.Tensor, documents: torch.Tensor | None = None) -> Prefix:
         self.read = tokens
@@ -42,8 +42,8 @@ class Oracle(Student):
         for r, s, numbers in zip(row.tolist(), start.tolist(), u, strict=True):
             text, states = self.read[r, : s + 1].tolist(), []
             for number in numbers:
-                law = self.target.logits(self.target.hidden(torch.tensor([text]))[:, -1])
-                text.append(int(pick(law, number[None])))
+                distribution = self.target.logits(self.target.hidden(torch.tensor([text]))[:, -1])
+                text.append(int(pick(distribution, number[None])))
                 state = self.target.hidden(torch.tensor([text]))[0, -1]
                 states.append(
                     torch.nn.functional.one_hot(torch.tensor(text[-1]), 64).float() if self.first_row else state

@@ -17,7 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0, "sc
 
 
 class Target(nn.Module):
-    """vLLM's layers behind `compute_logits`; what `kind` names is set beside."""
+    """vLLM's layers behind `compute_logits`; what `kind` names is set next to."""
 
     kind = "plain"
 

@@ -34,7 +34,7 @@ def test_results_follow_their_temperature(tiny_target, tmp_path):
                 total.append(1 + kept.sum().item())
         values[name] = sum(total) / len(total)
     assert found["t0"]["anywhere"] == pytest.approx(values["t0"], abs=1e-5)
-    # the figure averages the last factor of each product over the target's law: same mean, other noise
+    # the figure averages the last factor of each product over the target's distribution: same mean, other noise
     assert found["t1"]["anywhere"] == pytest.approx(values["t1"], abs=0.1)
     assert abs(found["t1"]["anywhere"] - found["t0"]["anywhere"]) > 0.2  # so that mixing them up shows
 

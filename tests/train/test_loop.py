@@ -75,7 +75,7 @@ def test_splitting_a_step_changes_nothing(tiny_target, tmp_path, change):
 
 
 def test_neighbours_in_a_row_do_not_matter(tiny_target, tmp_path):
-    """Another document beside it, the same windows: the loss of a document's windows is its own."""
+    """Another document next to it, the same windows: the loss of a document's windows is its own."""
     documents = random_documents(2)
     found = []
     for shift in (0, 1):

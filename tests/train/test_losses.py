@@ -56,12 +56,12 @@ def params_of(name: str, logits: list[torch.Tensor]) -> CircuitParams:
     return CircuitParams(leaf, root if name != "ff" else torch.zeros_like(root), inner)
 
 
-def target_law() -> torch.Tensor:
+def target_distribution() -> torch.Tensor:
     return torch.randn(B, N, V, generator=torch.Generator().manual_seed(9), dtype=torch.float64).log_softmax(-1)
 
 
-def reference(name: str, params: CircuitParams, law: np.ndarray, o: TrainOptions) -> float:
-    """L from its definition; `law` [B, N, V] holds log p."""
+def reference(name: str, params: CircuitParams, distribution: np.ndarray, o: TrainOptions) -> float:
+    """L from its definition; `distribution` [B, N, V] holds log p."""
     weights = np.array([o.gamma**k for k in range(N)])
     weights[0] *= o.train_first
     weights /= weights.sum()
@@ -71,7 +71,7 @@ def reference(name: str, params: CircuitParams, law: np.ndarray, o: TrainOptions
         for k, token in enumerate(tokens):
             if token < 0:
                 break
-            q, p = np.exp(enumeration.conditionals(table, tuple(tokens[:k]))), np.exp(law[b, k])
+            q, p = np.exp(enumeration.conditionals(table, tuple(tokens[:k]))), np.exp(distribution[b, k])
             overlap = np.minimum(p, q).sum()
             total += (1 - o.acceptance) * weights[k] * base_term(q, p, token, o) / COUNTS[k].item()
             if k and o.acceptance:
@@ -97,19 +97,24 @@ def base_term(q: np.ndarray, p: np.ndarray, token: int, o: TrainOptions) -> floa
 @pytest.mark.parametrize("circuit", enumeration.CIRCUITS)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_is_the_enumerated_one(circuit, case):
-    o, params, law = options(circuit, **CASES[case]), params_of(circuit, logits_of(circuit)), target_law()
-    given = law if o.needs_distribution else None
+    o, params, distribution = (
+        options(circuit, **CASES[case]),
+        params_of(circuit, logits_of(circuit)),
+        target_distribution(),
+    )
+    given = distribution if o.needs_distribution else None
     loss = window_loss(enumeration.make(circuit, N, R), params, TOKENS, given, o, COUNTS)
-    # 1e-7: without the target's law everything is float64; the posterior of a mixture is clamped at 1e-38 only.
-    assert loss.item() == pytest.approx(reference(circuit, params, law.numpy(), o), abs=1e-7)
+    # 1e-7: without the target's distribution everything is float64; the posterior of a mixture is clamped at 1e-38
+    # only.
+    assert loss.item() == pytest.approx(reference(circuit, params, distribution.numpy(), o), abs=1e-7)
 
 
 @pytest.mark.parametrize("circuit", enumeration.CIRCUITS)
 @pytest.mark.parametrize("case", ["nll", "kl", "binary_reverse", "mixed_length", "tv", "log"])
 def test_gradient_is_that_of_the_enumerated_loss(circuit, case):
-    o, law, logits = options(circuit, **CASES[case]), target_law(), logits_of(circuit)
+    o, distribution, logits = options(circuit, **CASES[case]), target_distribution(), logits_of(circuit)
     learnt = [part.clone().requires_grad_(True) for part in logits]
-    window_loss(enumeration.make(circuit, N, R), params_of(circuit, learnt), TOKENS, law, o, COUNTS).backward()
+    window_loss(enumeration.make(circuit, N, R), params_of(circuit, learnt), TOKENS, distribution, o, COUNTS).backward()
     rng = np.random.default_rng(0)
     step = 1e-6
     for number, part in enumerate(logits):
@@ -120,7 +125,7 @@ def test_gradient_is_that_of_the_enumerated_loss(circuit, case):
             for sign in (1, -1):
                 moved = [other.clone() for other in logits]
                 moved[number].view(-1)[index] += sign * step
-                values.append(reference(circuit, params_of(circuit, moved), law.numpy(), o))
+                values.append(reference(circuit, params_of(circuit, moved), distribution.numpy(), o))
             slope = (values[0] - values[1]) / (2 * step)
             # central differences: curvature times step^2, and rounding of order 1e-16 / step
             assert learnt[number].grad.view(-1)[index].item() == pytest.approx(slope, abs=1e-7)
@@ -132,8 +137,12 @@ def test_length_loss_is_minus_the_accepted_drafts():
     tokens = enumeration.all_tokens(N, V)
     params = enumeration.repeated(enumeration.random_params(circuit, V, seed=3), 0, len(tokens))
     rng = torch.Generator().manual_seed(2)
-    law = {p: torch.randn(V, generator=rng).log_softmax(-1) for k in range(N) for p in product(range(V), repeat=k)}
-    along = torch.stack([torch.stack([law[tuple(row[:k])] for k in range(N)]) for row in tokens.tolist()])  # [., N, V]
+    distribution = {
+        p: torch.randn(V, generator=rng).log_softmax(-1) for k in range(N) for p in product(range(V), repeat=k)
+    }
+    along = torch.stack(
+        [torch.stack([distribution[tuple(row[:k])] for k in range(N)]) for row in tokens.tolist()]
+    )  # [., N, V]
     text = along.gather(-1, tokens[..., None])[..., 0].sum(1).exp()  # probability of each text
     ones = torch.ones(N, dtype=torch.long)
     by_text = sum(
@@ -143,9 +152,9 @@ def test_length_loss_is_minus_the_accepted_drafts():
     )  # fmt: skip
     table, accepted = enumeration.Enumerated("btree", params).table(), 0.0
     for drafts in product(range(V), repeat=N):
-        path = law[()][drafts[0]].exp().item()
+        path = distribution[()][drafts[0]].exp().item()
         for k in range(1, N):
-            q, p = np.exp(enumeration.conditionals(table, drafts[:k])), law[drafts[:k]].exp().numpy()
+            q, p = np.exp(enumeration.conditionals(table, drafts[:k])), distribution[drafts[:k]].exp().numpy()
             path *= min(q[drafts[k]], p[drafts[k]])
             # later tokens of the sequence are summed out by the loop: count each prefix once
             accepted += path / V ** (N - 1 - k)
@@ -157,12 +166,12 @@ def test_chunks_change_nothing(case):
     """Chunked and recomputed, or at once: the same loss and gradient, and the default chunk fits its budget."""
     losses, gradients = [], []
     generator = torch.Generator().manual_seed(1)
-    hidden, law = torch.randn(B, 8, generator=generator), target_law().float()
+    hidden, distribution = torch.randn(B, 8, generator=generator), target_distribution().float()
     for chunk in (None, 2, 1):
         o = options("hmm", chunk_windows=chunk, **CASES[case])
         torch.manual_seed(0)
         head = build_head(head_config(o))
-        loss = step_loss(head, hidden.__getitem__, TOKENS, COUNTS, lambda piece: law[piece], o)
+        loss = step_loss(head, hidden.__getitem__, TOKENS, COUNTS, lambda piece: distribution[piece], o)
         loss.backward()
         losses.append(loss.item())
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in head.parameters()]))
@@ -192,12 +201,12 @@ def test_bf16_casts_the_head_s_products_and_nothing_else():
     assert found["bf16"] != found["float32"]
 
 
-def test_law_is_asked_for_only_where_it_is_needed():
+def test_distribution_is_asked_for_only_where_it_is_needed():
     o = options("cp")
     head = build_head(head_config(o))
 
     def refuse(piece: slice) -> torch.Tensor:
-        raise AssertionError("the likelihood of the text needs no law of the target")
+        raise AssertionError("the likelihood of the text needs no distribution of the target")
 
     assert step_loss(head, torch.randn(B, 8).__getitem__, TOKENS, COUNTS, refuse, o).isfinite()
 

@@ -95,10 +95,10 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, message):
     [
         ({"lora_rank": 8}, "lora_rank is of draft layers: remove lora_rank, or set lora_layers to 1, 2 or 4"),
         ({"lora_alpha": 8}, "lora_alpha is of draft layers"),
-        ({"init": "random", "init_from": "head"}, "init='random' beside init_from, .*: remove one"),
+        ({"init": "random", "init_from": "head"}, "init='random' next to init_from, .*: remove one"),
         (
             {"validation_data": ["v"], "validation_share": 0.1},
-            "validation_share beside validation_data, .*: remove one",
+            "validation_share next to validation_data, .*: remove one",
         ),
         ({"regenerate_tokens": 64}, "regenerate_tokens without regenerate: remove regenerate_tokens, or set"),
         ({"regenerate_greedy_share": 0.5}, "regenerate_greedy_share without regenerate"),

@@ -95,7 +95,7 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
 
 
 def _of_chat(origin: str, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:
-    """The conversation up to the last assistant's turn, which the target is to write anew."""
+    """The conversation up to the last assistant's turn, which the target is to write again."""
     if not is_chat(messages):
         raise UsageError(f"{origin}: messages must be a list of objects with role and content; correct it")
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=None)

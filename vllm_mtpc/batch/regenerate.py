@@ -56,7 +56,7 @@ def regenerate(options: RegenerateOptions) -> Path:
     """Writes the responses that `options.out` does not hold yet and returns its path.
 
     One JSON object per line: `id`, `prompt_ids`, `response_ids` (the token that ended it included), `finish_reason`
-    (stop or length), and for conversations `messages` with the new turn. `OUT.meta.json` beside it says how they were
+    (stop or length), and for conversations `messages` with the new turn. `OUT.meta.json` next to it says how they were
     made; a file made with other settings is refused. Each response has a seed of its own, made from its id, so that an
     interrupted run, started again, writes what the whole one would have written (as far as the target's own logits do
     not depend on what else is in a batch). Prompts without room for a token are skipped and counted.

@@ -2,7 +2,7 @@
 
 The engine is `vllm serve` in a child. When it dies it is started again and what it had not answered is asked again, up
 to `attempts` times a line: a request that kills engines ends as a recorded error, not as a loop. The last time a line
-is asked alone, so that those that were only beside such a request are answered.
+is asked alone, so that those that were only next to such a request are answered.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _native(num_drafts: int | None, speculation: Speculation) -> Decoding | Miss
     """The target's own MTP layers; as many drafts as layers, as vLLM's recipes have it."""
     layers = speculation.mtp_layers()
     if not layers:
-        return Missing("MTP", "the target ships no MTP layers that vLLM serves")
+        return Missing("MTP", "the target bundles no MTP layers that vLLM serves")
     value = {"method": "mtp", "num_speculative_tokens": num_drafts or layers}
     problem = speculation.problem(value)
     return Missing("MTP", problem) if problem else Decoding("MTP", value)

@@ -89,7 +89,7 @@ def ptp_facts(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
     from vllm_mtpc.checkpoint.ptp import check_ptp
     from vllm_mtpc.heads.adapters import ADAPTER_WEIGHTS_FILE
 
-    own = ("variant", "u_embedding", "late_width", "law_trust", "accepted")
+    own = ("variant", "u_embedding", "late_width", "distribution_trust", "accepted")
     options = config.model_dump(include={"u_features", "u_hidden"}, exclude_none=True)
     adapters = check_ptp(folder, config)._asdict()
     found = {name: getattr(config, name) for name in own} | {"u_options": options, "adapters": adapters}
@@ -205,7 +205,7 @@ def mtpc_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def ptp_rows(report: Report) -> list[tuple[str, str]]:
-    adapters, trust, shares = report["adapters"], report["law_trust"], report["accepted"]
+    adapters, trust, shares = report["adapters"], report["distribution_trust"], report["accepted"]
     size = f"rank {adapters['rank']}, alpha {adapters['alpha']:g}, {adapters['parameters']:,} parameters"
     accepted = "not measured"
     if shares is not None:

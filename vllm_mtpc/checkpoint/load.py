@@ -195,7 +195,7 @@ def adapter_digest(contents: Mapping[str, bytes]) -> str:
 
 
 def check_digest(folder: Path, file: str) -> dict[str, str]:
-    """Metadata of the weight file `file`; raises CheckpointError unless it was saved with the adapters beside it."""
+    """Metadata of the weight file `file`; raises CheckpointError unless it was saved with the adapters next to it."""
     with open_tensors(folder / file) as handle:
         metadata = handle.metadata() or {}
     if adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES}) != metadata.get(ADAPTER_DIGEST):

@@ -1,4 +1,4 @@
-"""Where a head is: a folder, a folder shipped inside a target, or a repository on the hub."""
+"""Where a head is: a folder, a folder bundled inside a target, or a repository on the hub."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def require_weights(folder: Path, name: str) -> Path:
 
 
 def find_head(path: str | Path) -> Path | None:
-    """The head at `path`, or the first of `shipped_heads`; None where there is none."""
+    """The head at `path`, or the first of `bundled_heads`; None where there is none."""
     folder = _local(path)
-    return next((place for place in (folder, *shipped_heads(folder)) if is_head(place)), None)
+    return next((place for place in (folder, *bundled_heads(folder)) if is_head(place)), None)
 
 
-def shipped_heads(target: Path) -> list[Path]:
+def bundled_heads(target: Path) -> list[Path]:
     """Folders of a target that hold a config of a head, readable or not, the one to be served first.
 
     That is `mtpc/`, else `mtpc/default/`, else the first of `mtpc/NAME/`. Without `mtpc/` all this costs is a look.
@@ -77,7 +77,7 @@ def shipped_heads(target: Path) -> list[Path]:
 
 
 def resolve_head(model: str, revision: str | None = None, max_bytes: int | None = None) -> Path:
-    """The local folder of a head named by path or hub repository (downloaded if need be), or shipped by a target there.
+    """The local folder of a head named by path or hub repository (downloaded if need be), or bundled by a target there.
 
     Without a head it is the folder as named, which is refused when it is read. Raises CheckpointError when there is
     nothing, or something that is not a head folder. With max_bytes a repository is downloaded only where its

@@ -1,4 +1,4 @@
-"""Writing a head: all files complete beside the old ones first, then renamed together, the config last."""
+"""Writing a head: all files complete next to the old ones first, then renamed together, the config last."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Shards:
     def _shard(self, tensor: str, name: object) -> Path:
         if not isinstance(name, str) or Path(name).name != name or not name.isprintable() or len(name) > MAX_NAME:
             raise CheckpointError(
-                f"{self.folder / INDEX}: weight_map has {name!r} for {tensor}; allowed: the name of a file beside it; "
+                f"{self.folder / INDEX}: weight_map has {name!r} for {tensor}; allowed: the name of a file next to it; "
                 "copy the folder again"
             )
         return self.folder / name

@@ -78,6 +78,7 @@ class AnyHeadConfig(_Strict):
 
     architecture: ClassVar[str]  # a family's name for its heads
     target_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size")  # what a target's config must say
+    renamed: ClassVar[dict[str, str]] = {}  # field names of the release before, and their names now
 
     architectures: list[str] = Field(max_length=MAX_LIST, description="The head's class, as speculators names it.")
     speculators_model_type: str = Field(description="The vLLM method this head is served with.")
@@ -204,7 +205,8 @@ class AnyHeadConfig(_Strict):
 
     @classmethod
     def _upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Format 1 as format 2: how drafts are drawn was a proposal type, where speculators' schema has "greedy"."""
+        """Return `values` with the names of this release; in format 1 the proposal type named how drafts are drawn."""
+        values = {cls.renamed.get(key, key): value for key, value in values.items()}
         theirs = values.get("speculators_config")
         if values.get("format_version") != 1 or not isinstance(theirs, dict):
             return values

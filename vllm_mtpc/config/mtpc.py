@@ -29,7 +29,7 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # made of the regis
     head: str = Field(description=f"How hidden states become circuit parameters: one of {', '.join(HEADS)}.")
     hidden_state_layer: Literal[-1] = Field(description="Which hidden state is read; -1: the last, after final norm.")
     lora_layers: Literal[0, 1, 2, 4] = Field(
-        description="Last layers of the target with draft adapters, saved beside the head; served on Model Runner V2."
+        description="Last layers of the target with draft adapters, saved next to the head; served on Model Runner V2."
     )
     x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
 

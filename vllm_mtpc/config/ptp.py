@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 MAX_WINDOW = 256
-OF_LATE = ("late_width", "law_trust")  # options of variant late alone
+OF_LATE = ("late_width", "distribution_trust")  # options of variant late alone
 TRUST = 0.85  # where none is given: 0.8 to 0.87 served the demo alike
 SUM_TOLERANCE = 1e-4  # what the sum of `accepted` may miss of 1: it is written in decimals
 
@@ -26,6 +26,7 @@ class PtpConfig(AnyHeadConfig):
 
     architecture = "PtpHeadModel"
     target_sizes = (*AnyHeadConfig.target_sizes, "num_hidden_layers")
+    renamed: ClassVar[dict[str, str]] = {"law_trust": "distribution_trust"}
 
     speculators_model_type: Literal["ptp"] = Field(description="The vLLM method this head is served with.")
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
@@ -41,7 +42,7 @@ class PtpConfig(AnyHeadConfig):
     late_width: int | None = Field(
         None, ge=1, le=MAX_HIDDEN_SIZE, description="Variant late: width of its network, behind the final norm."
     )
-    law_trust: float | None = Field(
+    distribution_trust: float | None = Field(
         None,
         gt=0,
         lt=1,
@@ -108,5 +109,5 @@ class PtpConfig(AnyHeadConfig):
         name = given.get("u_embedding", "ieee")
         own = {"u_embedding": name, "lora_rank": 16, "lora_alpha": 16.0}
         if given.get("variant") == "late":
-            own |= {"late_width": target["hidden_size"], "law_trust": TRUST}
+            own |= {"late_width": target["hidden_size"], "distribution_trust": TRUST}
         return own | default_options(name, target["hidden_size"])

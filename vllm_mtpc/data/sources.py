@@ -288,7 +288,7 @@ def _encoded(
 
 
 def _is_text(record: Record) -> bool:
-    """Exact ids and messages win over a text beside them."""
+    """Exact ids and messages win over a text next to them."""
     is_other = "messages" in record or {"prompt_ids", "response_ids"} <= record.keys()
     return isinstance(record.get("text"), str) and not is_other
 

@@ -29,7 +29,7 @@ def engine_environment() -> dict[str, str]:
     two busy cores spend their time waiting for each other: one core is left to the front-end, as vLLM itself does.
     """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
-    environment["MTPC_AUTO"] = "0"  # what drafts is chosen by the caller, never by what a target ships
+    environment["MTPC_AUTO"] = "0"  # what drafts is chosen by the caller, never by what a target bundles
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
     # vLLM's ngram runs on numba, whose first parallel loop sets the number of torch's OpenMP threads to its own

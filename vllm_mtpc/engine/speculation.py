@@ -21,7 +21,7 @@ class Speculation:
         self._engine = engine
 
     def mtp_layers(self) -> int:
-        """MTP layers that the target ships and vLLM serves (`method: mtp`): 0 where there are none."""
+        """MTP layers that the target bundles and vLLM serves (`method: mtp`): 0 where there are none."""
         from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
 
         config = copy.deepcopy(self._target[0].hf_config)

@@ -18,7 +18,7 @@ CARRIED_OUT = 16  # texts of --simulate where it names no number
 def add_head(parser: argparse.ArgumentParser) -> None:
     """A head and its drafts, its target, and where and in what the target computes."""
     add = parser.add_argument
-    add("head", metavar="HEAD", help="head folder, target folder that ships mtpc/, or hub name")
+    add("head", metavar="HEAD", help="head folder, target folder that bundles mtpc/, or hub name")
     add("--target", metavar="MODEL", help="folder or hub name (default: the head's own verifier)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", choices=DTYPES, default="auto", help="the target computes in (default: its own)")

@@ -22,7 +22,7 @@ MAX_CELL = 500  # characters of a row of the table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("path", metavar="PATH", help="head folder, target folder that ships mtpc/, or hub name")
+    add("path", metavar="PATH", help="head folder, target folder that bundles mtpc/, or hub name")
     add("--json", action="store_true", help="print JSON instead of a table")
     add("--max-num-seqs", type=int, metavar="N", help="print the GPU memory that serving the head to N requests takes")
     add("--tensor-parallel-size", type=int, default=1, metavar="T", help="with --max-num-seqs: GPUs (default: 1)")

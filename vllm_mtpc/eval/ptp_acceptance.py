@@ -334,7 +334,7 @@ class Written:
         argmin_m sum_k |f_k - 1/2|,   f_k = (u_k - F_left) / (F_right - F_left) of t_k
 
     (the paper's equation 18 has argmax and the ends exchanged). Its accepted drafts and the t_k behind them, which is
-    the next x_1, become text; every u behind that is drawn anew.
+    the next x_1, become text; every u behind that is drawn again.
 
     The distribution of the text is the target's: given all drafts and tokens before k, f_k is uniform and independent
     of t_k. So the f of a candidate are independent of the text it writes, and choosing by any function of the f does

@@ -33,7 +33,7 @@ from vllm_mtpc.heads.base import INIT_STD, DraftParams
 from vllm_mtpc.heads.components import LentHead
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
-CONTEXT_PER_QUERY = 4  # keys of context for each query of a pass, so that those of other windows are few beside them
+CONTEXT_PER_QUERY = 4  # keys of context for each query of a pass, so that those of other windows are few next to them
 SMALL = 0.1  # a new layer's outputs, by what torch draws
 
 

@@ -37,7 +37,7 @@ class DraftMemory(NamedTuple):
 
     weights: int  # the head's parameters and buffers
     buffers: int  # made at start: conditionals of the last drafts, a row per request
-    activation: int  # at once during the largest draft, beside both
+    activation: int  # at once during the largest draft, next to both
 
 
 def by_batch(ranges: Sequence[tuple[int, int, int]] | None, max_num_seqs: int, num_drafts: int) -> list[int]:
@@ -72,10 +72,10 @@ def rows_at_once(
     }
 
     def size(drafts: int) -> int:
-        """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 beside them.
+        """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 next to them.
 
-        What components have in common, [1, 1 + K, V], is beside them too; drafts within a support have M logits, not V.
-        A rank that has some columns only has the conditionals [1, K, V] beside them twice: its own, and all.
+        What components have in common, [1, 1 + K, V], is next to them too; drafts within a support have M logits, not
+        V. A rank that has some columns only has the conditionals [1, K, V] next to them twice: its own, and all.
         """
         shard, r = head.leaf_shard, head.circuit.num_components
         columns = shard.rows if shard else head.vocab_size

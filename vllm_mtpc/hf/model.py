@@ -1,7 +1,7 @@
 """A target on transformers: config and tokenizer of a name, backbone, lm_head, and a session that reads on.
 
 What a head reads and is verified by, without vLLM: training and evaluation use this; serving uses vLLM's own model.
-Code that a repository ships is never run.
+Code that a repository bundles is never run.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Target:
 
     @torch.no_grad()
     def hidden_with(self, layers: Sequence[int], tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """`hidden`, with the residual stream behind the first `layers` decoder layers beside it: [B, S, (m + 1) D].
+        """`hidden`, with the residual stream behind the first `layers` decoder layers next to it: [B, S, (m + 1) D].
 
         Of each of m layers, in this order, what enters the next one (of all layers: the final norm; 0: the
         embeddings); the post-final-norm states stand last. One forward pass.

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from vllm_mtpc.models.byte_llama import stop_ids
-from vllm_mtpc.proposers.seam.patch import apply, declared, when_imported
+from vllm_mtpc.proposers.patches.patch import apply, declared, when_imported
 
 ARCHITECTURES = {
     "EvaByteForCausalLM": "vllm_mtpc.models.evabyte.model:EvaByteForCausalLM",

@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("heads", nargs="+", metavar="HEAD", help="head folders or hub names, of one target; or results of bench serve")
-    out = "folder of the plots and frontier.json (results: default beside them)"
+    out = "folder of the plots and frontier.json (results: default next to them)"
     add("--out", type=Path, metavar="DIR", help=out)
     add("--target", metavar="MODEL", help="in place of the one the heads name")
     add("--repeats", type=int, default=30, metavar="N", help="timed steps of each head (default: 30)")

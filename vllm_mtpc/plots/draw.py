@@ -248,7 +248,7 @@ def _frontier_points(axis: Axes, points: Sequence[Point]) -> None:
 
 def _place_labels(axis: Axes, points: Sequence[Point]) -> None:
     """Writes each label at the nearest place to its point that covers no label and no other point, joined by a line
-    where that is not beside it."""
+    where that is not next to it."""
     from matplotlib.transforms import Bbox
 
     def overlap(one: Any, other: Any) -> float:

@@ -295,7 +295,7 @@ def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file beside `path` and moves it there once it is on the disk."""
+    """Writes a safetensors file next to `path` and moves it there once it is on the disk."""
     with replacing(path) as (partial,):
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, partial, {"format": "pt", **metadata})

@@ -127,7 +127,7 @@ def card(record: Mapping[str, Any], words: Words) -> str:
     serve = f"vllm serve {head['base_model'] or 'TARGET'} --speculative-config {options}"
     relative = ", relative to this folder" if head["target"].startswith(".") else ""
     parts += [
-        f"## Serve it\n\n{words.serving}With `vllm_mtpc` installed beside vLLM:\n",
+        f"## Serve it\n\n{words.serving}With `vllm_mtpc` installed next to vLLM:\n",
         _code(f"vllm serve {shlex.quote(name)}", serve),
         f"The first form finds the target by the name in `config.json`{relative}; it drafts {head['drafts']} tokens "
         "per step.\n",

@@ -69,7 +69,7 @@ def check_out(options: TrainOptions) -> None:
     if not options.dry_run and not options.resume and has_state(options):
         raise UsageError(
             f"out={out} holds the state of another run ({STATE_FOLDER}/{STATE_FILE}); type --resume to go on with it, "
-            f"or another --out, or delete {out / STATE_FOLDER} to start anew"
+            f"or another --out, or delete {out / STATE_FOLDER} to start again"
         )
 
 

@@ -62,7 +62,9 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     u_features: int | None = Field(None, ge=1, description="features of u, where the embedding leaves it open")
     u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
     late_width: int | None = Field(None, ge=1, description="variant late: width of its network (default: D)")
-    law_trust: float | None = Field(None, gt=0, lt=1, description="variant late: trust in its network (default: 0.85)")
+    distribution_trust: float | None = Field(
+        None, gt=0, lt=1, description="variant late: trust in its network (default: 0.85)"
+    )
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
         None, description="of its rows (default: by variant)"
     )
@@ -131,9 +133,9 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
                 hint = self.job.hints.get(name, "")
                 raise ValueError(f"{name} is an option of {job.noun}: remove {name}, or set {job.chosen_by}{hint}")
         if self.init_from and self.given("init"):
-            raise ValueError(f"init={self.init!r} beside init_from, whose weights the head starts with: remove one")
+            raise ValueError(f"init={self.init!r} next to init_from, whose weights the head starts with: remove one")
         if self.validation_data and self.given("validation_share"):
-            raise ValueError("validation_share beside validation_data, which is all that is held out: remove one")
+            raise ValueError("validation_share next to validation_data, which is all that is held out: remove one")
         of_responses = [name for name in type(self).model_fields if name.startswith("regenerate_")]
         if not self.regenerate and (name := self.given(*of_responses)):
             raise ValueError(f"{name} without regenerate: remove {name}, or set regenerate to a number of responses")

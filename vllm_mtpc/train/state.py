@@ -184,5 +184,5 @@ class Stopping:
         return any(wanted[:2])
 
     def saved(self) -> None:
-        """The minutes start anew."""
+        """The minutes start again."""
         self._saved_at = time.monotonic()

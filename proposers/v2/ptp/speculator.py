@@ -7,7 +7,7 @@ Algorithm (per request, after every target pass): the target has chosen the toke
 behind the request's committed tokens. x_1's own row gives the target's distribution of x_2, from which u_2 picks: the
 first draft is what the verifier will pick. The others come from the auxiliary rows
 (`vllm_mtpc.heads.ptp.distribution`): o-ptp the argmax of the row that carries their own u, c-ptp by their u from the
-row before. The verifier picks with the same u, a hash of (seed, position) made anew by both (`verification.py`): a
+row before. The verifier picks with the same u, a hash of (seed, position) made again by both (`verification.py`): a
 draft is accepted where the student is right.
 
 Differences from DraftModelSpeculator:
@@ -301,7 +301,7 @@ class PtpSpeculator(DraftModelSpeculator):
         self.copied[num_reqs:padded] = 0
 
     def _set_pass(self, size: int, upper: Tensor) -> None:
-        """What the pass over [x_1 | u ..] of R requests reads beside its rows: parts of buffers, as graphs want it.
+        """What the pass over [x_1 | u ..] of R requests reads next to its rows: parts of buffers, as graphs want it.
 
         upper [R], on the host: bounds on the tokens that they see.
         """

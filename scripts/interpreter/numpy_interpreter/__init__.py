@@ -1,6 +1,6 @@
 """A fast interpreter of Triton kernels: their own source, run on numpy arrays.
 
-Triton's interpreter builds an object per value and checks types anew for every operation. Here a kernel is rewritten
+Triton's interpreter builds an object per value and checks types again for every operation. Here a kernel is rewritten
 once (`functions.py`): its `tl` becomes `language.py`, its device functions become plain Python functions, and what it
 computes with is a `Value` (`values.py`): a numpy array or scalar with a type. Types and casts are `kinds.py`, memory is
 `memory.py`, launches are `launch.py`.

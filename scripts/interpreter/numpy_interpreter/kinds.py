@@ -24,7 +24,7 @@ class Kind:
     """A type of Triton's, one object for each: compared by identity.
 
     triton: the type itself. dtype: numpy's, as Triton's interpreter has it (bfloat16 is uint16, float8 is uint8); of a
-    pointer int64. element: what a pointer points to. accepts: Python numbers that take this type beside a value of it.
+    pointer int64. element: what a pointer points to. accepts: Python numbers that take this type next to a value of it.
     """
 
     __slots__ = ("accepts", "constants", "dtype", "element", "is_float", "is_int", "is_plain", "is_signed", "triton")

@@ -49,7 +49,7 @@ def unmasked() -> Undo:
 
 
 def scored_unmasked() -> Undo:
-    """V1: drafts are drawn from the masked law, and the verifier is told the unmasked one."""
+    """V1: drafts are drawn from the masked distribution, and the verifier is told the unmasked one."""
     from vllm_mtpc.proposers.heads.grammar import Masks
     from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
@@ -64,9 +64,9 @@ def scored_unmasked() -> Undo:
         masked = around(self, pick)
 
         def scored(log_q: Any, k: int) -> Any:
-            law = log_q.softmax(-1)
+            distribution = log_q.softmax(-1)
             drafts = masked(log_q, k)
-            running[0].draft_probs[: len(law), k] = law
+            running[0].draft_probs[: len(distribution), k] = distribution
             return drafts
 
         return scored
@@ -80,7 +80,8 @@ def scored_unmasked() -> Undo:
 
 
 def scored_unmasked_v2() -> Undo:
-    """V2: drafts are drawn from the masked law, and `draft_logits` keep what the launch before has left there."""
+    """V2: drafts are drawn from the masked distribution, and `draft_logits` keep what the launch before has left
+    there."""
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
     original = MtpcSpeculator._draft_masked

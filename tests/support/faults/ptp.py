@@ -172,7 +172,7 @@ def replayed() -> Callable[[], None]:
 
 
 def squared_u() -> Callable[[], None]:
-    """A fault: u is no longer uniform, for drafter and verifier alike, so that only the law can tell."""
+    """A fault: u is no longer uniform, for drafter and verifier alike, so that only the distribution can tell."""
     from vllm_mtpc.proposers.v2 import verification
     from vllm_mtpc.proposers.v2.ptp import speculator
 

@@ -115,18 +115,18 @@ def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) 
 def test_a_card_has_the_baseline_beside_it(place: Path, capsys: pytest.CaptureFixture) -> None:
     """Measured on the same texts, from a head that was trained alike; another one is refused."""
     assert main(["train", *ptp_flags(place, "baseline", variant="independent")]) == 0
-    assert main(["train", *ptp_flags(place, "beside", baseline=place / "baseline")]) == 0
+    assert main(["train", *ptp_flags(place, "next to", baseline=place / "baseline")]) == 0
     figures = {
-        name: json.loads((place / name / "provenance.json").read_text())["figures"] for name in ("baseline", "beside")
+        name: json.loads((place / name / "provenance.json").read_text())["figures"] for name in ("baseline", "next to")
     }
-    theirs, ours = (figures[name]["t1"]["tokens_per_step"] for name in ("baseline", "beside"))
-    assert figures["beside"]["t1"]["baseline_tokens_per_step"] == theirs
+    theirs, ours = (figures[name]["t1"]["tokens_per_step"] for name in ("baseline", "next to"))
+    assert figures["next to"]["t1"]["baseline_tokens_per_step"] == theirs
     assert f"{ours / theirs:.3f}x the tokens/step of the independent baseline, {theirs:.3f}" in capsys.readouterr().out
-    card = (place / "beside" / "README.md").read_text()
+    card = (place / "next to" / "README.md").read_text()
     assert "Tokens/step of the independent baseline, trained alike" in card and f"{theirs:.3f}" in card
     for name, changes, message in (
         ("baseline", {"max_steps": 3}, "has max_steps=4, this run 3; train both alike"),
-        ("beside", {}, "not a trained and measured head of variant independent; name one"),
+        ("next to", {}, "not a trained and measured head of variant independent; name one"),
     ):
         words = ptp_flags(place, "another", baseline=place / name, dry_run=True, **changes)
         assert main(["train", *words]) != 0
@@ -174,13 +174,13 @@ def test_defaults_are_the_kinds_own() -> None:
     assert again == ptp and parse(circuit.model_dump(mode="json")) == circuit
 
 
-def test_responses_are_written_at_the_trained_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_responses_are_written_at_the_trained_distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
     monkeypatch.setattr(
         "vllm_mtpc.batch.regenerate.regenerate", lambda settings: asked.append(settings) or settings.out
     )
-    law = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
-    options = command.with_responses(parse(REQUIRED | law | {"out": tmp_path, "regenerate": 10}))
+    distribution = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
+    options = command.with_responses(parse(REQUIRED | distribution | {"out": tmp_path, "regenerate": 10}))
     assert options.data == [str(tmp_path / "data" / "sampled.jsonl")]
     assert [(one.temperature, one.top_k, one.top_p, one.limit) for one in asked] == [(0.7, 50, 0.95, 10)]
 

@@ -32,7 +32,13 @@ CASES = {
     "inverse": {"variant": "c-ptp", "ptp_loss": "inverse", "u_embedding": "threshold"},
     "baseline": {"variant": "independent"},
     "late": {"variant": "late", "late_width": 6, "u_embedding": "threshold"},
-    "trust": {"variant": "late", "late_width": 6, "law_trust": 0.8, "ptp_loss": "ce", "u_embedding": "threshold"},
+    "trust": {
+        "variant": "late",
+        "late_width": 6,
+        "distribution_trust": 0.8,
+        "ptp_loss": "ce",
+        "u_embedding": "threshold",
+    },
     "own": {"proposals": "student", "temperature": 0.8, "u_embedding": "threshold"},
     "own c-ptp": {"proposals": "student", "variant": "c-ptp"},
     "dataset": {"proposals": "dataset", "top_p": 0.9},
@@ -127,7 +133,7 @@ def test_u_of_a_window_picks_its_text(tiny_target: Target, tmp_path: Path) -> No
     drafter, batch = first(options_for(tiny_target, tmp_path, top_k=6, windows_per_step=80), tiny_target)
     text = drafter._text(batch)
     states = batch.hidden.prefix.hidden[:, :-1]
-    laws = distribution_of(drafter.head, states, drafter.options)
+    distributions = distribution_of(drafter.head, states, drafter.options)
     checked = masked = 0
     for window in range(len(batch.row)):
         row, start = int(batch.row[window]), int(batch.start[window])
@@ -135,9 +141,9 @@ def test_u_of_a_window_picks_its_text(tiny_target: Target, tmp_path: Path) -> No
             if not text.usable[window, k]:
                 masked += int(text.tokens[window, k] >= 0)
                 continue
-            law, token = laws[row, start + k], text.tokens[window, k]
-            assert pick(law[None], text.u[window, k][None]) == token
-            assert torch.isfinite(law[token])
+            distribution, token = distributions[row, start + k], text.tokens[window, k]
+            assert pick(distribution[None], text.u[window, k][None]) == token
+            assert torch.isfinite(distribution[token])
             checked += 1
     assert checked > 20 and masked > 20  # random text: many tokens are outside the six likeliest
 
@@ -162,9 +168,9 @@ def test_rows_without_a_token_carry_no_loss(tiny_target: Target, tmp_path: Path)
 
 def test_losses_are_what_they_are_called() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits, law = torch.randn(3, 4, 6, generator=generator), torch.randn(3, 4, 6, generator=generator)
-    law[..., 0] = -torch.inf
-    log_q, tokens = law.log_softmax(-1), torch.randint(1, 6, (3, 4), generator=generator)
+    logits, distribution = torch.randn(3, 4, 6, generator=generator), torch.randn(3, 4, 6, generator=generator)
+    distribution[..., 0] = -torch.inf
+    log_q, tokens = distribution.log_softmax(-1), torch.randint(1, 6, (3, 4), generator=generator)
     p, q = logits.softmax(-1), log_q.exp()
     chosen = p.gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(row_losses("ce", logits, tokens, None), -chosen.log())
@@ -189,11 +195,11 @@ def test_inverse_u_lies_inside_the_students_own_intervals(tiny_target: Target, t
             value.add_(0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(6)))
         text = drafter._text(batch)
         row, start, prefix = batch.row, batch.start, batch.hidden.prefix
-        laws = drafter.head.logits(drafter.head.aux(prefix, row, start, text.u[:, :-1])).log_softmax(-1)
-    assert torch.equal(pick(laws.flatten(0, 1), text.u[:, 1:].flatten()).view(-1, 3)[text.usable[:, 1:]],
+        distributions = drafter.head.logits(drafter.head.aux(prefix, row, start, text.u[:, :-1])).log_softmax(-1)
+    assert torch.equal(pick(distributions.flatten(0, 1), text.u[:, 1:].flatten()).view(-1, 3)[text.usable[:, 1:]],
                        text.tokens[:, 1:][text.usable[:, 1:]])  # fmt: skip
-    first_law = distribution_of(drafter.head, prefix.hidden[row, start], drafter.options)
-    made = drafts(drafter.head, batch.hidden, row, start, text.u, first_law)
+    first_distribution = distribution_of(drafter.head, prefix.hidden[row, start], drafter.options)
+    made = drafts(drafter.head, batch.hidden, row, start, text.u, first_distribution)
     assert torch.equal(made[text.usable], text.tokens[text.usable])
 
 
@@ -208,8 +214,8 @@ def test_own_text_is_judged_by_the_target(tiny_target: Target, tmp_path: Path) -
         same = found.documents[row] == found.documents[row, start]
         tokens = tokens_of(drafter, batch, row)[same & (torch.arange(len(same)) <= start)]
         whole = torch.cat([tokens, text.tokens[window, :-1]])[None]
-        law = distribution_of(drafter.head, tiny_target.hidden(whole)[0, len(tokens) - 1 :], drafter.options)
-        left, right = edges(law, text.tokens[window])
+        distribution = distribution_of(drafter.head, tiny_target.hidden(whole)[0, len(tokens) - 1 :], drafter.options)
+        left, right = edges(distribution, text.tokens[window])
         u = text.u[window].double()
         assert ((left - 1e-5 <= u) & (u < right + 1e-5)).all()
 

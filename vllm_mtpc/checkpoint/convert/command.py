@@ -1,7 +1,7 @@
 """`vllm-mtpc convert`: a checkpoint that was not trained here as a head folder.
 
 Kinds are known by what the files hold: PTP checkpoints (`state_dict`, see convert/ptp.py), MtPC heads
-(`model_state_dict` with a config.yaml beside, see convert/mtpc.py), and DFlash and DSpark drafters (folders with a
+(`model_state_dict` with a config.yaml next to, see convert/mtpc.py), and DFlash and DSpark drafters (folders with a
 config.json and safetensors, see convert/drafter.py).
 """
 

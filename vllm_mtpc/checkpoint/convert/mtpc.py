@@ -1,7 +1,7 @@
 """An MtPC head of the paper's authors as a head folder.
 
 Their files are `model@STEP.pt`, a pickled dict whose `model_state_dict` has the head and its adapters, and None for
-every weight of the target, and a `config.yaml` beside it. Their tensors, n tokens, r components:
+every weight of the target, and a `config.yaml` next to it. Their tensors, n tokens, r components:
 
     mt_head._categorical_log_probs_heads.0.head.proj    [n, r, V, D]      leaves by fold
     mt_head._sum_weights_heads.K.head.proj              [F, out, in, D]   K = 0, 1, ... from the leaves to the root

@@ -3,7 +3,7 @@
 Their code writes Lightning checkpoints, in two layouts of `state_dict`:
 
     official   model.model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight, model.u_embed.*
-    fork       student.model.base_model..., student.u_adapter.* (the older one; a teacher may lie beside)
+    fork       student.model.base_model..., student.u_adapter.* (the older one; a teacher may lie next to)
 
 Weights of the target in such a file are left out: a head uses its target's own.
 """

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SETTINGS_FILE = "config.yaml"  # beside an MtPC checkpoint
-MASK_FILE = "mask_embedding.pt"  # beside a drafter, of a mask that was trained apart
+SETTINGS_FILE = "config.yaml"  # next to an MtPC checkpoint
+MASK_FILE = "mask_embedding.pt"  # next to a drafter, of a mask that was trained apart
 SHARED = ("ckpt", "target", "out", "temperature", "top_k", "top_p")  # what heads other than PTP's do not say themselves
 _ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
@@ -36,7 +36,7 @@ class ConvertOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ckpt: Path = Field(
-        description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml beside it, the folder of "
+        description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml next to it, the folder of "
         "both (the last step is taken) or a hub repository; DFlash, DSpark: folder or hub repository"
     )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")

@@ -105,7 +105,7 @@ def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
         return logits.argmax(-1)
     if config.variant == "c-ptp":
         return pick(logits.float(), u.contiguous())
-    return conditional(logits, u, config.law_trust).argmax(-1)
+    return conditional(logits, u, config.distribution_trust).argmax(-1)
 
 
 def _below(cumulative: Tensor, u: Tensor, trust: float) -> Tensor:

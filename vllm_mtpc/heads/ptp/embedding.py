@@ -8,7 +8,7 @@ section 3 and appendix C.1:
     threshold    e_i = 1{u <= i / n}
     arithmetic   e_i = 1{u 2^(i-1) mod 1 <= 0.5}, the bits an arithmetic coder reads
 
-and those that the authors' code offers beside them, so that checkpoints of it can be converted:
+and those that the authors' code offers next to them, so that checkpoints of it can be converted:
 
     interpolation   n learned rows, linear between the two next to u (n - 1)
     round           n learned rows, the one at floor(u n)

@@ -1,4 +1,4 @@
-"""What a byte-level model needs of the tokens before those it is given, kept beside transformers' key-value cache."""
+"""What a byte-level model needs of the tokens before those it is given, kept next to transformers' key-value cache."""
 
 from __future__ import annotations
 

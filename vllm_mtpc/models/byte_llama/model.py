@@ -4,7 +4,7 @@
 
 Weights have the names of the published checkpoint (`model.expand_embed_tokens.weight` is X).
 
-The last L ids before every row of a step, committed and drafted ones alike, lie in a paged cache of their own beside
+The last L ids before every row of a step, committed and drafted ones alike, lie in a paged cache of their own next to
 the keys and values: what a row reads was written by the step that computed it, a rejected draft's id is overwritten by
 the step that computes the right one, and a block that is found in the prefix cache holds the ids of its tokens. Neither
 model runner has to know, and every attention backend will do.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_mtpc.proposers.seam.patch import patch
+from vllm_mtpc.proposers.patches.patch import patch
 
 MODEL_TYPE = "tpu_llama"
 

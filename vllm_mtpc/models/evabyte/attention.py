@@ -107,7 +107,7 @@ class EvaPlanBuilder(_StepBuilder):
 
 
 class SummaryPlanBuilder(_StepBuilder):
-    """What summaries need beside it, from their group's block table."""
+    """What summaries need next to it, from their group's block table."""
 
     make = staticmethod(make_summary_plan)
 

@@ -34,7 +34,7 @@ from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
 DISTRIBUTION_BYTES = 1 << 28  # of a distribution over the vocabulary that exists at once
-DISTRIBUTION_SHARE = 0.1  # of the distribution itself beside what u says, so that no token is impossible
+DISTRIBUTION_SHARE = 0.1  # of the distribution itself next to what u says, so that no token is impossible
 FLOOR = math.log(1e-6)  # of log Q in the reverse KL: Q is zero outside top-k and top-p
 
 
@@ -202,7 +202,7 @@ class PtpDrafter(nn.Module):
         with torch.autocast(batch.row.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
             states = student.aux(prefix, batch.row, batch.start, text.u[:, : text.u.shape[1] - first])
         logits = student.logits(student.states(states, text.tokens))
-        tokens, u, trust = text.tokens[:, first:], text.u[:, first:], student.config.law_trust
+        tokens, u, trust = text.tokens[:, first:], text.u[:, first:], student.config.distribution_trust
         values = row_losses(self.loss, logits, tokens, log_q, u, trust)
         return (values.masked_fill(~text.usable[:, first:], 0) * weights).sum()
 

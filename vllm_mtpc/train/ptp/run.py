@@ -40,7 +40,7 @@ OF_BASELINE = (
     *("temperature", "top_k", "top_p", "evaluation_sequences", "evaluation_tokens", "evaluation_prompt_tokens"),
 )
 SAMPLING = ("temperature", "top_k", "top_p")  # of the distribution that u picks from
-OF_HEAD = ("variant", "u_embedding", "u_features", "u_hidden", "late_width", "law_trust")
+OF_HEAD = ("variant", "u_embedding", "u_features", "u_hidden", "late_width", "distribution_trust")
 DEFINITIONS = """\
 - *Tokens/step* includes the target's own token of every step; plain decoding is 1.0, the most is the window. It is that
   of one target pass per step, with all drafts of a full chain each time.
@@ -133,7 +133,7 @@ class PtpJob(Job):
 
     def described(self) -> dict[str, Any]:
         config = self.config
-        names = ("variant", "window", "u_embedding", "late_width", "law_trust", "lora_rank")
+        names = ("variant", "window", "u_embedding", "late_width", "distribution_trust", "lora_rank")
         return {
             **{name: getattr(config, name) for name in names},
             "drafts": config.num_speculative_tokens,
@@ -260,7 +260,7 @@ def _about(head: Mapping[str, Any]) -> list[str]:
         "o-ptp": "Rows carry them, and name the token that they pick.",
         "c-ptp": "Rows carry them, and give the distribution of the next token, from which its own number picks it.",
         "late": f"Not the paper's: rows carry 0.5, behind them a network of width {head['late_width']} drafts token by "
-        f"token, and the numbers pick drafts from its distributions, trusted to {head['law_trust'] or 0:g}.",
+        f"token, and the numbers pick drafts from its distributions, trusted to {head['distribution_trust'] or 0:g}.",
         "independent": "Rows carry 0.5 in their place: it is a baseline that predicts every token alone.",
     }
     return [

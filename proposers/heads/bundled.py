@@ -1,4 +1,4 @@
-"""A head that its target ships, and that fails in a worker before the first request: the target is served without it.
+"""A head that its target bundles, and that fails in a worker before the first request: the target is served without it.
 
 Whatever fails on one tensor-parallel rank is given up on all of them, and said once.
 """

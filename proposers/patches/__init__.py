@@ -1,4 +1,4 @@
-"""The seam: how vLLM comes to know two more speculative methods.
+"""The vLLM patches: how vLLM comes to know two more speculative methods.
 
 `frontend.py` holds what runs where a configuration is made. What runs elsewhere are subclasses of vLLM's classes, which
 the configuration of an engine with a head names: `scheduler.py`, `worker.py`, `proposers/v1/runner.py`,
@@ -11,7 +11,7 @@ from __future__ import annotations
 def install() -> None:
     """Declare the patches of every process; each takes effect when its module is imported, at once if it already is."""
     from vllm_mtpc.proposers.config.switches import SWAP, is_on
-    from vllm_mtpc.proposers.seam import frontend, patch, sampling
+    from vllm_mtpc.proposers.patches import frontend, patch, sampling
 
     patch.apply(*patch.declared(frontend, sampling))
     if is_on(SWAP, "0"):
@@ -20,6 +20,6 @@ def install() -> None:
 
 def _with_endpoint() -> None:
     """In an API server, whose libraries the endpoint needs."""
-    from vllm_mtpc.proposers.seam import endpoint, patch
+    from vllm_mtpc.proposers.patches import endpoint, patch
 
     patch.apply(*patch.declared(endpoint))

@@ -1,6 +1,8 @@
-"""Drafts from a law kept in a half precision, verified by vLLM's own kernels: the output's law is the target's.
+"""Drafts from a distribution kept in a half precision, verified by vLLM's own kernels: the output's distribution is
+the target's.
 
-At a low temperature what rounding takes away matters, so that few draws show a law that is scored otherwise than drawn.
+At a low temperature what rounding takes away matters, so that few draws show a distribution that is scored otherwise
+than drawn.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from tests.support import forks
-from tests.support.laws import noise_floor, total_variation
+from tests.support.distributions import noise_floor, total_variation
 
 NO_TRITON = "triton is not installed: the draft kernel cannot run here (pip install triton)"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
@@ -23,7 +25,7 @@ TARGET = [0.3, 0.25, 0.2, 0.15, 0.07, 0.03]
 def _first_tokens(is_injected: bool) -> list[list[int]]:
     """First tokens of DRAWS requests that draft one token each, and whether it was kept.
 
-    is_injected: the draft is drawn from the law in float32, and only what is stored of it is rounded.
+    is_injected: the draft is drawn from the distribution in float32, and only what is stored of it is rounded.
     """
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
@@ -68,11 +70,15 @@ def _first_tokens(is_injected: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("is_injected", [False, True], ids=["exact", "injected"])
-def test_law_of_drafts_from_bfloat16(is_injected: bool) -> None:
-    """The fault must be found: rounding what is stored, and not what is drawn from. It moves the law by 0.28."""
-    answers = forks.call("v2", "tests.kernels.test_rounded_law:_first_tokens", is_injected, timeout=600)
-    law = torch.tensor(TARGET).double().numpy()
-    distance, floor = total_variation([[first] for first, _ in answers], law, VOCAB), noise_floor(law, DRAWS)
+def test_distribution_of_drafts_from_bfloat16(is_injected: bool) -> None:
+    """The fault must be found: rounding what is stored, and not what is drawn from. It moves the distribution by
+    0.28."""
+    answers = forks.call("v2", "tests.kernels.test_rounded_distribution:_first_tokens", is_injected, timeout=600)
+    distribution = torch.tensor(TARGET).double().numpy()
+    distance, floor = (
+        total_variation([[first] for first, _ in answers], distribution, VOCAB),
+        noise_floor(distribution, DRAWS),
+    )
     kept = sum(kept for _, kept in answers) / DRAWS
     print(f"TV {distance:.4f}, allowed {floor:.4f}, kept {kept:.2f}")
     assert 0.2 < kept < 0.9  # acceptances and rejections alike

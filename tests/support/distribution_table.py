@@ -1,7 +1,7 @@
-"""The table of laws on Model Runner V2: kept as JSON while the tests run, shown in docs/internals.md.
+"""The table of distributions on Model Runner V2: kept as JSON while the tests run, shown in docs/internals.md.
 
-pytest tests/e2e/test_law.py --laws=benchmarks/results/law-v2.json
-python -m tests.support.law_table --write docs/internals.md
+pytest tests/e2e/test_distribution.py --distributions=benchmarks/results/distribution-v2.json
+python -m tests.support.distribution_table --write docs/internals.md
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 
 from vllm_mtpc.engine import provenance
 
-LAW = "law"  # name of the property of a test that carries what it measured
-KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "law-v2.json"
-BEGIN, END = "<!-- laws: written by tests/support/law_table.py -->\n", "<!-- /laws -->\n"
+DISTRIBUTION = "distribution"  # name of the property of a test that carries what it measured
+KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "distribution-v2.json"
+BEGIN, END = "<!-- distributions: written by tests/support/distribution_table.py -->\n", "<!-- /distributions -->\n"
 
 
-class Laws:
+class Distributions:
     """The plugin that puts what tests measure into FILE, in the place of what was measured of these cases before."""
 
     def __init__(self, file: Path) -> None:
@@ -27,7 +27,7 @@ class Laws:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
-            if report.when == "call" and name == LAW:
+            if report.when == "call" and name == DISTRIBUTION:
                 kept = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {"cases": {}}
                 measured = json.loads(value)
                 kept["cases"][measured["case"]] = {**measured, **self.source}
@@ -37,7 +37,7 @@ class Laws:
 def table() -> str:
     """One line for each case of V2: of its kinds of request, the one whose distance is largest by its floor (of a
     fault: smallest)."""
-    from tests.support.law_cases import CASES
+    from tests.support.distribution_cases import CASES
 
     lines = ["| setting | drafts accepted | kinds x draws | TV | floor | of | verdict |", "|---" * 7 + "|"]
     kept = json.loads(KEPT.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def table() -> str:
 def main(arguments: list[str]) -> None:
     if len(arguments) != 2 or arguments[0] != "--write":
         given = " ".join(arguments) or "nothing"
-        sys.exit(f"given {given}; type: python -m tests.support.law_table --write docs/internals.md")
+        sys.exit(f"given {given}; type: python -m tests.support.distribution_table --write docs/internals.md")
     page = Path(arguments[1])
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2], encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Laws of whole engines against enumeration, on either model runner: what is asked, and how far the answers are.
+"""Distributions of whole engines against enumeration, on either model runner: what is asked, and how far the answers
+are.
 
 A target of three tokens has 729 texts of six, whose probabilities are written down. A case is one engine: a head, the
 kinds of request that it is asked together, an injected fault, options. All cases are asked and counted by the same few
@@ -16,18 +17,18 @@ import numpy as np
 from transformers import LlamaForCausalLM
 
 from tests.support import backbones
-from tests.support.engine import Engine, Reply, run
-from tests.support.laws import (
+from tests.support.distributions import (
     AT_ONCE,
     MIXED,
     SETTINGS,
     asking,
     draws_by_kind,
-    exact_law,
+    exact_distribution,
     noise_floor,
     of_the_first,
     total_variation,
 )
+from tests.support.engine import Engine, Reply, run
 from tests.support.models import make_head, make_ptp_head, make_target, make_tokenizer, sample_target
 
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
@@ -168,7 +169,7 @@ class Measured:
     seconds: float
 
     def verdict(self, row: Row) -> str:
-        """A law is kept or broken, a fault is found or missed."""
+        """A distribution is kept or broken, a fault is found or missed."""
         return ("missed" if row.is_kept else "found") if self.case.is_fault else ("kept" if row.is_kept else "broken")
 
     def check(self) -> None:
@@ -193,15 +194,18 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
     replies = run({"one": made}, case.runner, timeout=20_000)["one"]
     assert not isinstance(replies, str), replies
     draws = draws_by_kind(replies[0], len(case.settings), _at_once(case))
-    laws = [exact_law(target, PROMPT, LENGTH, SETTINGS[name]) for name in case.settings]
+    distributions = [exact_distribution(target, PROMPT, LENGTH, SETTINGS[name]) for name in case.settings]
     if case.together > 1:
-        draws, laws = [_together(texts) for texts in draws], [_independent(law) for law in laws]
+        draws, distributions = (
+            [_together(texts) for texts in draws],
+            [_independent(distribution) for distribution in distributions],
+        )
     else:
         draws = [[text[:length] for text in texts] for texts in draws]
-        laws = [of_the_first(law, length, VOCAB) for law in laws]
+        distributions = [of_the_first(distribution, length, VOCAB) for distribution in distributions]
     rows = [
-        Row(kind, len(texts), total_variation(texts, law, VOCAB), noise_floor(law, len(texts)))
-        for kind, texts, law in zip(case.settings, draws, laws, strict=True)
+        Row(kind, len(texts), total_variation(texts, distribution, VOCAB), noise_floor(distribution, len(texts)))
+        for kind, texts, distribution in zip(case.settings, draws, distributions, strict=True)
     ]
     return Measured(name, case, rows, _acceptance(replies[0]), time.monotonic() - start)
 
@@ -212,9 +216,9 @@ def _together(texts: list[list[int]]) -> list[list[int]]:
     return [[*one[PAIR], *other[PAIR]] for one, other in pairs]
 
 
-def _independent(law: np.ndarray) -> np.ndarray:
+def _independent(distribution: np.ndarray) -> np.ndarray:
     shape = (VOCAB**PAIR.start, VOCAB ** (PAIR.stop - PAIR.start), -1)
-    of_one = law.reshape(shape).sum(axis=(0, 2))
+    of_one = distribution.reshape(shape).sum(axis=(0, 2))
     return np.outer(of_one, of_one).ravel()
 
 

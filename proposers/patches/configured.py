@@ -18,7 +18,7 @@ from vllm.config.scheduler import SchedulerConfig
 from vllm_mtpc import METHODS
 from vllm_mtpc.proposers.config import request
 from vllm_mtpc.proposers.heads.counts import CLASSES, CUTS, OF_CLASS, counts_of
-from vllm_mtpc.proposers.seam.patch import apply, declared, derived, patch
+from vllm_mtpc.proposers.patches.patch import apply, declared, derived, patch
 
 LOGGERS = "vllm.v1.metrics.loggers"
 MINUTE = 60.0
@@ -28,7 +28,7 @@ def name_our_classes(vllm_config: Any) -> None:
     """Have the engine of this configuration made of our worker and scheduler, and its front end count what they say."""
     apply(*declared(sys.modules[__name__]))
     parallel = vllm_config.parallel_config  # worker.py has a worker for each of vLLM's, by its name with ":" for "."
-    parallel.worker_cls = f"vllm_mtpc.proposers.seam.worker.{parallel.worker_cls.replace('.', ':')}"
+    parallel.worker_cls = f"vllm_mtpc.proposers.patches.worker.{parallel.worker_cls.replace('.', ':')}"
     vllm_config.scheduler_config.__class__ = HeadSchedulerConfig
 
 
@@ -37,7 +37,7 @@ class HeadSchedulerConfig(SchedulerConfig):
     class for both synchronous and asynchronous scheduling."""
 
     def get_scheduler_cls(self) -> type:
-        from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+        from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 
         return derived(HeadScheduler, super().get_scheduler_cls())
 

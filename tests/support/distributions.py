@@ -1,4 +1,4 @@
-"""The exact law of what a tiny target says, and how far a sample may be from it."""
+"""The exact distribution of what a tiny target says, and how far a sample may be from it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ SETTINGS = {
 }
 MIXED = tuple(SETTINGS)  # 13 kinds of request
 SETTINGS["T=0.7, top-p 0.9"] = Setting(temperature=0.7, top_p=0.9)
-# the rows of docs/features.md that the settings' laws speak for
+# the rows of docs/features.md that the settings' distributions speak for
 FEATURES = (
     "temperature",
     "top_k",
@@ -114,7 +114,7 @@ FEATURES = (
 
 
 @torch.no_grad()
-def exact_law(model: LlamaForCausalLM, prompt: list[int], length: int, setting: Setting) -> np.ndarray:
+def exact_distribution(model: LlamaForCausalLM, prompt: list[int], length: int, setting: Setting) -> np.ndarray:
     """Probabilities [V ** length] of all texts, in lexicographic order, float64; one that has ended goes on with 0."""
     vocab_size = model.config.vocab_size
     sequences = torch.tensor(list(itertools.product(range(vocab_size), repeat=length)))
@@ -166,23 +166,24 @@ def _processed(logits: torch.Tensor, setting: Setting) -> torch.Tensor:
     return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
 
 
-def total_variation(draws: Sequence[Sequence[int]], law: np.ndarray, vocab_size: int) -> float:
-    """Distance of the draws' empirical law from `law`, in [0, 1]; a text that has ended goes on with 0."""
-    length = round(np.log(len(law)) / np.log(vocab_size))
+def total_variation(draws: Sequence[Sequence[int]], distribution: np.ndarray, vocab_size: int) -> float:
+    """Distance of the draws' empirical distribution from `distribution`, in [0, 1]; a text that has ended goes on with
+    0."""
+    length = round(np.log(len(distribution)) / np.log(vocab_size))
     padded = np.array([[*draw, *[0] * (length - len(draw))] for draw in draws])
     index = padded @ (vocab_size ** np.arange(length)[::-1])
-    empirical = np.bincount(index, minlength=len(law)) / len(draws)
-    return float(np.abs(empirical - law).sum() / 2)
+    empirical = np.bincount(index, minlength=len(distribution)) / len(draws)
+    return float(np.abs(empirical - distribution).sum() / 2)
 
 
-def of_the_first(law: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
-    """The law of the first `length` tokens, for runs too short to fill every cell."""
-    return law.reshape(vocab_size**length, -1).sum(axis=1)
+def of_the_first(distribution: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
+    """The distribution of the first `length` tokens, for runs too short to fill every cell."""
+    return distribution.reshape(vocab_size**length, -1).sum(axis=1)
 
 
-def noise_floor(law: np.ndarray, count: int) -> float:
+def noise_floor(distribution: np.ndarray, count: int) -> float:
     """Largest total variation that `count` exact draws show by chance: mean + SIGMAS deviations, simulated."""
-    law = law / law.sum()
-    counts = np.random.default_rng(0).multinomial(count, law, size=200)
-    distances = np.abs(counts / count - law).sum(axis=1) / 2
+    distribution = distribution / distribution.sum()
+    counts = np.random.default_rng(0).multinomial(count, distribution, size=200)
+    distances = np.abs(counts / count - distribution).sum(axis=1) / 2
     return float(distances.mean() + SIGMAS * distances.std())

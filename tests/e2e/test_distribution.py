@@ -1,6 +1,7 @@
-"""The law of sampled text through vLLM's real engine, against enumeration, on both model runners.
+"""The distribution of sampled text through vLLM's real engine, against enumeration, on both model runners.
 
-law_cases.py has the cases: what is asked together, of which head, and faults that the same code must find with as many
+distribution_cases.py has the cases: what is asked together, of which head, and faults that the same code must find
+with as many
 draws. A few are looked at in every run, by the first three tokens; all of them in the nightly one, by all six.
 """
 
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import law_cases, law_table, laws
-from tests.support.law_cases import CASES, LENGTH, PROMPT, VOCAB, measure
+from tests.support import distribution_cases, distribution_table, distributions
+from tests.support.distribution_cases import CASES, LENGTH, PROMPT, VOCAB, measure
 
 DRAWS, FEW, FIRST = 20_000, 1_000, 3
 FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and less, 4,000 draws allow 0.05
@@ -41,8 +42,8 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
 
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[..., None]:
-    folder = tmp_path_factory.mktemp("law")
-    target = law_cases.make_models(folder)
+    folder = tmp_path_factory.mktemp("distribution")
+    target = distribution_cases.make_models(folder)
 
     def check(name: str, count: int, length: int = LENGTH) -> str:
         measured = measure(folder, target, name, count, length)
@@ -60,39 +61,44 @@ def case(name: str) -> Any:
         "mtpc on V1"
         if made.runner == "v1"
         else "ptp on V2"
-        if "ptp" in name or made.head in law_cases.PTP
+        if "ptp" in name or made.head in distribution_cases.PTP
         else "mtpc on V2"
     )
     marks = []
-    if made.settings == laws.MIXED and name != "no head":
-        marks = [pytest.mark.feature(row, "law", column) for row in laws.FEATURES]
+    if made.settings == distributions.MIXED and name != "no head":
+        marks = [pytest.mark.feature(row, "distribution", column) for row in distributions.FEATURES]
     elif made.head:
-        marks = [pytest.mark.feature("temperature", "law", column)]
+        marks = [pytest.mark.feature("temperature", "distribution", column)]
     return pytest.param(name, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("name", [case(name) for name in FEW_DRAWS])
-def test_law_of_the_first_tokens(check: Any, name: str) -> None:
+def test_distribution_of_the_first_tokens(check: Any, name: str) -> None:
     check(name, FEW_DRAWS[name], FIRST)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [case(name) for name in CASES])
-def test_law(check: Any, name: str, record_property: Callable[[str, Any], None]) -> None:
-    record_property(law_table.LAW, check(name, DRAWS))
+def test_distribution(check: Any, name: str, record_property: Callable[[str, Any], None]) -> None:
+    record_property(distribution_table.DISTRIBUTION, check(name, DRAWS))
 
 
 def test_the_table_is_what_was_measured(root: Path) -> None:
     written = (root / "docs" / "internals.md").read_text(encoding="utf-8")
-    assert law_table.table() in written, "type: python -m tests.support.law_table --write docs/internals.md"
+    assert distribution_table.table() in written, (
+        "type: python -m tests.support.distribution_table --write docs/internals.md"
+    )
 
 
 def test_a_setting_that_is_ignored_would_be_found(check: Any) -> None:
-    """The laws are further from the one without the setting than draws may be."""
-    plain, *others = (laws.exact_law(check.target, PROMPT, LENGTH, setting) for setting in laws.SETTINGS.values())
-    for (name, setting), law in zip(list(laws.SETTINGS.items())[1:], others, strict=True):
-        assert np.isclose(law.sum(), 1)
+    """The distributions are further from the one without the setting than draws may be."""
+    plain, *others = (
+        distributions.exact_distribution(check.target, PROMPT, LENGTH, setting)
+        for setting in distributions.SETTINGS.values()
+    )
+    for (name, setting), distribution in zip(list(distributions.SETTINGS.items())[1:], others, strict=True):
+        assert np.isclose(distribution.sum(), 1)
         if setting.seed is None:
-            assert np.abs(law - plain).sum() / 2 > laws.noise_floor(law, DRAWS), name
-            few, few_plain = (laws.of_the_first(each, FIRST, VOCAB) for each in (law, plain))
-            assert np.abs(few - few_plain).sum() / 2 > laws.noise_floor(few, FEW), name
+            assert np.abs(distribution - plain).sum() / 2 > distributions.noise_floor(distribution, DRAWS), name
+            few, few_plain = (distributions.of_the_first(each, FIRST, VOCAB) for each in (distribution, plain))
+            assert np.abs(few - few_plain).sum() / 2 > distributions.noise_floor(few, FEW), name

@@ -20,7 +20,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm_mtpc import METHODS
 from vllm_mtpc.checkpoint import resolve_head
 from vllm_mtpc.errors import CheckpointError, printable
-from vllm_mtpc.proposers.seam.patch import patch
+from vllm_mtpc.proposers.patches.patch import patch
 
 PATH = "/mtpc/head"
 MAX_DOWNLOAD = 4 << 30  # bytes of a head that is named by its repository

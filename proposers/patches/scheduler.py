@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_mtpc.proposers.config.request import drafts_of, excludes_drafts
 from vllm_mtpc.proposers.heads.counts import CUT, IDLE, by_class, put_into
 from vllm_mtpc.proposers.heads.grammar import HeadStructuredOutputManager
-from vllm_mtpc.proposers.seam.patch import refuse_moved
+from vllm_mtpc.proposers.patches.patch import refuse_moved
 
 
 class HeadScheduler(Scheduler):
@@ -23,7 +23,7 @@ class HeadScheduler(Scheduler):
 
     PTP: the KV blocks of its auxiliary rows are kept from requests. Model Runner V2: a draft that a grammar forbids is
     verified; a request has no more drafts than it asked for (on V1 the proposer sees to that). Both: no drafts are
-    verified beside a request for `logprob_token_ids`; the counts of a step's drafts go to the front end.
+    verified next to a request for `logprob_token_ids`; the counts of a step's drafts go to the front end.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ class HeadScheduler(Scheduler):
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.structured_output_manager.__class__ = HeadStructuredOutputManager
         self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than there are: how many
-        self.alone: set[str] = set()  # requests beside which nothing is verified
+        self.alone: set[str] = set()  # requests next to which nothing is verified
         # V1's drafts are never cut in a way that matters (v1/proposer.py: as_point), PTP's have no distribution
         self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
 
@@ -96,7 +96,7 @@ class HeadScheduler(Scheduler):
         if cut is not None and self.log_stats:  # before requests that end are forgotten
             counts = by_class(self.requests, scheduler_output.scheduled_spec_decode_tokens, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if getattr(model_runner_output, IDLE, False):  # a head that the target ships, and that has failed
+        if getattr(model_runner_output, IDLE, False):  # a head that the target bundles, and that has failed
             self.dynamic_sd_lookup, self.verifies_forbidden = [0] * (1 + self.max_num_running_reqs), False
         if cut is None or not self.log_stats:
             return outputs

@@ -1,4 +1,5 @@
-"""Heads that a target ships and that fail once a worker runs: the target is served, with one warning and no drafts."""
+"""Heads that a target bundles and that fail once a worker runs: the target is served, with one warning and no
+drafts."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.proposers.config import switches
-from vllm_mtpc.proposers.heads import counts, shipped
-from vllm_mtpc.proposers.seam.patch import derived
-from vllm_mtpc.proposers.seam.scheduler import HeadScheduler
+from vllm_mtpc.proposers.heads import bundled, counts
+from vllm_mtpc.proposers.patches.patch import derived
+from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1 import proposer
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2 import runner as v2
@@ -29,7 +30,7 @@ def fixture_said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings of the package."""
     lines: list[str] = []
     monkeypatch.setattr(switches.logger, "warning", lambda text, *values: lines.append(text % values))
-    monkeypatch.setattr(shipped, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    monkeypatch.setattr(bundled, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
     return lines
 
 
@@ -38,14 +39,14 @@ def raising(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_what_works_is_left_alone(said: list[str]) -> None:
-    assert shipped.attempt(lambda: "made", "head") == "made" and said == []
+    assert bundled.attempt(lambda: "made", "head") == "made" and said == []
 
 
 def test_one_warning_in_one_line(said: list[str]) -> None:
-    with pytest.raises(shipped.GivenUp):
-        shipped.attempt(raising, "head")
+    with pytest.raises(bundled.GivenUp):
+        bundled.attempt(raising, "head")
     assert said == [
-        "Serving without drafts: the head that the target ships, head, is not served here: "
+        "Serving without drafts: the head that the target bundles, head, is not served here: "
         "out of shared memory: block size 16"
     ]
 
@@ -62,7 +63,7 @@ def test_v1_drafts_nothing(where: str, said: list[str], monkeypatch: pytest.Monk
     if where == "draft_params":
         monkeypatch.setattr(head, "draft_params", raising)
     monkeypatch.setattr(proposer.MtpcProposer, "propose", lambda self, *args: "drafts")
-    one = proposer.ShippedProposer(SimpleNamespace(speculative_config=SimpleNamespace(model_folder="head")))
+    one = proposer.BundledProposer(SimpleNamespace(speculative_config=SimpleNamespace(model_folder="head")))
     one.model, one.target_dtype, one.num_drafts = head, torch.float32, 3
     one.load_model(torch.nn.Linear(1, 1))
     runner = SimpleNamespace(_draft_probs="stale", _draft_prob_req_ids=["stale"])

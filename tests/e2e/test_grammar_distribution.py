@@ -1,4 +1,4 @@
-"""The law of sampled output under a grammar, against enumeration, and the faults that it must find."""
+"""The distribution of sampled output under a grammar, against enumeration, and the faults that it must find."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.support import forks, grammars
+from tests.support.distributions import asking, draws_of, noise_floor, total_variation
 from tests.support.engine import Engine, Reply, run
-from tests.support.laws import asking, draws_of, noise_floor, total_variation
 from tests.support.models import make_head, make_target
 
 LETTERS = "abcdef"
@@ -40,20 +40,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausal
 
 
 @torch.no_grad()
-def law_under_grammar(model: LlamaForCausalLM) -> np.ndarray:
-    """Probabilities [V ** LENGTH] of all answers: each token's law is the target's among what the grammar allows."""
+def distribution_under_grammar(model: LlamaForCausalLM) -> np.ndarray:
+    """Probabilities [V ** LENGTH] of all answers: each token's distribution is the target's among what the grammar
+    allows."""
     words = {word for word in itertools.product(range(6), repeat=LENGTH) if re.fullmatch(WORDS, text_of(word))}
     allowed: dict[tuple[int, ...], set[int]] = {}
     for word in words:
         for k in range(LENGTH):
             allowed.setdefault(word[:k], set()).add(word[k])
-    law = np.zeros(VOCAB**LENGTH)
+    distribution = np.zeros(VOCAB**LENGTH)
     for word in words:
         logits = model(torch.tensor([[*PROMPT, *word]])).logits[0, len(PROMPT) - 1 : -1].double().softmax(-1)
         chances = [logits[k, word[k]] / logits[k, sorted(allowed[word[:k]])].sum() for k in range(LENGTH)]
-        law[sum(token * VOCAB ** (LENGTH - 1 - k) for k, token in enumerate(word))] = torch.stack(chances).prod()
-    assert abs(law.sum() - 1) < 1e-9
-    return law
+        distribution[sum(token * VOCAB ** (LENGTH - 1 - k) for k, token in enumerate(word))] = torch.stack(
+            chances
+        ).prod()
+    assert abs(distribution.sum() - 1) < 1e-9
+    return distribution
 
 
 def text_of(word: tuple[int, ...]) -> str:
@@ -69,9 +72,9 @@ def engine(folder: Path, count: int, injected: str | None = None, **options: obj
     return Engine(str(folder / "target"), [asking(PROMPT, sampling, count)], arguments, injected)
 
 
-def distance_and_floor(reply: Reply, law: np.ndarray) -> tuple[float, float]:
+def distance_and_floor(reply: Reply, distribution: np.ndarray) -> tuple[float, float]:
     draws = draws_of(reply)
-    found = total_variation(draws, law, VOCAB), noise_floor(law, len(draws))
+    found = total_variation(draws, distribution, VOCAB), noise_floor(distribution, len(draws))
     print(f"{len(draws)} draws, TV {found[0]:.5f}, allowed {found[1]:.5f}")
     return found
 
@@ -93,18 +96,20 @@ def on_v1(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
     return {name: replies[0] for name, replies in outputs.items()}
 
 
-@pytest.mark.feature("sampling under a grammar", "law", "mtpc on V1")
+@pytest.mark.feature("sampling under a grammar", "distribution", "mtpc on V1")
 @pytest.mark.parametrize("name", ["masked", "argmax"])
-def test_law_under_a_grammar_v1(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict[str, Reply], name: str) -> None:
-    distance, floor = distance_and_floor(on_v1[name], law_under_grammar(tiny[1]))
+def test_distribution_under_a_grammar_v1(
+    tiny: tuple[Path, LlamaForCausalLM], on_v1: dict[str, Reply], name: str
+) -> None:
+    distance, floor = distance_and_floor(on_v1[name], distribution_under_grammar(tiny[1]))
     assert distance < floor
     assert on_v1[name].metrics["vllm:spec_decode_num_accepted_tokens"] > DRAWS / 10
 
 
-@pytest.mark.feature("sampling under a grammar", "law", "mtpc on V1")
+@pytest.mark.feature("sampling under a grammar", "distribution", "mtpc on V1")
 @pytest.mark.parametrize("name", ["unmasked drafts", "masked drafts scored unmasked"])
 def test_planted_bias_is_caught(tiny: tuple[Path, LlamaForCausalLM], on_v1: dict[str, Reply], name: str) -> None:
-    distance, floor = distance_and_floor(on_v1[name], law_under_grammar(tiny[1]))
+    distance, floor = distance_and_floor(on_v1[name], distribution_under_grammar(tiny[1]))
     assert distance > floor
 
 
@@ -122,23 +127,26 @@ def on_v2(tiny: tuple[Path, LlamaForCausalLM]) -> dict[str, Reply]:
     return {name: replies[0] for name, replies in outputs.items()}
 
 
-@pytest.mark.feature("sampling under a grammar", "law", "mtpc on V2")
+@pytest.mark.feature("sampling under a grammar", "distribution", "mtpc on V2")
 @pytest.mark.slow  # interpreted kernels
 @pytest.mark.parametrize("name", ["masked", "residual", "injected"])
-def test_law_under_a_grammar_v2(tiny: tuple[Path, LlamaForCausalLM], on_v2: dict[str, Reply], name: str) -> None:
+def test_distribution_under_a_grammar_v2(
+    tiny: tuple[Path, LlamaForCausalLM], on_v2: dict[str, Reply], name: str
+) -> None:
     """The injected fault that must be found: masked drafts, scored with the conditionals as they were before."""
-    distance, floor = distance_and_floor(on_v2[name], law_under_grammar(tiny[1]))
+    distance, floor = distance_and_floor(on_v2[name], distribution_under_grammar(tiny[1]))
     assert (distance < floor) == (name != "injected")
     assert on_v2[name].metrics["vllm:spec_decode_num_accepted_tokens"] > V2_DRAWS / 10
 
 
-@pytest.mark.feature("sampling under a grammar", "law", "mtpc on V2")
+@pytest.mark.feature("sampling under a grammar", "distribution", "mtpc on V2")
 @pytest.mark.slow  # interpreted kernels
-def test_forbidden_drafts_leave_the_residual_law_v2() -> None:
-    """vLLM's own kernels keep the law if the first forbidden draft is verified; as vLLM 0.32 marks it they do not."""
-    law = np.array(grammars.P)
+def test_forbidden_drafts_leave_the_residual_distribution_v2() -> None:
+    """vLLM's own kernels keep the distribution if the first forbidden draft is verified; as vLLM 0.32 marks it they do
+    not."""
+    distribution = np.array(grammars.P)
     for name, tokens in forks.call("v2", "tests.support.grammars:draws", KERNEL_DRAWS).items():
         draws = [[token] for token in tokens]
-        distance, floor = total_variation(draws, law, len(law)), noise_floor(law, len(draws))
+        distance, floor = total_variation(draws, distribution, len(distribution)), noise_floor(distribution, len(draws))
         print(f"{name}: {len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
         assert (distance < floor) == (name == "kept"), name

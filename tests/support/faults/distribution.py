@@ -1,5 +1,5 @@
-"""Faults of drafting and verification that law tests must find, injected inside an engine's process; and lengths of
-drafts that change from step to step, which is no fault."""
+"""Faults of drafting and verification that distribution tests must find, injected inside an engine's process; and
+lengths of drafts that change from step to step, which is no fault."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def swapping() -> Undo:
     """No fault: before every step of the target "hmm, bad" takes the place of the served head, or gives it back."""
     from pathlib import Path
 
-    from vllm_mtpc.proposers.seam.worker import HeadWorker
+    from vllm_mtpc.proposers.patches.worker import HeadWorker
 
     folders: list[Path] = []
 

@@ -28,7 +28,7 @@ from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.byte_llama import stop_ids
 from vllm_mtpc.proposers.config import refusals, versions
 from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
-from vllm_mtpc.proposers.seam import configured, endpoint, frontend, patch, sampling, scheduler, worker
+from vllm_mtpc.proposers.patches import configured, endpoint, frontend, patch, sampling, scheduler, worker
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
 
@@ -59,9 +59,9 @@ def test_registering_again_changes_nothing() -> None:
 
 def test_register_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
-        raise RuntimeError("a seam that cannot be installed")
+        raise RuntimeError("a patches that cannot be installed")
 
-    monkeypatch.setattr("vllm_mtpc.proposers.seam.install", broken)
+    monkeypatch.setattr("vllm_mtpc.proposers.patches.install", broken)
     plugin.register()
 
 
@@ -205,8 +205,8 @@ def test_users_without_a_head_get_vllms_classes() -> None:
 
 
 # What plugin.register() imports: the rest of the package is for those who serve a head.
-REGISTERED = ("", ".plugin", ".proposers", ".proposers.seam", ".proposers.config", ".models")
-REGISTERED += tuple(f".proposers.seam.{name}" for name in ("frontend", "patch", "sampling"))
+REGISTERED = ("", ".plugin", ".proposers", ".proposers.patches", ".proposers.config", ".models")
+REGISTERED += tuple(f".proposers.patches.{name}" for name in ("frontend", "patch", "sampling"))
 REGISTERED += tuple(f".proposers.config.{name}" for name in ("switches", "versions"))
 REGISTERED += tuple(f".models.{name}" for name in ("registration", "byte_llama", "byte_llama.stop_ids"))
 
@@ -217,7 +217,7 @@ def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatc
         if name.removeprefix("vllm_mtpc") not in REGISTERED:
             monkeypatch.setitem(sys.modules, name, None)  # importing it raises
     for broken in ("configured", "worker", "scheduler"):
-        monkeypatch.setitem(sys.modules, f"vllm_mtpc.proposers.seam.{broken}", None)
+        monkeypatch.setitem(sys.modules, f"vllm_mtpc.proposers.patches.{broken}", None)
     with pytest.raises(ImportError):
         engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
     for given in (None, {"method": "ngram", "num_speculative_tokens": 2}):

@@ -1,6 +1,7 @@
 """Draws through vLLM's own kernels of drafting noise and block verification.
 
-They run in a fork of Model Runner V2's server (forks.py). The laws are first-order and of two tokens, chosen so
+They run in a fork of Model Runner V2's server (forks.py). The distributions are first-order and of two tokens, chosen
+so
 that noise used twice shifts the third token most.
 """
 
@@ -12,7 +13,7 @@ from torch import Tensor
 VOCAB, DRAFTS, LENGTH, BATCH = 2, 4, 3, 500
 
 
-def laws() -> tuple[Tensor, Tensor]:
+def distributions() -> tuple[Tensor, Tensor]:
     """p and q of the next token [V, V], given the last."""
     tables = torch.randn(2, VOCAB, VOCAB, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 1.5
     return tables[0].softmax(-1), tables[1].softmax(-1)
@@ -30,7 +31,7 @@ def step(last: Tensor, anchor: Tensor, seeds: Tensor, is_fresh: bool) -> tuple[T
     from vllm_mtpc.proposers.v2.verification import step_seeds
 
     drafting, keyed = step_seeds(seeds, anchor) if is_fresh else seeds, keys_noise_by_draft()
-    log_p, log_q = (law.float().log() for law in laws())
+    log_p, log_q = (distribution.float().log() for distribution in distributions())
     count = len(last)
     slots, temperature = torch.arange(count), torch.ones(count)
     cache, given = torch.zeros(count, DRAFTS, VOCAB), [last]

@@ -1,8 +1,8 @@
 """Patches that run where a configuration is made: the API server, the offline engine's process.
 
-A target that ships a head in its `mtpc/` folder is served with it, unasked, where the user says nothing about
+A target that bundles a head in its `mtpc/` folder is served with it, unasked, where the user says nothing about
 speculative decoding. A head that cannot be served here costs a warning and the drafts, never the target. A target that
-ships none costs one look at a path.
+bundles none costs one look at a path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_mtpc import METHODS
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.proposers.config import versions
 from vllm_mtpc.proposers.config.switches import AUTO, is_on, logger, warn
-from vllm_mtpc.proposers.seam.patch import applied, patch, refuse_moved
+from vllm_mtpc.proposers.patches.patch import applied, patch, refuse_moved
 
 ARGUMENTS = "vllm.engine.arg_utils"
 MARK = "_mtpc_auto"  # attribute of EngineArgs: the head that was engaged, or None where it was given up
@@ -37,14 +37,14 @@ def create_speculative_config(original: Callable[..., Any], self: Any, *args: An
         logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
         return made
     refuse_misspelt(method)
-    shipped = head_for(self, args[0] if args else kwargs.get("target_model_config"))
-    if shipped is None:
+    bundled = head_for(self, args[0] if args else kwargs.get("target_model_config"))
+    if bundled is None:
         return original(self, *args, **kwargs)
-    return engage(self, shipped, lambda: _create(self, original, *args, **kwargs))
+    return engage(self, bundled, lambda: _create(self, original, *args, **kwargs))
 
 
 def head_for(engine_args: Any, target: Any) -> Path | None:
-    """The head that `target` (a ModelConfig) ships, where the user has left the choice open; else None."""
+    """The head that `target` (a ModelConfig) bundles, where the user has left the choice open; else None."""
     flags = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
     is_chosen = any(getattr(engine_args, flag, None) is not None for flag in flags) or not is_on(AUTO, "1")
     if is_chosen or getattr(engine_args, MARK, True) is None or target is None or target.runner_type != "generate":
@@ -52,10 +52,10 @@ def head_for(engine_args: Any, target: Any) -> Path | None:
     folder = _folder(target.model, target.revision)
     if folder is None or not os.path.isdir(folder / "mtpc"):
         return None
-    from vllm_mtpc.checkpoint.locate import shipped_heads
+    from vllm_mtpc.checkpoint.locate import bundled_heads
 
     try:
-        return next(iter(shipped_heads(folder)), None)
+        return next(iter(bundled_heads(folder)), None)
     except OSError as error:  # a folder that may not be read
         warn(folder / "mtpc", error)
         return None
@@ -68,7 +68,7 @@ def engage(engine_args: Any, head: Path, create: Callable[[], Any]) -> Any:
     engine_args.speculative_config = {"method": head_method(head) or "mtpc", "model": str(head)}
     try:
         made = create()
-        made.is_shipped = True
+        made.is_bundled = True
     except Exception as error:  # whatever is wrong with the head: the target is served
         warn(head, error)
         return None
@@ -118,15 +118,15 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         vllm_config = original(self, *args, **kwargs)
         spec = vllm_config.speculative_config
         if getattr(spec, "method", None) in METHODS:
-            from vllm_mtpc.proposers.seam import configured
+            from vllm_mtpc.proposers.patches import configured
 
             spec.take_own_schedule()
-            if spec.is_shipped:
+            if spec.is_bundled:
                 check_memory(vllm_config)
             spec.check_engine(vllm_config)
             configured.name_our_classes(vllm_config)
-            if spec.is_shipped:
-                text = "The target ships a head, %s, which drafts from here on: %r; %s=0 turns it off"
+            if spec.is_bundled:
+                text = "The target bundles a head, %s, which drafts from here on: %r; %s=0 turns it off"
                 logger.info(text, spec.model_folder, spec, AUTO)
         return vllm_config
     except Exception as error:
@@ -240,7 +240,7 @@ def end_in_one_line() -> None:
 
 
 def check_memory(vllm_config: Any) -> None:
-    """Refuse a head that does not fit beside its target, as far as that is known before a worker starts: the files of
+    """Refuse a head that does not fit next to its target, as far as that is known before a worker starts: the files of
     the target, the head and what drafts take. Raises ServeConfigError."""
     from vllm.platforms import current_platform
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.proposers.seam.patch import patch
+from vllm_mtpc.proposers.patches.patch import patch
 
 if TYPE_CHECKING:
     from torch import Tensor

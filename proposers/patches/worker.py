@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_mtpc.proposers.seam.patch import derived, named, refuse_moved
+from vllm_mtpc.proposers.patches.patch import derived, named, refuse_moved
 
 
 def __getattr__(name: str) -> Any:
@@ -66,7 +66,7 @@ class HeadWorker(Worker):
 @contextmanager
 def _custom_class(spec: Any) -> Iterator[None]:
     """V1 builds our proposer through its offered `custom_class`, which it only looks at while it starts."""
-    proposer = "ShippedProposer" if spec.is_shipped else "MtpcProposer"
+    proposer = "BundledProposer" if spec.is_bundled else "MtpcProposer"
     ours = {"method": spec.method, "model": spec.model}
     try:
         # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
