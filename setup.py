@@ -1,7 +1,7 @@
 """Build of vllm_mtpc.
 
-Two folders of the checkout live next to the package and are installed inside it: ``proposers/`` as
-``vllm_mtpc.proposers`` (everything that knows vLLM's internals) and ``kernels/`` as ``vllm_mtpc.kernels``.
+``proposers/`` (all code that uses the internals of vLLM) and ``kernels/`` are top-level folders of the checkout. The
+symbolic links ``vllm_mtpc/proposers`` and ``vllm_mtpc/kernels`` make them subpackages; a wheel has real folders.
 
 torch and vLLM are not plain requirements, so that installing this package never replaces the build of vLLM that is
 already there; ``scripts/setup.sh`` brings one, by the extras ``cpu`` and ``cuda``.
@@ -17,7 +17,6 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 REPOSITORY = os.environ.get("MTPC_REPOSITORY", "").rstrip("/")
-BESIDE = {"vllm_mtpc.proposers": "proposers", "vllm_mtpc.kernels": "kernels"}
 
 # What is imported is named, also where it comes with vLLM or transformers; tests/test_packaging.py compares.
 MODEL = ["torch>=2.9", "transformers>=5.0", "tokenizers>=0.22"]
@@ -83,14 +82,6 @@ def version() -> str:
     return found.group(1)
 
 
-def packages() -> list[str]:
-    """vllm_mtpc with its subpackages, then the folders that are mapped into it with theirs."""
-    names = find_packages(include=["vllm_mtpc", "vllm_mtpc.*"])
-    for name, folder in BESIDE.items():
-        names += [name, *(f"{name}.{sub}" for sub in find_packages(folder))]
-    return names
-
-
 def readme() -> str:
     """README.md for an index: relative links lead to this version in the repository, or are plain text without one."""
 
@@ -135,8 +126,7 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
-    packages=packages(),
-    package_dir={"vllm_mtpc": "vllm_mtpc", **BESIDE},
+    packages=find_packages(include=["vllm_mtpc", "vllm_mtpc.*"]),  # follows the links
     package_data={
         "vllm_mtpc": ["py.typed", "play/page.html"],
         "vllm_mtpc.demo": ["assets/**"],

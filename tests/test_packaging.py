@@ -61,7 +61,9 @@ def sources(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("sources")
     for name in BUILT_FROM:
         if (root / name).is_dir():
-            shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            shutil.copytree(
+                root / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            )
         elif (root / name).is_file():
             shutil.copy2(root / name, copy / name)
     return copy
@@ -105,7 +107,7 @@ def test_the_sdist_has_what_builds_and_explains_it(release: Release, sources: Pa
     with tarfile.open(release.sdist) as archive:
         held = {member.name.partition("/")[2] for member in archive if member.isfile()}
     assert held >= {name for name in BUILT_FROM if (sources / name).is_file()}
-    assert {"docs/publishing.md", "proposers/__init__.py", "kernels/__init__.py"} <= held
+    assert {"docs/serving.md", "vllm_mtpc/proposers/__init__.py", "vllm_mtpc/kernels/__init__.py"} <= held
     assert not [name for name in held if name.endswith((".pyc", ".partial")) or name.startswith((".", "build/"))]
 
 
@@ -282,7 +284,7 @@ def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
     return folders[request.param]
 
 
-PARTS = ("vllm_mtpc", "proposers", "kernels")
+PARTS = ("vllm_mtpc", "vllm_mtpc/proposers", "vllm_mtpc/kernels")
 IMPORTS = (
     "import sys, site; site.addsitedir({place!r}); "
     "import vllm_mtpc, vllm_mtpc.proposers, vllm_mtpc.kernels; "
@@ -305,7 +307,7 @@ def test_wheel_editable_and_bare_checkout_import_alike(
 ) -> None:
     """Whatever is installed, a checkout in which `python -m` is typed is taken whole; elsewhere it is the install."""
     (wheel,) = installed.parent.glob("lib/python*/site-packages")
-    assert imported(tmp_path, wheel) == [wheel / "vllm_mtpc" / part for part in (".", *PARTS[1:])]
+    assert imported(tmp_path, wheel) == [wheel / part for part in PARTS]
     assert imported(tmp_path, editable) == [sources / part for part in PARTS]
     assert imported(sources) == imported(sources, wheel) == imported(sources, editable) == imported(tmp_path, editable)
     assert imported(root, editable) == [root / part for part in PARTS]  # the editable install is of another checkout
@@ -378,7 +380,9 @@ def test_hint_of_a_missing_package_installs_a_vllm_that_starts(
 ) -> None:
     """What `vllm-mtpc` names where torch is absent, run in a checkout as it is cloned; then an engine drafts."""
     checkout = tmp_path / "checkout"
-    shutil.copytree(folders["checkout"], checkout, ignore=shutil.ignore_patterns("*.egg-info", "build", ".venv"))
+    shutil.copytree(
+        folders["checkout"], checkout, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info", "build", ".venv")
+    )
     shutil.copytree(root / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     run(checkout / SETUP.split()[0], cwd=checkout)
     head = {"method": "mtpc", "model": str(demo.path("btree"))}

@@ -1,4 +1,4 @@
-"""mypy over the package as it is installed, which its users' type checkers read (py.typed)."""
+"""mypy over the package, whose types are read by its users' type checkers (py.typed)."""
 
 from __future__ import annotations
 
@@ -10,32 +10,26 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="module")
-def installed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as setup.py installs it: proposers/ and kernels/ are subpackages of vllm_mtpc."""
+def check(root: Path, cache: Path, *words: str | Path) -> str:
+    """Return the findings of mypy, an empty string where it has none."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed: type pip install '.[test]'")
-    folder = tmp_path_factory.mktemp("installed")
-    (folder / "vllm_mtpc").mkdir()
-    for part in (*(root / "vllm_mtpc").iterdir(), root / "proposers", root / "kernels"):
-        (folder / "vllm_mtpc" / part.name).symlink_to(part)
-    (folder / "pyproject.toml").symlink_to(root / "pyproject.toml")
-    return folder
-
-
-def check(installed: Path, *words: str | Path) -> str:
-    """What mypy finds, an empty string where that is nothing."""
-    command = [sys.executable, "-m", "mypy", "--cache-dir", installed / "cache", "--no-error-summary", *words]
-    done = subprocess.run(list(map(str, command)), cwd=installed, capture_output=True, text=True)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", cache, "--no-error-summary", *words]
+    done = subprocess.run(list(map(str, command)), cwd=root, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
 
 
-def test_types_hold(installed: Path) -> None:
-    assert check(installed) == ""
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
 
 
-def test_wrong_types_are_found_in_a_users_module(installed: Path, tmp_path: Path) -> None:
+def test_types_hold(root: Path, cache: Path) -> None:
+    assert check(root, cache) == ""
+
+
+def test_wrong_types_are_found_in_a_users_module(root: Path, cache: Path, tmp_path: Path) -> None:
     """Types of every part are known to a user's checker: none is Any."""
     user = tmp_path / "user.py"
     lines = [
@@ -45,6 +39,6 @@ def test_wrong_types_are_found_in_a_users_module(installed: Path, tmp_path: Path
         "from vllm_mtpc.proposers.patches import patch; four: int = patch.applied",
     ]
     user.write_text("\n".join(lines))
-    found = check(installed, user)
+    found = check(root, cache, user)
     for number, type_ in enumerate(('"Path"', '"int"', '"dict[str, str]"', '"dict[str, Patch]"'), start=1):
         assert f"user.py:{number}: error: Incompatible types in assignment (expression has type {type_}" in found

@@ -12,11 +12,6 @@ from vllm_mtpc.families import FAMILIES
 __version__ = "0.2.0"
 __all__ = ["METHODS", "__version__", "has_heads"]
 
-# In a checkout these folders lie next to the package, where setup.py takes them from. A checkout is imported without an
-# install whenever it comes first on sys.path: by `python -m` in it, whatever else is installed.
-if not (Path(__file__).parent / "proposers").is_dir():
-    __path__.append(str(Path(__file__).parents[1]))
-
 METHODS = tuple(FAMILIES)  # names in vLLM's speculative_config
 
 
