@@ -196,7 +196,7 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     read = backbone_pass(head, first, num_drafts) if isinstance(head, BackboneHead) else lambda: hidden
     if weight.device.type == "cuda":
         leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
-        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device, head.support)
+        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device)
     else:
         draw = partial(draw_by_definition, head, temperature)
 

@@ -86,7 +86,7 @@ def bytes_per_second(device: torch.device) -> float:
 
 
 def draft_kernel(
-    program: Program, shape: tuple[int, int, int, int], temperature: float, device: torch.device, support: int = 0
+    program: Program, shape: tuple[int, int, int, int], temperature: float, device: torch.device
 ) -> Callable[[tuple[Tensor, ...]], Tensor]:
     """Return the draft kernel as Model Runner V2 calls it: `DraftParams` -> tokens [B, K].
 
@@ -95,14 +95,13 @@ def draft_kernel(
         shape: [B, K, r, V].
         temperature: of all requests.
         device: of the buffers.
-        support: number of leaf columns per draft where the head has a support; 0: all V.
     """
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, drafts, r, vocab_size = shape
-    drafter = Drafter(program, r, vocab_size, device, gumbel_noised_argmax, support=support)
+    drafter = Drafter(program, r, vocab_size, device, gumbel_noised_argmax)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     given = {
         "slots": slots,

@@ -24,11 +24,6 @@ class Bigram(NamedTuple):
         """What previous[B] int64 adds to the logits of position 2 + k: [B, V] float32."""
         return _full(self.source[previous]) @ _full(self.target[k])
 
-    def bias_of(self, k: int, previous: Tensor, tokens: Tensor) -> Tensor:
-        """`bias` at tokens[B, M] alone: [B, M] float32."""
-        columns = _full(self.target[k].t()[tokens])  # [B, M, R]
-        return (columns @ _full(self.source[previous]).unsqueeze(-1))[..., 0]
-
     def biases(self, tokens: Tensor) -> Tensor:
         """What tokens[B, m], the first ones of a window, add to the logits of positions 2 .. m + 1: [B, m, V] float32.
 

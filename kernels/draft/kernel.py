@@ -21,7 +21,6 @@ from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.kernels.support import Support
 
 # Sizes are reasoned, not measured: README.md says what they rest on.
 # One instance drafts for a request, so registers are there; ptxas would spill 16 bytes to have more instances at once.
@@ -35,7 +34,7 @@ class Given(NamedTuple):
     """What the launches of one call are made of."""
 
     leaf: tuple  # the leaf, and its strides in units of tile["UNIT"]
-    before: tuple  # x_1, the bigram and its strides, the support; each None without
+    before: tuple  # x_1, the bigram and its strides; each None without
     circuit: tuple  # evidence, root, inner, program
     requests: tuple  # slots, temperature, seeds, pos
     out: tuple  # tokens and confidences, a stride behind each
@@ -50,8 +49,7 @@ class Drafter:
     noised_argmax is a jit function of one vector, (logits, keys, mask, seed, pos, temp, IS_DRAFTING, USE_FP64) ->
     (value, index): vLLM's `gumbel_noised_argmax`, from which alone a served draft has its noise. use_fp64: what it
     compares is float64. one_launch: which path; None chooses by the size of a leaf. shard: leaves are this rank's
-    columns [B, K, r, shard.rows], tokens and the cache those of the vocabulary. support: where it is not 0, leaves are
-    those of as many tokens, one launch whatever their number.
+    columns [B, K, r, shard.rows], tokens and the cache those of the vocabulary.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Drafter:
         use_fp64: bool = False,
         one_launch: bool | None = None,
         shard: Shard | None = None,
-        support: int = 0,
     ) -> None:
         if not 1 <= num_components <= MAX_COMPONENTS:
             raise ValueError(
@@ -72,9 +69,9 @@ class Drafter:
             )
         self.program, depth = encode(program, device)
         size = triton.next_power_of_2(num_components)
-        small = bool(support) or (shard is None and is_small(num_components, vocab_size))
+        small = shard is None and is_small(num_components, vocab_size)
         self.one_launch, self.shard = small if one_launch is None else one_launch, shard
-        self.width = vocab_size = support or (vocab_size if shard is None else shard.rows)
+        self.width = vocab_size = vocab_size if shard is None else shard.rows
         tile = TILE if self.one_launch else BLOCKED_TILE
         block = min(triton.next_power_of_2(vocab_size), max(MIN_BLOCK, tile // size))
         self.sizes = {"R": size, "DEPTH": depth}
@@ -90,7 +87,6 @@ class Drafter:
         inner: Tensor,
         first: Tensor | None = None,
         bigram: Bigram | None = None,
-        support: Support | None = None,
         *,
         slots: Tensor,
         temperature: Tensor,
@@ -104,7 +100,7 @@ class Drafter:
         """Fills tokens and confidences [B, K] and, where not None, cache [slots, K or more, V] of any float dtype.
 
         evidence [B, r], leaf [B, K, r, V], root [B, r], inner [B, F, r, r] as in `naive.draft`; any float dtype.
-        first [B], bigram and support: as there; the bigram is the whole vocabulary's also with a shard.
+        first [B] and bigram: as there; the bigram is the whole vocabulary's also with a shard.
         slots [B] int: where a request's temperature, seed and part of the cache are; -1: a padded row, drafted by
         argmax and not cached. pos [B]: keys the noise of the first draft, pos + k that of draft k; it says the
         stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
@@ -125,27 +121,21 @@ class Drafter:
             if self.shard is not None:
                 target = target[..., self.shard.start :]
             before = (first, bigram.source.contiguous(), target, *target.stride()[:2])
-        tokens_of = None if support is None else support.tokens.contiguous()
         requests = (slots, temperature, seeds, pos)
         cached = (None, 0, 0) if cache is None else (cache, cache.stride(0), cache.stride(1))
         out = (tokens, tokens.stride(0), confidences, confidences.stride(0))
         tile = {**self.tile, "UNIT": unit}
         launch = self._rows if self.one_launch else self._blocks
-        launch(Given(from_leaf, (*before, tokens_of), circuit, requests, out, cached, tile, draw))
+        launch(Given(from_leaf, before, circuit, requests, out, cached, tile, draw))
 
     def _rows(self, given: Given) -> None:
-        (leaf, *_), (_, source, *_, support), (cache, *_) = given.leaf, given.before, given.cached
-        batch, num_drafts, r, num_columns = leaf.shape
+        leaf, source = given.leaf[0], given.before[1]
+        batch, num_drafts, r, vocab_size = leaf.shape
         rank = 0 if source is None else source.shape[1]
         chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // given.tile["BLOCK"])) if rank else 0
         options = {**self.noise, **self.sizes, **given.tile, "DRAW": given.draw, "BLOCKS": self.num_blocks, **REGISTERS}
-        if support is not None and cache is not None:
-            vocab_size = cache.shape[2]
-            rows.clear_rows[(triton.cdiv(vocab_size, BLOCKED_TILE), num_drafts, batch)](
-                given.requests[0], *given.cached, vocab_size, BLOCK=BLOCKED_TILE
-            )
         read = (*given.leaf, *given.before, *given.circuit, *given.requests)
-        sizes = (num_drafts, given.circuit[2].shape[1], r, num_columns)
+        sizes = (num_drafts, given.circuit[2].shape[1], r, vocab_size)
         rows.draft_rows[(batch,)](*read, *given.out, *given.cached, *sizes, **options, RANK=rank, CHUNK=chunk)
 
     def buffers(
@@ -220,7 +210,7 @@ class Drafter:
 
     def _add(self, before: tuple, k: int, tokens: Tensor, bias: Tensor, vocab_size: int) -> None:
         """Fills bias [B, width] with what the token before draft k, of tokens [B, K] or the first, adds to it."""
-        first, source, *target, _ = before
+        first, source, *target = before
         last = first if k == 0 else tokens[:, k - 1]
         (batch, width), rank = bias.shape, source.shape[1]
         options = {**BIAS, "CHUNK": min(BIAS["CHUNK"], max(16, triton.next_power_of_2(rank))), "RANK": rank}

@@ -11,7 +11,6 @@ from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.kernels.support import Support
 
 Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, which draft) -> tokens [B]
 
@@ -24,7 +23,6 @@ def draft(
     inner_logits: Tensor,
     first: Tensor | None = None,
     bigram: Bigram | None = None,
-    support: Support | None = None,
     *,
     pick: Pick,
     dtype: torch.dtype = torch.float32,
@@ -34,10 +32,9 @@ def draft(
 
     evidence [B, r]: log p(x_0 | z) of the verifier's token, normalised; leaf_logits [B, K, r, V], root_logits [B, r]
     and inner_logits [B, F, r, r] are not normalised. bigram: what the token before adds to the logits of each draft,
-    first [B] int64 (the verifier's) to those of the first. support: leaf_logits are those of its tokens [B, K, r, M],
-    and log q is -inf elsewhere. All arithmetic is float32; log q is rounded to `dtype`, in which it is kept for whoever
-    scores the tokens, before one is picked from it. shard: leaf_logits are this rank's columns [B, K, r, rows]; every
-    rank picks from the same log q [B, V].
+    first [B] int64 (the verifier's) to those of the first. All arithmetic is float32; log q is rounded to `dtype`, in
+    which it is kept for whoever scores the tokens, before one is picked from it. shard: leaf_logits are this rank's
+    columns [B, K, r, rows]; every rank picks from the same log q [B, V].
     """
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
@@ -47,34 +44,28 @@ def draft(
     for k in range(leaf_logits.shape[1]):
         leaf = leaf_logits[:, k].float()  # [B, r, V]
         if bigram is not None:
-            leaf = leaf + _bias(bigram, k, columns[-1] if k else first, support, shard)[:, None]
+            leaf = leaf + _bias(bigram, k, columns[-1] if k else first, shard)[:, None]
         if shard is None:
             leaf = leaf.log_softmax(dim=-1)
         else:
             norm = _norms(leaf[:, None], shard)[:, 0] if norms is None else norms[:, k]
             leaf = leaf - norm[..., None]
         log_q = torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype)
-        if support is not None:
-            log_q = support.spread(log_q, k)
         columns.append(pick((log_q if shard is None else shard.whole(log_q)).float(), k))
         if k + 1 < leaf_logits.shape[1]:
-            evidence = _picked(leaf, columns[-1], k, support, shard)
+            evidence = _picked(leaf, columns[-1], shard)
             weights, stack = advance(program[k + 2], weights, stack, evidence, inner)
     return torch.stack(columns, dim=1)
 
 
-def _bias(bigram: Bigram, k: int, previous: Tensor, support: Support | None, shard: Shard | None) -> Tensor:
-    """What the tokens previous[B] add to the logits of draft k that there are, [B, V], [B, M] or [B, rows]."""
-    if support is not None:
-        return bigram.bias_of(k, previous, support.tokens[:, k])
+def _bias(bigram: Bigram, k: int, previous: Tensor, shard: Shard | None) -> Tensor:
+    """What the tokens previous[B] add to the logits of draft k, [B, V] or [B, rows]."""
     bias = bigram.bias(k, previous)
     return bias if shard is None else shard.columns(bias)
 
 
-def _picked(leaf: Tensor, token: Tensor, k: int, support: Support | None, shard: Shard | None) -> Tensor:
-    """log p(token | z) [B, r] of draft k."""
-    if support is not None:
-        return support.at(leaf, token, k)
+def _picked(leaf: Tensor, token: Tensor, shard: Shard | None) -> Tensor:
+    """log p(token | z) [B, r] of one draft."""
     if shard is not None:
         return shard.at(leaf, token)
     return leaf.gather(2, token.view(-1, 1, 1).expand(-1, leaf.shape[1], 1))[..., 0]

@@ -6,13 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_mtpc.kernels.leaf.fp8 import dequantise
 
-
-def logits(states: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def logits(states: Tensor, weight: Tensor) -> Tensor:
     """states [B, k or 1, r or 1, D] times weight [k, r, V, D] -> [B, k, r, V], in the dtype of the states."""
-    if scale is not None:
-        weight = dequantise(weight, scale, states.dtype)
     positions, r, vocab_size, _ = weight.shape
     if states.shape[1:3] == (1, 1):  # one product: each weight is read once
         return F.linear(states[:, 0, 0], weight.flatten(0, 2)).view(len(states), positions, r, vocab_size)
@@ -38,7 +34,6 @@ def terms_of(logits: Tensor, token: Tensor) -> Tensor:
     return torch.stack([logits.logsumexp(dim=-1), picked], dim=1)
 
 
-def terms(states: Tensor, weight: Tensor, scale: Tensor | None, token: Tensor) -> Tensor:
-    """`terms_of` the logits of one position; states [B, r or 1, D], weight [r, V, D], scale [r, V] or None."""
-    scale = None if scale is None else scale[None]
-    return terms_of(logits(states[:, None], weight[None], scale)[:, 0], token)
+def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
+    """`terms_of` the logits of one position; states [B, r or 1, D], weight [r, V, D]."""
+    return terms_of(logits(states[:, None], weight[None])[:, 0], token)

@@ -55,8 +55,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     method: Literal["mtpc"] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     head: SkipValidation[HeadConfig] = None  # type: ignore[assignment]
-    # Weights. auto: the target's dtype, on a CPU bfloat16 where it multiplies that; fp8: unembeddings in float8
-    head_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = "auto"
+    # Weights. auto: the target's dtype, on a CPU bfloat16 where it multiplies that
+    head_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     # Model Runner V1: drafts less likely to be reached are not verified; 0: all are; None: as few or many as pay
     min_survival: float | None = Field(default=None, ge=0, lt=1)
     mask_drafts: bool = True  # structured requests' drafts are masked with their grammar

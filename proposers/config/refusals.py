@@ -88,9 +88,6 @@ def of_mtpc_target(spec: Any) -> Table:
     ours, is_layered = head.transformer_layer_config.get("num_hidden_layers"), head.lora_layers > 0
     depth = getattr(target.hf_text_config, "num_hidden_layers", None)
     return {
-        f"speculative_config: head_dtype='fp8', but head {spec.model} (head={head.head!r}) has no unembeddings of its "
-        "own to keep in float8; allowed: auto, bfloat16, float16, float32; "
-        "remove head_dtype": spec.head_dtype == "fp8" and needs_lm_head(head.head),
         f"{says} lora_layers={head.lora_layers}, and target {target.model} is {target.architecture}: draft layers are "
         f"served on {', '.join(ARCHITECTURES)}; use a head trained with "
         "lora_layers 0": is_layered and target.architecture not in ARCHITECTURES,

@@ -81,7 +81,7 @@ def load_of(head: HeadConfig, target: Any) -> float:
 def leaf_products(head: HeadConfig) -> int:
     """Multiplications of a head's leaves for one draft: r rows of an lm_head, or one and r low-rank terms."""
     r, rank, row = head.num_components, head.component_rank or 0, head.vocab_size * head.hidden_size
-    return row + r * rank * (head.hidden_size + (head.support or head.vocab_size)) if rank else r * row
+    return row + r * rank * (head.hidden_size + head.vocab_size) if rank else r * row
 
 
 def layer_products(head: HeadConfig) -> int:

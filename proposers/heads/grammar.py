@@ -83,9 +83,6 @@ class Masks:
             if open_rows and self.bitmask is not None:
                 forbidden = _is_zero(self.bitmask[open_rows].to(log_q.device), log_q.shape[1])
                 own = log_q[open_rows].masked_fill_(forbidden, -torch.inf)
-                # of a head's support nothing may be allowed: then all tokens that are, each as likely as the others
-                is_empty = own.amax(dim=-1, keepdim=True) == -torch.inf
-                own = own.masked_fill_(is_empty & ~forbidden, 0.0)
                 log_q[open_rows] = own.log_softmax(dim=-1)  # survival reads probabilities
             drafts = pick(log_q, k)
             for row, token in zip(open_rows, drafts[open_rows].tolist(), strict=True):

@@ -23,7 +23,6 @@ from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.heads.memory import divides_logits
-from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.proposers.heads.ranks import succeed_together
 
@@ -49,8 +48,8 @@ def load_served_head(
 ) -> Head:
     """The head of a folder on `device`; `target_model` is vLLM's, whose lm_head it may read.
 
-    head_dtype: "auto" is `dtype`; "fp8" is float8 unembeddings, and `dtype` or bfloat16 for the rest. Of num_drafts
-    (None: all of the window) at most are its drafts. Raises on every rank where the head does not load on one.
+    head_dtype: "auto" is `dtype`. At most num_drafts (None: all of the window) are drafted. Raises on every rank where
+    the head does not load on one.
     """
     config, head = succeed_together(partial(_load, folder, dtype, device, head_dtype, num_drafts))
     if head.needs_lm_head:  # which takes collectives
@@ -64,21 +63,14 @@ def _load(
     folder: str, dtype: torch.dtype, device: torch.device, head_dtype: str, num_drafts: int | None
 ) -> tuple[HeadConfig, Head]:
     """The head on `device`, without the target's lm_head; runs no collective."""
-    is_fp8, num_ranks = head_dtype == "fp8", _num_ranks()
-    dtype = weights_dtype(head_dtype, dtype, device)
-    is_remade = is_fp8 or num_ranks > 1  # before it is moved: the device needs no room for what is not kept
-    config, head = load_head(folder, torch.float32 if is_fp8 else dtype, "cpu" if is_remade else device)
-    if isinstance(head, LinearHead):
-        size = head.leaf_weight.numel() * (1 if is_fp8 else dtype.itemsize)
-        if pays(size, num_ranks, device.type):
-            rank = get_tensor_model_parallel_rank()
-            head.shard_leaves(Shard(rank, num_ranks, config.vocab_size, _gather))
-            logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)
-        if is_fp8:
-            keep = fp8.is_fast_on(device)
-            head.quantise_leaves(dtype, keep)
-            if not keep:
-                logger.info("head_dtype fp8: no float8 products on this device, weights are kept in %s", dtype)
+    dtype = weights_dtype(head_dtype, dtype)
+    num_ranks = _num_ranks()
+    # rows are dropped before the head is moved: the device needs no room for them
+    config, head = load_head(folder, dtype, "cpu" if num_ranks > 1 else device)
+    if isinstance(head, LinearHead) and pays(head.leaf_weight.nbytes, num_ranks, device.type):
+        rank = get_tensor_model_parallel_rank()
+        head.shard_leaves(Shard(rank, num_ranks, config.vocab_size, _gather))
+        logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)
     head.to(device)
     if isinstance(head, LinearHead) and device.type == "cpu":
         head.pack(num_drafts + 1 if num_drafts else config.window)
@@ -97,9 +89,7 @@ def kept(tensors: Iterable[Tensor]) -> nn.Module:
     return module
 
 
-def weights_dtype(head_dtype: str, default: torch.dtype, device: torch.device) -> torch.dtype:
-    if head_dtype == "fp8":
-        return default if default.itemsize == 2 or device.type == "cpu" else torch.bfloat16
+def weights_dtype(head_dtype: str, default: torch.dtype) -> torch.dtype:
     return default if head_dtype == "auto" else getattr(torch, head_dtype)
 
 

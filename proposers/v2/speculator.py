@@ -77,7 +77,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         self.structured: StructuredRequests | None = None  # whose drafts are masked; None: nobody's
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
-        return weights_dtype(self.speculative_config.head_dtype, self.dtype, self.device), 0.0
+        return weights_dtype(self.speculative_config.head_dtype, self.dtype), 0.0
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = self._load_head(target_model, self.speculative_config.model_folder)
@@ -130,7 +130,6 @@ class MtpcSpeculator(DraftModelSpeculator):
             gumbel_noised_argmax,
             self.use_fp64_gumbel,
             shard=head.leaf_shard,
-            support=head.support,
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:

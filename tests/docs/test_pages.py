@@ -68,7 +68,7 @@ def test_the_sizes_that_were_computed(root: Path, vocab: int, size: int) -> None
     window = components = 8
     shown = []
     for component_rank, token_rank in ((0, 0), (16, 0), (16, 32)):
-        options = {"expander_rank": 64, "component_rank": component_rank, "support": 0}
+        options = {"expander_rank": 64, "component_rank": component_rank}
         with torch.device("meta"):
             head = SharedHead(get_circuit("btree", window, components), vocab, size, token_rank=token_rank, **options)
         shown.append(f"{sum(parameter.numel() for parameter in head.parameters()) / 1e6:.1f}M")

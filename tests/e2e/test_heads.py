@@ -21,8 +21,7 @@ HEADS = {
     "shared": {"expander_rank": 16},
     "mlp": {"expander_layers": 2},
     "transformer": {"expander_layers": 2, "expander_heads": 4},
-    "low rank": {"head": "shared", "expander_rank": 8, "component_rank": 8},
-    "support": {"head": "shared", "expander_rank": 8, "component_rank": 8, "support": 5, "token_rank": 4},
+    "low rank": {"head": "shared", "expander_rank": 8, "component_rank": 8, "token_rank": 4},
 }
 WINDOW, LENGTH = 5, 24
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8], [29, 2, 2, 19]]
@@ -97,6 +96,6 @@ def test_shared_tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["low rank", "support"])
+@pytest.mark.parametrize("name", ["low rank"])
 def test_components_tensor_parallel(tiny: Path, on_v1: dict[str, list[Reply] | str], name: str) -> None:
     tensor_parallel(tiny, on_v1, name)

@@ -73,34 +73,6 @@ def test_sampled_acceptance_is_that_of_drafted_paths(circuit, temperature):
     torch.testing.assert_close(by_text, by_drafts, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("more", [{}, {"token_rank": 2}], ids=["", "token_rank"])
-@pytest.mark.parametrize("temperature", [1.0, 30.0])
-def test_drafts_within_a_support_are_accepted_as_the_truncated_distribution_is(temperature, more):
-    """As above, of q that is 0 for half of the tokens; nothing of the evaluator in it."""
-    target = TableTarget()
-    head = tiny_head("hmm", head="shared", expander_rank=2, component_rank=2, support=2, **more)
-    head.bind_lm_head(target.logits)
-    tokens, states, p, _ = enumerated(target, head, N, temperature)
-    params, q = head.drafted(states[:, 0]), torch.ones(tokens.shape)
-    state = head.circuit.observe(params, head.circuit.start(params), 0, tokens[:, 0])
-    for k in range(1, N):
-        log_q = head.circuit.next_log_probs(params, state, k) / temperature
-        q[:, k] = along(log_q.softmax(-1)[:, None], tokens[:, k : k + 1])[:, 0].nan_to_num(0.0)  # behind one of 0
-        state = head.circuit.observe(params, state, k, tokens[:, k])
-    p, outside = along(p, tokens), (q == 0).any(1)
-    assert 0.5 < outside.float().mean() < 1
-    by_drafts = (p[:, 0] * q[:, 1:].prod(1))[:, None] * (p / q)[:, 1:].clamp(max=1).cumprod(1)
-    shortcut = acceptance(head, target, states, tokens, Sampling(temperature))
-    assert (shortcut[outside][:, -1] < 1e-6).all()
-    by_text = (p.prod(1)[:, None] * shortcut).sum(0)
-    torch.testing.assert_close(by_text, by_drafts[~outside].sum(0), atol=1e-5, rtol=1e-5)
-    samples = target.write(rows=2, length=12, greedy=False)
-    joint = evaluate.collect(head, target, samples, Sampling(temperature)).joint_nats
-    head.support = 0
-    whole = evaluate.collect(head, target, samples, Sampling(temperature)).joint_nats
-    torch.testing.assert_close(joint, whole, atol=1e-5, rtol=1e-5)  # bits are of the circuit, not of what is drafted
-
-
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("drafts", [N - 1, 1])
 def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):

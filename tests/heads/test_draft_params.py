@@ -95,25 +95,6 @@ def test_a_borrowed_lm_head_is_read_once() -> None:
     assert seen == [(B, 3, 3, 16)], "positions of the drafts and x_1, all components, nothing else"
 
 
-@OWN
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float8_is_the_same_kept_and_read_back(name: str, dtype: torch.dtype) -> None:
-    head, hidden = build(name, std=0.3), hidden_states()
-    kept, back = copy.deepcopy(head), head
-    wanted = defined(head, hidden, N - 1)
-    kept.quantise_leaves(dtype, keep=True)
-    back.quantise_leaves(dtype, keep=False)
-    assert kept.leaf_weight.dtype == torch.float8_e4m3fn and back.leaf_weight.dtype == dtype
-    found = kept.draft_params(hidden, FIRST, N - 1)
-    assert all(torch.equal(*pair) for pair in zip(found[:5], back.draft_params(hidden, FIRST, N - 1)[:5], strict=True))
-    evidence, logits = kept._draft_apart(kept.prepare(hidden.to(dtype)), FIRST, N - 1)
-    torch.testing.assert_close(logits, found.leaf)
-    torch.testing.assert_close(evidence, found.evidence, rtol=1e-2, atol=1e-2)  # of bfloat16 logits
-    # 16 products of about 0.3, each weight off by up to 2^-4 of it: a few hundredths of a logit
-    assert 0 < (found.leaf - wanted.leaf).abs().max() < 0.5
-    assert kept.root_weight.dtype == dtype and kept.leaf_scale.dtype == torch.float32
-
-
 @needs_bfloat16
 @pytest.mark.parametrize("circuit", ["ff", "cp", "btree"])
 def test_packed_weights_are_the_same_weights(circuit: str) -> None:
@@ -126,7 +107,7 @@ def test_packed_weights_are_the_same_weights(circuit: str) -> None:
         assert_same(head.draft_params(hidden, FIRST, num_drafts), params, rtol=1e-2, atol=1e-2)
 
 
-def sharded(head: LinearHead, size: int, remake: Callable[[LinearHead], None]) -> list[DraftParams]:
+def sharded(head: LinearHead, size: int) -> list[DraftParams]:
     """draft_params of every rank. Ranks run one after the other: twice, first to learn what each hands in."""
     handed_in: dict[int, Tensor] = {}
 
@@ -140,7 +121,6 @@ def sharded(head: LinearHead, size: int, remake: Callable[[LinearHead], None]) -
     ranks = [copy.deepcopy(head) for _ in range(size)]
     for rank, part in enumerate(ranks):
         part.shard_leaves(Shard(rank, size, V, gather(rank)))
-        remake(part)
     for _ in range(2):
         params = [part.draft_params(hidden_states(), FIRST, N - 1) for part in ranks]
     assert len({tuple(own.shape) for own in handed_in.values()}) == 1, "a gather takes equal sizes"
@@ -149,18 +129,10 @@ def sharded(head: LinearHead, size: int, remake: Callable[[LinearHead], None]) -
 
 @OWN
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])  # 7 tokens: 4 + 3, 3 + 3 + 1, 2 + 2 + 2 + 1, 2 + 2 + 2 + 1 + 0
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_ranks_draft_from_the_same_numbers_as_one(name: str, size: int, kind: str) -> None:
-    head = build(name, std=0.3)
-
-    def remake(part: LinearHead) -> None:
-        if kind == "fp8":
-            part.quantise_leaves(torch.float32, keep=True)
-        else:
-            part.to(getattr(torch, kind))
-
-    parts = sharded(head, size, remake)
-    remake(head)
+    head = build(name, std=0.3).to(getattr(torch, kind))
+    parts = sharded(head, size)
     wanted = head.draft_params(hidden_states(), FIRST, N - 1)
     for params in parts:
         assert params.leaf.shape == wanted.leaf.shape

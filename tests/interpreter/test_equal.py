@@ -28,7 +28,6 @@ OURS = {
         "draft.launches.nominate",
         "draft.launches.spread",
         "draft.launches.start_rows",
-        "draft.rows.clear_rows",
         "draft.rows.draft_rows",
         "filter.kernel._filter",
         "filter.kernel._filter_backward",

@@ -22,7 +22,6 @@ FOLDERS = (forks.ROOT / "kernels", forks.ROOT / "proposers")
 QUICK = (
     *("demo btree, float64", "EvaByte btree, K=2", "EvaByte btree, float32", "Llama btree, K=2", "Qwen btree, K=2"),
     *("demo btree, token 32", "EvaByte btree, token 64, float32", "Qwen btree, token 64", "Qwen btree, 2 ranks"),
-    "Qwen btree, token 64 within 1024",
     *("EvaByte B=64", "training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
 )
 
@@ -71,26 +70,17 @@ def test_a_spill_would_be_found() -> None:
 
 
 SCHEDULE = [(1, 32, 7), (33, 256, 3), (257, 1024, 1)]
-HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # sizes and options of a head, whether it is float8
-    "linear": ({"vocab_size": 257, "hidden_size": 128}, False),
-    "float8": ({"vocab_size": 257, "hidden_size": 128}, True),
-    "mlp": ({"vocab_size": 257, "hidden_size": 128, "expander_layers": 1}, False),
-    "linear, tokens": ({"vocab_size": 257, "hidden_size": 128, "token_rank": 32}, False),
-    "shared, tokens": ({"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64, "token_rank": 32}, False),
-    "shared, support": (
-        {
-            **{"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64, "token_rank": 32},
-            **{"component_rank": 16, "support": 1024},
-        },
-        False,
-    ),
-    "shared": ({"vocab_size": 128_256, "hidden_size": 4096, "expander_rank": 64}, False),
+BYTES, SUBWORDS = {"vocab_size": 257, "hidden_size": 128}, {"vocab_size": 128_256, "hidden_size": 4096}
+HEADS: dict[str, dict[str, int]] = {  # the kind of head, and its sizes and options
+    "linear": BYTES,
+    "mlp": {**BYTES, "expander_layers": 1},
+    "linear, tokens": {**BYTES, "token_rank": 32},
+    "shared": {**SUBWORDS, "expander_rank": 64},
+    "shared, tokens": {**SUBWORDS, "expander_rank": 64, "token_rank": 32},
+    "shared, low rank, tokens": {**SUBWORDS, "expander_rank": 64, "token_rank": 32, "component_rank": 16},
     # 16,040 columns a rank, no multiple of 16
-    "shared, 8 ranks": ({"vocab_size": 128_264, "hidden_size": 4096, "expander_rank": 64}, False),
-    "shared, 8 ranks, tokens": (
-        {"vocab_size": 128_264, "hidden_size": 4096, "expander_rank": 64, "token_rank": 32},
-        False,
-    ),
+    "shared, 8 ranks": {**SUBWORDS, "vocab_size": 128_264, "expander_rank": 64},
+    "shared, 8 ranks, tokens": {**SUBWORDS, "vocab_size": 128_264, "expander_rank": 64, "token_rank": 32},
 }
 
 
@@ -111,17 +101,20 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     from vllm_mtpc.proposers.heads.grammar import Follower, Masks
     from vllm_mtpc.proposers.v2 import speculator as module
 
-    sizes, is_float8 = HEADS[name]
+    sizes = HEADS[name]
     target = {"model_type": "llama", **{key: sizes[key] for key in ("vocab_size", "hidden_size")}}
     options = {key: value for key, value in sizes.items() if key not in target}
-    kind = "linear" if is_float8 else name.partition(",")[0]
     config = HeadConfig.create(
-        circuit="btree", window=8, num_components=8, target=target, verifier="../target", head=kind, **options
+        circuit="btree",
+        window=8,
+        num_components=8,
+        target=target,
+        verifier="../target",
+        head=name.partition(",")[0],
+        **options,
     )
     with META:
         head = build_head(config).bfloat16()
-    if is_float8:
-        head.quantise_leaves(torch.bfloat16, keep=True)
     if head.needs_lm_head:
         shard = last_of(8, sizes["vocab_size"]) if "ranks" in name else None
         width = shard.rows if shard else sizes["vocab_size"]

@@ -135,8 +135,8 @@ BIASED = [name for name, asked in TOKEN_CASES.items() if asked.with_cache and "h
 def test_bias_of_another_token_would_be_found(name: str, fault: type[Bigram], drafts: dict[str, Drafts]) -> None:
     """Conditionals that the definition makes of wrong tokens are not those in the cache."""
     asked, got = CASES[name], drafts[name]
-    *params, bigram, support = asked.params
-    wrong = conditionals(replace(asked, params=(*params, fault(*bigram), support)), got.tokens)
+    *params, bigram = asked.params
+    wrong = conditionals(replace(asked, params=(*params, fault(*bigram))), got.tokens)
     rows, begin = asked.slots >= 0, 1 if fault is OfFirstToken else 0  # the draft where the fault begins
     apart = (got.cache[asked.slots[rows], : got.tokens.shape[1]] - wrong[rows]).abs().amax(dim=-1)[:, begin:]
     # a token may be before two drafts in a row, or before those of two requests

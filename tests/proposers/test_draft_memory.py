@@ -23,7 +23,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "shared, cp": {"head": "shared", "circuit": "cp"},
     "low rank": {"head": "shared", "component_rank": 4},
     "many components": {"head": "shared", "num_components": 65},  # drafted by the definition
-    "support": {"head": "shared", "component_rank": 4, "support": 8},
 }
 
 
@@ -113,9 +112,9 @@ def test_the_profile_run_drafts_once_and_no_more_than_is_allowed(found: dict[str
         assert of_case["scheduled"] == [(12, 1)]  # 12 requests of two positions are more than 2 of five
         ((rows, drafts),) = of_case["in goes"]
         r = HEADS[name].get("num_components", 3)
-        base, kept = HEADS[name].get("component_rank") is not None, HEADS[name].get("support", VOCAB)
+        base = HEADS[name].get("component_rank") is not None
         # logits of a row, those of x_1 once more, and what components have in common
-        one = 4 * (r * VOCAB * 2 + r * kept * drafts + base * VOCAB * (1 + drafts))
+        one = 4 * (r * VOCAB * 2 + r * VOCAB * drafts + base * VOCAB * (1 + drafts))
         assert drafts == 4 and rows == max(1, (1 << 16) // one) < BATCH
 
 

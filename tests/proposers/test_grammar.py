@@ -48,23 +48,6 @@ def test_masked_conditionals_are_distributions() -> None:
     torch.testing.assert_close(seen[0].exp().sum(), torch.tensor(1.0))
 
 
-def test_where_a_grammar_allows_nothing_of_a_support_all_it_allows_is_as_likely() -> None:
-    """What is picked from is what is scored, and no row is lost; the other row has a token left."""
-    grammars, seen = (Counting(), Counting()), []
-    for grammar in grammars:
-        grammar.accept_tokens("r", [5] * 4)
-    step = masks(r0=grammars[0], r1=grammars[1])
-    log_q = torch.full((2, VOCAB), -torch.inf)
-    log_q[0, :3] = torch.tensor([0.5, 0.25, 0.25]).log()  # tokens from 4 on are allowed
-    log_q[1, 2:6] = torch.tensor([0.25, 0.5, 0.2, 0.05]).log()
-    step.around(lambda log_q, k: (seen.append(log_q.exp()), argmax(log_q, k))[1])(log_q, 0)
-    wanted = torch.zeros(2, VOCAB)
-    wanted[0, 4:], wanted[1, 4:6] = 1 / (VOCAB - 4), torch.tensor([0.8, 0.2])
-    torch.testing.assert_close(seen[0], wanted)
-    step.rewind()
-    assert all(grammar.read == [5] * 4 for grammar in grammars)
-
-
 def test_drafts_end_with_their_grammar() -> None:
     """What follows a grammar's last token is cut, and that does not depend on the token that is cut."""
     ended, ending, going = Counting(), Counting(), Counting()

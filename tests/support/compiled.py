@@ -38,16 +38,13 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import SMALL_VOCAB
 from vllm_mtpc.kernels.draft.kernel import Drafter
-from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.kernels.support import Support
 from vllm_mtpc.report import check_file, write_json
 
 ROOT = Path(__file__).parents[2]
 META = torch.device("meta")
 CHIPS = (80, 90, 100)
 SHARED = 99 << 10  # bytes that a block may have on GPUs of 8.6 and 8.9; those of CHIPS have more
-FP8_FROM = 89  # where `fp8.is_fast_on`: nothing below reads float8
 HALF, WHOLE, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -180,13 +177,12 @@ def draft(
     use_fp64: bool = False,
     ranks: int = 1,
     token_rank: int = 0,
-    support: int = 0,
 ) -> None:
     """The draft kernel on two requests; leaf, cache and bigram have a dtype. ranks: on the last one of so many."""
     circuit = get_circuit(name, n, r)
     shard = last_of(ranks, vocab) if ranks > 1 else None
-    drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard, support=support)
-    leaf = empty(2, drafts, r, support or (shard.rows if shard else vocab), dtype=dtype)
+    drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
+    leaf = empty(2, drafts, r, shard.rows if shard else vocab, dtype=dtype)
     params = (empty(2, r, dtype=WHOLE), leaf, empty(2, r, dtype=WHOLE))
     bigram = None
     if token_rank:
@@ -196,7 +192,6 @@ def draft(
         empty(2, circuit.num_inner, r, r, dtype=WHOLE),
         empty(2, dtype=LONG),
         bigram,
-        Support(empty(2, drafts, support, dtype=LONG), vocab) if support else None,
         slots=empty(2, dtype=LONG),
         temperature=empty(64, dtype=WHOLE),
         seeds=empty(64, dtype=LONG),
@@ -208,16 +203,11 @@ def draft(
     )
 
 
-def leaves(n: int, r: int, vocab: int, hidden: int, batch: int, dtype: torch.dtype = HALF, eight: bool = False) -> None:
-    """Both leaf operations; eight: float8 weights, of which alone the logits are a kernel of ours."""
+def leaves(r: int, vocab: int, hidden: int, batch: int, dtype: torch.dtype = HALF) -> None:
     from vllm_mtpc.kernels.leaf import kernel
 
-    states = empty(batch, 1, hidden, dtype=dtype)
-    weight = empty(n, r, vocab, hidden, dtype=torch.uint8).view(fp8.FORMAT) if eight else empty(n, r, vocab, hidden)
-    weight, scale = weight if eight else weight.to(dtype), empty(n, r, vocab, dtype=WHOLE) if eight else None
-    kernel.terms(states, weight[0], scale[0] if eight else None, empty(batch, dtype=LONG))
-    if eight:
-        kernel.logits(states[:, None], weight[1:], scale[1:])
+    states, weight = empty(batch, 1, hidden, dtype=dtype), empty(r, vocab, hidden, dtype=dtype)
+    kernel.terms(states, weight, empty(batch, dtype=LONG))
 
 
 def filters(name: str, n: int, r: int, dtype: torch.dtype = WHOLE) -> None:
@@ -259,10 +249,10 @@ def gathered() -> None:
     gather.query_rows(long[:3], long, long, table, 16, 8192, 8, long, long, ends)
 
 
-def served_tokens(model: str, given: tuple[Any, str, int, int, int]) -> Iterator[tuple[str, Callable[[], Any], int]]:
+def served_tokens(model: str, given: tuple[Any, str, int, int, int]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Leaves that look at the token before them, of a circuit and as a Markov head; given: as of `draft`."""
     noise, name, n, _, vocab = given
-    yield f"{model} ff, token 256", lambda: draft(noise, "ff", n, 1, vocab, n - 1, token_rank=256), 0
+    yield f"{model} ff, token 256", lambda: draft(noise, "ff", n, 1, vocab, n - 1, token_rank=256)
     for what, options in {
         "token 32": {"token_rank": 32},
         "token 64": {"token_rank": 64},
@@ -270,56 +260,47 @@ def served_tokens(model: str, given: tuple[Any, str, int, int, int]) -> Iterator
         "token 64, argmax": {"token_rank": 64, "draw": False},
         "token 64, float64": {"token_rank": 64, "use_fp64": True},
     }.items():
-        yield f"{model} {name}, {what}", lambda options=options: draft(*given, n - 1, **options), 0
+        yield f"{model} {name}, {what}", lambda options=options: draft(*given, n - 1, **options)
     if vocab > SMALL_VOCAB:
-        for size in (256, 1024, 4096):
-            yield f"{model} {name}, within {size}", lambda size=size: draft(*given, n - 1, support=size), 0
-        yield f"{model} {name}, token 64 within 1024", lambda: draft(*given, n - 1, token_rank=64, support=1024), 0
-        yield f"{model} {name}, token 64, 2 ranks", lambda: draft(*given, n - 1, ranks=2, token_rank=64), 0
+        yield f"{model} {name}, token 64, 2 ranks", lambda: draft(*given, n - 1, ranks=2, token_rank=64)
 
 
-def served() -> Iterator[tuple[str, Callable[[], Any], int]]:
-    """What is served: its name, a call that launches it, the least chip."""
+def served() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is served: its name, and a call that launches it."""
     noise, others = vllms_noise(), [name for name in CIRCUITS if name != "ff"]
     heads = {"demo": (8, 8, 257), "EvaByte": (16, 32, 320), "Llama": (8, 8, 128_256), "Qwen": (8, 8, 151_936)}
     for model, (n, r, vocab) in heads.items():
         for name in CIRCUITS:
             given = (noise, name, n, 1 if name == "ff" else r, vocab)
-            yield f"{model} {name}", lambda given=given, n=n: draft(*given, n - 1), 0
+            yield f"{model} {name}", lambda given=given, n=n: draft(*given, n - 1)
         given = (noise, others[-1], n, r, vocab)
-        yield f"{model} {others[-1]}, K=2", lambda given=given: draft(*given, 2), 0
-        yield f"{model} {others[-1]}, float32", lambda given=given, n=n: draft(*given, n - 1, WHOLE), 0
-        yield f"{model} {others[-1]}, argmax", lambda given=given, n=n: draft(*given, n - 1, draw=False), 0
+        yield f"{model} {others[-1]}, K=2", lambda given=given: draft(*given, 2)
+        yield f"{model} {others[-1]}, float32", lambda given=given, n=n: draft(*given, n - 1, WHOLE)
+        yield f"{model} {others[-1]}, argmax", lambda given=given, n=n: draft(*given, n - 1, draw=False)
         if vocab > SMALL_VOCAB:
             for ranks in (2, 8):
                 yield (
                     f"{model} {others[-1]}, {ranks} ranks",
                     lambda given=given, ranks=ranks: draft(*given, 2, ranks=ranks),
-                    0,
                 )
         yield from served_tokens(model, given)
-        yield f"{model} {others[-1]}, float64", lambda given=given, n=n: draft(*given, n - 1, use_fp64=True), 0
+        yield f"{model} {others[-1]}, float64", lambda given=given, n=n: draft(*given, n - 1, use_fp64=True)
     for model, sizes in {
-        "demo": (8, 8, 257, 128),
-        "EvaByte": (16, 32, 320, 4096),
-        "Llama": (4, 1, 128_256, 4096),
+        "demo": (8, 257, 128),
+        "EvaByte": (32, 320, 4096),
+        "Llama": (1, 128_256, 4096),
     }.items():
         for batch in (2, 17, 64):
-            yield f"{model} B={batch}", lambda sizes=sizes, batch=batch: leaves(*sizes, batch), 0
-            yield (
-                f"{model} B={batch}, fp8",
-                lambda sizes=sizes, batch=batch: leaves(*sizes, batch, eight=True),
-                FP8_FROM,
-            )
-            yield f"{model} B={batch}, float32", lambda sizes=sizes, batch=batch: leaves(*sizes, batch, WHOLE), 0
+            yield f"{model} B={batch}", lambda sizes=sizes, batch=batch: leaves(*sizes, batch)
+            yield f"{model} B={batch}, float32", lambda sizes=sizes, batch=batch: leaves(*sizes, batch, WHOLE)
     for n, r in ((8, 8), (16, 32), (16, 64)):
         for name in CIRCUITS:
             given = (name, n, 1 if name == "ff" else r)
-            yield f"training {name} n={n} r={r}", lambda given=given: filters(*given), 0
-    yield "training bfloat16", lambda: filters(others[-1], 8, 8, HALF), 0
+            yield f"training {name} n={n} r={r}", lambda given=given: filters(*given)
+    yield "training bfloat16", lambda: filters(others[-1], 8, 8, HALF)
     for vocab in (257, 320, 128_256, 151_936):
-        yield f"PTP V={vocab}", lambda vocab=vocab: coupled(vocab, 8), 0
-    yield "rows", gathered, 0
+        yield f"PTP V={vocab}", lambda vocab=vocab: coupled(vocab, 8)
+    yield "rows", gathered
 
 
 def row_of(variant: Variant, chip: int) -> dict[str, Any]:
@@ -353,8 +334,8 @@ def rows(chip: int, names: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
     """A row per kernel and variant, with what it serves: of what is served, names that begin so alone."""
     found: dict[tuple[str, str], Variant] = {}
     uses: dict[tuple[str, str], list[str]] = {}
-    for name, call, least in served():
-        if chip >= least and name.startswith(names):
+    for name, call in served():
+        if name.startswith(names):
             for key, variant in variants(call, chip).items():
                 found.setdefault(key, variant)
                 uses.setdefault(key, []).append(name)

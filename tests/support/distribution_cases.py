@@ -34,8 +34,7 @@ from tests.support.models import make_head, make_ptp_head, make_target, make_tok
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
 HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
-WITHIN = {"head": "shared", "expander_rank": 4, "component_rank": 2, "support": 2, "token_rank": 2}
-OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}, "support": WITHIN}
+OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}}
 OPTIONS["loud tokens"] = {"token_rank": 2, "token_scale": 10.0}
 PTP = ("o-ptp", "c-ptp", "late")
 DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
@@ -85,15 +84,12 @@ def _cases() -> dict[str, Case]:
         "no head": Case(None),
         "leaves look at the token before": Case("btree, bad tokens", three),
         "fault: drafts scored without the token before": Case("hmm, loud tokens", one, "scored without tokens", True),
-        "drafts within a support": Case("hmm, support", three),
-        "fault: drafts within a support scored as of all tokens": Case("hmm, support", one, "scored as of all", True),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),
         "backbone": Case("backbone", three),
         "another head at every step": Case("btree, good", three, "swapping", other="hmm, bad"),
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
     cases["V1: leaves look at the token before"] = Case("hmm, tokens", three, options=CUT, runner="v1")
-    cases["V1: drafts within a support"] = Case("hmm, support", three, options=CUT, runner="v1")
     cases["V1: another head at every step"] = Case(
         "btree, good", three, "swapping", options=CUT, runner="v1", other="hmm, bad"
     )

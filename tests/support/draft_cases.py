@@ -12,7 +12,6 @@ from tests.support.draft_runner import Case
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.kernels.support import Support
 
 INF = float("inf")
 
@@ -51,7 +50,7 @@ def case(
     )
     return Case(
         circuit.program,
-        (*params, *before(vocab, batch, drafts, token_rank, dtype, scale), None),
+        (*params, *before(vocab, batch, drafts, token_rank, dtype, scale)),
         torch.randperm(num_slots, generator=generator)[:batch],
         temperature,
         torch.randint(2**40, (num_slots,), generator=generator),
@@ -130,14 +129,6 @@ def with_rank(base: Case) -> Case:
     return replace(with_leaf(base, torch.nn.functional.pad(leaf, (0, 7), value=torch.nan)), shard=shard)
 
 
-def within(base: Case, size: int) -> Case:
-    """Drafts within other `size` tokens for every request and draft."""
-    evidence, leaf, *others, _ = base.params
-    tokens = torch.rand(leaf[:, :, 0].shape, generator=torch.Generator().manual_seed(size)).argsort(-1)[..., :size]
-    leaf = leaf.gather(3, tokens[:, :, None].expand(-1, -1, leaf.shape[2], -1))
-    return replace(base, params=(evidence, leaf, *others, Support(tokens, base.params[1].shape[3])))
-
-
 def on_both_paths(name: str, base: Case) -> dict[str, Case]:
     return {name: replace(base, one_launch=True), f"{name}, blocks": replace(base, one_launch=False)}
 
@@ -187,13 +178,4 @@ TOKEN_CASES: dict[str, Case] = {
     # the only rank, of more rows than tokens
     "token, a rank": with_rank(case("btree", 8, 7, 300, 3, 4, token_rank=20)),
 }
-SUPPORT_CASES: dict[str, Case] = {
-    "support": within(case("hmm", 8, 7, 320, 3, 5), 40),
-    "support, large": within(case("btree", 8, 8, 5000, 2, 3), 100),
-    "support, bfloat16 cache": within(rounded(torch.bfloat16), 40),
-    "support, no draws": within(case("cp", 8, 7, 63, 3, 3, draw=False, with_cache=False), 9),
-    "support, padded": within(padded(), 9),
-    "support, token": within(case("btree", 8, 32, 700, 2, 3, token_rank=20), 300),
-    "support, token, ff": within(case("ff", 8, 1, 320, 3, 4, token_rank=67, use_fp64=True), 63),
-}
-CASES |= TOKEN_CASES | SUPPORT_CASES
+CASES |= TOKEN_CASES

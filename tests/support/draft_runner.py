@@ -17,7 +17,6 @@ from tests.support.interpreted import moved
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.kernels.support import Support
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
@@ -29,7 +28,7 @@ class Case:
     """What a batch is drafted from, and the sizes of what is handed to the kernel next to it."""
 
     program: Program
-    params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None, Support | None]  # as `DraftParams`
+    params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None]  # as `DraftParams`
     slots: Tensor  # [B]
     temperature: Tensor  # [slots]
     seeds: Tensor  # [slots]
@@ -76,9 +75,8 @@ def _draft(case: Case, device: str) -> Drafts:
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, num_drafts, r, vocab_size = case.params[1].shape
-    *params, bigram, support = case.params
-    if case.shard or support:
-        vocab_size = (case.shard or support).vocab_size
+    *params, bigram = case.params
+    vocab_size = case.shard.vocab_size if case.shard else vocab_size
     drafter = Drafter(
         case.program,
         r,
@@ -88,7 +86,6 @@ def _draft(case: Case, device: str) -> Drafts:
         case.use_fp64,
         case.one_launch,
         case.shard,
-        support.tokens.shape[2] if support else 0,
     )
     tokens = torch.full((batch, num_drafts + 2), POISON, device=device)[:, :num_drafts]
     confidences = torch.full((batch, num_drafts + 1), float("nan"), device=device)[:, :num_drafts]
@@ -97,7 +94,6 @@ def _draft(case: Case, device: str) -> Drafts:
     drafter(
         *(moved(part, device) for part in params),
         bigram and Bigram(*(moved(part, device) for part in bigram)),
-        support and support._replace(tokens=moved(support.tokens, device)),
         slots=case.slots.to(device),
         temperature=case.temperature.to(device),
         seeds=case.seeds.to(device),

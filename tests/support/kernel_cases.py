@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tests.support import interpreted
-from vllm_mtpc.kernels.leaf import fp8
 
 
 def rows(requests: int, width: int, draft_dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -39,7 +38,6 @@ ACCEPTED: dict[str, interpreted.Case] = {
 }
 
 
-HAS_FP8 = not interpreted.ON_GPU or fp8.is_fast_on(torch.device("cuda"))
 HALF, WHOLE = torch.bfloat16, torch.float32
 
 
@@ -47,7 +45,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = WHOLE) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype, shared: bool, eight: bool) -> tuple:
+def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype, shared: bool) -> tuple:
     """Arguments of `terms`: states with NaN behind every row; the first, the last, and tokens that are not there."""
     states = torch.full((batch, 1 if shared else r, hidden + 3), torch.nan, dtype=dtype)[..., :hidden]
     states.copy_(numbers(batch, states.shape[1], hidden, dtype=dtype))
@@ -55,45 +53,18 @@ def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype, s
     token = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(batch))
     for row, chosen in enumerate((vocab - 1, 0, -1, vocab, vocab + 5)[:batch]):
         token[row] = chosen
-    return states, *stored(weight, dtype, eight), token
-
-
-def logit_case(batch: int, shape: tuple[int, int], weight: tuple[int, int, int, int], dtype: torch.dtype) -> tuple:
-    hidden = weight[3]
-    return numbers(batch, *shape, hidden, dtype=dtype), *stored(numbers(*weight, seed=1) / hidden**0.5, dtype, True)
-
-
-def stored(weight: Tensor, dtype: torch.dtype, eight: bool) -> tuple[Tensor, Tensor | None]:
-    """As the kernels take them: float8 as bytes, which is also all of it that can be pickled."""
-    if not eight:
-        return weight.to(dtype), None
-    weight, scale = fp8.quantise(weight)
-    return weight.view(torch.uint8), scale
+    return states, weight.to(dtype), token
 
 
 # 64 rows of a vocabulary and up to 64 states are one tile; 128 (half precision) or 32 elements of D at a time
 TERMS = {
-    "one": term_case(1, 1, 5, 16, WHOLE, True, False),
-    "a block but one": term_case(3, 2, 63, 33, WHOLE, False, False),
-    "a block": term_case(5, 3, 64, 32, WHOLE, True, False),
-    "more blocks than one": term_case(17, 2, 257, 130, HALF, True, False),
-    "more states than a tile has": term_case(65, 2, 70, 16, HALF, False, False),
-    "half": term_case(3, 2, 65, 40, torch.float16, False, False),
-    "eight": term_case(3, 2, 130, 150, HALF, True, True),
-    "eight, of each component": term_case(17, 3, 63, 40, WHOLE, False, True),
+    "one": term_case(1, 1, 5, 16, WHOLE, True),
+    "a block but one": term_case(3, 2, 63, 33, WHOLE, False),
+    "a block": term_case(5, 3, 64, 32, WHOLE, True),
+    "more blocks than one": term_case(17, 2, 257, 130, HALF, True),
+    "more states than a tile has": term_case(65, 2, 70, 16, HALF, False),
+    "half": term_case(3, 2, 65, 40, torch.float16, False),
 }
-LOGITS = {
-    "shared": logit_case(3, (1, 1), (2, 3, 65, 150), HALF),
-    "of each position": logit_case(17, (3, 1), (3, 2, 63, 40), HALF),
-    "of each component": logit_case(1, (2, 2), (2, 2, 130, 16), torch.float16),
-    "float32": logit_case(66, (1, 1), (1, 2, 64, 33), WHOLE),
-}
-
-
-if not HAS_FP8:  # bytes cannot be read as float8_e4m3fn there, and nothing asks for it
-    LOGITS, TERMS = {}, {name: case for name, case in TERMS.items() if case[2] is None}
-
-
 INF, NAN = float("inf"), float("nan")
 LARGEST = 1 - 2**-24
 SIZES = [(1000, 200), (1, 1), (20, 1), (50, 17), (50, 4096), (50, 4097), (150, 13_000), (5, 150_000)]

@@ -33,7 +33,6 @@ FEW = {
         "no draws",
         "float64 noise, blocks",
         "bfloat16 cache, blocks",
-        "support, padded",
         "token, padded",
         "token, padded, blocks",
     ),
@@ -46,8 +45,7 @@ ON_A_RANK = replace(draft_cases.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.
 def launch_all() -> None:
     _launch(kernel_cases.ACCEPTED, interpreted._launch, {"couple": "accept"})
     _launch(kernel_cases.PICKED, interpreted._launch, {})
-    for cases, function in ((kernel_cases.TERMS, "terms"), (kernel_cases.LOGITS, "logits")):
-        _launch({name: ("leaf", case) for name, case in cases.items()}, interpreted._launch, {"leaf": function})
+    _launch({name: ("leaf", case) for name, case in kernel_cases.TERMS.items()}, interpreted._launch, {"leaf": "terms"})
     _launch(filter_cases.CASES, filter_runner._launch)
     _launch(draft_cases.CASES, draft_runner._draft_all)
     draft_runner._draft_all({"a rank": ON_A_RANK}, "cpu")

@@ -56,7 +56,7 @@ def predict(target_folder: Path, head_folder: Path, prompts: list[list[int]], le
         hidden = target.model(text).last_hidden_state[0]
 
         def drafts_at(end: int, hidden: Tensor = hidden, text: Tensor = text) -> Tensor:
-            params = head.drafted(hidden[end - 2 : end - 1].to(dtype))
+            params = head(hidden[end - 2 : end - 1].to(dtype))
             return head.circuit.greedy(params, text[:, end - 1 : end])[0, 1:]
 
         end, steps = len(prompt) + 1, []  # tokens so far; the first one comes from reading the prompt

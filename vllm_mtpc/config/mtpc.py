@@ -9,7 +9,7 @@ from pydantic import Field, create_model, model_validator
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads import HEADS, check_head, check_support, default_options, head_options, option_fields
+from vllm_mtpc.heads import HEADS, check_head, default_options, head_options, option_fields
 
 if TYPE_CHECKING:
     from typing import Self
@@ -33,11 +33,20 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # made of the regis
     )
     x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_support(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("support"):
+            raise HeadConfigError(
+                f"support={values['support']}: this option was removed; set support to null to draft from the whole "
+                "vocabulary"
+            )
+        return {name: value for name, value in values.items() if name != "support"}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         get_circuit(self.circuit, self.window, self.num_components)
         check_head(self.head, self.hidden_size, {name: getattr(self, name) for name in head_options()})
-        check_support(self.vocab_size, self.num_components, self.support, self.component_rank)
         if self.head == "backbone":
             self._check_backbone()
         return self

@@ -38,7 +38,6 @@ from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.hf import Session, Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
-OUTSIDE = -1e30  # log q beyond a head's support: never drafted, and differences of it are numbers
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,12 @@ class Contexts:
 
 def circuit_params(head: nn.Module, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
     """Parameters of the circuits that drafts come from at hidden[B, D], read in the head's own dtype as in serving."""
-    return head.drafted(hidden.to(next(head.parameters()).dtype), num_positions)
+    return head(hidden.to(next(head.parameters()).dtype), num_positions)
 
 
 def along_text(head: nn.Module, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """log q [B, m, V] that drafts come from along tokens[B, m].
-
-    Beyond a head's support q is 0 (OUTSIDE), and no step gets past a token there: what is said of later positions has
-    a weight of 0, and any token of the support stands in for it.
-    """
-    params = circuit_params(head, hidden, tokens.shape[1])
-    if not head.support:
-        return conditionals(head.circuit, params, tokens)
-    is_out = params.leaf[:, :, 0] == -torch.inf  # [B, m, V], in every component
-    missed = is_out.gather(2, tokens[..., None])[..., 0]
-    tokens = torch.where(missed, params.leaf[:, :, 0].argmax(-1), tokens)
-    return conditionals(head.circuit, params, tokens).masked_fill(is_out, OUTSIDE)
+    """log q [B, m, V] that drafts come from along tokens[B, m]."""
+    return conditionals(head.circuit, circuit_params(head, hidden, tokens.shape[1]), tokens)
 
 
 def exact_counts(alive: Tensor) -> Tensor:
@@ -115,9 +104,6 @@ def collect(
         read = samples.read[row, position].to(target.device)
         log_q = along_text(head, read, tokens)
         found = _at_contexts(log_q, target, states.to(target.device), tokens, sampling)
-        if head.support:  # the joint is that of the whole circuit
-            whole = head(read.to(next(head.parameters()).dtype), m)
-            found[:, -1] = -head.circuit.conditional_log_probs(whole, tokens).sum(1)
         if isinstance(head, BackboneHead):  # which is given x_1, and says the same of every token there
             found[:, -1] += found[:, -2] - math.log(target.vocab_size)
         pieces.append(found.cpu())

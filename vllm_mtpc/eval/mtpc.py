@@ -209,15 +209,10 @@ class _Reordered(torch.nn.Module):
 
     def __init__(self, head: nn.Module, order: list[int]) -> None:
         super().__init__()
-        self.head, self.order, self.circuit, self.support = head, order, head.circuit, head.support
+        self.head, self.order, self.circuit = head, order, head.circuit
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        return self._moved(self.head(hidden), num_positions)
-
-    def drafted(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        return self._moved(self.head.drafted(hidden), num_positions)
-
-    def _moved(self, params: CircuitParams, num_positions: int | None) -> CircuitParams:
+        params = self.head(hidden)
         order = self.order[: num_positions or len(self.order)]
         bigram = params.bigram
         if bigram is not None:  # the first position has none: what moves there keeps that of the second

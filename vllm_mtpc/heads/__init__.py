@@ -47,7 +47,6 @@ COMPONENTS = Option(
     "component_rank", 0, "rank of what tells components apart behind one row of the lm_head; 0: r rows",
     0, MAX_WIDTH, is_optional=True,
 )  # fmt: skip
-SUPPORT = Option("support", 0, "tokens a draft is one of, the likeliest of the base; 0: all", 0, is_optional=True)
 
 
 def _said(*names: str) -> Callable[[Mapping[str, Any]], Any]:
@@ -108,13 +107,12 @@ BACKBONE = (
         ge=None,
     ),
     COMPONENTS,
-    SUPPORT,
     TOKENS,
 )
 
 HEADS = {
     "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
-    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, COMPONENTS, SUPPORT, TOKENS), needs_lm_head=True),
+    "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, COMPONENTS, TOKENS), needs_lm_head=True),
     "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS, TOKENS)),
     "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS, TOKENS)),
     "backbone": Entry("vllm_mtpc.heads.backbone:BackboneHead", BACKBONE, needs_lm_head=True),
@@ -173,17 +171,6 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
                 f"{key}={options[key]} does not divide {option.divides}={divided}; set {key} to a divisor, for example "
                 f"{math.gcd(option.default, divided)}"
             )
-
-
-def check_support(vocab_size: int, num_components: int, support: int | None, component_rank: int | None) -> None:
-    """Raise HeadConfigError for a support beyond the vocabulary, or where components have no base in common."""
-    if support and support > vocab_size:
-        raise HeadConfigError(f"support={support}: allowed are 1 to vocab_size={vocab_size}, or 0 (off); lower it")
-    if support and num_components > 1 and not component_rank:
-        raise HeadConfigError(
-            f"support={support} with num_components={num_components} and no component_rank: the likeliest tokens are "
-            "those of the one row that components share; set component_rank, for example component_rank=16"
-        )
 
 
 def default_options(name: str, target: Mapping[str, Any]) -> dict[str, Any]:

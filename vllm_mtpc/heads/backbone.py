@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.base import INIT_STD, DraftParams
+from vllm_mtpc.heads.base import INIT_STD
 from vllm_mtpc.heads.components import LentHead
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
@@ -177,12 +177,11 @@ class BackboneHead(LentHead):
         aux_hidden_state_layer_ids: list[int],
         sample_from_anchor: bool,
         component_rank: int = 0,
-        support: int = 0,
     ) -> None:
         sizes = backbone_layers, backbone_heads, backbone_kv_heads, backbone_head_dim, backbone_width
         self.aux_layers, self.from_anchor = list(aux_hidden_state_layer_ids), sample_from_anchor
         self.backbone = Backbone(self.hidden_size, len(self.aux_layers), *sizes, backbone_theta, backbone_eps)
-        self.add_components(component_rank if self.circuit.num_components > 1 else 0, support)
+        self.add_components(component_rank if self.circuit.num_components > 1 else 0)
         self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: no submodule, no parameter of ours
 
     def reset_leaves(self) -> None:
@@ -268,20 +267,8 @@ class BackboneHead(LentHead):
         return drafted if start else F.pad(drafted, (0, 0, 0, 0, 1, 0))
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        return self._no_evidence(prepared), self.unembed(prepared, 1, num_drafts + 1)
-
-    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
-        if not self.support:
-            return super().draft_params(hidden, first, num_drafts)
-        hidden = hidden.to(self.hidden_dtype)
-        states = self.states(self.prepare(hidden), 1, num_drafts + 1)
-        drafted, support = self.leaves_within(self.lm_head(states), states, 1)
-        sums, bigram = self.sum_logits(hidden), self.bigram(num_drafts)
-        return DraftParams(self._no_evidence(hidden), drafted, *sums, first, bigram, support)
-
-    def _no_evidence(self, states: Tensor) -> Tensor:
-        """log p(x_1 | z) [B, r] up to what is the same for every z."""
-        return torch.zeros(len(states), self.circuit.num_components, device=states.device)
+        evidence = torch.zeros(len(prepared), self.circuit.num_components, device=prepared.device)  # equal for all z
+        return evidence, self.unembed(prepared, 1, num_drafts + 1)
 
 
 def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:

@@ -27,7 +27,6 @@ from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.leaf import evidence_of
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.kernels.support import Support
 
 # Probability of keeping the latent at initialisation: HMM and BTree then start (nearly) as the CP
 # with the same leaves, and the softmax is not yet so saturated that its rows cannot move.
@@ -45,7 +44,6 @@ class DraftParams(NamedTuple):
     inner: Tensor  # [B, F, r, r], logits
     first: Tensor  # [B] int64, x_1
     bigram: Bigram | None = None  # what the token before adds to the logits, of K positions; whole also with a shard
-    support: Support | None = None  # the tokens [B, K, M] that leaf [B, K, r, M] has logits of; None: the vocabulary
 
 
 class Head(nn.Module, ABC):
@@ -66,7 +64,6 @@ class Head(nn.Module, ABC):
     }
     noise_in: ClassVar[str]  # the parameter of the leaves in which noise tells equal components apart
     component_rank: int = 0  # R_c of components by low-rank differences; 0: each has leaves of its own
-    support: int = 0  # M, tokens that a draft is one of; 0: the vocabulary
     leaf_shard: Shard | None = None  # the tokens that `draft_params` has logits of; None: the vocabulary
 
     def __init__(
@@ -168,10 +165,6 @@ class Head(nn.Module, ABC):
         """CircuitParams from hidden[B, D]; only the first `num_positions` leaves when the tail is not needed."""
         leaf = self.leaf_logits(self.prepare(hidden), 0, num_positions or self.circuit.window)
         return CircuitParams(leaf.log_softmax(dim=-1), *self.sums(hidden), self.bigram())
-
-    def drafted(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        """What drafts come from: `forward`, but for leaves of -inf beyond a support from the second position on."""
-        return self(hidden, num_positions)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -9,10 +9,6 @@ rows, r D V: with D = 4096 and R_c = 16 a 256th for each component.
 B starts as small noise and A at the size of the state, so every leaf starts near the base, components differ, and both
 factors have a gradient: that of B is the numbers A s, different in every component and as large as the state; that of A
 is as small as B until B has grown. Were both small, both gradients would be.
-
-`support` M: drafts are picked within the M most probable tokens of base[k], exactly from the circuit whose leaves are
-truncated to these and renormalised. Of components nothing but x_1's evidence is then computed over the vocabulary. It
-is training that stays over the whole of it.
 """
 
 from __future__ import annotations
@@ -24,12 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.base import INIT_STD, DraftParams, Head
+from vllm_mtpc.heads.base import INIT_STD, Head
 from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.kernels.support import Support
 
 
 class LentHead(Head):
@@ -37,9 +31,9 @@ class LentHead(Head):
 
     needs_lm_head = True
 
-    def add_components(self, rank: int, support: int) -> None:
+    def add_components(self, rank: int) -> None:
         """With a rank: component_in [n, r, R_c, D], component_out [n, R_c, V]; `states` are then one per position."""
-        self.component_rank, self.support = rank, support
+        self.component_rank = rank
         self._lm_head: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: no submodule, no parameter of ours
         if rank:
             n, r = self.circuit.window, self.circuit.num_components
@@ -88,16 +82,6 @@ class LentHead(Head):
         here = slice(start, start + states.shape[1])
         return split(base[:, :, 0], states[:, :, 0], self.component_in[here], self.component_out[here])
 
-    def leaves_within(self, base: Tensor, states: Tensor, start: int) -> tuple[Tensor, Support]:
-        """`leaves` at the `support` most probable tokens alone, [B, k, r, M], and these tokens."""
-        logits, tokens = base[:, :, 0].topk(self.support, sorted=False)
-        support = Support(tokens, self.vocab_size)
-        if not self.component_rank:
-            return logits[:, :, None], support
-        here = slice(start, start + states.shape[1])
-        given = states[:, :, 0], self.component_in[here], self.component_out[here]
-        return split_within(logits, tokens, *given), support
-
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         shard = self.leaf_shard
         if shard is None:
@@ -105,26 +89,6 @@ class LentHead(Head):
         logits = self.unembed(prepared, 0, num_drafts + 1)
         own = logits[:, 0, :, : shard.stop - shard.start]
         return shard.evidence(leaf.terms_of(own, first - shard.start)), logits[:, 1:]
-
-    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
-        if not self.support:
-            return super().draft_params(hidden, first, num_drafts)
-        hidden = hidden.to(self.hidden_dtype)
-        states = self.states(self.prepare(hidden), 0, num_drafts + 1)
-        base = self.lm_head(states)
-        evidence = leaf.evidence_of(self.leaves(base[:, :1], states[:, :1], 0)[:, 0], first)
-        drafted, support = self.leaves_within(base[:, 1:], states[:, 1:], 1)
-        return DraftParams(evidence, drafted, *self.sum_logits(hidden), first, self.bigram(num_drafts), support)
-
-    def drafted(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        params = self(hidden, num_positions)
-        if not self.support:
-            return params
-        states = self.states(self.prepare(hidden), 1, num_positions or self.circuit.window)
-        tokens = self.lm_head(states)[:, :, 0].topk(self.support, sorted=False).indices
-        outside = torch.ones_like(params.leaf[:, 1:, :1], dtype=torch.bool).scatter_(3, tokens[:, :, None], False)
-        later = params.leaf[:, 1:].masked_fill(outside, -torch.inf).log_softmax(dim=-1)
-        return params._replace(leaf=torch.cat([params.leaf[:, :1], later], dim=1))
 
 
 def split(base: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
@@ -136,11 +100,3 @@ def split(base: Tensor, states: Tensor, component_in: Tensor, component_out: Ten
     low = torch.einsum("bkd,kzcd->kbzc", states, component_in).flatten(1, 2)  # [k, B r, R_c]: one product per position
     terms = torch.bmm(low, component_out).view(positions, batch, r, -1).transpose(0, 1)
     return terms.to(base.dtype).add_(base[:, :, None])  # in place: they are as large as what is returned
-
-
-def split_within(logits: Tensor, tokens: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
-    """`split` at tokens[B, k, M] alone, of which base has these logits[B, k, M]: [B, k, r, M]."""
-    low = torch.einsum("bkd,kzcd->bkzc", states, component_in)
-    index = tokens[:, :, None].expand(-1, -1, component_out.shape[1], -1)
-    at = component_out.expand(len(logits), -1, -1, -1).gather(3, index)  # [B, k, R_c, M]
-    return (low @ at).to(logits.dtype).add_(logits[:, :, None])

@@ -153,11 +153,9 @@ def check_source(head: Head, source: Head) -> None:
 
 
 def _kept(head: Head, source: Head) -> dict[str, int]:
-    """The options of `head` that must be those of `source`: not what says which drafts are picked, nor what a source of
-    one component has no need of."""
+    """The options of `head` that must equal those of `source`; one component needs no component_rank."""
     has_one = source.circuit.num_components == 1 and not source.component_rank
-    free = {"support", "component_rank"} if has_one else {"support"}
-    return {key: value for key, value in head.options.items() if key not in free and value}
+    return {key: value for key, value in head.options.items() if value and not (has_one and key == "component_rank")}
 
 
 def _shown(head: Head) -> str:

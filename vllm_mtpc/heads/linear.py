@@ -10,8 +10,8 @@ state between steps. Attention is full: positions hold queries, no tokens that c
 
 Blocks start where they change nothing, queries near zero: a new head is (nearly) the linear one.
 
-The unembeddings are what a draft reads: a server may divide them over ranks, keep them in float8, or have all weights
-laid out for the processor (`shard_leaves`, `quantise_leaves`, `pack`, in this order). Such a head only drafts.
+The unembeddings are what a draft reads: a server may divide them over ranks, or have all weights laid out for the
+processor (`shard_leaves`, `pack`, in this order). Such a head only drafts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from vllm_mtpc.heads.base import INIT_STD, DraftParams, Head
 from vllm_mtpc.kernels import leaf
-from vllm_mtpc.kernels.leaf import fp8
 from vllm_mtpc.kernels.shard import Shard
 
 FEEDFORWARD = 4  # width of a transformer block's MLP in hidden sizes
@@ -45,8 +44,6 @@ class LinearHead(Head):
     def add_leaves(self) -> None:
         n, r = self.circuit.window, self.circuit.num_components
         self.leaf_weight = nn.Parameter(torch.empty(n, r, self.vocab_size, self.hidden_size))
-        self.leaf_scale: Tensor | None
-        self.register_buffer("leaf_scale", None, persistent=False)  # [n, r, V] float32, of float8 weights
         self.shard: Shard | None = None
         self._packed: Tensor | None = None  # in the place of all weights
         self._hidden_dtype: torch.dtype | None = None
@@ -74,8 +71,7 @@ class LinearHead(Head):
         return prepared[:, None, None]
 
     def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        scale = None if self.leaf_scale is None else self.leaf_scale[start:stop]
-        return leaf.logits(self.states(prepared, start, stop), self.leaf_weight[start:stop], scale)
+        return leaf.logits(self.states(prepared, start, stop), self.leaf_weight[start:stop])
 
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
         if self._packed is None:
@@ -98,12 +94,12 @@ class LinearHead(Head):
 
     def _draft_apart(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """draft_leaves where the logits of x_1 need not be written down: two products."""
-        states, scales = self.states(prepared, 0, num_drafts + 1), self.leaf_scale
+        states = self.states(prepared, 0, num_drafts + 1)
         first = first if self.shard is None else first - self.shard.start
-        terms = leaf.terms(states[:, 0], self.leaf_weight[0], None if scales is None else scales[0], first)
+        terms = leaf.terms(states[:, 0], self.leaf_weight[0], first)
         drafted = slice(1, num_drafts + 1)
         states = states if states.shape[1] == 1 else states[:, drafted]
-        logits = leaf.logits(states, self.leaf_weight[drafted], None if scales is None else scales[drafted])
+        logits = leaf.logits(states, self.leaf_weight[drafted])
         return (terms[:, 1] - terms[:, 0], logits) if self.shard is None else self.shard.join(terms, logits)
 
     def _met(self, at_first: Tensor, drafted: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,25 +112,8 @@ class LinearHead(Head):
     def shard_leaves(self, shard: Shard) -> None:
         """Keep the rows of `shard` only: `draft_params` then meets the other ranks in its `gather`."""
         self.shard = shard
-        self._replace(self.leaf_weight[:, :, shard.start : shard.stop].clone())
-
-    @torch.no_grad()
-    def quantise_leaves(self, dtype: torch.dtype, keep: bool) -> None:
-        """The unembeddings as float8 and its scales, whatever else there is in `dtype`, which hidden states then have.
-
-        keep False: the same numbers in `dtype` again, for devices that cannot multiply as they read.
-        """
-        leaves = [fp8.quantise(position) for position in self.leaf_weight]  # one at a time: less memory
-        self.leaf_weight = None
-        self.to(dtype)
-        if keep:
-            weights, scales = zip(*leaves, strict=True)
-            # viewed as bytes: not every operation on float8 exists
-            self._replace(torch.stack([weight.view(torch.uint8) for weight in weights]).view(fp8.FORMAT))
-            self.leaf_scale = torch.stack(scales)
-            self._hidden_dtype = dtype
-        else:
-            self._replace(torch.stack([fp8.dequantise(*position, dtype) for position in leaves]))
+        rows = self.leaf_weight[:, :, shard.start : shard.stop].clone()
+        self.leaf_weight = nn.Parameter(rows, requires_grad=False)
 
     @torch.no_grad()
     def pack(self, num_positions: int) -> None:
@@ -153,9 +132,6 @@ class LinearHead(Head):
         self._parts = [len(part) for part in rows]
         self._packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(rows), 1)
         self.leaf_weight = self.root_weight = self.inner_weight = None
-
-    def _replace(self, weight: Tensor) -> None:
-        self.leaf_weight = nn.Parameter(weight, requires_grad=False)
 
 
 class MlpHead(LinearHead):

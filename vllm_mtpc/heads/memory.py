@@ -74,13 +74,13 @@ def rows_at_once(
     def size(drafts: int) -> int:
         """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 next to them.
 
-        What components have in common, [1, 1 + K, V], is next to them too; drafts within a support have M logits, not
-        V. A rank that has some columns only has the conditionals [1, K, V] next to them twice: its own, and all.
+        What components have in common, [1, 1 + K, V], is next to them too. A rank that has some columns
+        only has the conditionals [1, K, V] next to them twice: its own, and all.
         """
         shard, r = head.leaf_shard, head.circuit.num_components
         columns = shard.rows if shard else head.vocab_size
-        base = columns * (1 + drafts) if head.component_rank or head.support else 0
-        position, drafted = r * columns, drafts * r * (head.support or columns)
+        base = columns * (1 + drafts) if head.component_rank else 0
+        position, drafted = r * columns, drafts * r * columns
         conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0
         logits = base + position + drafted + conditionals
         return logits * logits_dtype.itemsize + position * torch.float32.itemsize
@@ -117,7 +117,7 @@ def draft_memory(
             from vllm_mtpc.kernels.draft.kernel import Drafter  # importing it imports triton
 
             sizes = circuit.program, circuit.num_components, config.vocab_size
-            drafter = Drafter(*sizes, torch.device("meta"), None, shard=head.leaf_shard, support=head.support)
+            drafter = Drafter(*sizes, torch.device("meta"), None, shard=head.leaf_shard)
         with LiveBytes() as live:
             if isinstance(head, BackboneHead):
                 hidden = _passed(head, rows, dtype)
@@ -147,8 +147,8 @@ def _passed(head: BackboneHead, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def divides_logits(head: Head, num_ranks: int) -> bool:
-    """Whether each rank keeps its columns of the logits: not of small leaves, nor where a support is looked for."""
-    return num_ranks > 1 and not head.support and not is_small(head.circuit.num_components, head.vocab_size)
+    """Whether each rank keeps its columns of the logits: not of small leaves."""
+    return num_ranks > 1 and not is_small(head.circuit.num_components, head.vocab_size)
 
 
 def _lm_head(vocab_size: int, num_ranks: int, is_divided: bool) -> tuple[Callable[[Tensor], Tensor], Shard | None]:

@@ -32,12 +32,12 @@ class SharedHead(LentHead):
     component_dims: ClassVar = {**Head.component_dims, "up_weight": (1,)}
     noise_in = "up_weight"
 
-    def add_leaves(self, expander_rank: int, component_rank: int = 0, support: int = 0) -> None:
+    def add_leaves(self, expander_rank: int, component_rank: int = 0) -> None:
         n, hidden_size = self.circuit.window, self.hidden_size
         states = 1 if component_rank else self.circuit.num_components
         self.down_weight = nn.Parameter(torch.empty(n, expander_rank, hidden_size))
         self.up_weight = nn.Parameter(torch.empty(n, states, hidden_size, expander_rank))
-        self.add_components(component_rank, support)
+        self.add_components(component_rank)
 
     def reset_leaves(self) -> None:
         self.down_weight.normal_().mul_(self.hidden_size**-0.5)  # keeps the size of h

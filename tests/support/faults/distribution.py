@@ -113,23 +113,6 @@ def scored_without_tokens() -> Undo:
     return replaced(MtpcSpeculator, "_draft", _draft)
 
 
-def scored_as_of_all() -> Undo:
-    """Drafts come from a support, and are scored as if they came from the vocabulary."""
-    from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
-
-    original = MtpcSpeculator._draft
-
-    def _draft(self: Any, *args: Any) -> None:
-        original(self, *args)
-        drawn, kept = self.draft_tokens.clone(), (self.model.support, self.drafter)
-        self.model.support, self.drafter = 0, None  # the kernel is made for the support
-        original(self, *args)
-        self.model.support, self.drafter = kept
-        self.draft_tokens.copy_(drawn)
-
-    return replaced(MtpcSpeculator, "_draft", _draft)
-
-
 def drawn_cut() -> Undo:
     """How many drafts are verified depends on which were drawn: none from the first MARKED one on."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -188,7 +171,6 @@ INJECTED = {
     "uniform in q, V2": uniform_in_q_v2,
     "one stream": one_stream,
     "scored without tokens": scored_without_tokens,
-    "scored as of all": scored_as_of_all,
     "drawn cut": drawn_cut,
     "switching": switching,
 }
