@@ -1,13 +1,14 @@
 """`naive.draft` in Triton: drafts, their conditionals in a cache like vLLM's `draft_logits`, and confidences.
 
-Two paths, alike in what they store (README.md): one launch for all drafts where a leaf is small, else blocks of the
-vocabulary, two launches before the first draft and two for each; where leaves are conditioned on the token before, five
-for each. The ranks that a vocabulary is divided over take the second, and meet once before the first draft (for
-conditioned leaves at every draft), once more at every draft, and at the end.
+Two paths store the same (README.md): one launch for all drafts of small leaves, and blocks of the vocabulary for large
+ones, in two launches before the first draft and two for each draft, or in five for each draft where leaves are
+conditioned on the token before. The ranks of a divided vocabulary take the second path. They exchange normalisers
+before the first draft (conditioned leaves: at every draft), one record per draft, and the conditionals at the end.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,34 +23,62 @@ from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
 
-# Sizes are reasoned, not measured: README.md says what they rest on.
+# Sizes are derived from registers (README.md), not measured.
 # One instance drafts for a request, so registers are there; ptxas would spill 16 bytes to have more instances at once.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
-BLOCKED_TILE = 4096  # beyond: many instances share a leaf
+BLOCKED_TILE = 4096  # for larger leaves: many instances share a leaf
 MIN_BLOCK = 64
-BIAS = {"CHUNK": 64, "ROWS": 16, "BLOCK": 128}  # of `token_bias`: a product of tiles takes 16 rows and more
+BIAS_CHUNK, BIAS_ROWS, BIAS_BLOCK = 64, 16, 128  # of `token_bias`: a product of tiles takes 16 rows and more
+
+Arguments = dict[str, Any]  # of a kernel, by name
 
 
-class Given(NamedTuple):
-    """What the launches of one call are made of."""
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call: B requests, K drafts, r components, V columns of a leaf, F inner sums."""
 
-    leaf: tuple  # the leaf, and its strides in units of tile["UNIT"]
-    before: tuple  # x_1, the bigram and its strides; each None without
-    circuit: tuple  # evidence, root, inner, program
-    requests: tuple  # slots, temperature, seeds, pos
-    out: tuple  # tokens and confidences, a stride behind each
-    cached: tuple  # the cache and its strides; None, 0, 0 without
-    tile: dict[str, int]
+    shape: tuple[int, int, int, int]  # B, K, r, V
+    unit: int  # strides of the leaf are multiples of it
+    leaf: Arguments  # logits [B, K, r, V] and their strides, in units
+    circuit: Arguments  # evidence [B, r], root [B, r], inner [B, F, r, r], the program and F
+    requests: Arguments  # slots [B], temperature [slots], seeds [slots], pos [B]
+    outputs: Arguments  # tokens and confidences [B, K], with the stride of a row
+    cache: Arguments  # conditionals [slots, K, V] or None, with the strides of a slot and of a draft
+    first: Tensor | None  # [B] int64, x_1
+    source: Tensor | None  # W1 [V, rank] of the bigram
+    target: Tensor | None  # W2 [K, rank, V] of the bigram, from this rank's first column on
     draw: bool
+
+
+class Buffers(NamedTuple):
+    """State of the circuits and partial results between launches; R: r rounded up to a power of two."""
+
+    tops: Tensor  # [B, leaves, blocks, R], maximum of every component in every block
+    totals: Tensor  # [B, leaves, blocks, R], sum of exp(logit - maximum)
+    norms: Tensor  # [B, leaves, R]; leaves: all K, or 1 where each is normalised after the draft before it
+    state: Tensor  # [1 + DEPTH, B, R]
+    records: Tensor  # [blocks, B, RECORD + R]
+    bias: Tensor | None  # [B, width], what the token before adds to the logits of a draft
+    columns: Tensor | None  # [B, K, width], this rank's conditionals
 
 
 class Drafter:
     """Drafts of batches of circuits of one program.
 
-    noised_argmax is a jit function of one vector, (logits, keys, mask, seed, pos, temp, IS_DRAFTING, USE_FP64) ->
-    (value, index): vLLM's `gumbel_noised_argmax`, from which alone a served draft has its noise. use_fp64: what it
-    compares is float64. one_launch: which path; None chooses by the size of a leaf. shard: leaves are this rank's
-    columns [B, K, r, shard.rows], tokens and the cache those of the vocabulary.
+    Args:
+        program: of the circuit (`filter/program.py`).
+        num_components: r, 1 to MAX_COMPONENTS.
+        vocab_size: V.
+        device: of all tensors.
+        noised_argmax: jit function (logits, keys, mask, seed, pos, temp, IS_DRAFTING, USE_FP64) -> (value, index) of
+            one vector: vLLM's `gumbel_noised_argmax`, the only source of noise.
+        use_fp64: whether noised values are compared in float64.
+        one_launch: which path; None chooses by the size of a leaf.
+        shard: of a divided vocabulary; leaves are then this rank's columns [B, K, r, shard.rows], while tokens and
+            cache are those of the whole vocabulary.
+
+    Raises:
+        ValueError: the circuit has more components than the kernel takes.
     """
 
     def __init__(
@@ -71,11 +100,11 @@ class Drafter:
         size = triton.next_power_of_2(num_components)
         small = shard is None and is_small(num_components, vocab_size)
         self.one_launch, self.shard = small if one_launch is None else one_launch, shard
-        self.width = vocab_size = vocab_size if shard is None else shard.rows
+        self.width = vocab_size if shard is None else shard.rows
         tile = TILE if self.one_launch else BLOCKED_TILE
-        block = min(triton.next_power_of_2(vocab_size), max(MIN_BLOCK, tile // size))
+        block = min(triton.next_power_of_2(self.width), max(MIN_BLOCK, tile // size))
         self.sizes = {"R": size, "DEPTH": depth}
-        self.num_blocks = triton.cdiv(vocab_size, block)
+        self.num_blocks = triton.cdiv(self.width, block)
         self.tile = {"R": size, "BLOCK": block, "num_warps": 8 if size * block > BLOCKED_TILE else 4}
         self.noise = {"NOISED_ARGMAX": noised_argmax, "USE_FP64": use_fp64}
 
@@ -97,14 +126,25 @@ class Drafter:
         cache: Tensor | None = None,
         draw: bool = True,
     ) -> None:
-        """Fills tokens and confidences [B, K] and, where not None, cache [slots, K or more, V] of any float dtype.
+        """Write K drafts of every request to `tokens`, with their confidences and conditionals.
 
-        evidence [B, r], leaf [B, K, r, V], root [B, r], inner [B, F, r, r] as in `naive.draft`; any float dtype.
-        first [B] and bigram: as there; the bigram is the whole vocabulary's also with a shard.
-        slots [B] int: where a request's temperature, seed and part of the cache are; -1: a padded row, drafted by
-        argmax and not cached. pos [B]: keys the noise of the first draft, pos + k that of draft k; it says the
-        stream too. draw False: every draft is the argmax. cache[slot, k] is log q_k before temperature, rounded to the
-        dtype of the cache: the very numbers the noise was added to.
+        Args:
+            evidence: [B, r], log p(x_1 | z); this and the next three in any float dtype.
+            leaf: [B, K, r, V], logits of x_2 .. x_(1+K).
+            root: [B, r], logits.
+            inner: [B, F, r, r], logits.
+            first: [B] int64, x_1; needed with a bigram.
+            bigram: what the token before adds to the logits, of the whole vocabulary also with a shard.
+            slots: [B] int, index of a request into temperature, seeds and cache; -1: a padded row, drafted by argmax
+                and not cached.
+            temperature: [slots]; 0: the draft is the argmax.
+            seeds: [slots] int64.
+            pos: [B] int64; pos + k keys the noise of draft k, and its value selects the noise stream.
+            tokens: [B, K] int64, written.
+            confidences: [B, K] float32, written.
+            cache: [slots, K or more, V] of any float dtype, or None. cache[slot, k] becomes log q_k before temperature,
+                rounded to the dtype of the cache: the values that the noise was added to.
+            draw: False drafts the argmax for every request.
         """
         if not tokens.numel():
             return
@@ -113,30 +153,75 @@ class Drafter:
         # whether all are multiples of 16 on the vocabulary alone: nothing is compiled again while serving
         strides = leaf.stride()[:3]
         unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
-        from_leaf = (leaf, *(stride // unit for stride in strides))
-        circuit = (evidence.contiguous(), root.contiguous(), inner.contiguous(), self.program)
-        before = (None,) * 5
+        source = target = None
         if bigram is not None:
+            source = bigram.source.contiguous()
             target = bigram.target if bigram.target.stride(2) == 1 else bigram.target.contiguous()
-            if self.shard is not None:
-                target = target[..., self.shard.start :]
-            before = (first, bigram.source.contiguous(), target, *target.stride()[:2])
-        requests = (slots, temperature, seeds, pos)
-        cached = (None, 0, 0) if cache is None else (cache, cache.stride(0), cache.stride(1))
-        out = (tokens, tokens.stride(0), confidences, confidences.stride(0))
-        tile = {**self.tile, "UNIT": unit}
-        launch = self._rows if self.one_launch else self._blocks
-        launch(Given(from_leaf, before, circuit, requests, out, cached, tile, draw))
+            target = target if self.shard is None else target[..., self.shard.start :]
+        batch = Batch(
+            shape=(len(leaf), leaf.shape[1], leaf.shape[2], leaf.shape[3]),
+            unit=unit,
+            leaf={
+                "leaf_ptr": leaf,
+                "leaf_stride": strides[0] // unit,
+                "k_stride": strides[1] // unit,
+                "z_stride": strides[2] // unit,
+            },
+            circuit={
+                "evidence_ptr": evidence.contiguous(),
+                "root_ptr": root.contiguous(),
+                "inner_ptr": inner.contiguous(),
+                "program_ptr": self.program,
+                "num_inner": inner.shape[1],
+            },
+            requests={"slot_ptr": slots, "temperature_ptr": temperature, "seed_ptr": seeds, "pos_ptr": pos},
+            outputs={
+                "token_ptr": tokens,
+                "token_stride": tokens.stride(0),
+                "confidence_ptr": confidences,
+                "confidence_stride": confidences.stride(0),
+            },
+            cache=_cache_arguments(cache),
+            first=None if bigram is None else first,
+            source=source,
+            target=target,
+            draw=draw,
+        )
+        if self.one_launch:
+            self._draft_rows(batch)
+        else:
+            self._draft_blocks(batch)
 
-    def _rows(self, given: Given) -> None:
-        leaf, source = given.leaf[0], given.before[1]
-        batch, num_drafts, r, vocab_size = leaf.shape
-        rank = 0 if source is None else source.shape[1]
-        chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // given.tile["BLOCK"])) if rank else 0
-        options = {**self.noise, **self.sizes, **given.tile, "DRAW": given.draw, "BLOCKS": self.num_blocks, **REGISTERS}
-        read = (*given.leaf, *given.before, *given.circuit, *given.requests)
-        sizes = (num_drafts, given.circuit[2].shape[1], r, vocab_size)
-        rows.draft_rows[(batch,)](*read, *given.out, *given.cached, *sizes, **options, RANK=rank, CHUNK=chunk)
+    def _draft_rows(self, batch: Batch) -> None:
+        """The path of one launch."""
+        num_reqs, num_drafts, r, vocab_size = batch.shape
+        rank, strides = 0, (None, None)
+        if batch.source is not None and batch.target is not None:
+            rank, strides = batch.source.shape[1], batch.target.stride()[:2]
+        rows.draft_rows[(num_reqs,)](
+            **batch.leaf,
+            first_ptr=batch.first,
+            source_ptr=batch.source,
+            target_ptr=batch.target,
+            target_k_stride=strides[0],
+            target_stride=strides[1],
+            **batch.circuit,
+            **batch.requests,
+            **batch.outputs,
+            **batch.cache,
+            num_drafts=num_drafts,
+            r=r,
+            vocab_size=vocab_size,
+            **self.noise,
+            DRAW=batch.draw,
+            **self.tile,
+            DEPTH=self.sizes["DEPTH"],
+            BLOCKS=self.num_blocks,
+            UNIT=batch.unit,
+            RANK=rank,
+            CHUNK=min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.tile["BLOCK"])) if rank else 0,
+            **REGISTERS,
+        )
 
     def buffers(
         self,
@@ -145,74 +230,164 @@ class Drafter:
         device: torch.device,
         cache_dtype: torch.dtype | None = None,
         has_bigram: bool = False,
-    ) -> tuple[Any, ...]:
-        """State of the circuits and what blocks hand on, between launches: as large as this batch needs.
+    ) -> Buffers:
+        """Allocate what the path in blocks needs for a batch of `batch` requests and `drafts` drafts.
 
-        The last two: what the token before adds to the logits of a draft, where leaves are conditioned on it, which
-        are then normalised draft by draft; this rank's columns of the conditionals, where there are ranks and a cache.
+        Args:
+            batch: B.
+            drafts: K.
+            device: of the buffers.
+            cache_dtype: dtype of the cache; None: there is none.
+            has_bigram: whether leaves are conditioned on the token before.
         """
         size, depth, blocks = self.sizes["R"], self.sizes["DEPTH"], self.num_blocks
-        at_once = 1 if has_bigram else drafts
+        leaves = 1 if has_bigram else drafts
         width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
 
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        of_leaves = (buffer(batch, at_once, blocks, size), buffer(batch, at_once, blocks, size))
-        norms, state = buffer(batch, at_once, size), buffer(1 + depth, batch, size)
-        of_record = torch.float64 if self.noise["USE_FP64"] else torch.float32
-        records = buffer(blocks, batch, launches.RECORD.value + size, dtype=of_record)
-        bias = buffer(batch, width) if has_bigram else None
-        columns = None if self.shard is None or cache_dtype is None else buffer(batch, drafts, width, dtype=cache_dtype)
-        return of_leaves, norms, state, records, bias, columns
+        record_dtype = torch.float64 if self.noise["USE_FP64"] else torch.float32
+        is_cached_apart = self.shard is not None and cache_dtype is not None
+        return Buffers(
+            tops=buffer(batch, leaves, blocks, size),
+            totals=buffer(batch, leaves, blocks, size),
+            norms=buffer(batch, leaves, size),
+            state=buffer(1 + depth, batch, size),
+            records=buffer(blocks, batch, launches.RECORD.value + size, dtype=record_dtype),
+            bias=buffer(batch, width) if has_bigram else None,
+            columns=buffer(batch, drafts, width, dtype=cache_dtype) if is_cached_apart else None,
+        )
 
-    def _blocks(self, given: Given) -> None:
-        from_leaf, before, circuit, requests, out, cached, tile, draw = given
-        leaf, inner, cache, shard, blocks = from_leaf[0], circuit[2], cached[0], self.shard, self.num_blocks
-        batch, num_drafts, r, vocab_size = leaf.shape
+    def _draft_blocks(self, batch: Batch) -> None:
+        """The path in blocks of the vocabulary."""
+        num_reqs, num_drafts, r, vocab_size = batch.shape
+        shard, blocks, cache = self.shard, self.num_blocks, batch.cache["cache_ptr"]
         begin = None
         if shard is not None:
             vocab_size, begin = shard.stop - shard.start, shard.start
-        of_leaves, norms, state, records, bias, columns = self.buffers(
-            batch, num_drafts, leaf.device, None if cache is None else cache.dtype, before[0] is not None
-        )
-        added = (None, 0) if bias is None else (bias, bias.shape[1])
-        at_once = norms.shape[1]  # leaves that are normalised together
-        chunk = max(1, BLOCKED_TILE // self.sizes["R"])
-        if columns is not None:
-            cached = (columns, columns.stride(0), columns.stride(1))
+        device, cache_dtype = batch.leaf["leaf_ptr"].device, None if cache is None else cache.dtype
+        held = self.buffers(num_reqs, num_drafts, device, cache_dtype, batch.source is not None)
+        bias = {"bias_ptr": held.bias, "bias_stride": 0 if held.bias is None else held.bias.shape[1]}
+        leaves = held.norms.shape[1]  # normalised together
+        written = batch.cache if held.columns is None else _cache_arguments(held.columns)
+        shared = {"r": r, **self.sizes}
         for k in range(num_drafts):
-            if bias is not None:
-                self._add(before, k, out[0], bias, vocab_size)
-            if k % at_once == 0:
-                read = (*from_leaf, *added, k, *of_leaves, at_once, r, vocab_size)
-                launches.leaf_blocks[(blocks, at_once, batch)](*read, **tile)
-                read = (*circuit, *of_leaves, norms, state, at_once, inner.shape[1], r, blocks)
-                launches.start_rows[(at_once, batch)](*read, **self.sizes, CHUNK=chunk, START=k == 0)
-                normalisers = norms if shard is None else shard.normalisers(norms)
-            read = (*from_leaf, *added, normalisers, state, *requests, *cached, records)
-            sizes = (k, num_drafts, r, vocab_size, begin)
-            launches.draft_blocks[(blocks, batch)](*read, *sizes, **self.noise, **tile, DRAW=draw)
-            found, count = records, blocks
-            if shard is not None:
-                nominee = records.new_empty(batch, records.shape[2])
-                launches.nominate[(batch,)](
-                    records, nominee, blocks, R=tile["R"], BLOCKS=triton.next_power_of_2(blocks)
+            if held.bias is not None:
+                self._add_bias(batch, k, held.bias, vocab_size)
+            if k % leaves == 0:
+                launches.leaf_blocks[(blocks, leaves, num_reqs)](
+                    **batch.leaf,
+                    **bias,
+                    draft=k,
+                    top_ptr=held.tops,
+                    total_ptr=held.totals,
+                    num_drafts=leaves,
+                    r=r,
+                    vocab_size=vocab_size,
+                    UNIT=batch.unit,
+                    **self.tile,
                 )
-                found, count = shard.gather(nominee), shard.size
-            read = (found, *circuit[2:], state, *requests[:2], *out, k, num_drafts, inner.shape[1], r, count)
-            launches.choose[(batch,)](*read, **self.sizes, DRAW=draw, COUNT=triton.next_power_of_2(count))
-        if columns is not None and shard is not None:
-            to_cache = (requests[0], cache, cache.stride(0), cache.stride(1))
-            shape = (num_drafts, shard.rows, columns.shape[2], cache.shape[2])
-            whole = shard.gather(columns.flatten(1))
-            launches.spread[(blocks * shard.size, num_drafts, batch)](whole, *to_cache, *shape, BLOCK=tile["BLOCK"])
+                launches.start_rows[(leaves, num_reqs)](
+                    **batch.circuit,
+                    top_ptr=held.tops,
+                    total_ptr=held.totals,
+                    norm_ptr=held.norms,
+                    state_ptr=held.state,
+                    num_drafts=leaves,
+                    num_blocks=blocks,
+                    **shared,
+                    CHUNK=max(1, BLOCKED_TILE // self.sizes["R"]),
+                    START=k == 0,
+                )
+                norms = held.norms if shard is None else shard.normalisers(held.norms)
+            launches.draft_blocks[(blocks, num_reqs)](
+                **batch.leaf,
+                **bias,
+                norm_ptr=norms,
+                weights_ptr=held.state,
+                **batch.requests,
+                **written,
+                record_ptr=held.records,
+                k=k,
+                num_drafts=num_drafts,
+                r=r,
+                vocab_size=vocab_size,
+                begin=begin,
+                **self.noise,
+                DRAW=batch.draw,
+                UNIT=batch.unit,
+                **self.tile,
+            )
+            records, count = held.records, blocks
+            if shard is not None:
+                records, count = shard.gather(self._nominate(records)), shard.size
+            launches.choose[(num_reqs,)](
+                record_ptr=records,
+                inner_ptr=batch.circuit["inner_ptr"],
+                program_ptr=self.program,
+                state_ptr=held.state,
+                slot_ptr=batch.requests["slot_ptr"],
+                temperature_ptr=batch.requests["temperature_ptr"],
+                **batch.outputs,
+                k=k,
+                num_drafts=num_drafts,
+                num_inner=batch.circuit["num_inner"],
+                count=count,
+                **shared,
+                DRAW=batch.draw,
+                COUNT=triton.next_power_of_2(count),
+            )
+        if shard is not None and held.columns is not None:
+            launches.spread[(blocks * shard.size, num_drafts, num_reqs)](
+                log_q_ptr=shard.gather(held.columns.flatten(1)),
+                slot_ptr=batch.requests["slot_ptr"],
+                **batch.cache,
+                num_drafts=num_drafts,
+                rows=shard.rows,
+                width=held.columns.shape[2],
+                vocab_size=cache.shape[2],
+                BLOCK=self.tile["BLOCK"],
+            )
 
-    def _add(self, before: tuple, k: int, tokens: Tensor, bias: Tensor, vocab_size: int) -> None:
-        """Fills bias [B, width] with what the token before draft k, of tokens [B, K] or the first, adds to it."""
-        first, source, *target = before
-        last = first if k == 0 else tokens[:, k - 1]
-        (batch, width), rank = bias.shape, source.shape[1]
-        options = {**BIAS, "CHUNK": min(BIAS["CHUNK"], max(16, triton.next_power_of_2(rank))), "RANK": rank}
-        given = (last, last.stride(0), source, *target, bias, width, k, batch, vocab_size)
-        token_bias[(triton.cdiv(batch, BIAS["ROWS"]), triton.cdiv(width, BIAS["BLOCK"]))](*given, **options)
+    def _nominate(self, records: Tensor) -> Tensor:
+        """This rank's record [B, RECORD + R] of a draft, from those of its blocks."""
+        blocks, num_reqs, size = records.shape
+        nominee = records.new_empty(num_reqs, size)
+        launches.nominate[(num_reqs,)](
+            record_ptr=records,
+            nominee_ptr=nominee,
+            num_blocks=blocks,
+            R=self.sizes["R"],
+            BLOCKS=triton.next_power_of_2(blocks),
+        )
+        return nominee
+
+    def _add_bias(self, batch: Batch, k: int, bias: Tensor, vocab_size: int) -> None:
+        """Write what the token before draft k adds to its logits into `bias` [B, width]."""
+        assert batch.first is not None and batch.source is not None and batch.target is not None
+        before = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1]
+        (num_reqs, width), rank = bias.shape, batch.source.shape[1]
+        token_bias[(triton.cdiv(num_reqs, BIAS_ROWS), triton.cdiv(width, BIAS_BLOCK))](
+            before_ptr=before,
+            before_stride=before.stride(0),
+            source_ptr=batch.source,
+            target_ptr=batch.target,
+            target_k_stride=batch.target.stride(0),
+            target_stride=batch.target.stride(1),
+            bias_ptr=bias,
+            width=width,
+            k=k,
+            batch=num_reqs,
+            vocab_size=vocab_size,
+            RANK=rank,
+            CHUNK=min(BIAS_CHUNK, max(16, triton.next_power_of_2(rank))),
+            ROWS=BIAS_ROWS,
+            BLOCK=BIAS_BLOCK,
+        )
+
+
+def _cache_arguments(cache: Tensor | None) -> Arguments:
+    if cache is None:
+        return {"cache_ptr": None, "cache_stride": 0, "cache_k_stride": 0}
+    return {"cache_ptr": cache, "cache_stride": cache.stride(0), "cache_k_stride": cache.stride(1)}
