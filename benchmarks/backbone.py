@@ -1,8 +1,8 @@
 """Circuits on one frozen backbone: ``python -m benchmarks.backbone DRAFTER --data DATA... --json FILE``.
 
-DRAFTER is a head `backbone` with circuit ff (benchmarks/backbone-drafter.yaml trains the demo's). What it reads of the
-windows and of the held-out texts is computed once; every circuit then learns from the same states, windows and steps,
-which is what `vllm-mtpc train --init-from DRAFTER --freeze-backbone` learns, without running the layers at every step.
+DRAFTER is a head `backbone` with circuit ff (benchmarks/backbone-drafter.yaml trains the demo's). Its states of
+the windows and of the held-out texts are computed once; every circuit then learns from the same states, windows and
+steps, as `vllm-mtpc train --init-from DRAFTER --freeze-backbone`, without running the layers in every step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def options_of(args: argparse.Namespace, circuit: str, token_rank: int, window: int) -> TrainOptions:
-    """Of the run that a row of the table stands for."""
+    """The provenance of the run of a row."""
     values = {
         "target": args.target, "data": args.data, "validation_data": args.validation_data, "out": "none",
         "head": "backbone", "init_from": args.drafter, "circuit": circuit, "window": window, "token_rank": token_rank,

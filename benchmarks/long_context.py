@@ -1,7 +1,7 @@
-"""Drafts behind long texts: ``python -m benchmarks.long_context [--positions 1000 8000 32000] [--json FILE]``.
+"""Drafts after long texts: ``python -m benchmarks.long_context [--positions 1000 8000 32000] [--json FILE]``.
 
-One request at a time continues texts of so many tokens, plain and with each head: tokens/step, milliseconds of a step
-and of its draft. A target that reads less has its rotary positions stretched by YaRN, so its text there is not what it
+One request at a time continues texts of these lengths, plain and with each head: tokens/step, milliseconds of a step
+and of its draft. YaRN extends the positions of a shorter target, so its text there is not the text that it
 was trained to write; heads draft for the text it does write.
 """
 
@@ -51,20 +51,22 @@ def texts(target: str, length: int, count: int) -> list[list[int]]:
     made = [tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"] for file in files[:40]]
     long = [tokens[:length] for tokens in made if len(tokens) >= length][:count]
     if len(long) < count:
-        raise UsageError(f"--positions {length}: {len(long)} texts of Python's are so long; allowed --texts: that many")
+        raise UsageError(
+            f"--positions {length}: {len(long)} Python texts have this length; reduce --texts to this number"
+        )
     return long
 
 
 def engine(target: str, longest: int) -> dict[str, Any]:
     """Arguments of `LLM` for so long a text."""
     config = json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
-    most, room = config["max_position_embeddings"], longest + LENGTH + 16
+    limit, length = config["max_position_embeddings"], longest + LENGTH + 16
     given: dict[str, Any] = {"model": target, "dtype": "float32", "max_num_seqs": 1, "enforce_eager": True}
-    given |= {"max_model_len": room, "kv_cache_memory_bytes": 1 << 30, "max_num_batched_tokens": 2048}
-    if room > most:
-        rope = {**config["rope_parameters"], "rope_type": "yarn", "factor": float(math.ceil(room / most))}
-        rope["original_max_position_embeddings"] = most
-        given["hf_overrides"] = {"rope_parameters": rope, "max_position_embeddings": most * math.ceil(room / most)}
+    given |= {"max_model_len": length, "kv_cache_memory_bytes": 1 << 30, "max_num_batched_tokens": 2048}
+    if length > limit:
+        rope = {**config["rope_parameters"], "rope_type": "yarn", "factor": float(math.ceil(length / limit))}
+        rope["original_max_position_embeddings"] = limit
+        given["hf_overrides"] = {"rope_parameters": rope, "max_position_embeddings": limit * math.ceil(length / limit)}
     return given
 
 
@@ -135,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
          "" if one["equal_to_plain"] is None else f"{one['equal_to_plain']} of {one['texts']}"]
         for one in rows
     ]  # fmt: skip
-    print_table("Drafts behind long texts", COLUMNS, [[str(cell) for cell in line] for line in cells])
+    print_table("Drafts after long texts", COLUMNS, [[str(cell) for cell in line] for line in cells])
     report = {"kind": "long context", "definitions": DEFINITIONS.splitlines(), **provenance.collect()}
     report |= {"target": provenance.public(args.target), "answer_tokens": LENGTH, "rows": rows}
     if args.json is not None:

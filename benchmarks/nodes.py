@@ -10,15 +10,15 @@ STARTS = 4  # of a node: Ray gives one up after 30 s, which a busy machine may n
 
 
 class Nodes:
-    """A head node and others like it. Ray believes what it is told of their CPUs and GPUs.
+    """A head node and equal nodes, with the given numbers of CPUs and GPUs.
 
-    Nothing else on the machine finds them by default where RAY_TMPDIR is a folder of their own.
+    With their own RAY_TMPDIR no other process of the machine finds them by default.
     """
 
     def __init__(self, count: int = 1, **options: Any) -> None:
         from ray.cluster_utils import Cluster
 
-        self._options = {"object_store_memory": 80 << 20, "include_dashboard": False, **options}  # Ray's least: 75 MB
+        self._options = {"object_store_memory": 80 << 20, "include_dashboard": False, **options}  # Ray's minimum: 75 MB
         self._cluster = Cluster()
         self._others: list[Any] = []
         self._start(gcs_server_port=0)
@@ -44,7 +44,7 @@ class Nodes:
         for _ in range(STARTS - 1):
             try:
                 return self._cluster.add_node(**self._options, **more)
-            except Exception as error:  # Ray has no class of its own for this
+            except Exception as error:  # Ray has no class for this
                 if "timed out" not in str(error):
                     raise
         return self._cluster.add_node(**self._options, **more)

@@ -1,4 +1,4 @@
-"""How soon a second engine comes when one has too much to do, and goes when nobody asks: the app on Ray Serve.
+"""Time until the app on Ray Serve starts a second engine under load, and stops it without load.
 
 One Ray node on this machine, real engines (the demo target with the btree head), Serve's own delays unless
 `--autoscaling` names others. Held against it, or exit code 1: every request is answered, and every greedy answer is
@@ -32,7 +32,7 @@ AFTER_S = 30.0  # of load once two engines answer
 
 
 class Load:
-    """Clients that ask without a pause until they are told to stop."""
+    """Clients that send requests without a pause until they are stopped."""
 
     def __init__(self, client: Client, asked: list[list[int]], wanted: list[list[int]]) -> None:
         self.client, self.asked, self.wanted = client, asked, wanted

@@ -88,7 +88,7 @@ def wait(condition: Any, seconds: float, process: Any = None, log: Path | None =
 
 
 def serve_and_kill(nodes: Nodes, asked: list, wanted: list, rounds: int, clients: int, log: Path) -> dict[str, Any]:
-    """All prompts `rounds` times from many clients; the node dies when a third of the answers are there."""
+    """All prompts `rounds` times from many clients; the node is killed after a third of the answers."""
     answers: list[tuple[int, int, str, float]] = []
     attempts: list[int] = []
     total = rounds * len(asked)

@@ -1,7 +1,8 @@
 """A real server under everything clients do to it, for as long as is asked: `scripts/soak.sh`.
 
 Many clients send greedy and sampled requests, hang up in the middle of an answer, and send what no server can answer,
-to a server whose KV cache is too small for them, so that requests are preempted too. Every other request says how many
+to a server whose KV cache is too small for them, so that requests are preempted too. Every other request sets the
+number of
 drafts it wants (`mtpc_drafts`). `--runner v2` serves with Model Runner V2, without a GPU interpreted, which is slow;
 `--swap` changes the head every 10 s while all of this goes on. Held against the server, or exit code 1:
 
@@ -53,7 +54,7 @@ PROMPTS = 64
 SEQUENCES, BLOCK, BLOCKS = 12, 32, 64  # 2048 tokens of KV cache; 12 requests of up to 264 tokens want more
 START_TIMEOUT_S = 900.0
 SWAP_S = 10.0  # from one swap of the head to the next
-GROWTH, SETTLED = 1.01, 5.0  # most of the server's memory by what it was; minutes from which on that is asked
+GROWTH, SETTLED = 1.01, 5.0  # maximum growth of the server's memory; minutes after which it is checked
 NO_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
 KINDS = {"greedy": 10, "sampled": 4, "two answers": 1, "logprobs": 2, "hangs up": 4, "refused": 2}
 SERVER = {
@@ -249,7 +250,7 @@ def metrics(client: serve.Client) -> Counter[str]:
 
 
 def aftermath(client: serve.Client, patience_s: float = 30.0) -> Iterator[str]:
-    """What is wrong with a server that everybody has left."""
+    """Return the faults of an idle server."""
     if client.get("/health")[0] != 200:
         yield "the server is not healthy"
         return
@@ -263,7 +264,7 @@ def aftermath(client: serve.Client, patience_s: float = 30.0) -> Iterator[str]:
     if busy:
         yield f"{busy:.0f} requests are left though no client is"
     if seen["vllm:kv_cache_usage_perc"]:
-        yield f"{100 * seen['vllm:kv_cache_usage_perc']:.2f} % of the KV cache is in use though nobody asks"
+        yield f"{100 * seen['vllm:kv_cache_usage_perc']:.2f} % of the KV cache is in use without requests"
     if not seen["vllm:num_preemptions_total"]:
         yield "nothing was preempted: the cache was not too small, so this was no test of preemption"
 
@@ -284,7 +285,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--swap", nargs=2, metavar="HEAD", default=[], help="heads to swap in, in turn, every 10 s")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
     parser.add_argument("--clients", type=int, default=32, help="how many at once (32)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is asked")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--json", type=Path, help="file for the report")
 
 
@@ -317,7 +318,7 @@ def run(args: argparse.Namespace) -> int:
             seen, accepted = metrics(client), client.acceptance()
     growth = tally.growth()
     if growth is not None and growth > GROWTH and args.minutes >= SETTLED:
-        faults.append(f"memory has grown: {growth:.3f} of what it was, {GROWTH} are allowed")
+        faults.append(f"memory has grown to {growth:.3f} of the reference; allowed: {GROWTH}")
     report = {
         "kind": "soak",
         **provenance.collect(),

@@ -1,8 +1,8 @@
 """Several training runs side by side: ``python -m benchmarks.sweep FILE --runs FOLDER [--json FILE]``.
 
 FILE is YAML: ``title``, ``common`` (options of ``vllm-mtpc train``) and ``runs`` (name: what differs). Every run is a
-folder of its own in FOLDER; one that is there already, with the same options, is not trained again. The table is made
-from what the runs wrote (provenance.json), nothing is measured here.
+folder in FOLDER; an existing one with the same options is not trained again. The table is made
+from the runs' provenance.json.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains what is missing and prints the table."""
+    """Train missing runs and print the table."""
     plan = read_plan(args.file)
     check_file(args.json)
     from vllm_mtpc.train.run import settled, train
@@ -118,14 +118,14 @@ def done(options: TrainOptions) -> dict[str, Any] | None:
 
 
 def is_begun(options: TrainOptions) -> bool:
-    """Whether a run with these options was interrupted: its state is there, and no head."""
+    """Whether a run with these options was interrupted: it has a state and no head."""
     folder = options.out / STATE_FOLDER
     has_state = (folder / STATE_FILE).is_file() and not (options.out / "provenance.json").exists()
     return has_state and changed_option(read_state(folder), options) is None
 
 
 def row(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """What is told about a run; PTP heads have no joint whose bits could be counted."""
+    """The row of a run; PTP heads have no joint distribution and no bits."""
     head, t1, t0 = record["head"], record["figures"]["t1"], record["figures"]["t0"]
     keys = ("variant", "lora_rank") if "variant" in head else ("circuit", "num_components")
     bits = {key: t1[f"{key}_bits"] / (t1.get("bytes_per_token") or 1.0) for key in BITS if f"{key}_bits" in t1}

@@ -1,9 +1,10 @@
 """SYNTHETIC targets: a model of a real size without trained weights, and a random head for it.
 
-What a draft costs by the step of a large target needs neither's weights to be trained: products of random numbers take
+The cost of a draft relative to a step of a large target does not depend on trained weights: products of random numbers
+take
 as long. vLLM's rejection_sample_method "synthetic" then accepts drafts at prescribed rates, so that steps are of the
 length a trained head would give them. The text is noise. Speeds of such a run are those of the sizes and the rates, of
-no model: the folders, their cards and what is printed all say SYNTHETIC, and so must whatever is made of them.
+no model: folders, cards and output are marked SYNTHETIC, and results must be as well.
 
     python -m benchmarks.synthetic --shape evabyte-6.5b --window 16 --components 32 --out build/synthetic
 
@@ -136,7 +137,7 @@ def write_head(folder: Path, target: Any, args: argparse.Namespace) -> None:
 
 
 def arguments(folder: Path, rates: Sequence[float]) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM` to serve what was written to `folder`."""
+    """Return keyword arguments of `vllm.LLM` for `folder`."""
     return {
         "model": str(folder / "SYNTHETIC-target"),
         "load_format": "dummy",

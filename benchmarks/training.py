@@ -1,8 +1,8 @@
 """Throughput and peak memory of the trainer: `python -m benchmarks.training [--json FILE] [--quick]`.
 
 Each row is an optimiser step of the trainer's own loss (`step_loss`), backward pass, clipping and AdamW included, on
-random hidden states and tokens: what a run does per step once hidden states are there (`cache`). The target's forward
-is not part of it. A row runs in a process of its own, since the peak of resident memory is one number per process.
+random hidden states and tokens: the work of a step with given hidden states (`cache`). The target's forward
+is not part of it. Each row has its own process, since the peak of resident memory is one number per process.
 
 The n * r * V logits of a step exist for `chunk_windows` windows at a time; rows with all windows in one chunk show what
 that saves. The two ways must give the same losses and gradient norm, or nothing is reported.
@@ -47,7 +47,7 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained, and on how much per step."""
+    """Shape of the head and size of a step."""
 
     name: str
     vocab_size: int
@@ -71,7 +71,7 @@ SHAPES = (
     Shape("subwords", 32000, 1024, 8, 8, windows=128, chunk=16, head="shared", steps=1),
     Shape("subwords, likelihood", 32000, 1024, 8, 8, 128, 16, head="shared", likelihood=True, steps=1),
 )
-CHUNKED_ONLY = {"bytes, large target"}  # its logits in one piece add nothing to what the smaller shape shows
+CHUNKED_ONLY = {"bytes, large target"}  # one piece adds nothing to the smaller shape
 QUICK = (Shape("tiny", 61, 32, 4, 3, windows=96, chunk=32), Shape("tiny shared", 61, 32, 4, 3, 96, 32, head="shared"))
 
 
@@ -119,7 +119,8 @@ def chosen(shapes: Sequence[Shape], names: Sequence[str] | None) -> list[Shape]:
 
 
 def measure_ways(shape: Shape, device: str) -> list[dict[str, Any]]:
-    """One row per way, each from a process of its own. Raises UsageError if a process fails or the ways disagree."""
+    """Return one row per variant, each from its own process. Raises UsageError if a process fails or the ways
+    disagree."""
     rows = []
     for way in ways(shape):
         print(f"{way.name}, chunks of {way.chunk} of {way.windows} windows ...", file=sys.stderr, flush=True)
@@ -129,7 +130,7 @@ def measure_ways(shape: Shape, device: str) -> list[dict[str, Any]]:
 
 
 def run(shape: Shape, device: str) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in its own process."""
     call = [sys.executable, "-m", "benchmarks.training", "--device", device, "--child", json.dumps(asdict(shape))]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a vLLM release has moved of what this package relies on, read from its sources; nothing of it is run.
+"""Compare the sources of a vLLM release with the names that this package uses; nothing is executed.
 
     scripts/check_vllm.py 0.33.0              the release's wheel is downloaded by pip (a few hundred MB), not installed
     scripts/check_vllm.py --sources FOLDER    a folder (or wheel) that has `vllm/`
@@ -235,7 +235,7 @@ def relied_on() -> tuple[set[tuple[str, str]], set[Member], set[Member]]:
 
 
 def _reached(node: ast.AST, here: dict[str, tuple[str, str]], objects: dict[str, tuple[str, ...]]) -> Iterator[Member]:
-    """What is read or written of `objects` below a node; `here`: what its file imports from vLLM."""
+    """Attributes of `objects` that are read or written below a node; `here`: imports of its file from vLLM."""
     if isinstance(node, ast.ClassDef):
         bases = [ast.unparse(base) for base in node.bases]
         objects = {**objects, "self": tuple(":".join(here[base]) for base in bases if base in here)}
@@ -275,7 +275,7 @@ def findings(sources: Sources, reference: Sources) -> list[Finding]:
             result.append(Finding("imported", f"{module}:{name}", *_compared(sources, reference, module, name)))
     for module, owner, method in sorted(overridden):
         name = f"{owner}.{method}"
-        if reference.find(module, name) is not None:  # else a method of ours alone
+        if reference.find(module, name) is not None:  # else our own method
             result.append(Finding("overridden", f"{module}:{name}", *_compared(sources, reference, module, name)))
     for module, owner, attribute in sorted(reached - overridden):
         name = f"{owner}.{attribute}"

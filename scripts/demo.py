@@ -42,7 +42,7 @@ ON_GPU = {"kv_cache_memory_bytes": decodings.CPU_CACHE_BYTES, "gpu_memory_utiliz
 
 
 class Lines(rounds.Progress):
-    """Lines of progress, one at least every SILENCE_S seconds, whatever is waited for."""
+    """Print progress at least every SILENCE_S seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

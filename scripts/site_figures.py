@@ -1,4 +1,5 @@
-"""Draws the figures of docs/how-it-works.md into docs/figures: python scripts/site_figures.py [FOLDER]
+"""Draws the figures of docs/heads.md, docs/index.md and docs/ptp.md into docs/figures: python scripts/site_figures.py
+[FOLDER]
 
 Circuits are drawn from the latents that their classes declare, acceptance from the cards of the packaged heads; the
 other two are sketches.
@@ -125,7 +126,7 @@ def overlap() -> Figure:
 
 
 def number() -> Figure:
-    """How a number u picks a token, and why two who know u agree."""
+    """How a number u picks a token, and why both sides agree if they know u."""
     figure, every = plt.subplots(2, 1, figsize=(9, 2.3), sharex=True, layout="constrained")
     rows = (("target's P", [0.40, 0.25, 0.20, 0.15]), ("drafter's P", [0.35, 0.34, 0.16, 0.15]))
     for axes, (title, shares) in zip(every, rows, strict=True):

@@ -5,7 +5,7 @@
 #   scripts/subword_demo.sh [--quick] [--text FILE]
 #
 # Half an hour to an hour on two CPU cores. --quick: a few steps of everything, to try the pipeline. --text:
-# that text in place of the Python standard library's source. What is there already is kept: remove build/subword to
+# that text in place of the Python standard library's source. Existing files are kept: remove build/subword to
 # begin again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -42,7 +42,7 @@ for circuit in ff btree; do
     sizes=(--components 4 --component-rank 16)
     [ "$circuit" = ff ] && sizes=(--components 1)
     [ -f "$out/$circuit/model.safetensors" ] && continue
-    rm -rf "$out/$circuit/state"  # of a run that was cut off: this one begins again
+    rm -rf "$out/$circuit/state"  # of an interrupted run: start over
     "$python" -m vllm_mtpc train --target "$out/target" \
         --data "$out/responses.jsonl" --validation-data "$out/heldout.jsonl" --out "$out/$circuit" \
         --head shared --circuit "$circuit" "${sizes[@]}" --token-rank 32 --window 6 --expander-rank 64 \

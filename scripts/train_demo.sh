@@ -29,7 +29,7 @@ while [ $# -gt 0 ]; do
         *) echo "train_demo.sh: $1 is not known; allowed: --only target|text|heads, --quick, --out FOLDER" >&2; exit 1 ;;
     esac
 done
-# A try-out never replaces what is packaged
+# A trial run never replaces packaged files
 if [ -z "$out" ]; then
     out=vllm_mtpc/demo/assets
     [ -z "$quick" ] || out=build/demo-quick
@@ -50,7 +50,7 @@ if [ ! -f "$out/target/model.safetensors" ]; then
     exit 1
 fi
 
-# Text of the target itself, after pieces of the text it was trained on; held out: pieces of what it was not.
+# Text of the target itself, after pieces of the text it was trained on; held out: other pieces.
 data=build/demo${quick:+-quick}
 write() {
     "$python" -m vllm_mtpc regenerate --target "$out/target" --ignore-eos "$@"
@@ -65,7 +65,7 @@ write --data "$data/valid.jsonl" --out "$data/heldout.jsonl" --crops 16 --limit 
 # Circuits with latents twice: the second run starts from the first, with leaves that look at the token before as well.
 for circuit in ff cp hmm btree; do
     learn() {
-        rm -rf "$2/state"  # of a run that was cut off: this one begins again
+        rm -rf "$2/state"  # of an interrupted run: start over
         "$python" -m vllm_mtpc train --config scripts/train_demo.yaml --target "$out/target" \
             --data "$data/sampled.jsonl" "$data/greedy.jsonl" --validation-data "$data/heldout.jsonl" \
             --circuit "$circuit" "$@" ${head_steps[@]+"${head_steps[@]}"}
@@ -77,7 +77,7 @@ for circuit in ff cp hmm btree; do
         --learning-rate 0.003 --max-steps 1000
 done
 
-# Draft layers of their own: a drafter whose leaves are ff, as DFlash, then a circuit on it and all of it learning.
+# Own draft layers: a drafter whose leaves are ff, as DFlash, then a circuit on it and all of it learning.
 draft() {
     rm -rf "$2/state"
     "$python" -m vllm_mtpc train --config scripts/train_demo.yaml --target "$out/target" \

@@ -138,7 +138,7 @@ def train_step(
 
 
 def pace(steps: int, minutes: float | None) -> Iterator[tuple[int, int]]:
-    """(step, steps in all); with ``minutes``, as many as fit by the time that those so far have taken."""
+    """Yield (step, total steps); with ``minutes`` the total is estimated from the time of the steps so far."""
     started, step = time.monotonic(), 0
     while step < steps:
         yield step, steps
@@ -159,7 +159,7 @@ def train(
 ) -> PreTrainedModel:
     """Trains from the fixed seed; the progress bar shows loss in nats, bits per byte and the time left.
 
-    ``minutes``: as many steps as fit, whatever ``steps`` says. ``steps_taken`` of what is returned: how many it were.
+    ``minutes`` replaces ``steps`` as the limit. ``steps_taken`` of the result is the number of steps.
     """
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
@@ -207,13 +207,13 @@ def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerFas
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """The saved, 16-bit rounded weights in float32: what is served, and so what heads are trained against."""
+    """Load the saved 16-bit weights in float32, as they are served and used to train heads."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model.requires_grad_(False)
 
 
 def write_record(folder: Path, program: str, text: corpus.Corpus, **values: Any) -> dict[str, Any]:
-    """What a target was made of and what it is worth, in provenance.json; returns it."""
+    """Write the recipe and results of a target to provenance.json, and return them."""
     record = {
         "versions": package_versions(),
         "command": " ".join([program, *sys.argv[1:]]),

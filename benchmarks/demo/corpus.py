@@ -64,10 +64,12 @@ def load(root: Path | None = None, packages: Sequence[str] = ()) -> Corpus:
 def load_file(file: Path) -> Corpus:
     """One text file as two documents: its last 1/20 is held out."""
     text = file.read_bytes()
-    cut = len(text) - len(text) // HOLDOUT
-    if cut < MIN_BYTES:
-        raise ValueError(f"{file} has {len(text)} bytes, at least {HOLDOUT * MIN_BYTES} are needed: name a longer text")
-    return corpus_of([text[:cut]], [text[cut:]], [text])
+    end = len(text) - len(text) // HOLDOUT
+    if end < MIN_BYTES:
+        raise ValueError(
+            f"{file} has {len(text)} bytes, at least {HOLDOUT * MIN_BYTES} are required: name a longer text"
+        )
+    return corpus_of([text[:end]], [text[end:]], [text])
 
 
 def corpus_of(train: list[bytes], valid: list[bytes], texts: list[bytes]) -> Corpus:
@@ -85,7 +87,7 @@ def documents(part: Split) -> list[bytes]:
 
 
 def write_jsonl(text: Corpus, folder: Path) -> None:
-    """``train.jsonl`` and ``valid.jsonl``, a line {"text": ...} per document; what is not UTF-8 is left out."""
+    """``train.jsonl`` and ``valid.jsonl``, a line {"text": ...} per document, without files that are not UTF-8."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", text.train), ("valid", text.valid)):
         with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:

@@ -2,7 +2,7 @@
 
 A target for heads of kind `shared`: its lm_head is the largest of its matrices, as in subword models of any size. Text
 and training are those of the byte-level demo target; the BPE is learnt from the training part of the text. Families
-other than the demo's are there to try defaults on.
+to test defaults on other models than the demo.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def build_tokenizer(texts: list[bytes], vocab_size: int = VOCAB_SIZE) -> PreTrai
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[bytes]) -> Split:
-    """Documents in one array of ids, each led by EOS; a line starts behind every token that ends in a line break."""
+    """Documents in one array of ids, each starts with EOS; a line starts after every token that ends with a line
+    break."""
     from benchmarks.demo.corpus import Split
 
     readable = [text.decode("utf-8", errors="replace") for text in texts]
@@ -126,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Trains, measures and saves a target, with what it was made of in provenance.json."""
+    """Train, measure and save a target, with its recipe in provenance.json."""
     arguments = parser().parse_args()
     from benchmarks.demo import byte_target, corpus
 
@@ -143,7 +144,7 @@ def main() -> None:
     model = byte_target.train(subwords, arguments.steps, long_steps, config)
     byte_target.save(model, arguments.out, tokenizer)
     saved = byte_target.load(arguments.out)
-    bits = byte_target.bits_per_byte(saved, subwords.valid)  # per token of what it is given: here a subword
+    bits = byte_target.bits_per_byte(saved, subwords.valid)  # per token, here a subword
     results = {
         "bits_per_byte": bits * num_tokens / num_bytes,
         "bits_per_token": bits,

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Runs what was asked for."""
+    """Run the command."""
     arguments = parser().parse_args()
     # Imported late: --help should not wait for torch and transformers.
     from benchmarks.demo import byte_target, corpus

@@ -1,6 +1,6 @@
 """Public DFlash and DSpark drafters for the programme: a folder MODELS/NAME with `drafter` and its `target` for each.
 
-python -m benchmarks.gpu.drafters --models MODELS             says which are there; none is no failure
+python -m benchmarks.gpu.drafters --models MODELS             lists the models; an empty list is no failure
 python -m benchmarks.gpu.drafters --models MODELS --toy TARGET     makes a random one of a small target first
 """
 

@@ -1,4 +1,4 @@
-"""What a stage of the GPU programme is made of, and where it runs."""
+"""Parts of a stage of the GPU programme, and their environment."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Part:
     """A command of a stage."""
 
     name: str
-    seconds: float  # what it is expected to take on an H200; it begins only where so much is left
+    seconds: float  # expected time on an H200; it starts only if enough time is left
     command: Sequence[str]
     result: Path | None = None  # JSON that the command writes
-    needs: Sequence[Path] = ()  # what an earlier stage or part writes
+    needs: Sequence[Path] = ()  # files of earlier stages or parts
     environment: dict[str, str] = field(default_factory=dict)
     proof: str | None = None  # a pattern that the log must have: without it nothing was compared
     makes: Path | None = None  # a model or data in the cache: of use at other commits too, made again where it is gone

@@ -1,7 +1,7 @@
 """Runs a stage of the GPU programme part by part; see run.sh. The stages are declared in stages.py.
 
 A part is a command. Finished parts are kept in gpu-STAGE.json and are not run again on the same commit; one that fails
-says why there, and is tried again at the next call, behind those that have not been tried.
+reports why, and is repeated at the next call after the parts that have not run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Record:
 
 
 def run(part: Part, programme: Programme, stage: str, limit_s: float, commit: str) -> dict[str, Any]:
-    """Runs a part for `limit_s` seconds at most, and says what became of it."""
+    """Run a part for at most `limit_s` seconds and return its state."""
     begun = time.monotonic()
     log = programme.cache / "logs" / f"{stage}-{part.name}.log"
     missing = [file for file in part.needs if not file.exists()]
@@ -100,7 +100,7 @@ def run(part: Part, programme: Programme, stage: str, limit_s: float, commit: st
 
 @contextlib.contextmanager
 def _nothing_left(pid: int) -> Iterator[None]:
-    """Ends what a process that is stopped has begun in sessions of its own: engines, with their memory on the GPU."""
+    """Stop processes that a stopped part started in other sessions: engines and their GPU memory."""
     try:
         yield
     finally:
@@ -169,7 +169,7 @@ def listing(programme: Programme) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu/run.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("stage", nargs="?", choices=STAGES, help="default: what there is, and what is finished")
+    parser.add_argument("stage", nargs="?", choices=STAGES, help="default: list stages and finished parts")
     parser.add_argument("parts", nargs="*", metavar="PART", help="of the stage (default: all)")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="default: 480")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine")

@@ -216,7 +216,7 @@ def head_folders(programme: Programme) -> dict[tuple[str, int, int], Path]:
 def heads(programme: Programme) -> list[Part]:
     """Every circuit on that target, then their speed with one client: verified, and the share of a step they take.
 
-    What the paper calls unverified, all n tokens of every window taken as they are, is rows_per_step by step_ms: a step
+    The paper's unverified throughput (all n tokens of every window) is rows_per_step / step_ms: a step
     takes as long whatever is accepted.
     """
     folders = head_folders(programme)
@@ -400,7 +400,7 @@ def ptp(programme: Programme) -> list[Part]:
 
 LARGE = {"llama-8b": (4096, 128256), "qwen3-8b": (4096, 151936)}  # D, V
 LOW_RANK = {"component_rank": 16}
-SUBWORD = {  # heads on the subword target, by what they cost there
+SUBWORD = {  # heads on the subword target, by cost
     "ff": {"circuit": "ff", "components": 1},
     "shared": {"circuit": "btree", "components": 8},
     "low-rank": {"circuit": "btree", "components": 8, **LOW_RANK},

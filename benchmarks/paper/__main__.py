@@ -18,13 +18,13 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks/paper/run.sh", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(TABLES)}, or all")
     parser.add_argument("--quick", action="store_true", help="a few steps, to try the path; needs --out")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write there, not where docs/papers.md reads")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="make the tables of docs/papers.md again")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write there instead of benchmarks/results")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the tables of benchmarks/PAPERS.md")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures what is named, then writes the document if asked to."""
+    """Measure the named tables, then write the document with --write."""
     names = [name for name, table in TABLES.items() if table.measure] if args.names == ["all"] else args.names
     for name in names:
         if name not in TABLES:

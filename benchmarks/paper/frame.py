@@ -1,7 +1,7 @@
-"""A table of a paper: how it is measured here, what the paper has, and how both are shown.
+"""A table of a paper: its measurement, the paper's numbers, and their presentation.
 
-``benchmarks/paper/run.sh NAME`` measures one and writes benchmarks/results/paper-NAME.json; docs/papers.md is made from
-these files and from the definitions. The papers' own numbers are in published.json.
+``benchmarks/paper/run.sh NAME`` measures one and writes benchmarks/results/paper-NAME.json; benchmarks/PAPERS.md is
+made from these files and from the definitions. The papers' own numbers are in published.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Table:
     title: str
     columns: Mapping[str, str]  # key of a row -> header
     measure: Callable[[bool], Sequence[Row]] | None  # quick -> rows; quick: a few steps, to try the path; None: not run
-    differs: str  # what is smaller here than in the paper; why it is not run
+    differs: str  # differences in size to the paper, or the reason for not running it
     finding: str  # what our rows say of the paper's claim, also where they do not confirm it
     draw: Callable[[Sequence[Row], Path], None] | None = None  # rows, file -> a figure
 
@@ -57,7 +57,7 @@ def run(name: str, table: Table, quick: bool, out: Path | None) -> Path:
     file = result(name) if out is None else out / result(name).name
     check_file(file)
     if table.measure is None:
-        raise UsageError(f"{name} is not run: docs/papers.md says why; name another table")
+        raise UsageError(f"{name} is not run: benchmarks/PAPERS.md has the reason; name another table")
     rows = [dict(row) for row in table.measure(quick)]
     write_json(file, {"title": table.title, **provenance.collect(), "rows": rows})
     if table.draw is not None:
@@ -73,7 +73,7 @@ def shown(value: Any) -> str:
 
 
 def section(name: str, table: Table) -> str:
-    """What docs/papers.md says of a table; that it was not run, where there is no result."""
+    """Return the section of a table, or a note that it was not run."""
     paper, _, number = name.partition("-")
     label = {"mtpc": "MtPC", "ptp": "PTP"}[paper] + ", " + number.replace("-", " ")
     parts = [f"### {label}: {table.title}"]
@@ -86,7 +86,7 @@ def section(name: str, table: Table) -> str:
             markdown(list(table.columns.values()), lines),
         ]
         if table.draw is not None:
-            parts.append(f"![{table.title}](figures/{figure(name).name})")
+            parts.append(f"![{table.title}](../docs/figures/{figure(name).name})")
     else:
         parts.append(f"Not run. {table.differs}")
     if theirs := published().get(name):
@@ -100,11 +100,11 @@ def published() -> dict[str, Any]:
 
 
 def document(tables: Mapping[str, Table], text: str) -> str:
-    """docs/papers.md with the sections between its markers made again, one pair of markers for each paper."""
+    """benchmarks/PAPERS.md with the sections between its markers made again, one pair of markers for each paper."""
     for paper, title in PAPERS.items():
         start, end = (
             f"<!-- {paper}: {word} by python -m benchmarks.paper --write -->"
-            for word in ("written", "end of what is written")
+            for word in ("written", "end of text written")
         )
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(end)

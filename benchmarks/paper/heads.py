@@ -43,7 +43,7 @@ def options(name: str, quick: bool, **given: Any) -> TrainOptions:
 def trained(
     name: str, quick: bool, kind: type[TrainOptions] = TrainOptions, **given: Any
 ) -> tuple[Path, dict[str, Any]]:
-    """A head's folder and its provenance; one that is there with the same options is not trained again.
+    """A head's folder and its provenance; an existing one with the same options is not trained again.
 
     kind: options whose job is another one than theirs.
     """

@@ -32,7 +32,7 @@ WIDTHS = (8, 16, 32, 64, 128)
 LAYERS = (0, 1, 2, 4)
 OF_LONG_WINDOWS = [(what, HMMS[what]) for what in ("contextual, inhomogeneous, identity", "uniform start")]
 SIZE = (
-    f"The demo target (3.7M parameters, bytes), {STEPS} steps of {WINDOWS} windows of its own text, the paper's loss; "
+    f"The demo target (3.7M parameters, bytes), {STEPS} steps of {WINDOWS} windows of its text, the paper's loss; "
     "served by vLLM in float32 on two CPU cores, median of two rounds of 8 answers of 96 tokens. The paper: EvaByte "
     "6.5B, 900 steps of 2.1M tokens of Tülu 3, one L40S."
 )
@@ -148,14 +148,14 @@ TABLES: dict[str, Table] = {
         SIZE + " Drafting: its share of a step.",
         "Confirmed: HMM and BTree accept more than CP, and lead by more at n = 16. Not confirmed: that BTree drafts "
         "faster than HMM, and that longer windows are faster; on two cores sixteen rows cost more than they bring. "
-        "What is said of speed above holds here.",
+        "The remark on speed above applies here.",
     ),
     "mtpc-table-3": Table(
         "LoRA on the last layers",
         {"n": "n", "circuit": "circuit", "layers": "LoRA layers", **TRAINED},
         listed(layers),
         f"Heads of table 2, {CONTINUED} steps more with adapters of rank 16 on the last layers of 8, or without. Heads "
-        "behind such layers are served by Model Runner V2, whose kernels are interpreted here: their speed would say "
+        "after such layers are served by Model Runner V2, whose kernels are interpreted here: their speed means "
         "nothing. k layers are k / 8 of a pass of this target, k / 32 of EvaByte's.",
         "Confirmed: every adapted layer takes bits off, the first one most. Not confirmed: that BTree at n = 16 "
         "turns them into tokens (the paper: 6.86 to 7.58); after 100 steps FF gains 2 %, BTree nothing beyond "

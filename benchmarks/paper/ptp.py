@@ -2,7 +2,7 @@
 
 The paper's ablations run on taxi pick-ups; here they run on the language `taxi` (benchmarks/paper/toy.py), where a
 student is trained in seconds. *Right in a row*: the drafts that are right before the first that is not, of window - 1,
-over all positions of held-out text; what the paper calls correct tokens, less the one that the verifier gives.
+over all positions of held-out text; the paper's correct tokens without the verified one.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def bytes_(quick: bool) -> Iterator[Row]:
 
 
 def card(variant: str) -> dict[str, Any]:
-    """What the evaluator said of a packaged head at T=1."""
+    """Results of the evaluator for a packaged head at T=1."""
     return json.loads((demo.path(variant) / "provenance.json").read_text(encoding="utf-8"))["figures"]["t1"]
 
 
@@ -195,7 +195,7 @@ def lengths(quick: bool) -> Iterator[Row]:
 
 
 def ingredients(quick: bool) -> Iterator[Row]:
-    """What the paper's recipe is made of, one change at a time."""
+    """The paper's recipe with one change at a time."""
     yield {"what": "as below, nothing changed", **cell(quick)}
     yield {"what": "independent: rows carry 0.5 (Uno's mask rows)", **cell(quick, variant="independent")}
     for rank in (4, 16, 64, 256):
@@ -236,7 +236,7 @@ TABLES = {
         "C-PTP from data alone",
         {"what": "", "perplexity": "perplexity"},
         listed(from_data),
-        SIZE + " Perplexity of the tokens behind the first of each window, by rows that know the u before.",
+        SIZE + " Perplexity of the tokens after the first of each window, by rows that read the previous u.",
         "Not confirmed at this size: the paper's C-PTP comes within 0.4 % of the autoregressive model; after 300 "
         "steps ours is far from its teacher. Trained on text alone it is better by this measure than distilled: "
         "distilled rows have met u inside the teacher's intervals, never inside their own.",
@@ -248,28 +248,35 @@ TABLES = {
         "Equal LoRA rank, data and steps within a language. `coin`, `taxi`: benchmarks/paper/toy.py; the demo: the "
         "packaged heads' cards (rank 32, 1,800 steps of 64 windows). The paper: TinyLlama-1.1B, rank 256, 1.3M steps.",
         "Confirmed where u decides what comes: 1.9x on `coin`, where no head without u passes 4.27, 2.2x on `taxi`. "
-        "On the demo target O-PTP brings 1.06x, less than the paper's 1.13x, and C-PTP nothing: docs/ptp.md says why.",
+        "On the demo target O-PTP brings 1.06x, less than the paper's 1.13x, and C-PTP nothing: docs/ptp.md has "
+        "the reason.",
     ),
     "ptp-table-3": Table(
         "Spec-Bench",
-        {"task": "task", "t": "T", "answers": "answers", "cut": "cut", **{name: name for name in spec_bench.HEADS}},
+        {
+            "task": "task",
+            "t": "T",
+            "answers": "answers",
+            "cut": "truncated",
+            **{name: name for name in spec_bench.HEADS},
+        },
         listed(spec_bench.rows),
         "All 480 questions, both turns of the conversations, to the demo target (3.7M parameters, trained on Python's "
-        "source: what it says to them is noise, and its steps are what is measured), answers of 64 bytes, one pass per "
-        "step. Cut: prompts of which the target, which reads 1,024 bytes, is given the end.",
-        "Not comparable in height: a model of Python source that answers questions. What it shows: heads that read "
+        "source: its answers are noise, and only its steps are measured), answers of 64 bytes, one pass per "
+        "step. Truncated: prompts of which the target, which reads 1,024 bytes, receives the end.",
+        "Not comparable in height: a model of Python source that answers questions. It shows that heads that read "
         "the target's last state hold their length on text that no head was trained on, in every task; PTP's rows "
-        "lose most where the context is a cut piece of a long text, at positions beyond those that their training "
+        "lose most where the context is a truncated long text, at positions beyond those that their training "
         "had.",
     ),
     "ptp-figure-4": Table(
         "smaller PTP models that draft",
         {},
         None,
-        "A student that is a model of its own has weights, a KV cache and a prefill of its own next to the target's, "
+        "A separate student has its own weights, KV cache and prefill next to the target's, "
         "and no row of the target carries u. vLLM serves models that draft (`method: draft_model`), but selects "
-        "their tokens by numbers of its own: u would have to enter its sampler as well. What a small drafter buys "
-        "is latency; here the draft layers of `--head backbone` buy it, in the target's own KV cache.",
+        "their tokens by its own random numbers: u would have to enter its sampler as well. The advantage of a "
+        "small drafter is latency; here the draft layers of `--head backbone` have it, in the target's own KV cache.",
         "",
     ),
     "ptp-table-4": Table(
@@ -277,7 +284,7 @@ TABLES = {
         {"loss": "loss", "text": "text of", "variant": "variant", **CELL},
         listed(losses),
         SIZE,
-        "Confirmed: with either variant rows learn what the independent ones cannot (0.05 right in a row). Not "
+        "Confirmed: with either variant rows learn more than independent ones can (0.05 right in a row). Not "
         "confirmed: that losses and text hardly matter. Here O-PTP wants ce and the teacher's text; on its own "
         "continuations it has learnt next to nothing after 300 steps, where C-PTP does as well as on the "
         "teacher's.",
@@ -288,7 +295,7 @@ TABLES = {
         listed(embeddings),
         SIZE,
         "Confirmed: a float alone is worst. Not confirmed: arithmetic coding (here its bits) before thresholds; "
-        "thresholds lead, and a network behind them gains nothing in 300 steps. For C-PTP all are close.",
+        "thresholds lead, and a network after them gains nothing in 300 steps. For C-PTP all are close.",
     ),
     "ptp-table-6": Table(
         "where u lies in its interval",
@@ -333,7 +340,7 @@ TABLES = {
         "its own text, u by thresholds of 64.",
         "After 300 steps u brings 1.03x the baseline, after 1,800 1.06x. Rank 8 costs 3 %, bits in the place of "
         "thresholds nothing beyond noise; bce has learnt nothing of u in 300 steps. Nothing here makes of 1.06x the "
-        "goal of 1.15x: docs/ptp.md says what this target lacks.",
+        "goal of 1.15x: docs/ptp.md has the reason.",
     ),
     "ptp-ingredients": Table(
         "the recipe, one ingredient at a time",

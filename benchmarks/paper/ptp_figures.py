@@ -31,7 +31,8 @@ def pairs(made: Toy, students: Mapping[str, Student]) -> list[Row]:
 
 @torch.inference_mode()
 def _pairs(made: Toy, student: Student | None, prompt: Tensor, u: Tensor) -> Tensor:
-    """Tokens [G, 2] for u[G, 2] behind a prompt: the teacher's, or what rows of a student name by their own u."""
+    """Tokens [G, 2] for u[G, 2] after a prompt: the teacher's, or those that rows of a student predict from their own
+    u."""
     if student is None:
         text = prompt[None].expand(len(u), -1)
         for k in range(2):

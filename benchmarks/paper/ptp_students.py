@@ -1,4 +1,4 @@
-"""Students that no head folder holds: what the ingredients table compares the LoRA of every layer with."""
+"""Students without a head folder, which the ingredients table compares with LoRA on every layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_layers(choose: Callable[[int], list[int]]) -> type[PtpJob]:
 
 
 def own_weights(scratch: bool) -> type[PtpJob]:
-    """A job whose rows run through layers of their own, every weight of which learns, from the target's or from none.
+    """A job whose rows have their own layers with all weights trained, from the target's or from scratch.
 
     They still read the keys and values that the plain target left of the text, and its norm and lm_head.
     """
@@ -39,7 +39,7 @@ def own_weights(scratch: bool) -> type[PtpJob]:
 
 
 def _learning(layer: nn.Module, scratch: bool) -> nn.Module:
-    """A copy with weights of its own; the attention function that Student chose stays."""
+    """Return a copy with its own weights and the attention function of Student."""
     made = copy.deepcopy(layer).requires_grad_(True)
     for old, new in zip(layer.modules(), made.modules(), strict=True):
         if hasattr(old, "config"):

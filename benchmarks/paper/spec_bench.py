@@ -1,7 +1,7 @@
 """Spec-Bench by task, both turns: the target's answers to its questions, and what heads accept of them.
 
-The demo target reads 1,024 bytes, so a question that is longer is cut to its end. It has no chat template; a plain one
-stands in (Vicuna's words). Answers are of the target itself; drafts are counted by the evaluator, as at the end of a
+The demo target reads 1,024 bytes, so longer questions are truncated to their end. It has no chat template; a plain one
+is used (Vicuna's). Answers are of the target itself; drafts are counted by the evaluator, as at the end of a
 training, over all steps.
 """
 
@@ -58,27 +58,28 @@ def prompt(turns: list[str], answers: list[str]) -> str:
     return f"{said}USER: {turns[-1]}\nASSISTANT:"
 
 
-def cut(target: Target, text: str) -> Tensor:
-    """Tokens of a text, of a long one the last that leave room for an answer and the drafts behind it."""
+def truncate(target: Target, text: str) -> Tensor:
+    """Tokens of a text, of a long one the last ones that leave space for an answer and its drafts."""
     longest = target.config.max_position_embeddings - ANSWER - WINDOW
     return torch.tensor(target.tokenizer(text)["input_ids"][-longest:])
 
 
 def answered(target: Target, asked: list[Question], sampling: Sampling, seed: int) -> tuple[Samples, int]:
-    """The target's answers to every turn, and how many prompts were cut. The first answer is in the second's prompt."""
-    room = target.config.max_position_embeddings - ANSWER - WINDOW
-    pieces, num_cut, said = [], 0, [[] for _ in asked]
+    """The target's answers to every turn, and the number of truncated prompts. The first answer is in the second's
+    prompt."""
+    limit = target.config.max_position_embeddings - ANSWER - WINDOW
+    pieces, num_truncated, said = [], 0, [[] for _ in asked]
     for turn in range(max(len(one.turns) for one in asked)):
         going = [index for index, one in enumerate(asked) if len(one.turns) > turn]
         texts = [prompt(asked[index].turns[: turn + 1], said[index]) for index in going]
-        num_cut += sum(len(target.tokenizer(text)["input_ids"]) > room for text in texts)
+        num_truncated += sum(len(target.tokenizer(text)["input_ids"]) > limit for text in texts)
         how = {"overhang": WINDOW, "stops": set(), "batch": 8}
         generator = torch.Generator().manual_seed(seed + turn)
-        written = generate(target, [cut(target, text) for text in texts], ANSWER, sampling, generator, **how)
+        written = generate(target, [truncate(target, text) for text in texts], ANSWER, sampling, generator, **how)
         for index, row, start in zip(going, written.tokens, written.prompt_lengths.tolist(), strict=True):
             said[index].append(target.tokenizer.decode(row[start : start + ANSWER].tolist()))
         pieces.append(written)
-    return join(pieces), num_cut
+    return join(pieces), num_truncated
 
 
 @cache
@@ -99,8 +100,8 @@ def rows(quick: bool) -> Iterator[Row]:
         sampling, kept = Sampling(temperature), []
         for task in (CONVERSATION, *TASKS):
             asked = [one for one in every if one.task == task][: 2 if quick else None]
-            samples, num_cut = answered(target, asked, sampling, len(kept))
-            row = {"task": task, "t": temperature, "answers": len(samples.tokens), "cut": num_cut}
+            samples, num_truncated = answered(target, asked, sampling, len(kept))
+            row = {"task": task, "t": temperature, "answers": len(samples.tokens), "cut": num_truncated}
             row |= _accepted(target, heads, samples, sampling)
             kept.append(row)
             print(f"{task} T={temperature:g}: {row}", flush=True)

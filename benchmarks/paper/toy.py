@@ -1,6 +1,6 @@
 """Toy languages, a teacher of each, and PTP students trained on its text in seconds: the tables that need many runs.
 
-taxi     arXiv 2512.21323's taxi pick-ups among 25 neighbourhoods, in small. Symbol 5 a + b says that a ride from
+taxi     arXiv 2512.21323's taxi pick-ups among 25 neighbourhoods, in small. Symbol 5 a + b is a ride from
          district a ended in b; the next ride starts in b, and where it ends depends on a and b: one district with
          probability 0.4, the other four with 0.15 each. A token two places ahead depends on a choice that u alone
          tells.
@@ -59,7 +59,7 @@ def taxi(count: int, length: int, seed: int, keep: float = KEEP) -> np.ndarray:
 
 
 def coin(count: int, length: int, seed: int) -> np.ndarray:
-    """[count, length] tokens: PHRASE c + j is the j-th of phrase c; START before it, END behind it."""
+    """[count, length] tokens: PHRASE c + j is the j-th of phrase c; START before it, END after it."""
     thrown = np.random.default_rng(seed).integers(SIDES, size=(count, 1))
     text = np.concatenate([np.full_like(thrown, START), PHRASE * thrown + np.arange(PHRASE)], 1)
     return np.pad(text, ((0, 0), (0, max(0, length - 1 - PHRASE))), constant_values=END)[:, :length]
@@ -67,7 +67,7 @@ def coin(count: int, length: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Language:
-    """What the teacher learns."""
+    """The teacher's training text."""
 
     symbols: int
     write: Callable[[int, int, int], np.ndarray]
@@ -93,7 +93,7 @@ class Toy(NamedTuple):
 
 
 def make(name: str, window: int, layers: int = 2, hidden: int = 64) -> Toy:
-    """A Llama that has learnt the language, and texts that it wrote, with `window` tokens behind each."""
+    """A Llama that has learnt the language, and texts that it wrote, with `window` tokens after each."""
     language = LANGUAGES[name]
     teacher = _teacher(language, name, layers, hidden)
     prompts = [torch.from_numpy(text) for text in language.write(TEXTS + HELD_OUT, language.prompt, 3)]

@@ -52,7 +52,7 @@ def test_a_table_is_written_and_shown(table, tmp_path, monkeypatch):
     assert "2.346" in shown
     assert "The paper:" in shown
     assert shown.endswith("It says so.")
-    text = frame.document({"ptp-table-8": table}, (provenance.ROOT / "docs" / "papers.md").read_text(encoding="utf-8"))
+    text = frame.document({"ptp-table-8": table}, (provenance.ROOT / "benchmarks" / "PAPERS.md").read_text(encoding="utf-8"))
     assert shown in text
     assert frame.document({"ptp-table-8": table}, text) == text  # made again, it is the same
 
