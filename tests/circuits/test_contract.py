@@ -1,4 +1,4 @@
-"""A circuit that lacks something says what, in one line, where it is defined or constructed."""
+"""An incomplete circuit is refused in one line where it is defined or constructed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def build(**parts):
     return type("Mine", (Circuit,), {"name": "mine", **parts})(3, 2)
 
 
-def test_a_whole_one_is_constructed():
+def test_complete_circuit_is_constructed():
     assert build(latents=CHAIN, program=[[], CONDITION, [*CONDITION, Instruction(Op.TRANSITION, 0)], []]).num_inner == 1
 
 
@@ -39,10 +39,10 @@ def test_a_whole_one_is_constructed():
         ({"latents": CHAIN, "program": [[], [Instruction(Op.SIBLING)], CONDITION, []]}, r"program\[1\]: SIBLING pops"),
         ({"latents": Latents([0], [0, 1]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
         ({"latents": Latents([0], [0, 1, 2]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
-        ({"latents": Latents([2, 1], [0, 1, 2]), "program": [[]] * 4}, "parents of latents go in a circle"),
+        ({"latents": Latents([2, 1], [0, 1, 2]), "program": [[]] * 4}, "parents of latents form a cycle"),
     ],
 )
-def test_what_is_missing_or_does_not_fit_is_said(parts, words):
+def test_incomplete_circuit_is_refused_in_one_line(parts, words):
     with pytest.raises((TypeError, ValueError), match=words) as caught:
         build(**parts)
     assert "\n" not in str(caught.value)

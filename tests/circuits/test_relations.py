@@ -33,7 +33,7 @@ def assert_same_distribution(
 
 @pytest.mark.parametrize("name", [name for name in MIXTURES if make(name, 3, 2).num_inner])
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
-def test_latents_that_never_change_make_a_cp(name, n):
+def test_constant_latents_equal_a_cp(name, n):
     circuit = make(name, n, 3)
     cp = random_params(make("cp", n, 3), 3, seed=n)
     identity = torch.eye(3).log().expand(1, circuit.num_inner, 3, 3)  # zero off the diagonal: -inf
@@ -42,7 +42,7 @@ def test_latents_that_never_change_make_a_cp(name, n):
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("n", [2, 5])
-def test_one_component_makes_a_fully_factorised_circuit(name, n):
+def test_one_component_equals_a_fully_factorised_circuit(name, n):
     params = random_params(make(name, n, 1), 3, seed=n)
     assert_same_distribution((name, params), ("ff", params), n, 1)
 
@@ -69,12 +69,12 @@ def test_an_unknown_circuit_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize("name", CIRCUITS)
-def test_a_window_nobody_could_serve_is_refused_at_once(name):
+def test_huge_window_is_refused_at_once(name):
     """A damaged config must not make a process build a tree of 10**12 regions."""
     with pytest.raises(HeadConfigError, match="window=1000000000000"):
         get_circuit(name, 10**12, 1)
 
 
 @pytest.mark.parametrize("name", CIRCUITS)
-def test_a_class_has_the_name_it_is_registered_by(name):
+def test_circuit_name_equals_its_key(name):
     assert circuit_class(name).name == name

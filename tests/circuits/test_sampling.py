@@ -47,8 +47,8 @@ def counts_of(tokens: torch.Tensor, vocab: int) -> np.ndarray:
 
 def forgetful(circuit: Circuit) -> Circuit:
     """The injected bias: observed tokens never reach the weights."""
-    advance = circuit.advance
-    circuit.advance = lambda params, state, k, evidence: advance(params, state, k, torch.zeros_like(evidence))
+    observe = circuit.observe
+    circuit.observe = lambda params, state, k, token: observe(params, state, k, torch.full_like(token, -1))
     return circuit
 
 
@@ -81,7 +81,7 @@ def test_samples_of_a_truncated_window_follow_the_marginal(name):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_sampler_that_ignores_what_it_has_drawn_is_caught(name):
+def test_fault_of_ignored_draws_is_found(name):
     circuit = make(name, 3, 2)
     params = random_params(
         circuit, 4, seed=3
@@ -91,7 +91,7 @@ def test_a_sampler_that_ignores_what_it_has_drawn_is_caught(name):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_sampler_that_ignores_only_its_prefix_is_caught(name):
+def test_fault_of_an_ignored_prefix_is_found(name):
     """What drafting without the verifier's token would do: everything after the prefix is drawn rightly."""
     circuit = make(name, 5, 3)
     leaf, root, inner, _ = random_params(circuit, 3, seed=11, scale=3.0)
@@ -107,7 +107,7 @@ def test_a_sampler_that_ignores_only_its_prefix_is_caught(name):
     assert min(p_value(counts, distribution[token]) for token in range(3)) < CAUGHT
 
 
-def test_a_generator_decides_the_samples():
+def test_samples_repeat_with_the_same_generator():
     circuit = make("btree", 4, 3)
     params = random_params(circuit, 4, batch=64)
     first, again, other = (circuit.sample(params, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))

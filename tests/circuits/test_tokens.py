@@ -1,4 +1,4 @@
-"""Leaves that look at the token before them, against enumeration: every circuit, drawn, scored, refused."""
+"""Leaves conditioned on the token before them, against enumeration: every circuit, drawn, scored, refused."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def case(request) -> tuple[str, Circuit, CircuitParams]:
 
 
 @pytest.mark.parametrize("check", [check_joint, check_conditionals, check_conditionals_along_a_sequence])
-def test_it_is_the_enumerated_distribution(case, check: Callable) -> None:
+def test_token_conditioned_circuit_equals_enumeration(case, check: Callable) -> None:
     check(case)
 
 
-def test_a_forgotten_token_is_seen(case) -> None:
+def test_fault_of_a_missing_bigram_is_found(case) -> None:
     """The injected fault: the token before adds to no leaf."""
     name, circuit, params = case
     table = Enumerated(name, params, 0).table()
@@ -55,7 +55,7 @@ def test_all_conditionals_of_training_equal_enumeration(case) -> None:
         close(log_q[:, k], np.broadcast_to(expected[tuple(tokens[:, :k].T.numpy())], (len(tokens), table.shape[0])))
 
 
-def test_the_tail_is_marginalised_and_a_token_in_the_middle_refused(case) -> None:
+def test_tail_is_marginalised_and_token_after_a_gap_refused(case) -> None:
     name, circuit, params = case
     table, vocab = Enumerated(name, params, 0).table(), params.leaf.shape[-1]
     for m in range(1, circuit.window + 1):
@@ -70,12 +70,10 @@ def test_the_tail_is_marginalised_and_a_token_in_the_middle_refused(case) -> Non
     for ask in (circuit.log_prob, circuit.conditional_log_probs, lambda *given: conditionals(circuit, *given)):
         with pytest.raises(ValueError, match="token_rank=0"):
             ask(repeated(params, 0, 1), hole)
-    with pytest.raises(ValueError, match="use greedy or sample"):
-        circuit.mpe(params)
 
 
 def drawn(name: str, params: CircuitParams, bigram: Bigram, first: int) -> np.ndarray:
-    """Counts of the drafts that `kernels.draft.naive` draws behind one token, [V] * (n - 1)."""
+    """Counts of the drafts that `kernels.draft.naive` draws after one token, [V] * (n - 1)."""
     circuit, (_, n, r, vocab) = make(name, params.leaf.shape[1], params.leaf.shape[2]), params.leaf.shape
     many, generator = repeated(params, 0, DRAWS), torch.Generator().manual_seed(3)
     tokens = naive.draft(
@@ -92,7 +90,7 @@ def drawn(name: str, params: CircuitParams, bigram: Bigram, first: int) -> np.nd
 
 
 @pytest.mark.parametrize("name", CIRCUITS)
-def test_drafts_follow_the_enumerated_conditional_and_a_shifted_token_does_not(name: str) -> None:
+def test_drafts_follow_enumeration_and_shifted_bigram_is_found(name: str) -> None:
     params = random_params(make(name, 4, 3), 3, seed=8, token_rank=RANK)
     table = np.exp(Enumerated(name, params).table())
     first = 1

@@ -1,16 +1,15 @@
-"""What holds for every circuit, for the tests of the registered ones and of CONTRIBUTING.md's own."""
+"""Checks of every circuit, for the registered ones and the one of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax, logsumexp
 
-from tests.support.enumeration import Enumerated, all_tokens, make, prefix_marginals, random_params, repeated
+from tests.support.enumeration import Enumerated, all_tokens, prefix_marginals, repeated
 from tests.support.heads_zoo import LM_HEAD, OPTIONS, D, V, hidden_states
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.config.mtpc import HeadConfig
@@ -64,23 +63,6 @@ def check_conditionals_along_a_sequence(case: Case) -> None:
     close(got.sum(dim=1), table.ravel())
 
 
-def best_value(exact: Enumerated, prefix: tuple[int, ...], length: int) -> float:
-    """max over latents and over tokens after the prefix of log p(latents, first `length` tokens)."""
-    return max(
-        exact.latent_terms((*prefix, *rest)).max() for rest in product(range(exact.vocab), repeat=length - len(prefix))
-    )
-
-
-def check_mpe(name: str, n: int, r: int, vocab: int) -> None:
-    circuit = make(name, n, r)
-    params = random_params(circuit, vocab, batch=BATCH, seed=n + 50)
-    tokens = circuit.mpe(params)
-    assert tokens.shape == (BATCH, n)
-    for b, row in enumerate(tokens.tolist()):
-        exact = Enumerated(name, params, b)
-        assert exact.latent_terms(tuple(row)).max() == pytest.approx(best_value(exact, (), n), abs=TOLERANCE)
-
-
 SMALL = 3  # vocabulary small enough to enumerate
 SMALL_LM_HEAD = torch.randn(SMALL, D, generator=torch.Generator().manual_seed(3))
 
@@ -112,7 +94,7 @@ def joint(head: Head) -> torch.Tensor:
 
 
 def one_read_by(head: Head) -> torch.Tensor:
-    """What a head reads of one context: h [1, D], or a state for each position [1, n, D]."""
+    """The input of a head for one context: h [1, D], or a state for each position [1, n, D]."""
     hidden = hidden_states(1)
     return hidden[:, None].expand(-1, head.circuit.window, -1) if isinstance(head, BackboneHead) else hidden
 
@@ -136,7 +118,7 @@ def check_growth_from_a_cp(name: str, circuit: str, n: int, sums: int) -> None:
 def check_growth_from_an_ff(name: str, circuit: str) -> None:
     source, head = build("ff", 1, name, vocab=SMALL, std=0.3), build(circuit, 4, name, vocab=SMALL)
     init_from_head(head, source, seed=0)
-    if head.noise_in not in source.state_dict():  # components are new: they say the same, and part as they learn
+    if head.noise_in not in source.state_dict():  # new components are equal, and diverge in training
         torch.testing.assert_close(joint(head), joint(source), rtol=0, atol=2e-5)  # float32 rounding near -10
         return
     # Noise of std 0.01 D^-1/2 in the leaf parameters moves a logit by 0.01 and a window's by 0.05; a mean of four.

@@ -21,7 +21,7 @@ FILE, LINE = (re.sub(r"(?m)^   ", "", block) for block in re.findall(r"```python
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """As if the file lay next to the other circuits and the line stood in CIRCUITS."""
+    """Register the file as a circuit, as its line in CIRCUITS does."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         Path(folder, f"{NAME}.py").write_text(FILE, encoding="utf-8")
         patch.setattr(vllm_mtpc.circuits, "__path__", [*vllm_mtpc.circuits.__path__, folder])

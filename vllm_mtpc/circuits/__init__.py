@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CIRCUITS", "Circuit", "CircuitParams", "FilterState", "Latents", "circuit_class", "get_circuit"]
 
-CIRCUITS = {  # where each is, not the class: help texts name them without torch
+CIRCUITS = {  # paths, not classes: help texts name circuits without importing torch
     "ff": "vllm_mtpc.circuits.ff:FullyFactorised",
     "cp": "vllm_mtpc.circuits.cp:CP",
     "hmm": "vllm_mtpc.circuits.hmm:HMM",
@@ -20,7 +20,14 @@ CIRCUITS = {  # where each is, not the class: help texts name them without torch
 
 
 def circuit_class(name: str) -> type[Circuit]:
-    """The class of the circuit called `name`; raises HeadConfigError for an unknown name."""
+    """Return the class of a circuit.
+
+    Args:
+        name: a key of CIRCUITS.
+
+    Raises:
+        HeadConfigError: the name is unknown.
+    """
     from pkgutil import resolve_name
 
     if name not in CIRCUITS:
@@ -29,12 +36,21 @@ def circuit_class(name: str) -> type[Circuit]:
 
 
 def get_circuit(name: str, window: int, num_components: int) -> Circuit:
-    """The circuit called `name`; raises HeadConfigError for an unknown name or impossible sizes."""
+    """Return a circuit.
+
+    Args:
+        name: a key of CIRCUITS.
+        window: n, tokens.
+        num_components: r, latent states.
+
+    Raises:
+        HeadConfigError: the name is unknown or a size out of range.
+    """
     return circuit_class(name)(window, num_components)
 
 
 def __getattr__(name: str) -> Any:
-    """What `base` has for everyone, imported when it is asked for."""
+    """Import the names of `base` when they are first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm_mtpc.circuits import base

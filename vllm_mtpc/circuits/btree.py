@@ -1,11 +1,11 @@
 """Binary tree of latents: every region of two or more tokens has one, its row given by the region above.
 
-The window is halved until single tokens are left. A token has no latent of its own: it reads the one
-of the region it is a child of, so the two tokens of a pair share a latent (MtPC paper, section 3;
-the left part of an odd region takes round-half-to-even of its length).
+The window is halved until single tokens are left. A token reads the latent of the region it is a child of, so the two
+tokens of a pair share a latent (MtPC paper, section 3; the left part of an odd region has half its length, rounded half
+to even).
 
-Filtering walks the tree depth first. Each open region keeps one tensor: while its left child is being
-read, its weights; afterwards, the message of that left child, which its own upward message needs.
+Filtering walks the tree depth first. Each open region keeps one tensor: its weights while its left child is read, then
+the message of that left child, which its own upward message needs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vllm_mtpc.kernels.filter import Instruction, Op, Program
 
 
 @dataclass
-class Region:
+class _Region:
     """Tokens [lo, hi); two children when there is more than one; `index` into the inner sums (root: -1)."""
 
     lo: int
     hi: int
-    children: tuple[Region, ...] = ()  # none, or two
+    children: tuple[_Region, ...] = ()  # none, or two
     index: int = -1
 
     @property
@@ -31,16 +31,16 @@ class Region:
         return max((1 + child.height for child in self.children), default=0)
 
 
-def build_tree(lo: int, hi: int) -> Region:
-    region = Region(lo, hi)
+def _build_tree(lo: int, hi: int) -> _Region:
+    region = _Region(lo, hi)
     if hi - lo > 1:
         middle = lo + round((hi - lo) / 2)
-        region.children = build_tree(lo, middle), build_tree(middle, hi)
+        region.children = _build_tree(lo, middle), _build_tree(middle, hi)
     return region
 
 
-def inner_regions(root: Region) -> list[Region]:
-    """Regions with a sum of their own below the root, leaves to root, left to right within a height."""
+def _inner_regions(root: _Region) -> list[_Region]:
+    """Regions below the root with two children, leaves to root, left to right within a height."""
     found, todo = [], [*root.children]
     while todo:
         region = todo.pop()
@@ -51,18 +51,22 @@ def inner_regions(root: Region) -> list[Region]:
 
 
 class BTree(Circuit):
+    """A balanced binary tree of latents."""
+
     name = "btree"
 
     @cached_property
-    def tree(self) -> Region:
-        tree = build_tree(0, self.window)
-        for index, region in enumerate(inner_regions(tree)):
+    def tree(self) -> _Region:
+        """The root region."""
+        tree = _build_tree(0, self.window)
+        for index, region in enumerate(_inner_regions(tree)):
             region.index = index
         return tree
 
     @cached_property
     def latents(self) -> Latents:
-        regions = inner_regions(self.tree)
+        """As in Circuit."""
+        regions = _inner_regions(self.tree)
         parents, reads = [0] * len(regions), [0] * self.window
         for region in (self.tree, *regions):
             for child in region.children:
@@ -74,14 +78,15 @@ class BTree(Circuit):
 
     @cached_property
     def program(self) -> Program:
+        """As in Circuit."""
         program: list[list[Instruction]] = [[]]
         _walk(self.tree, program)
-        program[-1] = []  # behind the last token nothing is read
+        program[-1] = []  # nothing is read after the last token
         return program
 
 
-def _walk(region: Region, program: list[list[Instruction]]) -> None:
-    """Append the instructions of a region to the last list; the list after a token begins where it is read."""
+def _walk(region: _Region, program: list[list[Instruction]]) -> None:
+    """Append the instructions of a region to the last list; reading a token begins a new list."""
     if not region.children:
         program.append([])
         return

@@ -10,11 +10,18 @@ from vllm_mtpc.kernels.filter import filter_weights
 
 
 def conditionals(circuit: Circuit, params: CircuitParams, tokens: Tensor) -> Tensor:
-    """log q(x_k = . | x_1..x_(k-1), h) along tokens[B, m], m <= n (MtPC paper, section 4: the terms of L_k).
+    """Return log q(x_k = . | x_1 .. x_(k-1), h) along given tokens (MtPC paper, section 4: the terms of L_k).
 
-    A token of -1 marginalises its position for the later ones; where leaves look at the token before them, what comes
-    behind it means nothing, and ValueError is raised for a token there. Returns [B, m, V] float32; without a term of
-    the token before, values are at least log of the smallest normal float32 (-87.3). Differentiable in ``params``.
+    Args:
+        circuit: the structure.
+        params: of B circuits; the result is differentiable in them.
+        tokens: [B, m] int64, m <= n; -1 marginalises a position for the later ones.
+
+    Returns:
+        [B, m, V] float32. Without a bigram no value is below the logarithm of the smallest normal float32 (-87.3).
+
+    Raises:
+        ValueError: a token follows a marginalised one and its leaf is conditioned on that.
     """
     leaf = params.leaf[:, : tokens.shape[1]]
     # One gather for all positions: one per position costs a full-size gradient of the leaves each.

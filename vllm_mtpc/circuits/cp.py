@@ -9,12 +9,16 @@ from vllm_mtpc.kernels.filter import Instruction, Op, Program
 
 
 class CP(Circuit):
+    """One latent for the whole window."""
+
     name = "cp"
 
     @cached_property
     def latents(self) -> Latents:
+        """As in Circuit."""
         return Latents(parents=(), reads=(0,) * self.window)
 
     @cached_property
     def program(self) -> Program:
+        """As in Circuit."""
         return [[], *[[Instruction(Op.CONDITION)]] * (self.window - 1), []]

@@ -9,13 +9,17 @@ from vllm_mtpc.kernels.filter import Program
 
 
 class FullyFactorised(Circuit):
+    """No latents."""
+
     name = "ff"
     max_components = 1
 
     @cached_property
     def latents(self) -> Latents:
+        """As in Circuit."""
         return Latents(parents=(), reads=(0,) * self.window)
 
     @cached_property
     def program(self) -> Program:
+        """As in Circuit."""
         return [[]] * (self.window + 1)

@@ -9,12 +9,16 @@ from vllm_mtpc.kernels.filter import Instruction, Op, Program
 
 
 class HMM(Circuit):
+    """A chain of latents, one per token."""
+
     name = "hmm"
 
     @cached_property
     def latents(self) -> Latents:
+        """As in Circuit."""
         return Latents(parents=range(self.window - 1), reads=range(self.window))
 
     @cached_property
     def program(self) -> Program:
+        """As in Circuit."""
         return [[], *([Instruction(Op.CONDITION), Instruction(Op.TRANSITION, k)] for k in range(self.window - 1)), []]
