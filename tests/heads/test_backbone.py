@@ -104,7 +104,7 @@ def test_gradients_are_those_of_one_window_at_a_time():
 
 
 def leaks(head: BackboneHead) -> list[str]:
-    """What changes states that must not: what lies behind a window's start, other documents, other windows."""
+    """The inputs that change a window's states and must not: later tokens, other documents, other windows."""
     before, found = read(head), []
     for row, start in set(zip(ROW.tolist(), START.tolist(), strict=True)):
         unseen = torch.ones(2, S, dtype=torch.bool)
@@ -121,7 +121,7 @@ def leaks(head: BackboneHead) -> list[str]:
     return found
 
 
-def test_nothing_leaks_into_a_window(monkeypatch):
+def test_window_does_not_read_other_text(monkeypatch):
     monkeypatch.setattr(backbone, "CONTEXT_PER_QUERY", 1)  # windows next to one another
     head, right = head_of(), backbone.windows_mask
     assert leaks(head) == []
@@ -142,7 +142,7 @@ def test_nothing_leaks_into_a_window(monkeypatch):
         assert any(words in one for one in leaks(head)), wrong.__name__
 
 
-def test_x_1_says_nothing_about_the_latents():
+def test_leaf_of_x_1_is_equal_for_all_components():
     head = head_of()
     states = read(head)
     params = head(states)
@@ -152,7 +152,7 @@ def test_x_1_says_nothing_about_the_latents():
     torch.testing.assert_close(drafted.leaf.float().log_softmax(-1), params.leaf[:, 1:4])
 
 
-def test_the_anchor_s_layout_reads_each_leaf_one_query_earlier():
+def test_anchor_layout_reads_each_leaf_one_query_earlier():
     """Its leaves of positions 2 to n are the other layout's for the same states, moved by one."""
     head, other = head_of(True), head_of(False)
     other.load_state_dict(head.state_dict())
@@ -162,7 +162,7 @@ def test_the_anchor_s_layout_reads_each_leaf_one_query_earlier():
     torch.testing.assert_close(ours.root, head.sums(states[:, 1:])[0])
 
 
-def test_without_embeddings_it_says_what_to_call():
+def test_backbone_without_embeddings_is_refused():
     with pytest.raises(HeadConfigError, match="bind_embedding"):
         read(build("backbone", "hmm", bind=False).double())
     with pytest.raises(HeadConfigError, match="bind_lm_head"):
@@ -178,7 +178,7 @@ def config(target: dict = SIZES, **options) -> HeadConfig:
     return HeadConfig.create(**sizes | options, target=target, head="backbone")
 
 
-def test_sizes_are_the_target_s_where_none_are_named():
+def test_default_sizes_are_those_of_the_target():
     made = config()
     assert (made.backbone_heads, made.backbone_kv_heads, made.backbone_head_dim) == (4, 2, 8)
     assert (made.backbone_width, made.backbone_theta, made.backbone_eps) == (48, 5e5, 1e-5)
@@ -201,7 +201,7 @@ def test_sizes_are_the_target_s_where_none_are_named():
         ({"lora_layers": 1}, ["lora_layers=1 with head 'backbone'", "set lora_layers to 0"]),
     ],
 )
-def test_what_cannot_be_is_refused(options, words):
+def test_impossible_backbone_options_are_refused(options, words):
     with pytest.raises(HeadConfigError) as caught:
         config(**options)
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value

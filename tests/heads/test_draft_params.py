@@ -1,4 +1,4 @@
-"""What drafting gets of a head, against the plain definition; also from weights as a server keeps them."""
+"""The parameters of a draft against their definition; also from sharded and packed weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.heads_zoo import LM_HEAD, B, N, V, build, hidden_states, read_by
+from tests.support.heads_zoo import LM_HEAD, OPTIONS, B, N, V, build, hidden_states, read_by
 from vllm_mtpc.circuits import CIRCUITS
-from vllm_mtpc.heads import HEADS
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.heads.linear import LinearHead
@@ -20,7 +19,7 @@ from vllm_mtpc.kernels.shard import Shard
 
 torch.set_num_threads(1)
 FIRST = torch.tensor([0, V - 1, 3])
-OWN = pytest.mark.parametrize("name", ["linear", "mlp", "transformer"])  # with unembeddings of their own
+OWN = pytest.mark.parametrize("name", ["linear", "mlp", "transformer"])  # with trained unembeddings
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products, so nothing is packed"
 )
@@ -42,10 +41,10 @@ def assert_same(found: DraftParams, wanted: DraftParams, **tolerance: float) -> 
         )
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("num_drafts", [1, N - 1])
-def test_draft_params_are_what_they_are_defined_as(name: str, circuit: str, num_drafts: int) -> None:
+def test_draft_params_equal_their_definition(name: str, circuit: str, num_drafts: int) -> None:
     head = build(name, circuit, std=0.3)
     hidden = read_by(head)
     found = head.draft_params(hidden, FIRST, num_drafts)
@@ -56,12 +55,10 @@ def test_draft_params_are_what_they_are_defined_as(name: str, circuit: str, num_
     assert torch.equal(drafts, wanted)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("num_drafts", [1, N - 1])
-def test_drafts_of_leaves_that_look_at_the_token_before_are_the_circuits(
-    name: str, circuit: str, num_drafts: int
-) -> None:
+def test_token_conditioned_drafts_equal_greedy_decoding(name: str, circuit: str, num_drafts: int) -> None:
     head = build(name, circuit, std=0.5, token_rank=2)
     hidden = read_by(head, 8)
     head.token_target *= 20  # so that it decides drafts of every head
@@ -75,7 +72,7 @@ def test_drafts_of_leaves_that_look_at_the_token_before_are_the_circuits(
 
 
 @OWN
-def test_two_products_as_on_a_gpu_give_the_same(name: str) -> None:
+def test_two_products_equal_one(name: str) -> None:
     head, hidden = build(name, std=0.3), hidden_states()
     evidence, logits = head._draft_apart(head.prepare(hidden), FIRST, N - 1)
     wanted = defined(head, hidden, N - 1)
@@ -83,21 +80,17 @@ def test_two_products_as_on_a_gpu_give_the_same(name: str) -> None:
     torch.testing.assert_close(logits, wanted.leaf)
 
 
-def test_a_borrowed_lm_head_is_read_once() -> None:
-    head, seen = build("shared", bind=False), []
-
-    def lm_head(states: Tensor) -> Tensor:
-        seen.append(states.shape)
-        return states @ LM_HEAD.T
-
-    head.bind_lm_head(lm_head)
+@pytest.mark.parametrize(("name", "rows"), [("shared", 3), ("low rank", 1)])
+def test_lm_head_is_read_once_per_draft(name: str, rows: int) -> None:
+    head, seen = build(name, bind=False), []
+    head.bind_lm_head(lambda states: (seen.append(states.shape), states @ LM_HEAD.T)[1])
     head.draft_params(hidden_states(), FIRST, 2)
-    assert seen == [(B, 3, 3, 16)], "positions of the drafts and x_1, all components, nothing else"
+    assert seen == [(B, 3, rows, 16)], "x_1 and the drafts"
 
 
 @needs_bfloat16
 @pytest.mark.parametrize("circuit", ["ff", "cp", "btree"])
-def test_packed_weights_are_the_same_weights(circuit: str) -> None:
+def test_packed_head_drafts_the_same(circuit: str) -> None:
     head, hidden = build("linear", circuit, std=0.3).to(torch.bfloat16), hidden_states()
     wanted = [defined(head, hidden.bfloat16(), num_drafts) for num_drafts in (3, 2)]  # all that is packed, and less
     head.pack(4)
@@ -130,7 +123,7 @@ def sharded(head: LinearHead, size: int) -> list[DraftParams]:
 @OWN
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])  # 7 tokens: 4 + 3, 3 + 3 + 1, 2 + 2 + 2 + 1, 2 + 2 + 2 + 1 + 0
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_ranks_draft_from_the_same_numbers_as_one(name: str, size: int, kind: str) -> None:
+def test_ranks_draft_from_the_same_logits_as_one(name: str, size: int, kind: str) -> None:
     head = build(name, std=0.3).to(getattr(torch, kind))
     parts = sharded(head, size)
     wanted = head.draft_params(hidden_states(), FIRST, N - 1)
@@ -142,7 +135,7 @@ def test_ranks_draft_from_the_same_numbers_as_one(name: str, size: int, kind: st
     assert_same(parts[0], wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_what_crosses_for_the_first_token_is_not_rounded() -> None:
+def test_gathered_evidence_is_not_rounded() -> None:
     """Numbers that bfloat16 cannot hold, next to logits that are bfloat16."""
     terms = torch.tensor([[[1.0001, 700.3], [-2.0003, -torch.inf]]])
     logits = torch.zeros(1, 2, 2, V, dtype=torch.bfloat16)

@@ -57,7 +57,7 @@ def test_a_head_starts_at_the_loss_of_evabyte_s_own_heads_at_its_hidden_size(cir
     torch.testing.assert_close(-head.circuit.log_prob(params, tokens).sum(), loss, rtol=1e-3, atol=0)
 
 
-def test_a_shared_head_is_left_where_it_is():
+def test_shared_head_is_not_changed_by_lm_head_start():
     head = build("cp", 2, "shared")
     before = head.up_weight.clone()
     init_from_lm_head(head, LM_HEAD, seed=0)
@@ -94,13 +94,13 @@ def test_a_cp_becomes_an_hmm_or_a_btree_of_nearly_the_same_distribution(name, ci
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("circuit", MIXTURES)
-def test_an_ff_becomes_a_mixture_of_its_copies(name, circuit):
+def test_ff_becomes_a_mixture_of_copies(name, circuit):
     check_growth_from_an_ff(name, circuit)
 
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("circuit", MIXTURES)
-def test_more_components_repeat_the_distribution_exactly_but_for_the_noise(name, circuit, monkeypatch):
+def test_more_components_repeat_the_distribution(name, circuit, monkeypatch):
     source, head = build(circuit, 2, name, vocab=SMALL, std=0.3), build(circuit, 6, name, vocab=SMALL)
     init_from_head(head, source)
     assert not torch.equal(joint(head), joint(source))
@@ -121,7 +121,7 @@ def test_more_components_repeat_the_distribution_exactly_but_for_the_noise(name,
         (("cp", 2, "linear", 4, 5), ("cp", 2, "linear", 4), [f"(4, 5, {D})"]),
     ],
 )
-def test_a_source_that_does_not_fit_is_refused(given, source, words):
+def test_unsuitable_source_is_refused(given, source, words):
     with pytest.raises(HeadConfigError) as caught:
         init_from_head(build(*given), build(*source))
     assert all(word in str(caught.value) for word in words), str(caught.value)

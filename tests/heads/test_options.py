@@ -64,7 +64,7 @@ assert row("unembedding_scale") == "| `unembedding_scale` |  | head scaled: fact
 """
 
 
-def test_an_option_of_the_registry_is_known_everywhere(root) -> None:
-    """In a process of its own, where the entry is in the registry from the start."""
+def test_option_of_the_registry_is_in_config_flags_and_docs(root) -> None:
+    """In a separate process, where the entry is in the registry from the start."""
     child = subprocess.run([sys.executable, "-c", DECLARED], capture_output=True, text=True, timeout=120, cwd=root)
     assert child.returncode == 0, child.stderr[-2000:]

@@ -41,7 +41,7 @@ def test_u_inside_an_interval_picks_its_token(inner: float) -> None:
         assert u.dtype == torch.float32 and ((u >= 0) & (u < 1)).all()
         assert torch.equal(u.double() * STEPS, (u.double() * STEPS).floor())
         holds = (right * STEPS).ceil() - 1 >= (left * STEPS).ceil()
-        assert holds.any() and not holds.all()  # both kinds are there
+        assert holds.any() and not holds.all()  # both kinds occur
         rows = log_q[:, None].expand(-1, log_q.shape[-1], -1)[holds]
         assert (log_q.exp() > 1e-3).sum() > 100 and torch.equal(pick(rows, u[holds]), tokens[holds])
 
@@ -56,7 +56,7 @@ def test_intervals_cover_zero_to_one_in_vocabulary_order() -> None:
     assert ((right - left) == 0)[torch.isinf(log_q)].all()
 
 
-def test_u_inside_is_uniform_where_its_place_is() -> None:
+def test_u_inside_is_uniform_for_sampled_tokens() -> None:
     """u of tokens drawn from the distribution, uniform inside their intervals, is uniform on [0, 1)."""
     generator = torch.Generator().manual_seed(1)
     log_q = processed(LOGITS[0])

@@ -37,7 +37,7 @@ def points() -> torch.Tensor:
 
 
 def features(name: str, count: int | None) -> torch.Tensor:
-    """What the linear layer of an embedding reads: its weight the unit matrix, its bias zero."""
+    """The features of an embedding, read through a unit matrix without bias."""
     width = {"ieee": 32, "scalar": 1}.get(name, count)
     embedding = build_embedding(name, width, features=count)
     torch.nn.init.eye_(embedding.outer.weight)
@@ -45,7 +45,7 @@ def features(name: str, count: int | None) -> torch.Tensor:
     return embedding(points())
 
 
-def test_the_paper_s_six_and_the_default_come_first() -> None:
+def test_embeddings_of_the_paper_come_first() -> None:
     paper = ("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp")
     assert EMBEDDINGS[: len(paper)] == paper
     assert EMBEDDING == "ieee"
@@ -66,7 +66,7 @@ def test_features_are_those_of_the_definition(name: str, count: int) -> None:
     assert torch.allclose(found, expected.double(), rtol=0, atol=tolerance)
 
 
-def test_rows_are_chosen_or_lie_between_two() -> None:
+def test_learned_rows_are_selected_or_interpolated() -> None:
     between = build_embedding("interpolation", SIZE, features=5)
     rows = between.rows.detach()
     for u, row in zip(POINTS, between(points()), strict=True):
@@ -139,12 +139,12 @@ def test_any_shape_of_u_and_gradients_to_every_parameter(name: str) -> None:
         ("interpolation", 1, None, ["u_features=1", "2 rows"]),
     ],
 )
-def test_options_that_are_not_an_embeddings_are_refused(name, features, hidden, words) -> None:
+def test_options_of_another_embedding_are_refused(name, features, hidden, words) -> None:
     with pytest.raises(HeadConfigError) as caught:
         check_embedding(name, features, hidden)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_an_unknown_name_is_refused_when_it_is_built() -> None:
+def test_unknown_embedding_is_refused() -> None:
     with pytest.raises(HeadConfigError, match="'fourier'"):
         build_embedding("fourier", SIZE)

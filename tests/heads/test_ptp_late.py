@@ -53,21 +53,21 @@ def written_down(late: LateNetwork, states: list[list[float]], tokens: list[list
     return found
 
 
-def test_it_is_its_formula() -> None:
+def test_late_network_equals_its_formula() -> None:
     """float32 against Python's float64 over three rows; the 1e-6 in the root mean squares moves less than 1e-5."""
     late, hidden, tokens = network(), numbers(4, 3, SIZE, seed=1), numbers(4, 3, SIZE, seed=2)
     wanted = [written_down(late, *window) for window in zip(hidden.tolist(), tokens.tolist(), strict=True)]
     assert (late(hidden, tokens) - torch.tensor(wanted)).abs().max() < 3e-5 * torch.tensor(wanted).abs().max()
 
 
-def test_untrained_it_changes_nothing() -> None:
+def test_untrained_late_network_changes_nothing() -> None:
     """But for the division by the size and back: one rounding each."""
     hidden, tokens = numbers(2, 3, SIZE, seed=3), numbers(2, 3, SIZE, seed=4)
     assert torch.allclose(build_late(SIZE, WIDTH)(hidden, tokens), hidden, rtol=3e-7, atol=0)
     assert build_late(SIZE, 0) is None
 
 
-def test_drafts_are_what_it_says_behind_the_drafts_before() -> None:
+def test_late_drafts_are_conditioned_on_the_drafts_before() -> None:
     late, hidden = network(), numbers(7, 4, SIZE, seed=5)
     embedding, lm_head = numbers(VOCAB, SIZE, seed=6), numbers(VOCAB, SIZE, seed=7)
     first = torch.arange(7)

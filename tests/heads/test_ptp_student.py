@@ -1,4 +1,4 @@
-"""The student of a PTP head: rows of u run like PEFT's adapted model behind the plain target's prefix."""
+"""The student of a PTP head: rows of u equal PEFT's adapted model after the plain target's prefix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_mtpc.checkpoint.ptp import load_student, save_ptp
 from vllm_mtpc.config.ptp import PtpConfig
@@ -17,41 +16,11 @@ from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import Target, load_target
 
 torch.set_num_threads(1)
-V, LAYERS, N = 32, 3, 4
+V, LAYERS, N = 32, 5, 4
 TOKENS = torch.randint(V, (3, 12), generator=torch.Generator().manual_seed(0))
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 4 + [1] * 6 + [-1] * 2, [0] * 12])
 # Windows of several rows and documents, two of them at one place, the third packed row unused.
 ROW, START = torch.tensor([1, 0, 0, 1, 0, 0]), torch.tensor([6, 3, 10, 0, 3, 5])
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def make(folder: Path, model_type: str = "llama", **changes: object) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | changes))).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("student") / "llama")
-
-
-@pytest.fixture
-def target(folder: Path) -> Target:
-    return load_target(folder, attention="torch")
 
 
 def student_of(target: Target, std: float = 0.2, **changes: object) -> Student:
@@ -120,7 +89,7 @@ def test_the_prefix_is_the_target_bit_for_bit(target: Target) -> None:
     assert all(torch.equal(*pair) for pair in zip(weights, target.model.parameters(), strict=True))
 
 
-def test_windows_do_not_see_each_other(target: Target) -> None:
+def test_windows_are_independent(target: Target) -> None:
     student, u = student_of(target), numbers(len(ROW))
     prefix = student.prefix(TOKENS, DOCUMENTS)
     together = student.aux(prefix, ROW, START, u)
@@ -135,7 +104,7 @@ def test_windows_do_not_see_each_other(target: Target) -> None:
     assert not torch.allclose(changed[1, 2:], together[1, 2:], atol=1e-2)
 
 
-def test_a_window_sees_its_document_up_to_its_start(target: Target) -> None:
+def test_window_reads_its_document_up_to_its_start(target: Target) -> None:
     student, u = student_of(target), numbers(1)
     row, start = torch.tensor([0]), torch.tensor([8])
     base = student.aux(student.prefix(TOKENS, DOCUMENTS), row, start, u)
@@ -146,7 +115,7 @@ def test_a_window_sees_its_document_up_to_its_start(target: Target) -> None:
         assert torch.allclose(changed, base, atol=1e-5) != sees, at
 
 
-def test_plain_rows_are_the_target_that_reads_on(target: Target) -> None:
+def test_plain_rows_equal_the_target(target: Target) -> None:
     student = student_of(target)
     prefix = student.prefix(TOKENS, DOCUMENTS)
     row, start, length = torch.tensor([0, 0, 2]), torch.tensor([0, 7, 5]), 4
@@ -177,7 +146,7 @@ def test_a_new_student_starts_as_the_target(target: Target) -> None:
     torch.testing.assert_close(states, prefix.hidden[:2, 5:9], rtol=1e-4, atol=1e-4)
 
 
-def test_uninformed_students_read_nothing_of_u(target: Target) -> None:
+def test_uninformed_student_ignores_u(target: Target) -> None:
     student = student_of(target, variant="independent")
     prefix = student.prefix(TOKENS, DOCUMENTS)
     one, other = (student.aux(prefix, ROW, START, numbers(len(ROW), seed)) for seed in (3, 4))
@@ -186,7 +155,7 @@ def test_uninformed_students_read_nothing_of_u(target: Target) -> None:
     assert torch.equal(one, informed.aux(prefix, ROW, START, torch.full_like(numbers(len(ROW)), 0.5)))
 
 
-def test_saved_and_loaded(target: Target, folder: Path, tmp_path: Path) -> None:
+def test_loaded_student_equals_the_saved_one(target: Target, folder: Path, tmp_path: Path) -> None:
     student = student_of(target, u_embedding="arithmetic-mlp")
     save_ptp(tmp_path, student.config, student.lora(), student.embedding, {}, "card", torch.float32)
     loaded = load_student(tmp_path, target)
@@ -203,8 +172,10 @@ def test_saved_and_loaded(target: Target, folder: Path, tmp_path: Path) -> None:
         ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": LAYERS}, "is not made of `layers`"),
     ],
 )
-def test_targets_that_cannot_be_students(tmp_path: Path, model_type: str, changes: dict, message: str) -> None:
-    target = load_target(make(tmp_path, model_type, **changes), attention="torch")
+def test_unsuitable_target_is_refused(
+    tmp_path: Path, make_target, model_type: str, changes: dict, message: str
+) -> None:
+    target = load_target(make_target(tmp_path, model_type, **changes), attention="torch")
     sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": LAYERS}
     with pytest.raises(HeadConfigError, match=message):
         Student(target, PtpConfig.create(variant="o-ptp", window=N, target=sizes, verifier="t"))
@@ -212,13 +183,13 @@ def test_targets_that_cannot_be_students(tmp_path: Path, model_type: str, change
 
 def test_a_head_of_another_target_is_refused(target: Target) -> None:
     sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": LAYERS + 1}
-    with pytest.raises(HeadConfigError, match="layers=3, the head was made for 4"):
+    with pytest.raises(HeadConfigError, match="layers=5, the head was made for 6"):
         Student(target, PtpConfig.create(variant="o-ptp", window=N, target=sizes, verifier="t"))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "gemma"])
-def test_other_targets(tmp_path: Path, model_type: str) -> None:
-    target = load_target(make(tmp_path, model_type), attention="torch")
+def test_other_targets_are_read_bit_for_bit(tmp_path: Path, make_target, model_type: str) -> None:
+    target = load_target(make_target(tmp_path, model_type), attention="torch")
     student = student_of(target)
     prefix = student.prefix(TOKENS, DOCUMENTS)
     assert torch.equal(prefix.hidden, target.hidden(TOKENS, DOCUMENTS))

@@ -1,4 +1,4 @@
-"""Drafts by u from a distribution that is nearly the target's: the formula once more, its limits, its use."""
+"""Drafts by u from an approximate distribution: the formula, its limits, its use."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def written_down(logits: torch.Tensor, u: float, trust: float) -> list[float]:
 
 
 @pytest.mark.parametrize("trust", [0.2, 0.87, 0.99])
-def test_it_is_its_formula(trust: float) -> None:
-    """float64 against float64: what is left is the rounding of two inverse functions."""
+def test_conditional_equals_its_formula(trust: float) -> None:
+    """float64 against float64, up to the rounding of two inverse functions."""
     logits, u = some(50)
     u[0], u[1] = 0.0, 1 - 1 / STEPS
     wanted = [written_down(row, number, trust) for row, number in zip(logits, u.tolist(), strict=True)]
     assert (conditional(logits, u, trust) - torch.tensor(wanted, dtype=torch.double)).abs().max() < 1e-9
 
 
-def test_over_all_u_it_is_the_distribution() -> None:
+def test_mean_over_u_is_the_distribution() -> None:
     """A grid of 2^14 u; the middle of a cell misses the mean over it by less than a cell."""
     grid = torch.arange(1 << 14) / (1 << 14)
     for logits in some(3, seed=1)[0]:
@@ -56,7 +56,7 @@ def test_over_all_u_it_is_the_distribution() -> None:
         assert (mean - logits.double().softmax(0)).abs().max() < 2 / len(grid)
 
 
-def test_its_limits_are_pick_and_argmax() -> None:
+def test_limits_of_trust_are_pick_and_argmax() -> None:
     """Near 1, u must lie within about 1e-3 of an edge to name another token than Pick: 30 edges, so 3 % at most."""
     logits, u = some(4000)
     assert (conditional(logits, u, 1 - 1e-6).argmax(-1) == pick(logits, u)).double().mean() > 0.97
@@ -76,7 +76,7 @@ def test_tokens_without_mass_are_never_drafted() -> None:
     assert torch.isfinite(logits.gather(-1, found.argmax(-1)[:, None])).all()
 
 
-def test_it_beats_pick_and_argmax_where_the_distribution_is_nearly_right() -> None:
+def test_trust_beats_pick_and_argmax_for_an_approximate_distribution() -> None:
     """The target's logits are the row's with noise of deviation 1; 20,000 draws, standard error 0.35 %."""
     logits, u = some(20000)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
@@ -109,7 +109,7 @@ def test_likelihood_is_that_of_the_formula_with_finite_gradients() -> None:
     assert logits.grad.isfinite().all() and logits.grad[3:].abs().amax(-1).gt(0).all()
 
 
-def test_its_gradient_is_the_slope() -> None:
+def test_gradient_of_the_likelihood_equals_differences() -> None:
     logits, u = some(6, vocab_size=5, seed=4)
     logits, tokens = logits.double().requires_grad_(), pick(logits, u)
     found = torch.autograd.grad(log_likelihood(logits, u, tokens, 0.8, 0.1).sum(), logits)[0]
@@ -123,7 +123,7 @@ def test_its_gradient_is_the_slope() -> None:
             assert (found[:, token] - slope).abs().max() < 5e-3
 
 
-def test_a_head_drafts_as_its_config_says() -> None:
+def test_drafts_follow_the_variant_of_the_config() -> None:
     logits, u = some(200, vocab_size=5)
     expected = {
         "o-ptp": logits.argmax(-1),

@@ -16,6 +16,7 @@ LM_HEAD = torch.randn(V, D, generator=torch.Generator().manual_seed(3))
 OPTIONS = {
     "linear": {},
     "shared": {"expander_rank": 4},
+    "low rank": {"expander_rank": 4, "component_rank": 2},
     "mlp": {"expander_layers": 2},
     "transformer": {"expander_layers": 2, "expander_heads": 4},
     "backbone": {
@@ -28,6 +29,7 @@ OPTIONS = {
         "component_rank": 2,
     },
 }
+KINDS = {"low rank": "shared"}  # variants of a head
 
 
 def build(
@@ -36,7 +38,9 @@ def build(
     """A new head; with `std`, every parameter is drawn that wide, so that nothing is zero by initialisation."""
     components = 1 if circuit == "ff" else R
     sizes = {"circuit": circuit, "window": N, "num_components": components}
-    config = HeadConfig.create(**sizes, target=TARGET, verifier="x", head=name, **OPTIONS[name], **more)
+    config = HeadConfig.create(
+        **sizes, target=TARGET, verifier="x", head=KINDS.get(name, name), **OPTIONS[name], **more
+    )
     torch.manual_seed(seed)
     head = build_head(config)
     if std is not None:

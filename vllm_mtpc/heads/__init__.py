@@ -15,42 +15,42 @@ if TYPE_CHECKING:
 
 
 class Option(NamedTuple):
-    """An option of a head. It is an argument of the class; a field of HeadConfig and a flag of `vllm-mtpc train`, of
-    the type of `default`, follow from it. is_optional: a config may leave it out, which means the default. Bounds of a
-    list are those of its numbers."""
+    """An option of a head: an argument of its class, a field of HeadConfig and a flag of `vllm-mtpc train`."""
 
     name: str
-    default: Any
+    default: Any  # its type is that of the field and the flag
     help: str
-    ge: float | None = 1
+    ge: float | None = 1  # bounds; of a list those of its numbers
     le: float | None = None
-    is_optional: bool = False
+    is_optional: bool = False  # a config may omit it, which means the default
     divides: str | None = None  # "hidden_size", or another option of the head
     of_target: Callable[[Mapping[str, Any]], Any] | None = None  # the default, from the target's config; None: unknown
 
 
 class Entry(NamedTuple):
-    """A head, known without importing it."""
+    """The registry entry of a head, which does not import it."""
 
-    location: str
+    location: str  # "module:class"
     options: tuple[Option, ...] = ()
-    needs_lm_head: bool = False  # as the class says
+    needs_lm_head: bool = False  # as `Head.needs_lm_head`
 
 
-MAX_WIDTH = 2**17  # beyond any model
+MAX_WIDTH = 2**17  # larger than in any model
 MAX_LIST = 16  # entries of a list
 RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDTH)
 LAYERS = Option("expander_layers", 1, "blocks of the expander", le=64)
 ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides="hidden_size")
-TOKENS = Option("token_rank", 0, "rank of what the token before adds to a leaf; 0: nothing", 0, 4096, is_optional=True)
+TOKENS = Option(
+    "token_rank", 0, "rank of the term that the token before adds to a leaf; 0: none", 0, 4096, is_optional=True
+)
 COMPONENTS = Option(
-    "component_rank", 0, "rank of what tells components apart behind one row of the lm_head; 0: r rows",
+    "component_rank", 0, "rank of the differences between components that share one row of the lm_head; 0: r rows",
     0, MAX_WIDTH, is_optional=True,
 )  # fmt: skip
 
 
-def _said(*names: str) -> Callable[[Mapping[str, Any]], Any]:
-    """The first of these numbers that a target's config says."""
+def _first_of(*names: str) -> Callable[[Mapping[str, Any]], Any]:
+    """Return a function that returns the first of these numbers that a target's config has."""
     return lambda target: next((target[name] for name in names if target.get(name)), None)
 
 
@@ -64,8 +64,8 @@ def _theta(target: Mapping[str, Any]) -> float | None:
     return float(theta) if theta else None
 
 
-def _spread(target: Mapping[str, Any]) -> list[int] | None:
-    """Up to five layers from the second to the last but two, as DFlash reads them; of few layers all."""
+def _aux_layers(target: Mapping[str, Any]) -> list[int] | None:
+    """Up to five layers from the second to the third last, as DFlash reads them; all of a small target."""
     layers = target.get("num_hidden_layers")
     if not layers:
         return None
@@ -74,11 +74,15 @@ def _spread(target: Mapping[str, Any]) -> list[int] | None:
     return [first + round(step * (last - first) / max(1, steps)) for step in range(steps + 1)]
 
 
-MAX_AUX = 5  # layers of the target that a backbone reads where none are named
+MAX_AUX = 5  # default number of the target's layers that a backbone reads
 BACKBONE = (
     Option("backbone_layers", 2, "draft layers", le=5),
     Option(
-        "backbone_heads", 8, "attention heads of a draft layer", le=MAX_WIDTH, of_target=_said("num_attention_heads")
+        "backbone_heads",
+        8,
+        "attention heads of a draft layer",
+        le=MAX_WIDTH,
+        of_target=_first_of("num_attention_heads"),
     ),
     Option(
         "backbone_kv_heads",
@@ -86,24 +90,26 @@ BACKBONE = (
         "key and value heads of a draft layer",
         le=MAX_WIDTH,
         divides="backbone_heads",
-        of_target=_said("num_key_value_heads", "num_attention_heads"),
+        of_target=_first_of("num_key_value_heads", "num_attention_heads"),
     ),
     Option("backbone_head_dim", 64, "width of an attention head, even", ge=2, le=MAX_WIDTH, of_target=_head_dim),
-    Option("backbone_width", 1024, "width of a draft layer's MLP", le=MAX_WIDTH, of_target=_said("intermediate_size")),
+    Option(
+        "backbone_width", 1024, "width of a draft layer's MLP", le=MAX_WIDTH, of_target=_first_of("intermediate_size")
+    ),
     Option("backbone_theta", 10000.0, "base of the rotary positions", of_target=_theta),
-    Option("backbone_eps", 1e-6, "of the norms", ge=0, le=1, of_target=_said("rms_norm_eps")),
+    Option("backbone_eps", 1e-6, "of the norms", ge=0, le=1, of_target=_first_of("rms_norm_eps")),
     Option(
         "aux_hidden_state_layer_ids",
         [1],
-        "the target's layers that are read, by how many layers lie before; 0: the embeddings",
+        "the target's layers that are read, counted from 1; 0: the embeddings",
         ge=0,
         le=4096,
-        of_target=_spread,
+        of_target=_aux_layers,
     ),
     Option(
         "sample_from_anchor",
         False,
-        "queries give the next token (DSpark), not that of their own place (DFlash)",
+        "a query predicts the next token (DSpark), not the token of its own position (DFlash)",
         ge=None,
     ),
     COMPONENTS,
@@ -120,12 +126,12 @@ HEADS = {
 
 
 def head_options() -> dict[str, Option]:
-    """The options of all heads, by name."""
+    """Return the options of all heads by name."""
     return {option.name: option for entry in HEADS.values() for option in entry.options}
 
 
 def option_fields() -> dict[str, Any]:
-    """Every option of a head as a field for pydantic's create_model; None: the head has it not, or its default."""
+    """Return every option of a head as a field for pydantic's create_model; its value is None where it is not set."""
     fields = {}
     for name, option in head_options().items():
         owners = [head for head, entry in HEADS.items() if option in entry.options]
@@ -142,19 +148,28 @@ def option_fields() -> dict[str, Any]:
 
 
 def needs_lm_head(name: str) -> bool:
-    """Whether head `name` reads the target's own lm_head."""
+    """Return whether head `name` reads the target's own lm_head."""
     return HEADS[name].needs_lm_head
 
 
 def check_head_name(name: str, *others: str) -> None:
-    """Raise HeadConfigError unless `name` is a known head; `others` are allowed where the caller looks."""
+    """Raise HeadConfigError unless `name` is a known head or one of `others`."""
     if name not in HEADS:
         allowed = ", ".join((*HEADS, *others))
         raise HeadConfigError(f"unknown head {name!r}; allowed: {allowed}; set head to one of them")
 
 
 def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
-    """Raise HeadConfigError unless `name` is a known head and `options` (None: not given) are exactly its own."""
+    """Validate the options of a head.
+
+    Args:
+        name: a key of HEADS.
+        hidden_size: D.
+        options: by name; None: not set.
+
+    Raises:
+        HeadConfigError: the name is unknown, an option belongs to another head, is missing, or does not divide.
+    """
     check_head_name(name)
     own = {option.name: option for option in HEADS[name].options}
     for key, value in options.items():
@@ -174,10 +189,7 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
 
 
 def default_options(name: str, target: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of head `name` that a new config for a target says where none are named; nothing for an unknown head.
-
-    target: its config.
-    """
+    """Return the default options of head `name` for a target's config; empty for an unknown head."""
     found = {}
     for option in HEADS[name].options if name in HEADS else ():
         if option.is_optional:
@@ -189,7 +201,7 @@ def default_options(name: str, target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_head(config: Any) -> Head:
-    """An untrained head for a HeadConfig, on the current default device and dtype."""
+    """Return an untrained head for a HeadConfig, on the current default device and dtype."""
     from pkgutil import resolve_name
 
     from vllm_mtpc.circuits import get_circuit

@@ -1,4 +1,4 @@
-"""LoRA draft layers: the last layers of the target once more, with adapters, for the head to read (MtPC paper).
+"""LoRA draft layers: copies of the target's last layers with adapters, which the head reads (MtPC paper).
 
               trunk: the first N - K layers, frozen, run once
         ┌───────────────┴──────────────┐
@@ -7,10 +7,9 @@
         │                              │
     head reads it                 lm_head reads it
 
-The draft layers are copies that share the target's weights and add their own low-rank ones; the target itself is not
-touched, so its states are bit for bit what they are without adapters. Every pass runs the target's own forward (masks,
-rotary positions, final norm) on a view of the backbone in which layers are exchanged: nothing of a model is written
-again here.
+The draft layers share the target's weights and add low-rank ones. The target is not modified, so its states are bit for
+bit those without adapters. Every pass runs the target's own forward (masks, rotary positions, final norm) on a view of
+the backbone with other layers: no model is reimplemented here.
 
 On disk: PEFT's files, `adapter_config.json` and `adapter_model.safetensors`, as `PeftModel.from_pretrained` reads them;
 `vllm_mtpc.checkpoint.save_head` writes them with the head.
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ALLOWED_LAYERS = (1, 2, 4)
-# The projections of llama-like layers; those that a layer has are adapted.
+# The projections of llama-like layers; a layer's own are adapted.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ADAPTER = "default"  # PEFT's name of an only adapter; it is not in the names of saved tensors
+ADAPTER = "default"  # PEFT's name of a single adapter; saved tensors do not contain it
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -52,11 +51,11 @@ class Adapters(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """How many of the target's last layers have them."""
+        """Number of adapted layers; 0 if all are."""
         return len(self.layers or ())
 
     def files(self, target: str) -> dict[str, bytes]:
-        """Contents of PEFT's files by name; `target` is how they name their target."""
+        """Return the contents of PEFT's files by file name; `target` is their base model's name."""
         from safetensors.torch import save
 
         config = lora_config(self.rank, self.alpha, self.modules, self.layers).to_dict()
@@ -69,7 +68,14 @@ class Adapters(NamedTuple):
 
 
 def lora_config(rank: int, alpha: float, modules: list[str], layers: list[int] | None = None) -> LoraConfig:
-    """PEFT's config of adapters of `modules`, on every layer of the target or on `layers`."""
+    """Return PEFT's config of adapters.
+
+    Args:
+        rank: r.
+        alpha: the update is alpha / rank * B A.
+        modules: names of the adapted projections.
+        layers: of the target, 0-based; None: all.
+    """
     from peft import LoraConfig, TaskType
 
     some = {} if layers is None else {"layers_to_transform": layers, "layers_pattern": "layers"}
@@ -80,24 +86,36 @@ def lora_config(rank: int, alpha: float, modules: list[str], layers: list[int] |
 
 
 class AdaptedLayers(nn.Module):
-    """Layers that share a target's weights and have adapters, which are all its parameters: float32.
+    """Layers that share a target's weights and have adapters, its only parameters, in float32.
 
-    `target` is a `vllm_mtpc.hf.Target` wherever one is named here.
+    Args:
+        target: a `vllm_mtpc.hf.Target`.
     """
 
     def __init__(self, target: Any) -> None:
         super().__init__()
-        # A tuple is no submodule: the target's weights are neither parameters of this module nor in its state.
+        # In a tuple: the target's weights are neither parameters of this module nor in its state.
         self._target = (target,)
         self._weights = nn.ParameterDict()
         self._names: dict[str, str] = {}  # name on disk -> name here: a parameter's name has no dots
 
     @property
     def target(self) -> Any:
+        """The `vllm_mtpc.hf.Target`."""
         return self._target[0]
 
     def adapt(self, view: nn.Module, rank: int, alpha: float, layers: list[int] | None = None) -> None:
-        """Give layers of a view of the target's backbone (None: all) adapters of the projections that they have."""
+        """Add adapters to the projections of a view of the target's backbone.
+
+        Args:
+            view: of `view_of`.
+            rank: r.
+            alpha: the update is alpha / rank * B A.
+            layers: 0-based; None: all.
+
+        Raises:
+            HeadConfigError: the layers have none of the projections MODULES.
+        """
         from peft import inject_adapter_in_model
 
         layer = view.layers[layers[0] if layers else 0]
@@ -120,20 +138,19 @@ class AdaptedLayers(nn.Module):
                 self._names[prefix + name.replace(f".{ADAPTER}.", ".")] = key
 
     def lora(self) -> dict[str, Tensor]:
-        """The adapters by their names on disk."""
+        """Return the adapters by their names on disk."""
         return {name: self._weights[key] for name, key in self._names.items()}
 
     @property
     def adapters(self) -> Adapters:
-        """The adapters as they are saved."""
+        """The adapters in the form in which they are saved."""
         return Adapters(*self._made, self.lora())
 
     @torch.no_grad()
     def take_lora(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy adapters into these; raises HeadConfigError where they are not of its shapes."""
+        """Copy adapters into these; raises HeadConfigError if names or shapes differ."""
         ours = self.lora()
-        shapes, given = ({name: value.shape for name, value in some.items()} for some in (ours, tensors))
-        if shapes != given:
+        if {name: value.shape for name, value in ours.items()} != {name: v.shape for name, v in tensors.items()}:
             raise HeadConfigError(
                 f"the head's adapters are not those of the layers of {self.target.name}; name the target the "
                 "head was trained for"
@@ -143,11 +160,19 @@ class AdaptedLayers(nn.Module):
 
 
 class DraftLayers(AdaptedLayers):
-    """The last `layers` layers of a target with LoRA; its parameters are the adapters' and nothing else.
+    """The last layers of a target with LoRA; its parameters are those of the adapters.
 
-    `rank` and `alpha` are PEFT's r and lora_alpha: the update is alpha / rank * B A, and B starts at zero, so that
-    drafts start at the target's own states. A's initial values come from torch's generator. Raises HeadConfigError
-    for a target whose layers cannot be split off.
+    The update is alpha / rank * B A. B starts at zero, so the drafts start at the target's own states; A is initialised
+    from torch's generator.
+
+    Args:
+        target: a `vllm_mtpc.hf.Target`.
+        layers: K, 1, 2 or 4.
+        rank: PEFT's r.
+        alpha: PEFT's lora_alpha.
+
+    Raises:
+        HeadConfigError: a number is not allowed, or the target's layers cannot be separated.
     """
 
     def __init__(self, target: Any, layers: int, rank: int = 16, alpha: float = 16) -> None:
@@ -162,8 +187,8 @@ class DraftLayers(AdaptedLayers):
         total, first = len(backbone.layers), len(backbone.layers) - layers
         if first < 1:
             raise HeadConfigError(
-                f"lora_layers={layers} of target {target.name} with {total} layers: one at least stays below the draft "
-                "layers; lower lora_layers"
+                f"lora_layers={layers} of target {target.name} with {total} layers: allowed are fewer than {total}; "
+                "lower lora_layers"
             )
         self.num_layers = layers
         below, last = backbone.layers[:first], backbone.layers[first:]
@@ -171,7 +196,7 @@ class DraftLayers(AdaptedLayers):
         draft = view_of(backbone, [*skipped, *map(sharing_copy, last)])
         self.adapt(draft, rank, alpha, list(range(first, total)))
         self._entry = (skipped[0],)
-        self._views = {  # a dict is no submodule either
+        self._views = {  # in a dict: not submodules
             "trunk": view_of(backbone, [*below, *map(_Skip, last)], norm=nn.Identity()),
             "draft": draft,
             "verifier": view_of(backbone, [*skipped, *last]),
@@ -179,25 +204,38 @@ class DraftLayers(AdaptedLayers):
 
     @torch.no_grad()
     def trunk(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """What the first of the last K layers reads, [B, S, D] of tokens[B, S]; documents[B, S] as in Target.hidden."""
+        """Return the input of the last K layers.
+
+        Args:
+            tokens: [B, S] integers.
+            documents: [B, S], as in `Target.hidden`; None: one document per row.
+
+        Returns:
+            [B, S, D].
+        """
         return self._run("trunk", documents, input_ids=tokens.to(self.target.device, torch.long))
 
     def draft(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
-        """States [B, S, D] after the draft layers and the final norm, with gradients to the adapters."""
+        """Return the states [B, S, D] after the draft layers and the final norm, with gradients to the adapters."""
         return self._last_layers("draft", trunk, documents)
 
     forward = draft
 
     @torch.no_grad()
     def verifier(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
-        """The target's own states [B, S, D]: bit for bit those of Target.hidden."""
+        """Return the target's own states [B, S, D], bit for bit those of `Target.hidden`."""
         return self._last_layers("verifier", trunk, documents)
 
     @classmethod
     def load(cls, folder: Path | str, target: Any) -> DraftLayers:
-        """The draft layers saved in a folder, on `target`. Raises HeadConfigError where they are not for it.
+        """Load draft layers from a head's folder, whose files `vllm_mtpc.checkpoint.load_head` has checked.
 
-        `vllm_mtpc.checkpoint.load_head` and `check_tensors` have checked a head's files before.
+        Args:
+            folder: of the head.
+            target: a `vllm_mtpc.hf.Target`.
+
+        Raises:
+            HeadConfigError: they are of another target.
         """
         folder = Path(folder)
         config = read_json(folder / ADAPTER_CONFIG_FILE)
@@ -207,8 +245,8 @@ class DraftLayers(AdaptedLayers):
         return split
 
     def _last_layers(self, view: str, trunk: Tensor, documents: Tensor | None) -> Tensor:
-        # The embeddings only say shape, dtype and device: the first layer puts the trunk in their place, after
-        # whatever a model does to embeddings (Gemma scales them).
+        # The embeddings give shape, dtype and device; the first layer replaces them by the trunk, after the model has
+        # processed them (Gemma scales them).
         self._entry[0].states = trunk
         try:
             return self._run(view, documents, inputs_embeds=trunk)
@@ -220,7 +258,7 @@ class DraftLayers(AdaptedLayers):
 
 
 class _Skip(nn.Module):
-    """In the place of a layer: hands on its input, or `states` where there are some."""
+    """A layer that returns its input, or `states` if they are set."""
 
     states: Tensor | None = None
 
@@ -234,20 +272,26 @@ class _Skip(nn.Module):
 
 
 def view_of(backbone: nn.Module, layers: list[nn.Module], **replaced: nn.Module) -> nn.Module:
-    """The backbone with other layers: a shallow copy, every other module and weight is the same object."""
+    """Return a shallow copy of a backbone with other layers; all other modules and weights are shared.
+
+    Args:
+        backbone: has `layers`.
+        layers: of the copy.
+        replaced: other modules of the copy by name.
+    """
     view = copy.copy(backbone)
     view.__dict__["_modules"] = {**backbone._modules, "layers": nn.ModuleList(layers), **replaced}
     return view
 
 
 def sharing_copy(layer: nn.Module) -> nn.Module:
-    """A copy of a layer's modules around the same weights."""
+    """Return a copy of a layer's modules that shares its weights."""
     shared = [*layer.parameters(), *layer.buffers()]
     return copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
 
 
 def layered_backbone(target: Any) -> nn.Module:
-    """The target's backbone; raises HeadConfigError where its layers cannot be exchanged."""
+    """Return the target's backbone; raises HeadConfigError if its layers cannot be replaced."""
     backbone = target.backbone
     if not isinstance(getattr(backbone, "layers", None), nn.ModuleList) or "norm" not in backbone._modules:
         raise HeadConfigError(

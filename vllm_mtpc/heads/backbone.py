@@ -1,22 +1,21 @@
-"""Backbone head: draft layers of its own read several layers of the target, and one pass gives a state per position.
+"""Backbone head: trained draft layers read several layers of the target; one pass computes a state per position.
 
     context, all tokens read so far:   c_s = hidden_norm(fc [aux_s of m target layers]); keys and values of c_s
-    queries of a window behind t:      [x_1, mask, mask, ...] at positions t + 1, t + 2, ...
+    queries of a window after t:       [x_1, mask, mask, ...] at positions t + 1, t + 2, ...
     a layer (Qwen3's):                 queries read the context up to t and, in both directions, one another
-    states:                            norm(queries behind the last layer), [n, D]
+    states:                            norm(queries after the last layer), [n, D]
 
-As DFlash (one pass over a block, the target's states injected as keys and values), with a circuit behind it. Its leaves
-are the target's own lm_head on the states, the components told apart by `vllm_mtpc.heads.components`; its sums are
-linear in the state of the first query, which knows x_1. x_1 is given, so its leaf is the same for every component: it
-says nothing about the latents.
+As in DFlash, one pass over a block reads the target's states as keys and values; here a circuit follows. Its leaves are
+the target's own lm_head on the states, with components as in `vllm_mtpc.heads.components`; its sums are linear in the
+state of the first query, whose input is x_1. x_1 is given, so its leaf is the same for every component.
 
 `sample_from_anchor` (DSpark's layout): n - 1 queries [x_1, n - 2 masks], each for the *next* token: states [n - 1, D].
 
-aux: the residual stream behind so many layers of the target (`aux_hidden_state_layer_ids`; 0: the embeddings). The
-embedding of x_1 and the lm_head are the target's: bound to the head, never trained with it, and not in the checkpoint.
+aux: the residual stream after the layers `aux_hidden_state_layer_ids` of the target (0: the embeddings). The embedding
+of x_1 and the lm_head are the target's: bound to the head, neither trained nor saved with it.
 
-In training, a text's context is computed once and its windows are blocks of one pass (`BackboneHead.read`): a dense
-mask keeps a window from what lies behind its start, from other documents and from other windows.
+In training, a text's context is computed once and its windows are blocks of one pass (`BackboneHead.read`). A dense
+mask hides the tokens after a window's start, other documents and other windows.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD
-from vllm_mtpc.heads.components import LentHead
+from vllm_mtpc.heads.components import BorrowedLmHead
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
-CONTEXT_PER_QUERY = 4  # keys of context for each query of a pass, so that those of other windows are few next to them
-SMALL = 0.1  # a new layer's outputs, by what torch draws
+CONTEXT_PER_QUERY = 4  # minimum keys of context per query of a pass, so that keys of other windows are few
+SMALL = 0.1  # factor of a new layer's output projections
 
 
 class Context(NamedTuple):
-    """What windows of R rows of text read of them."""
+    """The keys and values of R rows of text that windows read."""
 
     layers: list[KeysValues]  # of each draft layer, [R, kv heads, S, head_dim]
     position: Tensor  # [R, S] int64, from 0 on in every document
@@ -46,6 +45,8 @@ class Context(NamedTuple):
 
 
 class Attention(nn.Module):
+    """Attention of a decoder layer of Qwen3."""
+
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -56,29 +57,32 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = nn.RMSNorm(head_dim, eps), nn.RMSNorm(head_dim, eps)
 
     def keys_values(self, states: Tensor, rope: Tensor) -> KeysValues:
-        """Of states[B, S, D]."""
+        """Return the keys and values of states [B, S, D] at angles [B, S, head_dim / 2]."""
         keys = self.k_norm(self.k_proj(states).unflatten(-1, (self.kv_heads, -1)))
         values = self.v_proj(states).unflatten(-1, (self.kv_heads, -1))
-        return rotated(keys, rope).transpose(1, 2), values.transpose(1, 2)
+        return rotate(keys, rope).transpose(1, 2), values.transpose(1, 2)
 
     def forward(self, states: Tensor, rope: Tensor, context: KeysValues, mask: Tensor) -> Tensor:
-        """states[B, Q, D] read the context[S] and one another, as mask[B, 1, Q, S + Q] allows."""
+        """Attend from states [B, Q, D] to the context of S tokens and to each other, where mask [B, 1, Q, S + Q]."""
         queries = self.q_norm(self.q_proj(states).unflatten(-1, (self.heads, -1)))
         own = self.keys_values(states, rope)
         keys, values = (torch.cat([theirs, ours], 2) for theirs, ours in zip(context, own, strict=True))
         read = F.scaled_dot_product_attention(
-            rotated(queries, rope).transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
+            rotate(queries, rope).transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
         )
         return self.o_proj(read.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
+    """Gated MLP of a decoder layer of Qwen3."""
+
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
+        """Return the MLP of states [..., D]."""
         return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
 
 
@@ -93,17 +97,30 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps)
 
     def forward(self, states: Tensor, rope: Tensor, context: KeysValues, mask: Tensor) -> Tensor:
+        """Return the states [B, Q, D] after the layer; arguments as in Attention."""
         states = states + self.self_attn(self.input_layernorm(states), rope, context, mask)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Backbone(nn.Module):
-    """The draft layers, without embedding and lm_head."""
+    """The draft layers, without embedding and lm_head.
+
+    Args:
+        hidden_size: D, of the target.
+        num_aux: m, layers of the target that are read.
+        layers: number of draft layers.
+        heads: attention heads of a layer.
+        kv_heads: key and value heads of a layer.
+        head_dim: width of an attention head.
+        width: of a layer's MLP.
+        theta: base of the rotary positions.
+        eps: of the norms.
+    """
 
     def __init__(
         self,
         hidden_size: int,
-        num_aux: int,  # m
+        num_aux: int,
         layers: int,
         heads: int,
         kv_heads: int,
@@ -122,7 +139,7 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Layers that change little, their other weights as torch draws them; the context is the mean of aux."""
+        """Initialise: layers that change little, other weights by torch's defaults; the context is the mean of aux."""
         for layer in self.layers:
             for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 output.weight.mul_(SMALL)
@@ -133,34 +150,41 @@ class Backbone(nn.Module):
         self.mask_embedding.normal_().mul_(INIT_STD)
 
     def context(self, aux: Tensor, position: Tensor) -> list[KeysValues]:
-        """What queries read of aux[B, S, m D] at position[B, S], of each layer."""
+        """Return each layer's keys and values of aux [B, S, m D] at position [B, S]."""
         states, rope = self.hidden_norm(self.fc(aux)), self.rope(position)
         return [layer.self_attn.keys_values(states, rope) for layer in self.layers]
 
     def forward(self, queries: Tensor, position: Tensor, context: list[KeysValues], mask: Tensor) -> Tensor:
-        """States [B, Q, D] of queries[B, Q, D] at position[B, Q]; mask[B, 1, Q, S + Q]: what they read, True."""
+        """Return the states [B, Q, D] of queries.
+
+        Args:
+            queries: [B, Q, D].
+            position: [B, Q] int64.
+            context: of S tokens, from `context`.
+            mask: [B, 1, Q, S + Q] bool; True: the query reads that key.
+        """
         states, rope = queries, self.rope(position)
         for layer, theirs in zip(self.layers, context, strict=True):
             states = layer(states, rope, theirs, mask)
         return self.norm(states)
 
     def rope(self, position: Tensor) -> Tensor:
-        """Angles [B, S, head_dim / 2] float32."""
+        """Return the angles [B, S, head_dim / 2] float32 of position [B, S]."""
         half = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position.device)
         return position[..., None].float() * self.theta ** (-half / self.head_dim)
 
 
-def rotated(states: Tensor, rope: Tensor) -> Tensor:
-    """Rotary positions (the halves of a head are pairs) of states[B, S, heads, head_dim]."""
+def rotate(states: Tensor, rope: Tensor) -> Tensor:
+    """Apply rotary positions to states [B, S, heads, head_dim]; the halves of a head are pairs."""
     cos, sin = (part[:, :, None].to(states.dtype) for part in (rope.cos(), rope.sin()))
     first, second = states.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-class BackboneHead(LentHead):
-    """Leaf parameters: `backbone.*`, and of more than one component component_in and component_out.
+class BackboneHead(BorrowedLmHead):
+    """A head on the states of draft layers: its `hidden` is the backbone's states [B, n, D], not h [B, D].
 
-    What it reads as "hidden" is the backbone's states [B, n, D], not h [B, D].
+    Leaf parameters: `backbone.*`, and component_in and component_out with more than one component.
     """
 
     noise_in = "component_in"
@@ -178,36 +202,47 @@ class BackboneHead(LentHead):
         sample_from_anchor: bool,
         component_rank: int = 0,
     ) -> None:
+        """As in Head."""
         sizes = backbone_layers, backbone_heads, backbone_kv_heads, backbone_head_dim, backbone_width
         self.aux_layers, self.from_anchor = list(aux_hidden_state_layer_ids), sample_from_anchor
         self.backbone = Backbone(self.hidden_size, len(self.aux_layers), *sizes, backbone_theta, backbone_eps)
         self.add_components(component_rank if self.circuit.num_components > 1 else 0)
-        self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: no submodule, no parameter of ours
+        self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: neither submodule nor parameter
 
     def reset_leaves(self) -> None:
+        """As in Head."""
         self.backbone.reset_parameters()
         self.reset_components()
 
     @property
     def num_queries(self) -> int:
-        """Queries, and so states, of a window."""
+        """Number of queries, and so of states, of a window."""
         return self.circuit.window - self.from_anchor
 
     def bind_embedding(self, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Lend the target's embeddings: token ids [...] -> [..., D], as they enter its first layer."""
+        """Set the target's embeddings: token ids [...] -> [..., D], as they enter its first layer."""
         self._embedding = (embedding,)
 
     # ---- states -------------------------------------------------------------------------------
 
     def context(self, aux: Tensor, position: Tensor, document: Tensor) -> Context:
-        """What windows read of rows of text: aux[R, S, m D], their position and document [R, S]."""
+        """Return the context of R rows of text from aux [R, S, m D], position [R, S] and document [R, S]."""
         return Context(self.backbone.context(aux.to(self.hidden_dtype), position), position, document)
 
     def read(self, context: Context, row: Tensor, start: Tensor, first: Tensor) -> Tensor:
-        """States [B, n, D] of windows behind (row[B], start[B]) whose x_1 is first[B].
+        """Return the states of windows that start after given tokens.
 
-        Up to W windows of a row stand side by side, [groups, W, n], and read its context in one pass; where there are
-        fewer, windows stand in that nobody reads.
+        Up to W windows of a row are laid out next to each other, [groups, W, n], and read its context in one pass; a
+        group with fewer is padded.
+
+        Args:
+            context: of R rows of text.
+            row: [B] int64.
+            start: [B] int64, index of the last token that a window reads.
+            first: [B] int64, x_1.
+
+        Returns:
+            [B, n, D].
         """
         length = int(start.max()) + 1  # of the context that is read
         width = max(1, length // (CONTEXT_PER_QUERY * self.num_queries))
@@ -227,10 +262,14 @@ class BackboneHead(LentHead):
         return states.view(-1, self.num_queries, self.hidden_size).index_select(0, place * width + slot)
 
     def queries(self, first: Tensor) -> Tensor:
-        """[..., n, D] of the tokens first[...]: x_1, then masks."""
+        """Return the queries [..., n, D] of windows with x_1 = first [...]: its embedding, then masks.
+
+        Raises:
+            HeadConfigError: no embeddings are bound.
+        """
         if not self._embedding:
             raise HeadConfigError(
-                "head 'backbone' has no embeddings of its own and none are bound; call head.bind_embedding(...)"
+                "head 'backbone' reads the target's embeddings and none are bound; call head.bind_embedding(...)"
             )
         embedded = self._embedding[0](first).to(self.hidden_dtype)[..., None, :]
         masks = self.backbone.mask_embedding.expand(*first.shape, self.num_queries - 1, -1)
@@ -241,16 +280,17 @@ class BackboneHead(LentHead):
 
     @property
     def window_bytes(self) -> int:
-        """What a training step keeps of a window's pass in float32, for the backward one; about."""
+        """Approximate size of a window's activations that a training step keeps for the backward pass, in float32."""
         attention = self.backbone.layers[0].self_attn
         heads, width = 3 * attention.heads + 4 * attention.kv_heads, self.backbone.layers[0].mlp.down_proj.in_features
         per_layer = 6 * self.hidden_size + heads * attention.head_dim + 4 * width
         return 4 * self.num_queries * len(self.backbone.layers) * per_layer
 
-    # ---- the contract of Head, on states [B, n, D] in the place of h [B, D] ----------------------
+    # ---- the contract of Head, on states [B, n, D] instead of h [B, D] --------------------------
 
     @property
     def hidden_dtype(self) -> torch.dtype:
+        """As in Head."""
         return self.backbone.fc.weight.dtype
 
     def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,23 +298,30 @@ class BackboneHead(LentHead):
         return super().sum_logits(hidden[:, 0])
 
     def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """As in LentHead, of positions behind x_1."""
+        """As in BorrowedLmHead, for positions after x_1."""
         return prepared[:, start - self.from_anchor : stop - self.from_anchor, None]
 
     def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """As in LentHead; the leaf of x_1 is the same for every token and component."""
+        """As in BorrowedLmHead; the leaf of x_1 is the same for every token and component."""
         drafted = super().unembed(prepared, max(1, start), stop)
         return drafted if start else F.pad(drafted, (0, 0, 0, 0, 1, 0))
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """As in Head."""
         evidence = torch.zeros(len(prepared), self.circuit.num_components, device=prepared.device)  # equal for all z
         return evidence, self.unembed(prepared, 1, num_drafts + 1)
 
 
 def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:
-    """What queries may read, [R, 1, W n, S + W n] bool: context of their document up to starts[R, W], their window.
+    """Return which keys queries read: their document's context up to their window's start, and their window.
 
-    document: [R, S], of the context.
+    Args:
+        starts: [R, W] int64, index of the last context token of each window.
+        document: [R, S], of the context.
+        num_queries: n, of a window.
+
+    Returns:
+        [R, 1, W n, S + W n] bool.
     """
     before = torch.arange(document.shape[1], device=starts.device) <= starts[..., None]  # [R, W, S]
     before &= document[:, None] == document.gather(1, starts)[..., None]

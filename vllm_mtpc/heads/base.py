@@ -1,14 +1,14 @@
-"""The one contract every head fulfils, and the sum parameters, which every head has alike.
+"""The contract of a head, and the sum parameters, which all heads have alike.
 
-A head turns the target's last hidden state h into the parameters of a circuit (MtPC paper, section 4):
+A head maps the target's last hidden state h to the parameters of a circuit (MtPC paper, section 4):
 
-    leaf[k, z, :] = log_softmax(leaf_logits of position k, component z)       what a head is free to choose
+    leaf[k, z, :] = log_softmax(leaf_logits of position k, component z)       defined by the head
     root = log_softmax(R h)        inner[f, z, :] = log_softmax(W[f, z] h + b[f, z])       the same in every head
 
-With `token_rank` a leaf looks at the token before it as well (`kernels/bigram.py`), in every head alike.
+With `token_rank` a leaf is also conditioned on the token before it (`kernels/bigram.py`), in every head alike.
 
-Whoever bounds memory (n * r * V logits per context) asks for `prepare` once and for `leaf_logits` a few positions at
-a time; whoever calls the head gets all of it at once, normalised. Whoever serves asks for `draft_params`.
+Training bounds its memory (n * r * V logits per context) by one call of `prepare` and one of `leaf_logits` per few
+positions. Calling the head computes all positions at once, normalised. Serving calls `draft_params`.
 """
 
 from __future__ import annotations
@@ -36,34 +36,40 @@ TOKEN_STD = 0.1  # of token_source: rows must differ for token_target, which sta
 
 
 class DraftParams(NamedTuple):
-    """What drafting needs of a batch of circuits once x_1 is known; logits are not normalised."""
+    """The parameters of a batch of circuits for drafting after x_1; logits are not normalised."""
 
     evidence: Tensor  # [B, r] float32, log p(x_1 | z)
     leaf: Tensor  # [B, K, r, V], logits of x_2 .. x_(1+K); of a head with a `leaf_shard` [B, K, r, rows]
     root: Tensor  # [B, r], logits
     inner: Tensor  # [B, F, r, r], logits
     first: Tensor  # [B] int64, x_1
-    bigram: Bigram | None = None  # what the token before adds to the logits, of K positions; whole also with a shard
+    bigram: Bigram | None = None  # of K positions, over the whole vocabulary also with a shard
 
 
 class Head(nn.Module, ABC):
     """Hidden states [B, D] -> CircuitParams of a batch of B circuits.
 
-    Parameters of every head: root_weight [r, D] where the circuit has a root; inner_weight [F, r, r, D] and
-    inner_bias [F, r, r], leaves to root (HMM: in position order), where it has inner sums; token_source [V, R] and
-    token_target [n - 1, R, V], positions 2 to n, where R = token_rank is not 0. Hidden states have the
-    dtype of the weights. `options` are the head's own (`expander_...` of HeadConfig); they go to `add_leaves`.
+    Parameters of every head: root_weight [r, D] where the circuit has a root; inner_weight [F, r, r, D] and inner_bias
+    [F, r, r], leaves to root (HMM: in position order), where it has inner sums; token_source [V, R] and token_target
+    [n - 1, R, V], positions 2 to n, where R = token_rank is not 0. Hidden states have the dtype of the weights.
+
+    Args:
+        circuit: the structure; of n tokens and r components.
+        vocab_size: V.
+        hidden_size: D.
+        token_rank: R, rank of the bigram; 0: none.
+        options: the head's own options, passed to `add_leaves`.
     """
 
-    needs_lm_head: ClassVar[bool] = False  # True: bind_lm_head must have been called before the head is used
-    # Dimensions along which a parameter goes over components: where one component can be made into several.
+    needs_lm_head: ClassVar[bool] = False  # True: call bind_lm_head before the head is used
+    # Dimensions of a parameter that run over components, along which a source head is repeated (`init_from_head`).
     component_dims: ClassVar[dict[str, tuple[int, ...]]] = {
         "root_weight": (0,),
         "inner_weight": (1, 2),
         "inner_bias": (1, 2),
     }
-    noise_in: ClassVar[str]  # the parameter of the leaves in which noise tells equal components apart
-    component_rank: int = 0  # R_c of components by low-rank differences; 0: each has leaves of its own
+    noise_in: ClassVar[str]  # the parameter of the leaves whose noise makes equal components differ
+    component_rank: int = 0  # R_c of components by low-rank differences; 0: each component has its own leaves
     leaf_shard: Shard | None = None  # the tokens that `draft_params` has logits of; None: the vocabulary
 
     def __init__(
@@ -92,32 +98,43 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def reset_leaves(self) -> None:
-        """Initial values of the parameters of the leaves, from torch's own generator."""
+        """Initialise the parameters of the leaves from torch's own generator."""
 
     @abstractmethod
     def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """Unnormalised leaves of positions start to stop - 1: [B, stop - start, r, V], in the dtype of the product.
+        """Return the unnormalised leaves of a range of positions.
 
-        `prepared` is what `prepare` made of the hidden states.
+        Args:
+            prepared: result of `prepare`.
+            start: first position, 0-based.
+            stop: position after the last.
+
+        Returns:
+            [B, stop - start, r, V], in the dtype of the product.
         """
 
     def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """`unembed`, in float32."""
+        """Return `unembed` in float32."""
         return self.unembed(prepared, start, stop).float()
 
     def prepare(self, hidden: Tensor) -> Tensor:
-        """What `unembed` reads, from hidden[B, D]: work that positions share is done here, once."""
+        """Return the input of `unembed` for hidden [B, D]: work that positions share is done here, once."""
         return hidden
 
     def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
-        """Lend the target's lm_head, hidden[..., D] -> logits[..., V]; only for heads that need it.
+        """Set the target's lm_head, which the head reads; only for heads that need it.
 
-        shard: what is lent are this rank's columns, logits[..., shard.rows], and so are then those of the leaves.
+        Args:
+            logits: hidden [..., D] -> logits [..., V], or with a shard [..., shard.rows].
+            shard: this rank's columns of a divided vocabulary; the leaves then have the same columns.
+
+        Raises:
+            HeadConfigError: the head has its own unembedding.
         """
         raise HeadConfigError(f"{type(self).__name__} has its own unembedding; bind no lm_head to it")
 
     def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the root [B, r] and of the inner sums [B, F, r, r] of hidden[B, D], float32."""
+        """Return the logits of the root [B, r] and of the inner sums [B, F, r, r] for hidden [B, D], float32."""
         batch, r = hidden.shape[0], self.circuit.num_components
         if self.root_weight is None:
             root = hidden.new_zeros(batch, r, dtype=torch.float32)
@@ -129,47 +146,49 @@ class Head(nn.Module, ABC):
         return root, inner.view(batch, -1, r, r) + self.inner_bias.float()
 
     def sums(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Root [B, r] and inner sums [B, F, r, r] of hidden[B, D]; log-softmax over the last dimension, float32."""
+        """Return `sum_logits`, normalised over the last dimension."""
         root, inner = self.sum_logits(hidden)
         return root.log_softmax(dim=-1), inner.log_softmax(dim=-1)
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """What hidden states are converted to before they are multiplied."""
+        """The dtype that hidden states are converted to before they are multiplied."""
         return next(self.parameters()).dtype
 
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
-        """What `kernels.draft` reads, from hidden[B, D] of any dtype and the verifier's tokens first[B] int64.
+        """Return the inputs of `kernels.draft`; only positions 1 .. 1 + num_drafts are computed.
 
-        Only positions 1 .. 1 + num_drafts are computed; `leaf` has the dtype of the product.
+        Args:
+            hidden: [B, D] of any dtype.
+            first: [B] int64, x_1, the last token that the target sampled.
+            num_drafts: K.
         """
         hidden = hidden.to(self.hidden_dtype)
         evidence, drafted = self.draft_leaves(self.prepare(hidden), first, num_drafts)
         return DraftParams(evidence, drafted, *self.sum_logits(hidden), first, self.bigram(num_drafts))
 
     def bigram(self, num_positions: int | None = None) -> Bigram | None:
-        """What the token before adds to the leaves of that many positions from the second on; None: nothing."""
+        """Return the bigram of `num_positions` positions from the second on (None: all); None with token_rank 0."""
         if self.token_source is None or self.token_target is None:
             return None
         return Bigram(self.token_source, self.token_target[:num_positions])
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """Evidence [B, r] of the tokens first[B] at x_1, and logits [B, K, r, V] of the drafts: `DraftParams`.
+        """Return the evidence [B, r] of x_1 and the logits [B, K, r, V] of the drafts, as in `DraftParams`.
 
-        Here from one product for all positions; a head that has less to compute for x_1 says so.
+        The default is one product for all positions; heads that compute less for x_1 override it.
         """
         logits = self.unembed(prepared, 0, num_drafts + 1)
         return evidence_of(logits[:, 0], first), logits[:, 1:]
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        """CircuitParams from hidden[B, D]; only the first `num_positions` leaves when the tail is not needed."""
+        """Return CircuitParams for hidden [B, D], of the first `num_positions` leaves (None: all)."""
         leaf = self.leaf_logits(self.prepare(hidden), 0, num_positions or self.circuit.window)
         return CircuitParams(leaf.log_softmax(dim=-1), *self.sums(hidden), self.bigram())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Leaves as the head has them; small random sum weights; inner sums that mostly keep the latent; tokens that
-        add nothing yet."""
+        """Initialise: small random sum weights, inner sums that mostly keep the latent, a bigram that adds 0."""
         self.reset_leaves()
         if self.token_source is not None and self.token_target is not None:
             self.token_source.normal_().mul_(TOKEN_STD)
@@ -182,7 +201,7 @@ class Head(nn.Module, ABC):
 
 
 def stay_bias(r: int, probability: float) -> Tensor:
-    """Logits [r, r] of a sum that keeps its latent with `probability`, the rest spread evenly."""
+    """Return logits [r, r] of a sum that keeps its latent with `probability`; the rest is spread evenly."""
     if r == 1:
         return torch.zeros(1, 1)
     return torch.eye(r) * math.log(probability * (r - 1) / (1 - probability))

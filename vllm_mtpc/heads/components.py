@@ -1,14 +1,14 @@
-"""Leaves in front of the target's own lm_head; components by low-rank differences, over one row of it per position.
+"""Leaves that read the target's own lm_head; components as low-rank differences over one row of it per position.
 
 base[k] = lm_head(s_k)        leaf[k, z, :] = log_softmax(base[k] + (A[k, z] s_k) B[k])
 
-s_k [D]: the state that lm_head reads at position k; A [n, r, R_c, D]: `component_in`; B [n, R_c, V]: `component_out`.
-A position then costs one row of the lm_head and r R_c V products more, where components with states of their own cost r
-rows, r D V: with D = 4096 and R_c = 16 a 256th for each component.
+s_k [D] is the state that lm_head reads at position k; A [n, r, R_c, D]: `component_in`; B [n, R_c, V]: `component_out`.
+A position then costs one row of the lm_head and r R_c V more products; components with separate states cost r rows,
+r D V. With D = 4096 and R_c = 16 a component costs a 256th of a row.
 
-B starts as small noise and A at the size of the state, so every leaf starts near the base, components differ, and both
-factors have a gradient: that of B is the numbers A s, different in every component and as large as the state; that of A
-is as small as B until B has grown. Were both small, both gradients would be.
+B starts as small noise and A at the size of the state. Every leaf then starts near the base, components differ, and
+both factors have a gradient: that of B is A s, different in every component and as large as the state; that of A is as
+small as B until B has grown. If both were small, both gradients would be.
 """
 
 from __future__ import annotations
@@ -26,63 +26,67 @@ from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.shard import Shard
 
 
-class LentHead(Head):
+class BorrowedLmHead(Head):
     """A head whose leaves are the target's lm_head on `states`. The lm_head is bound, neither trained nor saved."""
 
     needs_lm_head = True
 
     def add_components(self, rank: int) -> None:
-        """With a rank: component_in [n, r, R_c, D], component_out [n, R_c, V]; `states` are then one per position."""
+        """Create component_in [n, r, R_c, D] and component_out [n, R_c, V] for a rank above 0."""
         self.component_rank = rank
-        self._lm_head: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: no submodule, no parameter of ours
+        self._lm_head: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: neither submodule nor parameter
         if rank:
             n, r = self.circuit.window, self.circuit.num_components
             self.component_in = nn.Parameter(torch.empty(n, r, rank, self.hidden_size))
             self.component_out = nn.Parameter(torch.empty(n, rank, self.vocab_size))
-            # The class says what its heads are without a rank.
+            # The class attributes hold for heads without a rank.
             self.component_dims = {**Head.component_dims, "component_in": (1,)}  # type: ignore[misc]
             self.noise_in = "component_in"  # type: ignore[misc]
 
     def reset_components(self) -> None:
-        """Initial values, from torch's own generator."""
+        """Initialise the components from torch's own generator."""
         if self.component_rank:
             self.component_in.normal_().mul_(self.hidden_size**-0.5)  # keeps the size of the state
             self.component_out.normal_().mul_(INIT_STD)
 
     @abstractmethod
     def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """What lm_head reads at positions start to stop - 1: [B, k, r, D], or [B, k, 1, D] with components by rank."""
+        """Return the inputs of lm_head at positions start to stop - 1: [B, k, r, D], or [B, k, 1, D] with a rank."""
 
     def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
-        """Lend the target's lm_head: hidden[..., D] of any float dtype -> logits[..., V], or [..., shard.rows]."""
+        """Set the target's lm_head: hidden [..., D] of any float dtype -> logits [..., V], or [..., shard.rows]."""
         self._lm_head, self.leaf_shard = (logits,), shard
         if shard is not None and self.component_rank:
             own = self.component_out.detach()[..., shard.start : shard.stop]
             own = F.pad(own, (0, shard.rows - own.shape[-1]))
             self.component_out = nn.Parameter(own, requires_grad=False)
 
-    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """As in Head; raises HeadConfigError where no lm_head is bound."""
-        states = self.states(prepared, start, stop)
-        return self.leaves(self.lm_head(states), states, start)
-
     def lm_head(self, states: Tensor) -> Tensor:
-        """The target's logits of states[..., D]."""
+        """Return the target's logits [..., V] of states [..., D].
+
+        Raises:
+            HeadConfigError: no lm_head is bound.
+        """
         if not self._lm_head:
             raise HeadConfigError(
-                f"{type(self).__name__} has no lm_head of its own and none is bound; "
+                f"{type(self).__name__} reads the target's lm_head and none is bound; "
                 "call head.bind_lm_head(target.logits)"
             )
         return self._lm_head[0](states)
 
-    def leaves(self, base: Tensor, states: Tensor, start: int) -> Tensor:
-        """Logits [B, k, r, V] of positions start, start + 1, ... from `states` and their lm_head, base[B, k, .., V]."""
+    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in Head, by `lm_head`."""
+        states = self.states(prepared, start, stop)
+        base = self.lm_head(states)  # [B, k, r or 1, V]
         if not self.component_rank:
             return base
-        here = slice(start, start + states.shape[1])
-        return split(base[:, :, 0], states[:, :, 0], self.component_in[here], self.component_out[here])
+        positions = slice(start, start + states.shape[1])
+        return add_components(
+            base[:, :, 0], states[:, :, 0], self.component_in[positions], self.component_out[positions]
+        )
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """As in Head; with a shard the logits are this rank's columns [B, K, r, rows]."""
         shard = self.leaf_shard
         if shard is None:
             return super().draft_leaves(prepared, first, num_drafts)
@@ -91,12 +95,19 @@ class LentHead(Head):
         return shard.evidence(leaf.terms_of(own, first - shard.start)), logits[:, 1:]
 
 
-def split(base: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
-    """Logits [B, k, r, V] of the components from base[B, k, V] and states[B, k, D], in the dtype of base.
+def add_components(base: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
+    """Return base[k] + (A[k, z] s_k) B[k] for k positions and all components z.
 
-    component_in [k, r, R_c, D] and component_out [k, R_c, V] of these positions.
+    Args:
+        base: [B, k, V], logits of the lm_head.
+        states: [B, k, D], s.
+        component_in: [k, r, R_c, D], A.
+        component_out: [k, R_c, V], B.
+
+    Returns:
+        [B, k, r, V], in the dtype of base.
     """
     batch, (positions, r) = len(states), component_in.shape[:2]
     low = torch.einsum("bkd,kzcd->kbzc", states, component_in).flatten(1, 2)  # [k, B r, R_c]: one product per position
     terms = torch.bmm(low, component_out).view(positions, batch, r, -1).transpose(0, 1)
-    return terms.to(base.dtype).add_(base[:, :, None])  # in place: they are as large as what is returned
+    return terms.to(base.dtype).add_(base[:, :, None])  # in place: both are large

@@ -1,4 +1,4 @@
-"""Where training starts: at the target's own lm_head, or at a head that was trained before."""
+"""Initialise a head from the target's own lm_head, or from a trained head."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.backbone import Backbone
 from vllm_mtpc.heads.base import INIT_STD, Head, stay_bias
 
-# Probability that an inner sum keeps its latent after a CP has become a circuit with inner sums. With F of them the
-# latent never changes with probability s**F: nowhere is log q more than -F log s (0.001 F nats) below the CP's, and the
-# total variation is at most 1 - s**F. A start at 0.95 (STAY_PROBABILITY) would give up what the CP has learnt.
+# Probability s that an inner sum keeps its latent after a CP has become a circuit with F inner sums. The latent never
+# changes with probability s**F, so log q is nowhere more than -F log s (0.001 F nats) below the CP's, and the total
+# variation is at most 1 - s**F. A start at 0.95 (STAY_PROBABILITY) would lose the distribution that the CP has learnt.
 INHERITED_STAY = 0.999
 
 
 @torch.no_grad()
 def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
-    """Start the leaves at the target's lm_head, weight[V, D] or [heads * V, D], told apart by noise from `seed`.
+    """Start the leaves of a head at the target's lm_head; a head that reads that lm_head is not changed.
 
     Block i of a target with several prediction heads (EvaByte: eight) predicts the token i + 1 ahead, so position i
-    starts from it; positions beyond the blocks start from the last one (the only one of most targets). A head that
-    reads the target's own lm_head starts there by construction and is left alone. Raises HeadConfigError for a weight
-    of another size.
+    starts from it; further positions start from the last block (the only one of most targets).
+
+    Args:
+        head: its leaves are written.
+        weight: [V, D] or [blocks * V, D].
+        seed: of the noise that makes components differ.
+
+    Raises:
+        HeadConfigError: the weight has another size.
     """
     rows, width = weight.shape
     if width != head.hidden_size or rows == 0 or rows % head.vocab_size:
@@ -45,14 +51,14 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
 
 @torch.no_grad()
 def init_backbone(backbone: Backbone, target: Any) -> str:
-    """Start a backbone at a target's final norm and at its last layers' weights, by name and where the shapes agree.
+    """Start a backbone at a target's final norm and last layers, by parameter name and where the shapes agree.
 
     Args:
         backbone: its weights are written.
         target: a `vllm_mtpc.hf.Target`. Fused projections (Phi-3: `qkv_proj`, `gate_up_proj`) are split.
 
     Returns:
-        Which weights were copied and which were not, in a line; empty if all were.
+        A line that names the copied and the other weights; empty if all were copied.
     """
     theirs, fates = target.backbone, dict[str, set[bool]]()
     layers = [*reversed(getattr(theirs, "layers", ())), *(nn.Module() for _ in backbone.layers)]
@@ -75,7 +81,7 @@ def init_backbone(backbone: Backbone, target: Any) -> str:
 
 
 def _split_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a layer by name, fused projections as those of queries, keys and values, of gate and up."""
+    """The weights of a layer by name; fused projections are split into q, k and v, and into gate and up."""
     if (fused := weights.pop("self_attn.qkv_proj.weight", None)) is not None:
         rows = weights["self_attn.o_proj.weight"].shape[1]
         queries, keys_values = fused[:rows], fused[rows:].chunk(2)
@@ -88,13 +94,21 @@ def _split_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
-    """Start `head` at the distribution of a trained `source` head of the same kind, window and target.
+    """Start `head` at the distribution of a trained head of the same kind, window and target.
 
     The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
-    are copied, inner sums keep the latent with probability INHERITED_STAY whatever the hidden state is. More components
-    than the source has (a multiple) repeat it, with noise from `seed` in the leaves so that the copies can part. Where
-    only `head` has a token_rank, tokens add nothing yet; where only it has a component_rank, one component becomes some
-    that say the same, and part by what they read of the state. Raises HeadConfigError for anything else.
+    are copied, inner sums keep the latent with probability INHERITED_STAY for any hidden state. A multiple of the
+    source's components repeats them, with noise in the leaves so that the copies can diverge. Where only `head` has a
+    token_rank, the bigram adds 0; where only it has a component_rank, its components are equal and diverge by
+    component_in.
+
+    Args:
+        head: its parameters are written.
+        source: the trained head.
+        seed: of the noise.
+
+    Raises:
+        HeadConfigError: `head` cannot start from `source`.
     """
     check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
@@ -115,7 +129,7 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
 
 
 def check_source(head: Head, source: Head) -> None:
-    """Raise HeadConfigError unless `head` can start where `source` is."""
+    """Raise HeadConfigError unless `head` can start from `source`."""
     ours, theirs = head.circuit, source.circuit
     if type(head) is not type(source):
         raise HeadConfigError(
@@ -140,23 +154,14 @@ def check_source(head: Head, source: Head) -> None:
             f"num_components={ours.num_components} cannot start from a head with {theirs.num_components}; allowed: "
             f"multiples of {theirs.num_components}; set num_components to one"
         )
-    if source.token_source is not None and head.token_rank != source.token_rank:
-        raise HeadConfigError(
-            f"token_rank={head.token_rank} cannot start from a head with token_rank={source.token_rank}; allowed: the "
-            "same; set token_rank to the source's"
-        )
-    if _kept(head, source) != _kept(source, source):
-        raise HeadConfigError(
-            f"a head with {_shown(head)} cannot start from one with {_shown(source)}; allowed: the same; set them to "
-            "the source's"
-        )
-
-
-def _kept(head: Head, source: Head) -> dict[str, int]:
-    """The options of `head` that must equal those of `source`; one component needs no component_rank."""
-    has_one = source.circuit.num_components == 1 and not source.component_rank
-    return {key: value for key, value in head.options.items() if value and not (has_one and key == "component_rank")}
-
-
-def _shown(head: Head) -> str:
-    return ", ".join(f"{key}={value}" for key, value in head.options.items())
+    free = {  # options that the source need not have
+        "token_rank": source.token_source is None,
+        "component_rank": theirs.num_components == 1 and not source.component_rank,
+    }
+    given, wanted = ({**h.options, "token_rank": h.token_rank} for h in (head, source))
+    for name in given | wanted:
+        own, needed = given.get(name) or 0, wanted.get(name) or 0
+        if own != needed and not free.get(name):
+            raise HeadConfigError(
+                f"{name}={own} cannot start from a head with {name}={needed}; set {name} to the source's"
+            )

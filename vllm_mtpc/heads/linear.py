@@ -1,17 +1,17 @@
-"""Heads with an unembedding U of their own per position and component; sum weights are linear in the hidden state.
+"""Heads with one trained unembedding U per position and component; sum weights are linear in the hidden state.
 
 linear       leaf[k, z, :] = log_softmax(U[k, z] h)                              (MtPC paper, section 4, as the next)
 mlp          x <- x + silu(A[l, k, z] x + c[l, k, z]) for l = 1 .. expander_layers from x = h, then U[k, z] x
 transformer  x[k] = h + query[k], x <- blocks(x): pre-norm, attention among the n positions of one window; U[k, z] x[k]
 
-Difference from the paper, whose transformer attends over the text's hidden states and needs a KV cache of its own when
-it is served: this one attends within the window only. All it reads is h, so it is served like every other head, without
+Difference from the paper: its transformer attends over the text's hidden states and needs a separate KV cache when it
+is served; this one attends within the window only. It reads h alone, so it is served like every other head, without
 state between steps. Attention is full: positions hold queries, no tokens that could leak.
 
-Blocks start where they change nothing, queries near zero: a new head is (nearly) the linear one.
+Blocks are initialised to the identity and queries near zero: a new head is (nearly) the linear one.
 
-The unembeddings are what a draft reads: a server may divide them over ranks, or have all weights laid out for the
-processor (`shard_leaves`, `pack`, in this order). Such a head only drafts.
+Reading the unembeddings is most of a draft's cost. A server may divide them over ranks (`shard_leaves`) and then lay
+out all weights for the processor (`pack`). Such a head can only draft.
 """
 
 from __future__ import annotations
@@ -27,35 +27,41 @@ from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.shard import Shard
 
 FEEDFORWARD = 4  # width of a transformer block's MLP in hidden sizes
-# Unembeddings of this many bytes and more are divided over the ranks: reading them must cost more than that the ranks
-# meet. CPU: 22 GB/s against 0.24 ms to gather one request's logits of the demo and 0.6 ms for 16 (gloo, two ranks).
-# GPU, not measured: 64 MiB are 20 us at 3.3 TB/s, which is what a small all-gather takes. What is gathered is B / D
-# of what is read, so the batch hardly matters there.
+# Minimum bytes of unembeddings that are divided over the ranks: reading them must cost more than the gather.
+# CPU: 22 GB/s against 0.24 ms to gather one request's logits of the demo and 0.6 ms for 16 (gloo, two ranks). GPU, not
+# measured: reading 64 MiB takes 20 us at 3.3 TB/s, as long as a small all-gather. The gather is B / D of the bytes
+# read, so the batch hardly matters there.
 SHARD_BYTES = {"cpu": 16 << 20}
 SHARD_BYTES_GPU = 64 << 20
 
 
 class LinearHead(Head):
-    """Leaf parameters: leaf_weight [n, r, V, D] in position order."""
+    """Linear unembeddings. Leaf parameters: leaf_weight [n, r, V, D] in position order."""
 
     component_dims: ClassVar = {**Head.component_dims, "leaf_weight": (1,)}
     noise_in = "leaf_weight"
 
     def add_leaves(self) -> None:
+        """As in Head."""
         n, r = self.circuit.window, self.circuit.num_components
         self.leaf_weight = nn.Parameter(torch.empty(n, r, self.vocab_size, self.hidden_size))
         self.shard: Shard | None = None
-        self._packed: Tensor | None = None  # in the place of all weights
-        self._hidden_dtype: torch.dtype | None = None
+        self._packed: Tensor | None = None  # replaces all weights
+        self._hidden_dtype: torch.dtype | None = None  # of the packed weights
 
     def reset_leaves(self) -> None:
+        """As in Head."""
         self.leaf_weight.normal_().mul_(INIT_STD)
 
     @torch.no_grad()
     def init_from_lm_head(self, weight: Tensor, seed: int) -> None:
-        """Start at the target's lm_head[V, D], or at one for each position [n, 1, V, D].
+        """Start the leaves at an lm_head; noise makes components differ.
 
-        Seeded noise tells components apart. It moves a logit by INIT_STD times the root mean square of the state.
+        The noise moves a logit by INIT_STD times the root mean square of the state.
+
+        Args:
+            weight: [V, D], or [n, 1, V, D] of each position.
+            seed: of the noise.
         """
         noise = weight.new_zeros(())
         if self.circuit.num_components > 1:
@@ -64,36 +70,40 @@ class LinearHead(Head):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
+        """As in Head."""
         return self._hidden_dtype or super().hidden_dtype
 
     def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """What the unembeddings of a range of positions are multiplied with, [B, k, r, D]; 1 for k or r: the same."""
+        """Return the inputs of the unembeddings of a range of positions, [B, k or 1, r or 1, D]."""
         return prepared[:, None, None]
 
     def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in Head."""
         return leaf.logits(self.states(prepared, start, stop), self.leaf_weight[start:stop])
 
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
+        """As in Head; from one product of all packed weights after `pack`."""
         if self._packed is None:
             return super().draft_params(hidden, first, num_drafts)
         product = torch.ops.mkldnn._linear_pointwise(hidden.to(self.hidden_dtype), self._packed, None, "none", [], "")
         batch, r = len(hidden), self.circuit.num_components
         leaves, root, inner = product.split(self._parts, dim=1)
         logits = leaves.view(batch, -1, r, leaves.shape[1] // (r * self._num_positions))
-        evidence, drafted = self._met(logits[:, 0], logits[:, 1 : num_drafts + 1], first)
+        evidence, drafted = self._join_ranks(logits[:, 0], logits[:, 1 : num_drafts + 1], first)
         inner = inner.float().view(batch, -1, r, r)
         inner = inner if self.inner_bias is None else inner + self.inner_bias.float()
         root = root.float() if root.shape[1] else product.new_zeros(batch, r, dtype=torch.float32)
         return DraftParams(evidence, drafted, root, inner, first, self.bigram(num_drafts))
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """As in Head."""
         if prepared.is_cuda:
             return self._draft_apart(prepared, first, num_drafts)
         logits = self.unembed(prepared, 0, num_drafts + 1)
-        return self._met(logits[:, 0], logits[:, 1:], first)
+        return self._join_ranks(logits[:, 0], logits[:, 1:], first)
 
     def _draft_apart(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """draft_leaves where the logits of x_1 need not be written down: two products."""
+        """draft_leaves by two products, which do not store the logits of x_1."""
         states = self.states(prepared, 0, num_drafts + 1)
         first = first if self.shard is None else first - self.shard.start
         terms = leaf.terms(states[:, 0], self.leaf_weight[0], first)
@@ -102,24 +112,24 @@ class LinearHead(Head):
         logits = leaf.logits(states, self.leaf_weight[drafted])
         return (terms[:, 1] - terms[:, 0], logits) if self.shard is None else self.shard.join(terms, logits)
 
-    def _met(self, at_first: Tensor, drafted: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """draft_leaves from the logits of all positions, here and on the other ranks."""
+    def _join_ranks(self, at_first: Tensor, drafted: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """draft_leaves from the logits [B, r, V] of x_1 and [B, K, r, V] of the drafts, of this rank's tokens."""
         if self.shard is None:
             return leaf.evidence_of(at_first, first), drafted
         return self.shard.join(leaf.terms_of(at_first, first - self.shard.start), drafted)
 
     @torch.no_grad()
     def shard_leaves(self, shard: Shard) -> None:
-        """Keep the rows of `shard` only: `draft_params` then meets the other ranks in its `gather`."""
+        """Keep the rows of `shard` only; `draft_params` then gathers those of the other ranks."""
         self.shard = shard
         rows = self.leaf_weight[:, :, shard.start : shard.stop].clone()
         self.leaf_weight = nn.Parameter(rows, requires_grad=False)
 
     @torch.no_grad()
     def pack(self, num_positions: int) -> None:
-        """Lay out the weights of the first positions and of all sums as oneDNN reads them, for one product of them all.
+        """Lay out the weights of the first `num_positions` positions and of all sums for one oneDNN product.
 
-        Nothing is done where that does not help: it is measured for bfloat16 on a CPU.
+        Does nothing for other dtypes than bfloat16 and on CPUs without bfloat16 products.
         """
         weights = [self.leaf_weight[:num_positions], self.root_weight, self.inner_weight]
         is_one_product = type(self).states is LinearHead.states
@@ -135,22 +145,28 @@ class LinearHead(Head):
 
 
 class MlpHead(LinearHead):
-    """Leaf parameters: block_weight [L, n, r, D, D], block_bias [L, n, r, D] and leaf_weight [n, r, V, D]."""
+    """Blocks per position and component before the unembedding.
+
+    Leaf parameters: block_weight [L, n, r, D, D], block_bias [L, n, r, D] and leaf_weight [n, r, V, D].
+    """
 
     component_dims: ClassVar = {**LinearHead.component_dims, "block_weight": (2,), "block_bias": (2,)}
 
     def add_leaves(self, expander_layers: int) -> None:  # type: ignore[override]  # its own options
+        """As in Head."""
         super().add_leaves()
         shape = (expander_layers, self.circuit.window, self.circuit.num_components, self.hidden_size)
         self.block_weight = nn.Parameter(torch.empty(*shape, self.hidden_size))
         self.block_bias = nn.Parameter(torch.empty(shape))
 
     def reset_leaves(self) -> None:
+        """As in Head."""
         super().reset_leaves()
         self.block_weight.zero_()
         self.block_bias.zero_()
 
     def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in LinearHead."""
         n, r = stop - start, self.circuit.num_components
         state = prepared[:, None, None].expand(-1, n, r, -1)  # [B, k, z, D]
         for weight, bias in zip(self.block_weight[:, start:stop], self.block_bias[:, start:stop], strict=True):
@@ -159,9 +175,13 @@ class MlpHead(LinearHead):
 
 
 class TransformerHead(LinearHead):
-    """Leaf parameters: query [n, D], `expander_layers` blocks of torch's TransformerEncoderLayer, leaf_weight."""
+    """Attention among the positions of a window before the unembedding.
+
+    Leaf parameters: query [n, D], `expander_layers` blocks of torch's TransformerEncoderLayer, leaf_weight.
+    """
 
     def add_leaves(self, expander_layers: int, expander_heads: int) -> None:  # type: ignore[override]
+        """As in Head."""
         super().add_leaves()
         self.query = nn.Parameter(torch.empty(self.circuit.window, self.hidden_size))
         self.blocks = nn.ModuleList(
@@ -178,24 +198,26 @@ class TransformerHead(LinearHead):
         )
 
     def reset_leaves(self) -> None:
+        """As in Head."""
         super().reset_leaves()
         self.query.normal_().mul_(INIT_STD)
-        for block in self.blocks:  # the other weights of a block stay as torch draws them
+        for block in self.blocks:  # the other weights of a block keep torch's own initialisation
             for output in (block.self_attn.out_proj, block.linear2):
                 output.weight.zero_()
                 output.bias.zero_()
 
     def prepare(self, hidden: Tensor) -> Tensor:
-        """States [B, n, D] of the window's positions."""
+        """Return the states [B, n, D] of the window's positions."""
         states = hidden[:, None] + self.query
         for block in self.blocks:
             states = block(states)
         return states
 
     def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in LinearHead."""
         return prepared[:, start:stop, None]
 
 
 def pays(num_bytes: int, num_ranks: int, device_type: str) -> bool:
-    """Whether unembeddings of num_bytes are divided over the ranks of a tensor-parallel group."""
+    """Return whether unembeddings of `num_bytes` are divided over the ranks of a tensor-parallel group."""
     return num_ranks > 1 and num_bytes >= SHARD_BYTES.get(device_type, SHARD_BYTES_GPU)

@@ -2,14 +2,14 @@
 
 state[k, z] = h + U[k, z] silu(P[k] h)      leaf[k, z, :] = log_softmax(lm_head(state[k, z]))
 
-P [n, m, D] goes down to m = expander_rank numbers per position, U [n, r, D, m] up again per component. U starts as
-small noise, so every leaf starts at the target's own distribution of the next token, and components are told
-apart. The lm_head is the target's: it is bound to the head, never trained with it, and not in the checkpoint.
+P [n, m, D] projects to m = expander_rank numbers per position, U [n, r, D, m] back to D per component. U starts as
+small noise, so every leaf starts near the target's own distribution of the next token and components differ. The
+lm_head is the target's: it is bound to the head, neither trained nor saved with it.
 
-Parameters, V=128k (128,256), D=4096, n=8, r=8, m=64: n*m*D + n*r*D*m = 18.9M. The linear head's n*r*V*D are 33.6
-billion: subword vocabularies need this head. The price is arithmetic, not memory traffic: the lm_head is read once per
-step and multiplied with n*r states of each request. With component_rank it is multiplied with n: U is [n, 1, D, m], and
-components are told apart behind the lm_head (components.py).
+Parameters, V=128k (128,256), D=4096, n=8, r=8, m=64: n*m*D + n*r*D*m = 18.9M. The linear head has n*r*V*D = 33.6
+billion, so subword vocabularies need this head. The cost is arithmetic, not memory traffic: the lm_head is read once
+per step and multiplied with n*r states of each request. With component_rank it is multiplied with n states: U is
+[n, 1, D, m], and components are added after the lm_head (components.py).
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.heads.base import INIT_STD, Head
-from vllm_mtpc.heads.components import LentHead
+from vllm_mtpc.heads.components import BorrowedLmHead
 
 
-class SharedHead(LentHead):
-    """Leaf parameters: down_weight [n, m, D] and up_weight [n, r, D, m], in position order; with component_rank U is
-    [n, 1, D, m], and there are component_in and component_out.
+class SharedHead(BorrowedLmHead):
+    """An expander in front of the target's lm_head.
+
+    Leaf parameters: down_weight [n, m, D] and up_weight [n, r, D, m], in position order; with component_rank up_weight
+    is [n, 1, D, m], and there are component_in and component_out.
     """
 
     component_dims: ClassVar = {**Head.component_dims, "up_weight": (1,)}
     noise_in = "up_weight"
 
     def add_leaves(self, expander_rank: int, component_rank: int = 0) -> None:
+        """As in Head."""
         n, hidden_size = self.circuit.window, self.hidden_size
         states = 1 if component_rank else self.circuit.num_components
         self.down_weight = nn.Parameter(torch.empty(n, expander_rank, hidden_size))
@@ -40,11 +43,13 @@ class SharedHead(LentHead):
         self.add_components(component_rank)
 
     def reset_leaves(self) -> None:
+        """As in Head."""
         self.down_weight.normal_().mul_(self.hidden_size**-0.5)  # keeps the size of h
         self.up_weight.normal_().mul_(INIT_STD)
         self.reset_components()
 
     def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in BorrowedLmHead."""
         down = F.linear(prepared, self.down_weight[start:stop].reshape(-1, self.hidden_size))
         low = F.silu(down).view(prepared.shape[0], stop - start, -1)  # [B, k, m]
         change = torch.einsum("bkm,kzdm->bkzd", low, self.up_weight[start:stop])

@@ -6,14 +6,14 @@ cumulative probability exceeds u_k. Its interval is [left, right) = [F_(v-1), F_
 belongs to a token that is never picked.
 
 Trust (an extension of the paper): a row gives P, near Q but not equal to it, and Pick(u, P) is wrong wherever an edge
-between P's intervals lies on the other side of u: it takes P at its word. Trust r says how far to. Let the verifier's
-token be Pick(u', P), with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the distribution function
-of P in vocabulary order,
+between P's intervals lies on the other side of u than the edge of Q. Trust r models that error. Let the target's token
+be Pick(u', P), with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the distribution function of P
+in vocabulary order,
 
     P(v | u) = Phi((a_v - r b) / sqrt(1 - r^2)) - Phi((a_(v-1) - r b) / sqrt(1 - r^2)),   a = Phi^-1(F), b = Phi^-1(u)
 
-u' is uniform whatever r, so the mean of P(v | u) over u is P(v). r = 1 is Pick; r = 0 P itself, whose likeliest token
-is the best guess without u. The draft is the likeliest token given u.
+u' is uniform for every r, so the mean of P(v | u) over u is P(v). r = 1 is Pick; r = 0 is P itself, whose most probable
+token is the best guess without u. The draft is the most probable token given u.
 """
 
 from __future__ import annotations
@@ -26,14 +26,23 @@ from torch import Tensor
 from vllm_mtpc.kernels.pick import pick
 
 STEPS = 1 << 24  # values of u
-EDGE = 1e-6  # in training no edge comes nearer to 0 or 1: Phi^-1 has no slope there that float32 could hold
+EDGE = 1e-6  # minimum distance of an edge to 0 and 1 in training: the slope of Phi^-1 there exceeds float32
 
 
 def processed(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """log Q [..., V] float32 of logits[..., V]: temperature (> 0), then top-k (0: off), then top-p (1: off).
+    """Return log Q: temperature, then top-k, then top-p, as vLLM applies them.
 
-    vLLM's rule: tokens that tie with the k-th stay; top-p renormalises what top-k left and keeps the smallest set of
-    the likeliest tokens with mass p or more.
+    Tokens that tie with the k-th stay. top-p renormalises the remaining tokens and keeps the smallest set of the most
+    probable ones with mass p or more.
+
+    Args:
+        logits: [..., V].
+        temperature: above 0.
+        top_k: 0: off.
+        top_p: 1: off.
+
+    Returns:
+        [..., V] float32.
     """
     logits = logits.float()
     if temperature != 1:
@@ -50,7 +59,15 @@ def processed(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: f
 
 
 def edges(log_probs: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """(left, right) [...] float64 of token[...] under log_probs[..., V]; equal where the token has no mass."""
+    """Return the interval [left, right) of u that picks a token (arXiv 2512.21323, section 2.1).
+
+    Args:
+        log_probs: [..., V], log Q.
+        token: [...] integers.
+
+    Returns:
+        left and right [...] float64; equal where the token has no mass.
+    """
     cumulative = log_probs.double().exp().cumsum(-1)
     total, at = cumulative[..., -1], token.long()[..., None]
     right = cumulative.gather(-1, at)[..., 0] / total
@@ -59,9 +76,17 @@ def edges(log_probs: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def u_inside(left: Tensor, right: Tensor, inner: Tensor) -> Tensor:
-    """u [...] float32 at the fraction inner[...] in [0, 1) of [left, right), rounded down to a multiple of 2^-24.
+    """Return u at a fraction of the interval [left, right), rounded down to a multiple of 2^-24.
 
-    It stays inside wherever the interval holds such a multiple.
+    The result is inside the interval wherever that contains such a multiple.
+
+    Args:
+        left: [...] float64.
+        right: [...] float64.
+        inner: [...] in [0, 1), the fraction.
+
+    Returns:
+        [...] float32.
     """
     left, right = left.double() * STEPS, right.double() * STEPS  # exact
     at = (left + inner.double() * (right - left)).floor()
@@ -70,9 +95,15 @@ def u_inside(left: Tensor, right: Tensor, inner: Tensor) -> Tensor:
 
 
 def conditional(logits: Tensor, u: Tensor, trust: float) -> Tensor:
-    """P(v | u) [..., V] float64 of logits[..., V] and u[...] in [0, 1), multiples of 2^-24; trust below 1.
+    """Return P(v | u) as above; tokens without mass (-inf, NaN) have none.
 
-    Tokens without mass (-inf, NaN) get none.
+    Args:
+        logits: [..., V], of P.
+        u: [...] in [0, 1), multiples of 2^-24.
+        trust: r, below 1.
+
+    Returns:
+        [..., V] float64.
     """
     mass = torch.where(logits > -torch.inf, logits, -torch.inf).double().softmax(-1)
     below = _below(mass.cumsum(-1).clamp(max=1), u[..., None], trust)
@@ -81,7 +112,18 @@ def conditional(logits: Tensor, u: Tensor, trust: float) -> Tensor:
 
 
 def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, share: float) -> Tensor:
-    """log(share P(x) + (1 - share) P(x | u)) [...] of tokens x[...], with gradients; share above 0."""
+    """Return log(share P(x) + (1 - share) P(x | u)), with gradients.
+
+    Args:
+        logits: [..., V], of P.
+        u: [...] in [0, 1), multiples of 2^-24.
+        tokens: [...] integers, x.
+        trust: r, below 1.
+        share: above 0.
+
+    Returns:
+        [...] float32.
+    """
     probs, at = logits.float().softmax(-1), tokens[..., None]
     mass = probs.gather(-1, at)[..., 0]
     right = probs.cumsum(-1).gather(-1, at)[..., 0]
@@ -92,16 +134,22 @@ def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, shar
 
 
 def reads_u(config: Any) -> bool:
-    """Whether drafts of a head of this PtpConfig depend on u beyond the rows that carry it, temperature above 0."""
+    """Return whether drafts of a PtpConfig depend on u beyond the rows that carry it, at a temperature above 0."""
     return config.variant in ("c-ptp", "late")
 
 
 def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
-    """Drafts [T] int64 of logits[T, V] and u[T] as a head of this config makes them at a temperature above 0.
+    """Return the drafts of a head at a temperature above 0; at temperature 0 every head drafts the argmax.
 
-    At temperature 0, where u tells nothing, drafts are the argmax for every head.
+    Args:
+        config: the head's PtpConfig.
+        logits: [T, V].
+        u: [T].
+
+    Returns:
+        [T] int64.
     """
-    if not reads_u(config):  # the row knows its u (o-ptp), or nothing does and the likeliest token is the best guess
+    if not reads_u(config):  # the row has read its u (o-ptp), or the argmax is the best guess (independent)
         return logits.argmax(-1)
     if config.variant == "c-ptp":
         return pick(logits.float(), u.contiguous())
@@ -109,6 +157,6 @@ def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
 
 
 def _below(cumulative: Tensor, u: Tensor, trust: float) -> Tensor:
-    """P(u' < F | u) of float64 F; u[...] is the middle of the cell [u, u + 2^-24) it stands for: never 0 or 1."""
+    """P(u' < F | u) of float64 F; u is taken as the middle of its cell [u, u + 2^-24), so it is never 0 or 1."""
     shifted = torch.special.ndtri(cumulative) - trust * torch.special.ndtri(u.double() + 0.5 / STEPS)
     return torch.special.ndtr(shifted / (1 - trust * trust) ** 0.5)

@@ -1,4 +1,4 @@
-"""Embeddings of the auxiliary variable u in [0, 1): what an auxiliary row carries in place of a token's embedding.
+"""Embeddings of the auxiliary variable u in [0, 1), which auxiliary rows carry instead of a token's embedding.
 
 Features of u, then a linear layer or (names in -mlp) a small network. Features of the PTP paper (arXiv 2512.21323),
 section 3 and appendix C.1:
@@ -8,16 +8,15 @@ section 3 and appendix C.1:
     threshold    e_i = 1{u <= i / n}
     arithmetic   e_i = 1{u 2^(i-1) mod 1 <= 0.5}, the bits an arithmetic coder reads
 
-and those that the authors' code offers next to them, so that checkpoints of it can be converted:
+and those of the authors' code, so that its checkpoints can be converted:
 
     interpolation   n learned rows, linear between the two next to u (n - 1)
     round           n learned rows, the one at floor(u n)
     sawtooth        u mod 1 / i
     quarter-cos     cos(pi i u)
 
-u is used in float32 whatever the dtype of the weights: in half precision two values of u on either side of an edge of
-the target's distribution are one. Adding an embedding: its name in EMBEDDINGS,
-and its features in _FEATURES.
+u is float32 for any dtype of the weights: half precision does not separate two values of u on either side of an edge of
+the target's distribution. To add an embedding, add its name to EMBEDDINGS and its features to _FEATURES.
 """
 
 from __future__ import annotations
@@ -35,31 +34,31 @@ EMBEDDINGS = (
     *("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp"),  # of the paper
     *("interpolation", "round", "sawtooth", "quarter-cos"),
 )
-# Features or rows of each where the config does not say how many; of _FIXED it never does.
+# Default number of features or rows; the config cannot change that of _FIXED.
 _COUNTS = dict.fromkeys(EMBEDDINGS, 32) | {"scalar": 1, "scalar-mlp": 1, "interpolation": 3}
 _FIXED = ("ieee", "scalar", "scalar-mlp")
 
 
 class AuxEmbedding(nn.Module):
-    """u -> embedding of an auxiliary row; sub-classes say how in `embed`, in float32."""
+    """u -> embedding of an auxiliary row; subclasses define `embed`."""
 
     def embed(self, u: Tensor) -> Tensor:
-        """[..., D] of float32 u[...]."""
+        """Return [..., D] float32 of u [...] float32."""
         raise NotImplementedError
 
     def forward(self, u: Tensor) -> Tensor:
-        """[..., D] of u[...], in the dtype of the weights."""
+        """Return [..., D] of u [...], in the dtype of the weights."""
         with torch.autocast(u.device.type, enabled=False):
             return self.embed(u.float()).to(next(self.parameters()).dtype)
 
     def table(self) -> Tensor:
-        """[256, D]: the embeddings at the centres of 256 equal bins, for `lookup`."""
+        """Return the embeddings [256, D] at the centres of 256 equal bins, for `lookup`."""
         device = next(self.parameters()).device
         return self((torch.arange(TABLE_SIZE, dtype=torch.float32, device=device) + 0.5) / TABLE_SIZE)
 
 
 def lookup(table: Tensor, u: Tensor) -> Tensor:
-    """[..., D] of u[...]: the row of its bin in `AuxEmbedding.table()`; only drafts see u so rounded."""
+    """Return the row [..., D] of each u [...] in `AuxEmbedding.table()`; only drafts read u rounded to bins."""
     return table[(u.float() * TABLE_SIZE).long().clamp(0, TABLE_SIZE - 1)]
 
 
@@ -80,7 +79,7 @@ class _Features(AuxEmbedding):
 
 
 class _Rows(AuxEmbedding):
-    """Learned rows, of which u chooses one or lies between two."""
+    """Learned rows; u selects one, or interpolates between two."""
 
     def __init__(self, between: bool, count: int, size: int) -> None:
         super().__init__()
@@ -116,7 +115,7 @@ def _arithmetic(u: Tensor, count: int) -> Tensor:
     return (shifted - shifted.floor() <= 0.5).float()
 
 
-_FEATURES = {  # (u[..., 1] float32, n) -> [..., n]; what is not here has learned rows
+_FEATURES = {  # (u[..., 1] float32, n) -> [..., n]; other embeddings have learned rows
     "ieee": _ieee,
     "scalar": lambda u, count: u,
     "threshold": lambda u, count: (u <= _steps(u, count) / count).float(),
@@ -127,7 +126,16 @@ _FEATURES = {  # (u[..., 1] float32, n) -> [..., n]; what is not here has learne
 
 
 def check_embedding(name: str, features: int | None, hidden: int | None) -> None:
-    """Raise HeadConfigError unless `name` is known and features and hidden (None: not given) are exactly its own."""
+    """Validate the options of an embedding.
+
+    Args:
+        name: one of EMBEDDINGS.
+        features: `u_features`; None: not set.
+        hidden: `u_hidden`; None: not set.
+
+    Raises:
+        HeadConfigError: the name is unknown, an option is missing, out of range or of another embedding.
+    """
     if name not in _COUNTS:
         raise HeadConfigError(f"unknown u_embedding {name!r}; allowed: {', '.join(EMBEDDINGS)}; set it to one of them")
     own = default_options(name, 64)
@@ -145,7 +153,7 @@ def check_embedding(name: str, features: int | None, hidden: int | None) -> None
 
 
 def default_options(name: str, hidden_size: int) -> dict[str, int]:
-    """`u_features` and `u_hidden` of an embedding where none are named; nothing for an unknown one."""
+    """Return the default `u_features` and `u_hidden` of an embedding; empty for an unknown one."""
     options = {"u_features": _COUNTS[name]} if name in _COUNTS and name not in _FIXED else {}
     return options | ({"u_hidden": hidden_size} if name in _COUNTS and name.endswith("-mlp") else {})
 
@@ -153,7 +161,17 @@ def default_options(name: str, hidden_size: int) -> dict[str, int]:
 def build_embedding(
     name: str, hidden_size: int, features: int | None = None, hidden: int | None = None
 ) -> AuxEmbedding:
-    """An untrained embedding on the current default device and dtype; options not given take their defaults."""
+    """Return an untrained embedding on the current default device and dtype.
+
+    Args:
+        name: one of EMBEDDINGS.
+        hidden_size: D.
+        features: `u_features`; None: the default.
+        hidden: `u_hidden`; None: the default.
+
+    Raises:
+        HeadConfigError: as in `check_embedding`.
+    """
     given = {key: value for key, value in (("u_features", features), ("u_hidden", hidden)) if value is not None}
     options = default_options(name, hidden_size) | given
     check_embedding(name, options.get("u_features"), options.get("u_hidden"))

@@ -1,10 +1,10 @@
-"""The late network of a PTP head: what the rows of drafts compute behind the target's final norm, one after another.
+"""The late network of a PTP head: computed for the rows of drafts after the target's final norm, one after another.
 
-An extension of the paper (arXiv 2512.21323), whose rows have the target's own layers and nothing else, all at once. A
-row in the middle of a window then knows the tokens in front of it only if earlier rows have worked them out some layers
-before the last; a target that decides in its last layers leaves no room for that. So that step is made here.
-With h_k the state of the row that gives draft k, t_k the token in front of that draft (the verifier's, then the drafts
-themselves; in training the text's) and E the target's own token embeddings,
+An extension of the paper (arXiv 2512.21323), whose rows run through the target's layers only, all at once. There a row
+in the middle of a window can depend on the tokens before it only if earlier rows have determined them some layers
+before the last, which a target that decides in its last layers does not allow. The late network is conditioned on these
+tokens. With h_k the state of the row of draft k, t_k the token before that draft (x_1, then the drafts; in training the
+text's) and E the target's own token embeddings,
 
     x_k = h_k / rms(h_k)                        e_k = E[t_k] / rms(E[t_k])                        s_0 = 0
     y_k = x_k + C gelu(A [x_k ; e_k ; s_(k-1)] + a) + c
@@ -25,9 +25,16 @@ EPSILON = 1e-6
 
 
 class LateNetwork(nn.Module):
+    """The network above.
+
+    Args:
+        hidden_size: D.
+        width: of its hidden layer.
+    """
+
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.state = nn.Linear(hidden_size, width)  # A and a, by what they read
+        self.state = nn.Linear(hidden_size, width)  # A and a, in one part per input
         self.token = nn.Linear(hidden_size, width, bias=False)
         self.before = nn.Linear(hidden_size, width, bias=False)
         self.outer = nn.Linear(width, hidden_size)  # C, c
@@ -35,9 +42,15 @@ class LateNetwork(nn.Module):
         nn.init.zeros_(self.outer.bias)
 
     def step(self, hidden: Tensor, token: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(state for lm_head, s) [..., D] of one row: its state, that token's embedding, s of the row before.
+        """Compute one row, in the dtype of the weights.
 
-        Computed in the dtype of the weights; the state for lm_head is in that of `hidden`.
+        Args:
+            hidden: [..., D], h_k.
+            token: [..., D], E[t_k].
+            before: [..., D], s_(k-1); None: 0.
+
+        Returns:
+            The state for lm_head [..., D] in the dtype of `hidden`, and s_k [..., D].
         """
         with torch.autocast(hidden.device.type, enabled=False):
             values, embedded = hidden.to(self.outer.weight.dtype), token.to(self.outer.weight.dtype)
@@ -50,7 +63,15 @@ class LateNetwork(nn.Module):
             return (size * values).to(hidden.dtype), values / _rms(values)
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """States [..., m, D] for lm_head where the tokens in front are known: hidden and embeddings [..., m, D]."""
+        """Return the states for lm_head of m rows whose tokens before are known.
+
+        Args:
+            hidden: [..., m, D].
+            tokens: [..., m, D], embeddings.
+
+        Returns:
+            [..., m, D].
+        """
         states, before = [], None
         for row, token in zip(hidden.unbind(-2), tokens.unbind(-2), strict=True):
             state, before = self.step(row, token, before)
@@ -59,12 +80,22 @@ class LateNetwork(nn.Module):
 
     def draft(
         self,
-        hidden: Tensor,  # [R, K, D] of the rows that give drafts
-        first: Tensor,  # [R] the token in front of the first draft
-        embed: Callable[[Tensor], Tensor],  # the target's token embeddings
-        choose: Callable[[Tensor, int], Tensor],  # (states [R, D] for lm_head, k) -> draft k [R]
+        hidden: Tensor,
+        first: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        choose: Callable[[Tensor, int], Tensor],
     ) -> Tensor:
-        """Drafts [R, K] int64, each in front of the next."""
+        """Draft K tokens, each conditioned on the one before it.
+
+        Args:
+            hidden: [R, K, D] of the rows of the drafts.
+            first: [R], x_1.
+            embed: the target's token embeddings.
+            choose: (states for lm_head [R, D], k) -> draft k [R].
+
+        Returns:
+            [R, K] int64.
+        """
         drafts, token, before = [], first, None
         for k in range(hidden.shape[1]):
             state, before = self.step(hidden[:, k], embed(token), before)
@@ -74,10 +105,9 @@ class LateNetwork(nn.Module):
 
 
 def build_late(hidden_size: int, width: int | None) -> LateNetwork | None:
-    """An untrained late network on the current default device and dtype; None without a width."""
+    """Return an untrained late network on the current default device and dtype; None without a width."""
     return LateNetwork(hidden_size, width) if width else None
 
 
 def _rms(values: Tensor) -> Tensor:
-    """[..., 1]"""
     return values.square().mean(-1, keepdim=True).add(EPSILON).sqrt()

@@ -2,17 +2,17 @@
 
 Source: "Parallel Token Prediction for Language Models", arXiv 2512.21323. Real tokens run through the plain target, so
 one prefix serves every window that starts in it; auxiliary rows run through copies of the layers that share the
-target's weights and add their own low-rank ones (as in `vllm_mtpc.heads.adapters`).
+target's weights and add low-rank ones (as in `vllm_mtpc.heads.adapters`).
 
 A window at index t holds rows j = 0 .. n - 1 that carry u_(t+1+j). The position of a row is the index of the token it
 predicts, less one: t + j where row j names token t + 1 + j itself (o-ptp), t + 1 + j where it gives the distribution of
-the next token (c-ptp). Behind the final norm the rows of drafts may go through a late network
+the next token (c-ptp). After the final norm the rows of drafts may run through a late network
 (`vllm_mtpc.heads.ptp.late`).
 
 Many short windows are computed in one pass. The rows of window b see the tokens of the document at (row_b, start_b) up
-to start_b, whose keys and values a pass over the packed rows has left, and the window's own rows up to themselves.
-Windows that share a packed row share one matrix product with its keys; no window computes a score with another. That
-is one of transformers' attention functions, so every layer's projections, norms and rotary positions are the model's.
+to start_b, whose keys and values come from a pass over the packed rows, and the window's own rows up to themselves.
+Windows that share a packed row share one matrix product with its keys; no window reads another. This is registered as
+an attention function of transformers, so every layer's projections, norms and rotary positions are the model's.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from vllm_mtpc.heads.adapters import AdaptedLayers, layered_backbone, sharing_co
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 
-UNINFORMED = 0.5  # what every row carries where u tells nothing: greedy decoding, the independent baseline
+UNINFORMED = 0.5  # u of every row where u is not used: greedy decoding, the independent baseline
 BYTES = ("evabyte", "tpu_llama")  # summaries of older windows; embeddings made of several tokens
 IMPLEMENTATION = "mtpc_windows"  # the name of `windows_attention` among transformers' attention functions
 
 
 class Prefix(NamedTuple):
-    """What the target has computed of R packed rows of S tokens."""
+    """The target's states, keys and values of R packed rows of S tokens."""
 
-    hidden: Tensor  # [R, S, D] after the final norm, what Target.hidden gives
+    hidden: Tensor  # [R, S, D] after the final norm, as of Target.hidden
     keys: list[Tensor]  # by layer, [R, G, S, d], rotated
     values: list[Tensor]  # by layer, [R, G, S, d]
     positions: Tensor  # [R, S] int64, from 0 in each document
@@ -45,7 +45,7 @@ class Prefix(NamedTuple):
 
 
 class Record:
-    """Has the target's own attention do the work, and keeps what it is given: keys and values by layer."""
+    """Runs the target's own attention and stores the keys and values of each layer."""
 
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
@@ -53,6 +53,7 @@ class Record:
         self.values: list[Tensor] = []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        """Attention function of transformers."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -63,7 +64,14 @@ class Record:
 
 
 class Layout:
-    """B windows of n rows each, laid out as G packed rows of W places; built once per pass."""
+    """B windows of n rows each, laid out as G packed rows of W windows; built once per pass.
+
+    Args:
+        prefix: of the packed rows.
+        row: [B] int64.
+        start: [B] int64, index of the last token that a window reads.
+        length: n.
+    """
 
     def __init__(self, prefix: Prefix, row: Tensor, start: Tensor, length: int) -> None:
         self.prefix, self.length = prefix, length
@@ -86,7 +94,14 @@ class Layout:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """query [1, H, B * n, d], key and value [1, G, B * n, d]. Returns [1, B * n, H, d]."""
+        """Attention function of transformers: query [1, H, B * n, d], key and value [1, G, B * n, d].
+
+        Returns:
+            [1, B * n, H, d], and None for the weights.
+
+        Raises:
+            HeadConfigError: the target has attention sinks.
+        """
         if kwargs.get("s_aux") is not None:
             raise HeadConfigError("this target has attention sinks, which PTP heads do not support; name another")
         scale = kwargs.get("scaling")
@@ -110,24 +125,30 @@ class Layout:
         return read[self.place].flatten(0, 1)[None], None
 
     def _placed(self, states: Tensor) -> Tensor:
-        """[1, H, B * n, d] of the windows as [P, H, W, n, d] at their places; zeros where there is none."""
+        """States [1, H, B * n, d] of the windows as [P, H, W, n, d] in the layout; padding is zero."""
         states = states[0].unflatten(1, (-1, self.length)).transpose(0, 1)  # [B, H, n, d]
         placed = states.new_zeros(len(self.rows) * self.width, *states.shape[1:]).index_copy(0, self.place, states)
         return placed.unflatten(0, (-1, self.width)).transpose(1, 2)
 
 
 def windows_attention(*args: Any, windows: Record | Layout, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Attention function of transformers: what the Record or Layout of the pass does."""
+    """Attention function of transformers: calls the Record or Layout of the pass."""
     return windows.attend(*args, **kwargs)
 
 
 class Student(AdaptedLayers):
-    """A PTP head on its target (a `vllm_mtpc.hf.Target`); `config` is the head's PtpConfig.
+    """A PTP head on its target.
 
-    Its parameters are float32: the adapters', the embedding's, the late network's. B of every adapter starts at zero,
-    as does what the late network adds; the rest comes from torch's generator, the embedding at the scale of the
-    target's token embeddings. Raises HeadConfigError for a target that is not made of full-attention layers, or that
-    the config is not of.
+    Its parameters are float32: those of the adapters, the embedding and the late network. B of every adapter and the
+    output of the late network start at zero; the others come from torch's generator, the embedding at the scale of the
+    target's token embeddings.
+
+    Args:
+        target: a `vllm_mtpc.hf.Target`.
+        config: the head's PtpConfig.
+
+    Raises:
+        HeadConfigError: the target has other layers than full attention, or other sizes than the config.
     """
 
     def __init__(self, target: Any, config: Any) -> None:
@@ -146,7 +167,7 @@ class Student(AdaptedLayers):
 
     @torch.no_grad()
     def prefix(self, tokens: Tensor, documents: Tensor | None = None) -> Prefix:
-        """What the plain target computes of tokens[R, S]; documents[R, S] as in Target.hidden."""
+        """Run the plain target over tokens [R, S]; documents [R, S] as in `Target.hidden`."""
         target = self.target
         tokens, packed = tokens.to(target.device, torch.long), target.packed(documents)
         if documents is None:
@@ -159,7 +180,17 @@ class Student(AdaptedLayers):
         return Prefix(hidden, record.keys, record.values, positions, documents)
 
     def aux(self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor) -> Tensor:
-        """States [B, n, D], after the final norm, of windows at (row[B], start[B]) whose rows carry u[B, n]."""
+        """Run the rows of windows through the adapted layers.
+
+        Args:
+            prefix: of R packed rows.
+            row: [B] int64.
+            start: [B] int64, index of the last token that a window reads.
+            u: [B, n] in [0, 1).
+
+        Returns:
+            [B, n, D], after the final norm.
+        """
         u = u.to(self.target.device, torch.float32)
         embeds = self.embedding(u if self.config.informed else torch.full_like(u, UNINFORMED))
         return self._windows(self._adapted[0], prefix, row, start, 1 - self.first_row, embeds.to(self.target.dtype))
@@ -168,17 +199,25 @@ class Student(AdaptedLayers):
 
     @torch.no_grad()
     def plain(self, prefix: Prefix, row: Tensor, start: Tensor, tokens: Tensor) -> Tensor:
-        """States [B, m, D] of the plain target where the text goes on with tokens[B, m] behind (row, start)."""
+        """Return the plain target's states [B, m, D] of tokens [B, m] that follow (row [B], start [B])."""
         embeds = self._token_embeddings(tokens.to(self.target.device, torch.long))
         return self._windows(self._plain[0], prefix, row, start, 1, embeds)
 
     @property
     def first_row(self) -> int:
-        """Row of a window that gives its first draft."""
+        """Index of the row of a window's first draft."""
         return self.config.first_row
 
     def states(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """States [B, m, D] for lm_head of aux's hidden[B, m, D] where the text goes on with x_1 .. = tokens[B, n]."""
+        """Return the states for lm_head of windows whose tokens are known, through the late network if there is one.
+
+        Args:
+            hidden: [B, m, D], of `aux`.
+            tokens: [B, n] int64, x_1 and the following ones.
+
+        Returns:
+            [B, m, D].
+        """
         if self.late is None:
             return hidden
         before, rows = hidden.tensor_split([self.first_row], 1)
@@ -186,12 +225,12 @@ class Student(AdaptedLayers):
         return torch.cat([before, self.late(rows, front)], 1)
 
     def chain(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Drafts [B, K] by the late network; hidden[B, K, D] of their rows, x_1 first[B], as `LateNetwork.draft`."""
-        assert self.late is not None  # only heads with a late network are drafted from so
+        """Return the drafts [B, K] of the late network; arguments as in `LateNetwork.draft`."""
+        assert self.late is not None
         return self.late.draft(hidden, first.to(hidden.device), self._token_embeddings, choose)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] float32: the target's own lm_head."""
+        """Return the logits [..., V] float32 of the target's own lm_head for hidden [..., D]."""
         return self.target.logits(hidden)
 
     @torch.no_grad()
@@ -200,9 +239,12 @@ class Student(AdaptedLayers):
 
     @torch.no_grad()
     def take(self, lora: Mapping[str, Tensor], embedding: AuxEmbedding, late: LateNetwork | None = None) -> None:
-        """Copy weights into this student; without `late` its own late network, if any, stays as it is.
+        """Copy weights into this student; raises HeadConfigError if the adapters have other shapes.
 
-        Raises HeadConfigError where the adapters are not of its shapes.
+        Args:
+            lora: adapters by their names on disk.
+            embedding: of u.
+            late: None: the student's late network keeps its weights.
         """
         self.take_lora(lora)
         self.embedding.load_state_dict(embedding.state_dict())
@@ -218,7 +260,7 @@ class Student(AdaptedLayers):
         states = view(
             inputs_embeds=embeds.flatten(0, 1)[None],  # [1, B * n, D]
             position_ids=at.flatten()[None],
-            # transformers hands a mask of four dimensions on as it is: it need not build one
+            # transformers passes a mask of four dimensions unchanged, and builds none
             attention_mask=embeds.new_zeros(1, 1, 1, 1),
             use_cache=False,
             windows=Layout(prefix, row, start, length),
@@ -227,7 +269,7 @@ class Student(AdaptedLayers):
 
 
 def _check_target(target: Any, config: Any) -> nn.Module:
-    """The target's backbone; raises HeadConfigError where a PTP head cannot stand on it."""
+    """The target's backbone; raises HeadConfigError if a PTP head cannot run on it."""
     backbone, text = layered_backbone(target), target.config
     of_all = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
     others = set(getattr(text, "layer_types", None) or [of_all]) - {"full_attention"}
@@ -254,7 +296,7 @@ def _check_target(target: Any, config: Any) -> nn.Module:
 
 
 def _with_windows(layer: nn.Module) -> nn.Module:
-    """A copy of a layer around the same weights, with the attention of windows."""
+    """A copy of a layer that shares its weights, with the attention of windows."""
     layer = sharing_copy(layer)
     for module in layer.modules():
         if hasattr(module, "config"):  # a copy, too
@@ -264,7 +306,7 @@ def _with_windows(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _scaled_embedding(config: Any, backbone: nn.Module) -> AuxEmbedding:
-    """An untrained embedding whose values are as large as those of the target's tokens."""
+    """An untrained embedding at the scale of the target's token embeddings."""
     embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
     wanted = backbone.get_input_embeddings().weight.float().std().cpu()
     factor = wanted / embedding.table().std().clamp(min=1e-6)
