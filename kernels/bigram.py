@@ -1,9 +1,9 @@
-"""What the token before adds to the logits of a leaf: the same for every component, of low rank.
+"""A bigram: a low-rank term that the token before adds to the logits of a leaf, equal for all components.
 
 leaf_k[z, v | x_(k-1)] = log_softmax_v(logits_k[z, v] + (source[x_(k-1)] target_k)[v])
 
-Evidence along given tokens is still one number per component, so whatever is a filter over them stays one. Alone, with
-one component, this is DSpark's Markov head.
+Evidence along given tokens is still one number per component, so a filter over them still holds. With one component
+this is DSpark's Markov head.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from torch import Tensor
 
 
 class Bigram(NamedTuple):
-    """Of the positions from the second on: the first has no token before it that the hidden state does not know."""
+    """The term of the positions from the second on; the hidden state already depends on the token before the first."""
 
     source: Tensor  # [V, R], by the token before
     target: Tensor  # [m, R, V], of positions 2 .. m + 1 of the window
 
     def bias(self, k: int, previous: Tensor) -> Tensor:
-        """What previous[B] int64 adds to the logits of position 2 + k: [B, V] float32."""
+        """Return the term [B, V] float32 of previous [B] int64 for position 2 + k."""
         return _full(self.source[previous]) @ _full(self.target[k])
 
     def biases(self, tokens: Tensor) -> Tensor:
-        """What tokens[B, m], the first ones of a window, add to the logits of positions 2 .. m + 1: [B, m, V] float32.
+        """Return the terms of positions 2 .. m + 1.
 
-        A token of -1 adds something: what follows it must be of no consequence.
+        Args:
+            tokens: [B, m] int64, the first ones of a window; the term after a token of -1 is arbitrary.
+
+        Returns:
+            [B, m, V] float32.
         """
         sources = _full(self.source[tokens.clamp(min=0)])  # [B, m, R]
         return (sources.transpose(0, 1) @ _full(self.target[: tokens.shape[1]])).transpose(0, 1)

@@ -1,8 +1,8 @@
-"""The longest known suffix of a text, for many texts at once: pure torch, static shapes, no loops over tokens.
+"""The longest known suffix of a text, for a batch of texts: pure torch, static shapes, no loops over tokens.
 
 A table maps sequences of token ids, most recent first, to ids of subwords. Every key has a polynomial hash; the keys'
-hashes are sorted. The hashes of all L suffixes of a row are one cumulative sum, their places one binary search, and
-what is found is compared with the key itself, so that a hash may collide with anything but another key.
+hashes are sorted. The hashes of all L suffixes of a row are one cumulative sum, their indices one binary search. Each
+match is compared with the key itself, so only two keys with one hash are an error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ ABSENT = -1  # before the first token of a text
 
 
 class SuffixTable(nn.Module):
-    """Ids of subwords for the last L tokens of texts; buffers move with the module, and are in no checkpoint."""
+    """Ids of subwords for the last L tokens of texts; the buffers are not saved."""
 
     def __init__(self, subwords: Mapping[tuple[int, ...], int], short: Collection[int], max_length: int) -> None:
-        """`subwords`: keys (most recent first) to values; after a token of `short` only the key of that token counts.
+        """Build the table.
 
-        Raises CheckpointError where a key is longer than max_length, or two keys have one hash.
+        Args:
+            subwords: key (most recent token first) to value.
+            short: tokens after which only the key of that single token matches.
+            max_length: L.
+
+        Raises:
+            CheckpointError: a key is longer than max_length, or two keys have one hash.
         """
         super().__init__()
         if any(not 0 < len(key) <= max_length for key in subwords):
@@ -36,7 +42,7 @@ class SuffixTable(nn.Module):
         keys = torch.tensor([[*key, *[ABSENT] * (max_length - len(key))] for key in subwords])
         hashes, order = ((keys + 1) * powers).sum(1).sort()
         if (hashes[1:] == hashes[:-1]).any():
-            raise CheckpointError("two keys of expand_input_ids_dict have one hash: not a table this version can read")
+            raise CheckpointError("two keys of expand_input_ids_dict have one hash; this version cannot read the table")
         self.register_buffer("powers", powers, persistent=False)  # [L]
         self.register_buffer("hashes", hashes, persistent=False)  # [keys]
         self.register_buffer("keys", keys[order].to(torch.int16), persistent=False)  # [keys, L]
@@ -45,7 +51,7 @@ class SuffixTable(nn.Module):
         self.register_buffer("short", torch.tensor(sorted(short), dtype=torch.int64), persistent=False)
 
     def forward(self, context: Tensor) -> Tensor:
-        """Subwords [T] of context[T, L] int64: the last L ids, most recent first, ABSENT before the text. 0: none."""
+        """Return the subwords [T] (0: none) of context [T, L] int64: the last L ids, most recent first, or ABSENT."""
         length = context.shape[1]
         hashes = ((context + 1) * self.powers).cumsum(1)  # [T, L], of the suffixes of 1 .. L tokens
         place = torch.searchsorted(self.hashes, hashes).clamp(max=len(self.hashes) - 1)
@@ -58,10 +64,10 @@ class SuffixTable(nn.Module):
 
 
 def read_table(entry: Any) -> tuple[dict[tuple[int, ...], int], set[int]]:
-    """`expand_input_ids_dict` of a config.json: (subwords by suffix, tokens after which only they themselves count).
+    """Parse `expand_input_ids_dict` of a config.json into `subwords` and `short` of SuffixTable.
 
-    The file counts ids from 1 in keys and values. Its list of special ids does not, but is compared with ids that do:
-    an off-by-one the model was trained with, kept here.
+    The file counts ids from 1 in keys and values. Its list of special ids counts from 0, but is compared with ids that
+    count from 1: the model was trained with this off-by-one, so it is kept.
     """
     try:
         named, special = entry

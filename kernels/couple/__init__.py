@@ -1,4 +1,4 @@
-"""How many drafts are kept that must equal the tokens picked by the verifier; see README.md here."""
+"""Acceptance of drafts that must equal the tokens sampled by the target; see README.md here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_mtpc.kernels.couple.naive import Others
 def accept(
     tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, width: int, others: Others | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Kept tokens [R, width] int64 and their number [R] int32, as `naive.py` says; the Triton kernel on a GPU."""
+    """Return the accepted tokens [R, width] int64 and their number [R] int32, as `naive.accept`; by Triton on a GPU."""
     if not tokens.is_cuda:
         return naive.accept(tokens, drafts, cu_num_logits, width, others)
     from vllm_mtpc.kernels.couple import kernel  # importing it imports triton
@@ -21,7 +21,7 @@ def accept(
 
 
 def warm_up(width: int, device: torch.device) -> None:
-    """On a GPU compiles what vLLM's verification of `width` rows will launch, before the first request."""
+    """Compile the kernel's variants for verification of `width` rows, before the first request."""
     whole, index = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
     kept, count = accept(whole, index, index, width)  # one request without rows
     accept(whole, index, index, width, (count > 0, kept, count))

@@ -1,4 +1,4 @@
-"""`naive.accept` in Triton: one launch, one program instance per request, in the place of eighteen launches."""
+"""`naive.accept` in Triton: one launch, one program instance per request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _accept_rows(
 def accept(
     tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, width: int, others: Others | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `naive.accept`; kept and count of others are contiguous."""
+    """Return `naive.accept`; the tensors of `others` are contiguous."""
     num_reqs = cu_num_logits.shape[0] - 1
     if others is None:
         kept = torch.empty(num_reqs, width, dtype=torch.int64, device=tokens.device)
@@ -42,8 +42,16 @@ def accept(
     else:
         is_coupled, kept, count = others
     if num_reqs:
-        # one column more than there are: where it stands nothing equals, so a minimum exists
-        sizes = {"WIDTH": triton.next_power_of_2(width + 1), "SOME": others is not None}
-        given = (part.contiguous() for part in (tokens, drafts, cu_num_logits, is_coupled.int()))
-        _accept_rows[(num_reqs,)](*given, kept, count, width, **sizes, num_warps=1)
+        _accept_rows[(num_reqs,)](
+            token_ptr=tokens.contiguous(),
+            draft_ptr=drafts.contiguous(),
+            begins_ptr=cu_num_logits.contiguous(),
+            coupled_ptr=is_coupled.int().contiguous(),
+            kept_ptr=kept,
+            count_ptr=count,
+            width=width,
+            WIDTH=triton.next_power_of_2(width + 1),  # one column more than width, so that a minimum exists
+            SOME=others is not None,
+            num_warps=1,
+        )
     return kept, count

@@ -11,12 +11,18 @@ Others = tuple[Tensor, Tensor, Tensor]  # is_coupled [R] bool; kept [R, width] i
 def accept(
     tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, width: int, others: Others | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Kept tokens [R, width] int64 (-1 behind the last) and their number [R] int32.
+    """Return the accepted tokens: row j's token while every token before it equals the draft of the row after it.
 
-    tokens [T] int64: what is picked at every row; drafts [T]: the rows' input tokens. Request r owns the rows
-    cu_num_logits[r] .. cu_num_logits[r + 1] - 1, at most `width`; row j's token is kept while every token before it
-    equals the input of the row behind. others: requests that are not coupled, which keep what they have; kept and
-    count are filled in place and handed back. None: every request is coupled.
+    Args:
+        tokens: [T] int64, sampled at every row.
+        drafts: [T] integers, the input token of every row.
+        cu_num_logits: [R + 1] int32; request r has the rows cu_num_logits[r] .. cu_num_logits[r + 1] - 1.
+        width: maximum rows of a request.
+        others: results of requests that are not coupled; their tensors are written in place for the coupled requests
+            and returned. None: every request is coupled.
+
+    Returns:
+        Tokens [R, width] int64, -1 after the last, and their number [R] int32.
     """
     columns = torch.arange(width, device=tokens.device)
     first = cu_num_logits[:-1, None].long()  # [R, 1]
@@ -25,7 +31,7 @@ def accept(
     picked = tokens[at]
     following = drafts[(at + 1).clamp(max=tokens.shape[0] - 1)]
     accepted = (following == picked).long().cumprod(dim=1).sum(dim=1)
-    num_kept = torch.minimum(accepted + 1, rows[:, 0])  # what follows a request's last row is not its own
+    num_kept = torch.minimum(accepted + 1, rows[:, 0])  # the row after a request's last is another's
     picked, num_kept = torch.where(columns < num_kept[:, None], picked, -1), num_kept.int()
     if others is None:
         return picked, num_kept

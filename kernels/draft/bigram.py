@@ -1,6 +1,6 @@
-"""What the token before adds to the logits of a draft, W1[before] W2_k (`kernels/bigram.py`), as Triton functions.
+"""The bias W1[before] W2_k of a bigram (`kernels/bigram.py`) as Triton functions.
 
-Both sum products in float32. A row of W1 is RANK numbers, W2_k is [RANK, V]; CHUNK of its rows are taken at a time.
+Both sum products in float32. A row of W1 has RANK numbers, W2_k is [RANK, V], read in chunks of CHUNK rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_mtpc.kernels.leaf.kernel import WIDEN
 
 @triton.jit
 def block_bias(source_ptr, target_ptr, target_stride, token, is_token, RANK: tl.constexpr, CHUNK: tl.constexpr):
-    """Of tokens [BLOCK], after the one whose row of W1 is at source_ptr; target_ptr: W2_k. 0 where none is."""
+    """Bias [BLOCK] of tokens after the one whose row of W1 is at source_ptr; target_ptr: W2_k. 0 without is_token."""
     bias = tl.zeros_like(token).to(tl.float32)
     for start in range(0, RANK, CHUNK):
         j = start + tl.arange(0, CHUNK)

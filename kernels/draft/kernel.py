@@ -24,7 +24,7 @@ from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
 
 # Sizes are derived from registers (README.md), not measured.
-# One instance drafts for a request, so registers are there; ptxas would spill 16 bytes to have more instances at once.
+# One instance drafts for a request and may use all registers; ptxas would spill 16 bytes to run more instances at once.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 BLOCKED_TILE = 4096  # for larger leaves: many instances share a leaf
 MIN_BLOCK = 64
@@ -58,7 +58,7 @@ class Buffers(NamedTuple):
     norms: Tensor  # [B, leaves, R]; leaves: all K, or 1 where each is normalised after the draft before it
     state: Tensor  # [1 + DEPTH, B, R]
     records: Tensor  # [blocks, B, RECORD + R]
-    bias: Tensor | None  # [B, width], what the token before adds to the logits of a draft
+    bias: Tensor | None  # [B, width], of the token before a draft
     columns: Tensor | None  # [B, K, width], this rank's conditionals
 
 
@@ -134,7 +134,7 @@ class Drafter:
             root: [B, r], logits.
             inner: [B, F, r, r], logits.
             first: [B] int64, x_1; needed with a bigram.
-            bigram: what the token before adds to the logits, of the whole vocabulary also with a shard.
+            bigram: of K positions, over the whole vocabulary also with a shard.
             slots: [B] int, index of a request into temperature, seeds and cache; -1: a padded row, drafted by argmax
                 and not cached.
             temperature: [slots]; 0: the draft is the argmax.
@@ -231,7 +231,7 @@ class Drafter:
         cache_dtype: torch.dtype | None = None,
         has_bigram: bool = False,
     ) -> Buffers:
-        """Allocate what the path in blocks needs for a batch of `batch` requests and `drafts` drafts.
+        """Allocate the buffers of the path in blocks.
 
         Args:
             batch: B.
@@ -364,7 +364,7 @@ class Drafter:
         return nominee
 
     def _add_bias(self, batch: Batch, k: int, bias: Tensor, vocab_size: int) -> None:
-        """Write what the token before draft k adds to its logits into `bias` [B, width]."""
+        """Write the bias of the token before draft k to `bias` [B, width]."""
         assert batch.first is not None and batch.source is not None and batch.target is not None
         before = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1]
         (num_reqs, width), rank = bias.shape, batch.source.shape[1]

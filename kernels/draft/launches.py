@@ -1,12 +1,12 @@
-"""The kernels of the path in blocks, and what those of both paths are made of (README.md).
+"""The kernels of the path in blocks, and the functions of both paths (README.md).
 
 Vectors [R] and the stack are those of `filter.kernel`; a tile is [R, BLOCK], components by tokens. Strides of a leaf
-are given in multiples of UNIT (`kernel.Drafter`).
+are in units of UNIT (`kernel.Drafter`).
 
-Between launches a circuit's state lies in memory, [1 + DEPTH, B, R]: weights, then the stack. What is known of part of
-a conditional is a record of 5 + R numbers: its best token's noised value, that token, the moments (maximum of
-log q / T, sum of exp(. - maximum) and of its square), the token's evidence. All are in the dtype of the value: float32
-holds tokens below 2^24.
+Between launches the state of a circuit is in memory, [1 + DEPTH, B, R]: weights, then the stack. A part of a
+conditional is summarised in a record of 5 + R numbers: the noised value of its best token, that token, the moments
+(maximum of log q / T, sum of exp(. - maximum) and of its square), the token's evidence. All have the dtype of the
+value: float32 represents tokens below 2^24.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vllm_mtpc.kernels.filter import kernel as machine
 
-RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, next to one for each component
+RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, in addition to one per component
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def load_tile(leaf_ptr, z_stride, token, vocab_size, r, R: tl.constexpr):
 
 @triton.jit
 def add_block(tile, top, total):
-    """Maxima and sums of exp(. - maximum) [R] of the rows, with the tile's tokens among them."""
+    """Update maxima and sums of exp(. - maximum) [R] of the rows by the tokens of a tile."""
     new_top = tl.maximum(top, tl.max(tile, axis=1))
     shift = machine.finite(new_top)
     mass = tl.sum(tl.exp(tile - shift[:, None]), axis=1)
@@ -40,7 +40,7 @@ def add_block(tile, top, total):
 
 @triton.jit
 def mixture(tile, weights, norm):
-    """log q [BLOCK] of the tile's tokens; -inf where it is not a number."""
+    """Return log q [BLOCK] of the tile's tokens; -inf for NaN."""
     x = tl.where(tile > float("-inf"), tile - norm[:, None], float("-inf")) + weights[:, None]
     log_q = machine.log_sum_exp(x, 0)
     return tl.where(log_q > float("-inf"), log_q, float("-inf"))
@@ -48,13 +48,13 @@ def mixture(tile, weights, norm):
 
 @triton.jit
 def rounded(log_q, cache_ptr):
-    """log q as the cache holds it, float32: with what is stored the draft is scored, so from that it is drawn."""
+    """Return log q rounded to the dtype of the cache, in which drafts are scored, as float32."""
     return log_q.to(cache_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def add_moments(log_q, scale, top, first, second):
-    """The moments, with the block's tokens among them."""
+    """Update the moments by the tokens of a block."""
     x = log_q * scale
     new_top = tl.maximum(top, tl.max(x, axis=0))
     shift = machine.finite(new_top)
@@ -65,7 +65,7 @@ def add_moments(log_q, scale, top, first, second):
 
 @triton.jit
 def confidence(first, second, temperature, DRAW: tl.constexpr):
-    """sum_v q_T(v)^2 of a draft that is drawn, max_v q_T(v) of one that is the argmax; 0 without any mass."""
+    """sum_v q_T(v)^2 of a sampled draft, max_v q_T(v) of an argmax; 0 without mass."""
     value = 1.0 / first
     if DRAW:
         value = tl.where(temperature > 0.0, second / (first * first), value)
@@ -86,7 +86,7 @@ def request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW: tl.constexp
 
 @triton.jit
 def evidence(leaf_ptr, z_stride, token, norm, r, R: tl.constexpr):
-    """log p(token | z) [R], finite beyond r."""
+    """Return log p(token | z) [R], finite beyond r."""
     z = tl.arange(0, R)
     x = tl.load(leaf_ptr + z.to(tl.int64) * z_stride + token, mask=z < r, other=0.0).to(tl.float32)
     return tl.where(x > float("-inf"), x - norm, float("-inf"))
@@ -94,7 +94,7 @@ def evidence(leaf_ptr, z_stride, token, norm, r, R: tl.constexpr):
 
 @triton.jit
 def start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R: tl.constexpr, DEPTH: tl.constexpr):
-    """Weights [R] and stack at the first draft, once the verifier's token was seen; inner_ptr: of the row."""
+    """Weights [R] and stack at the first draft, conditioned on x_1; inner_ptr: of the row."""
     z = tl.arange(0, R)
     message = tl.load(evidence_ptr + row * r + z, mask=z < r, other=0.0).to(tl.float32)
     weights = machine.normalise(machine.load_vector(root_ptr + row * r, r, R))
@@ -106,13 +106,14 @@ def start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R: tl.constexp
 
 @triton.jit
 def state_at(state_ptr, row, num_rows, R: tl.constexpr, DEPTH: tl.constexpr):
-    """Where weights [R] and stack [DEPTH, R] of a row are."""
+    """Pointers to the weights [R] and the stack [DEPTH, R] of a row."""
     weights = state_ptr + row * R + tl.arange(0, R)
     return weights, weights[None, :] + (1 + tl.arange(0, DEPTH)[:, None]).to(tl.int64) * num_rows * R
 
 
 @triton.jit
 def keep_record(record_ptr, value, token, top, first, second, message, R: tl.constexpr):
+    """Store a record [5 + R]."""
     tl.store(record_ptr, value)
     tl.store(record_ptr + 1, token)
     tl.store(record_ptr + 2, top)
@@ -123,7 +124,7 @@ def keep_record(record_ptr, value, token, top, first, second, message, R: tl.con
 
 @triton.jit
 def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr):
-    """Of the records [count, num_rows, 5 + R] of a row: the one of the largest value; the moments of all together."""
+    """The record with the largest value of a row's [count, num_rows, 5 + R], and the moments of all."""
     part = tl.arange(0, COUNT)
     mask = part < count
     at = record_ptr + (part.to(tl.int64) * num_rows + row) * (RECORD + R)
@@ -156,7 +157,7 @@ def leaf_blocks(
 ):
     """Maximum and sum of every component in one block of one leaf.
 
-    bias_ptr, where it is not None: what the token before adds [B, bias_stride]; the only leaf is that of `draft`.
+    bias_ptr, if not None: bias [B, bias_stride] of the token before; the only leaf is that of `draft`.
     """
     block, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     k = place if bias_ptr is None else draft
@@ -190,7 +191,7 @@ def start_rows(
     CHUNK: tl.constexpr,
     START: tl.constexpr,
 ):
-    """Normalisers [R] of one leaf from those of its blocks; START: next to the first leaf the state it is read with."""
+    """Normalisers [R] of one leaf from those of its blocks; START: also the state at the first draft."""
     k, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     z = tl.arange(0, R)
     top, total = tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32)
@@ -246,10 +247,10 @@ def draft_blocks(
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """One block of the conditional of draft k: into the cache, and its record [blocks, B, 5 + R].
+    """Write one block of the conditional of draft k to the cache, and its record [blocks, B, 5 + R].
 
-    begin, where it is not None: the first token of this rank; its cache has a row per request instead of slots.
-    bias_ptr, where it is not None: what the token before adds [B, bias_stride]; normalisers are those of this draft.
+    begin, if not None: the first token of this rank, whose cache has a row per request instead of slots.
+    bias_ptr, if not None: bias [B, bias_stride] of the token before; normalisers are those of this draft.
     """
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
@@ -281,7 +282,7 @@ def draft_blocks(
 
 @triton.jit
 def nominate(record_ptr, nominee_ptr, num_blocks, R: tl.constexpr, BLOCKS: tl.constexpr):
-    """What a rank hands in for a draft: one record [5 + R] from those of its blocks."""
+    """A rank's record [5 + R] of a draft, from those of its blocks."""
     row = tl.program_id(0).to(tl.int64)
     at, top, first, second = best(record_ptr, num_blocks, row, tl.num_programs(0), R, BLOCKS)
     message = tl.load(at + RECORD + tl.arange(0, R))
@@ -313,7 +314,7 @@ def choose(
     DEPTH: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Draft k and its confidence from the records of all blocks, or of all ranks; then the state of draft k + 1."""
+    """Write draft k and its confidence from the records of all blocks or ranks, and the state at draft k + 1."""
     row = tl.program_id(0).to(tl.int64)
     at, _, first, second = best(record_ptr, count, row, tl.num_programs(0), R, COUNT)
     slot = tl.load(slot_ptr + row).to(tl.int64)
@@ -343,7 +344,7 @@ def spread(
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    """Conditionals [ranks, B, K, width] of all ranks, `rows` columns each, into the cache."""
+    """Write conditionals [ranks, B, K, width] of all ranks, `rows` columns each, to the cache."""
     block, k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Drafts of a circuit in plain PyTorch: the definition that the kernel is checked against, and the CPU's path."""
+"""Drafts of a circuit in plain PyTorch: the definition that the kernel is checked against, used on CPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.shard import Shard
 
-Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, which draft) -> tokens [B]
+Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, index of the draft) -> tokens [B]
 
 
 def draft(
@@ -28,13 +28,24 @@ def draft(
     dtype: torch.dtype = torch.float32,
     shard: Shard | None = None,
 ) -> Tensor:
-    """Tokens [B, K] int64 of positions 1 .. K of the window, one after the other, each picked from log q(. | before).
+    """Draft K tokens, each picked from log q(. | tokens before).
 
-    evidence [B, r]: log p(x_0 | z) of the verifier's token, normalised; leaf_logits [B, K, r, V], root_logits [B, r]
-    and inner_logits [B, F, r, r] are not normalised. bigram: what the token before adds to the logits of each draft,
-    first [B] int64 (the verifier's) to those of the first. All arithmetic is float32; log q is rounded to `dtype`, in
-    which it is kept for whoever scores the tokens, before one is picked from it. shard: leaf_logits are this rank's
-    columns [B, K, r, rows]; every rank picks from the same log q [B, V].
+    All arithmetic is float32.
+
+    Args:
+        program: of the circuit.
+        evidence: [B, r], log p(x_1 | z), normalised.
+        leaf_logits: [B, K, r, V], not normalised; with a shard this rank's columns [B, K, r, rows].
+        root_logits: [B, r], not normalised.
+        inner_logits: [B, F, r, r], not normalised.
+        first: [B] int64, x_1; needed with a bigram.
+        bigram: term of the token before in the logits of each draft.
+        pick: (log q [B, V] float32, k) -> tokens [B].
+        dtype: log q is rounded to it before a token is picked, since it is stored and scored in that dtype.
+        shard: of a divided vocabulary; every rank picks from the same log q [B, V].
+
+    Returns:
+        [B, K] int64.
     """
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
@@ -59,29 +70,36 @@ def draft(
 
 
 def _bias(bigram: Bigram, k: int, previous: Tensor, shard: Shard | None) -> Tensor:
-    """What the tokens previous[B] add to the logits of draft k, [B, V] or [B, rows]."""
+    """Bias [B, V] or [B, rows] of draft k after the tokens previous [B]."""
     bias = bigram.bias(k, previous)
     return bias if shard is None else shard.columns(bias)
 
 
 def _picked(leaf: Tensor, token: Tensor, shard: Shard | None) -> Tensor:
-    """log p(token | z) [B, r] of one draft."""
+    """Return log p(token | z) [B, r] of one draft."""
     if shard is not None:
         return shard.at(leaf, token)
     return leaf.gather(2, token.view(-1, 1, 1).expand(-1, leaf.shape[1], 1))[..., 0]
 
 
 def _norms(leaf_logits: Tensor, shard: Shard) -> Tensor:
-    """Log-normalisers [B, K, r] float32 over the vocabulary; position by position, as float32 is a copy."""
+    """Log-normalisers [B, K, r] float32 over the vocabulary; position by position, as float32 needs a copy."""
     own = leaf_logits[..., : shard.stop - shard.start]
     return shard.normalisers(torch.stack([own[:, k].float().logsumexp(-1) for k in range(own.shape[1])], dim=1))
 
 
 def confidence(log_q: Tensor, temperature: Tensor, draw: bool = True) -> Tensor:
-    """Probability [B] that two draws from log_q [B, V] at temperature [B] are the same token: sum_v q_T(v)^2.
+    """Return the probability that two draws are the same token, sum_v q_T(v)^2, or max_v q_T(v) of an argmax.
 
-    Where the draft is the argmax (temperature 0, or draw False): max_v q_T(v), T = 1 for temperature 0. A function of
-    the distribution alone, never of the drawn token: a length chosen by the token itself would bias what is kept.
+    It is a function of the distribution alone: a length chosen by the drawn token would bias the output.
+
+    Args:
+        log_q: [B, V].
+        temperature: [B]; 0: the draft is the argmax, and T = 1.
+        draw: False: every draft is the argmax.
+
+    Returns:
+        [B].
     """
     is_greedy = temperature == 0
     scaled = log_q / torch.where(is_greedy, 1.0, temperature)[:, None]

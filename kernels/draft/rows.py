@@ -23,7 +23,7 @@ def load_conditioned(
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A tile, with what the token before adds to its tokens; RANK 0: nothing."""
+    """A tile, with the bias of the token before; RANK 0: none."""
     tile = launches.load_tile(leaf_ptr, z_stride, token, vocab_size, r, R)
     if RANK > 0:
         bias = bigram.block_bias(source_ptr, target_ptr, target_stride, token, token < vocab_size, RANK, CHUNK)
@@ -77,7 +77,7 @@ def draft_rows(
 ):
     """All drafts of one request; a leaf of one block is read once and stays in registers.
 
-    RANK: of what the token before adds to the logits; 0: nothing, and there is none of its tensors.
+    RANK: of the bias of the token before; 0: none, and its pointers are None.
     """
     row = tl.program_id(0).to(tl.int64)
     slot, temperature, scale, seed, pos = launches.request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)

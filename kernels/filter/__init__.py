@@ -1,4 +1,4 @@
-"""What a circuit knows of its latents, token by token; see README.md here."""
+"""The distribution of a circuit's latents, token by token; see README.md here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from vllm_mtpc.kernels.filter.program import Instruction, Op, Program, check_pro
 
 __all__ = ["Instruction", "Op", "Program", "check_program", "filter_weights"]
 
-MAX_COMPONENTS = 64  # of the kernel: it holds an r x r sum in registers, and 128 x 128 would spill
+MAX_COMPONENTS = 64  # of the kernel: it has an r x r sum in registers, and 128 x 128 would spill
 
 
 def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
-    """log pi [B, m, r] of evidence [B, m, r], root_logits [B, r] and inner_logits [B, F, r, r]; as `naive.py` says.
+    """Return log pi, as `naive.filter_weights`; differentiable once in the three tensors.
 
-    Differentiable (once) in the three tensors. The Triton kernel where they are on a GPU and its registers suffice.
+    The Triton kernel runs on a GPU for at most MAX_COMPONENTS components, except in float64.
+
+    Args:
+        program: of the circuit.
+        evidence: [B, m, r], log p(x_k | z).
+        root_logits: [B, r].
+        inner_logits: [B, F, r, r].
+
+    Returns:
+        [B, m, r] float32 (float64 for float64 inputs).
     """
     is_double = torch.float64 in (evidence.dtype, root_logits.dtype, inner_logits.dtype)
     if not evidence.is_cuda or is_double or evidence.shape[-1] > MAX_COMPONENTS:

@@ -1,12 +1,11 @@
 """The machine of `program.py` as Triton functions; `naive.filter_weights` made of them, with its backward.
 
-One program instance is one circuit, one launch all of them. Vectors [R] hold r values, R = next power of two; what is
-beyond r is -inf in weights, stack and messages that a sum has made, and -inf or anything finite in evidence. The stack
-is a tile [DEPTH, R] in registers. A distribution whose every term is -inf stays -inf, where PyTorch makes NaN of it;
-NaN stays NaN.
+One launch runs one program instance per circuit. Vectors [R] have r values, R = next power of two; values beyond r are
+-inf in weights, stack and messages of a sum, and -inf or finite in evidence. The stack is a tile [DEPTH, R] in
+registers. A distribution whose every term is -inf stays -inf, where PyTorch returns NaN; NaN stays NaN.
 
-Forward keeps a tape where a gradient is asked for: one vector per instruction. Backward runs the instructions in
-reverse on the adjoints of the machine's registers; README.md derives it. Nothing is summed across instances: both are
+For gradients the forward stores a tape of one vector per instruction. The backward runs the instructions in reverse on
+the adjoints of the machine's registers; README.md derives it. Nothing is summed across instances: both are
 deterministic, and a circuit's result does not depend on its batch.
 """
 
@@ -30,9 +29,9 @@ UPWARD: tl.constexpr = tl.constexpr(int(Op.UPWARD))
 
 
 def encode(program: Program, device: torch.device) -> tuple[Tensor, int]:
-    """The program for `advance`, int32 [max(N, n + 2), 4], and DEPTH.
+    """Return the program for `advance`, int32 [max(N, n + 2), 4], and DEPTH.
 
-    Row i: of instruction i op, inner sum and the place on the stack that it writes or reads; where list i begins.
+    Row i: op, inner sum and stack index of instruction i; index of the first instruction of list i.
     """
     return _encoded(tuple(map(tuple, program)), device)
 
@@ -53,13 +52,13 @@ def _encoded(program: tuple[tuple[Instruction, ...], ...], device: torch.device)
 
 @triton.jit
 def finite(top):
-    """What to subtract before exp, where the largest is `top`."""
+    """The number to subtract before exp, for a maximum `top`."""
     return tl.where(top > float("-inf"), top, 0.0)
 
 
 @triton.jit
 def log_sum_exp(x, axis: tl.constexpr):
-    """Along an axis of a tile; -inf where all are."""
+    """Log-sum-exp along an axis of a tile; -inf if all terms are."""
     top = finite(tl.max(x, axis=axis))
     return tl.log(tl.sum(tl.exp(x - tl.expand_dims(top, axis)), axis=axis)) + top
 
@@ -72,7 +71,7 @@ def normalise(x):
 
 @triton.jit
 def load_vector(ptr, r, R: tl.constexpr):
-    """r values as float32, -inf beyond."""
+    """Load r values as float32, -inf beyond."""
     z = tl.arange(0, R)
     return tl.load(ptr + z, mask=z < r, other=float("-inf")).to(tl.float32)
 
@@ -89,21 +88,21 @@ def load_sum(inner_ptr, index, r, R: tl.constexpr):
 
 @triton.jit
 def pop(stack, place, DEPTH: tl.constexpr):
-    """The vector at a place."""
+    """The vector at index `place`."""
     rows = tl.arange(0, DEPTH)
     return tl.max(tl.where(rows[:, None] == place, stack, float("-inf")), axis=0)
 
 
 @triton.jit
 def push(stack, place, vector, DEPTH: tl.constexpr):
-    """The stack with `vector` at a place."""
+    """The stack with `vector` at index `place`."""
     rows = tl.arange(0, DEPTH)
     return tl.where(rows[:, None] == place, vector[None, :], stack)
 
 
 @triton.jit
 def instruction(program_ptr, at):
-    """Operation, inner sum, place on the stack."""
+    """Operation, inner sum and stack index."""
     return tl.load(program_ptr + 4 * at), tl.load(program_ptr + 4 * at + 1), tl.load(program_ptr + 4 * at + 2)
 
 
@@ -111,8 +110,8 @@ def instruction(program_ptr, at):
 def advance(program_ptr, k, weights, stack, message, inner_ptr, r, R: tl.constexpr, DEPTH: tl.constexpr, tape_ptr=None):
     """Weights and stack after list k of the program.
 
-    tape_ptr: row `at` of [N, r] float32 becomes what the backward of instruction `at` reads (README.md): what a sum
-    was applied to, else the weights that were made.
+    tape_ptr: row `at` of [N, r] float32 is written for the backward of instruction `at` (README.md): the input of a
+    sum, else the new weights.
     """
     z = tl.arange(0, R)
     for at in range(tl.load(program_ptr + 4 * k + 3), tl.load(program_ptr + 4 * k + 7)):
@@ -176,7 +175,7 @@ def _pop_adjoint(stack, place, DEPTH: tl.constexpr):
 
 @triton.jit
 def _through_softmax(adjoint, log_probs, axis: tl.constexpr):
-    """From the adjoint of log_softmax(x) along an axis to that of x."""
+    """The adjoint of x from that of log_softmax(x) along an axis."""
     return adjoint - tl.exp(log_probs) * tl.expand_dims(tl.sum(adjoint, axis=axis), axis)
 
 
@@ -188,9 +187,9 @@ def _share(terms, total):
 
 @triton.jit
 def _add_sum_gradient(grad_ptr, index, adjoint, log_probs, r, R: tl.constexpr):
-    """To the gradient [F, r, r] of the logits of inner sums, from the adjoint [R, R] of the rows of one.
+    """Add the adjoint [R, R] of the rows of one sum to the gradient [F, r, r] of the logits of inner sums.
 
-    A sum with a TRANSITION and an UPWARD is written twice, here and there by the same instance: hence the barrier.
+    A sum with a TRANSITION and an UPWARD is written twice by the same instance: hence the barrier.
     """
     z = tl.arange(0, R)
     mask = (z[:, None] < r) & (z[None, :] < r)
@@ -234,7 +233,7 @@ def _retreat(
             opened = _through_softmax(weights, kept, 0)
             stack = push(stack, place, opened, DEPTH)
             message += given + opened
-            weights = tl.zeros([R], tl.float32)  # those before the sibling end there
+            weights = tl.zeros([R], tl.float32)  # the weights before the sibling are not used after it
     return weights, stack, message
 
 
@@ -277,7 +276,7 @@ def _filter_backward(
 
 
 def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
-    """As `naive.filter_weights`, r <= 64; half precisions are read as float32, gradients have their input's dtype."""
+    """Return `naive.filter_weights` for r <= 64; gradients have their input's dtype."""
     inputs = evidence.contiguous(), root_logits.contiguous(), inner_logits.contiguous()
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _FilterWeights.apply(program, *inputs)
@@ -303,15 +302,26 @@ class _FilterWeights(torch.autograd.Function):
 def _forward(
     program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """log pi [B, m, r] and, where asked for, the tape [B, N, r], N instructions of lists 0 to m - 1; float32."""
+    """Return log pi [B, m, r] and, with `keep`, the tape [B, N, r] of the instructions of lists 0 to m - 1."""
     batch, m, r = evidence.shape
     table, options = _options(program, r, evidence.device)
     num_kept = sum(map(len, program[:m]))
     weights = torch.empty(batch, m, r, dtype=torch.float32, device=evidence.device)
     tape = weights.new_empty(batch, num_kept, r) if keep else None
     if batch:
-        given = (table, root_logits, inner_logits, evidence)
-        _filter[(batch,)](*given, weights, tape, m, r, inner_logits.shape[1], num_kept, **options)
+        _filter[(batch,)](
+            program_ptr=table,
+            root_ptr=root_logits,
+            inner_ptr=inner_logits,
+            evidence_ptr=evidence,
+            weights_ptr=weights,
+            tape_ptr=tape,
+            m=m,
+            r=r,
+            num_inner=inner_logits.shape[1],
+            num_kept=num_kept,
+            **options,
+        )
     return weights, tape
 
 
@@ -323,12 +333,24 @@ def _backward(
     table, options = _options(program, r, grad_weights.device)
     grad_evidence = torch.empty(batch, m, r, dtype=torch.float32, device=grad_weights.device)
     grad_root = grad_evidence.new_empty(batch, r)
-    grad_inner = grad_evidence.new_zeros(inner_logits.shape)  # sums of later tokens are not reached
-    grads = (grad_evidence, grad_root, grad_inner)
+    grad_inner = grad_evidence.new_zeros(inner_logits.shape)  # zeros: sums of later tokens have no gradient
     if batch:
-        given = (table, root_logits, inner_logits, tape, grad_weights)
-        _filter_backward[(batch,)](*given, *grads, m, r, inner_logits.shape[1], tape.shape[1], **options)
-    return grads
+        _filter_backward[(batch,)](
+            program_ptr=table,
+            root_ptr=root_logits,
+            inner_ptr=inner_logits,
+            tape_ptr=tape,
+            grad_weights_ptr=grad_weights,
+            grad_evidence_ptr=grad_evidence,
+            grad_root_ptr=grad_root,
+            grad_inner_ptr=grad_inner,
+            m=m,
+            r=r,
+            num_inner=inner_logits.shape[1],
+            num_kept=tape.shape[1],
+            **options,
+        )
+    return grad_evidence, grad_root, grad_inner
 
 
 def _options(program: Program, r: int, device: torch.device) -> tuple[Tensor, dict[str, int]]:

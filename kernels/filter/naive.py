@@ -13,7 +13,18 @@ from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
 def advance(
     instructions: Sequence[Instruction], weights: Tensor, stack: Sequence[Tensor], message: Tensor, inner: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Weights [B, r] and stack after `instructions`; message [B, r], inner [B, F, r, r] log-softmax, all float32."""
+    """Run `instructions`.
+
+    Args:
+        instructions: one list of a program.
+        weights: [B, r].
+        stack: [B, r] each.
+        message: [B, r], evidence of the last token.
+        inner: [B, F, r, r], log-softmax.
+
+    Returns:
+        The new weights and stack.
+    """
     stack = list(stack)
     for op, index in instructions:
         if op == Op.CONDITION:
@@ -31,11 +42,10 @@ def advance(
 
 
 def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
-    """log pi [B, m, r], float32: the distribution of the latent that token k reads, given the tokens before it.
+    """Return log pi: the distribution of the latent that token k reads, given the tokens before it.
 
-    evidence [B, m, r] is log p(x_k | z), 1 <= m <= n (0: token k is marginalised); root_logits [B, r] and
-    inner_logits [B, F, r, r] are not normalised. Half precisions are read as float32, float64 stays so.
-    log q(x_k | x_<k) = logsumexp_z(log pi[k, z] + evidence[k, z]).
+    log q(x_k | x_<k) = logsumexp_z(log pi[k, z] + evidence[k, z]). Half precisions are read as float32. Arguments as in
+    `kernels.filter.filter_weights`, 1 <= m <= n; evidence of 0 marginalises a token.
     """
     inner = _full(inner_logits).log_softmax(dim=-1)
     weights, stack = _full(root_logits).log_softmax(dim=-1), ()

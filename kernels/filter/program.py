@@ -1,4 +1,4 @@
-"""What a circuit's filter does between two tokens, as instructions for one small machine.
+"""The steps of a circuit's filter between two tokens, as instructions of one small machine.
 
 The machine holds the log weights of the current latent [r], a stack of vectors [r], and a message [r], which is the
 evidence of the token just seen. Inner sums are numbered as in the checkpoint; A_f has rows log p(z' | z).
@@ -9,8 +9,8 @@ evidence of the token just seen. Inner sums are numbered as in the checkpoint; A
     UPWARD f      message <- log(A_f exp(pop + message))              a region is closed
     SIBLING       weights <- normalise(pop + message), push message   from a left child to its right sibling
 
-A program is n + 1 lists of instructions: [0] goes from the root's weights to those of token 0, [k + 1] from token k to
-token k + 1; the last list is empty. Every list begins with the evidence of its token as message.
+A program is n + 1 lists of instructions: [0] from the root's weights to those of token 0, [k + 1] from token k to token
+k + 1; the last list is empty. Every list begins with the evidence of its token as message.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 
 class Op(IntEnum):
+    """The operations above."""
+
     CONDITION = 0
     TRANSITION = 1
     PUSH = 2
@@ -29,6 +31,8 @@ class Op(IntEnum):
 
 
 class Instruction(NamedTuple):
+    """An operation and its inner sum."""
+
     op: Op
     index: int = -1  # type: ignore[assignment]  # of the inner sum; TRANSITION and UPWARD only
 
@@ -38,7 +42,7 @@ CHANGE = {Op.PUSH: 1, Op.UPWARD: -1}  # of the number of vectors on the stack
 
 
 def check_program(program: Program, n: int, num_inner: int) -> None:
-    """Raise ValueError, one line, unless the machine can run `program` over n tokens with `num_inner` inner sums."""
+    """Raise ValueError unless the machine can run `program` over n tokens with `num_inner` inner sums."""
     if len(program or ()) != n + 1 or program[n]:
         raise ValueError(f"program must be {n + 1} lists of instructions, the last one empty")
     depth = 0

@@ -1,7 +1,7 @@
-"""Logits of leaves for drafting: all of them where tokens are drafted, two numbers each for x_1; see README.md here.
+"""Logits of leaves for drafting: all at drafted positions, two numbers per component at x_1; see README.md here.
 
-Weights [k, r, V, D] are unembeddings of k positions and r components, states [B, k or 1, r or 1, D] what they are
-multiplied with, of a dimension of 1 the same for all.
+Weights [k, r, V, D] are unembeddings of k positions and r components, states [B, k or 1, r or 1, D] their
+inputs; a dimension of 1 is the same for all.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ __all__ = ["evidence_of", "logits", "terms", "terms_of"]
 
 
 def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
-    """Log-normaliser and the token's logit [B, 2, r] float32, -inf where the token is not in 0 .. V - 1.
+    """Return the log-normaliser and the logit of a token; on a GPU without storing the logits.
 
-    states [B, r or 1, D], weight [r, V, D], token [B] int64. Logits are not written down where the tensors are on
-    a GPU.
+    Args:
+        states: [B, r or 1, D].
+        weight: [r, V, D].
+        token: [B] int64; a token outside 0 .. V - 1 has a logit of -inf.
+
+    Returns:
+        [B, 2, r] float32.
     """
     if not states.is_cuda:
         return naive.terms(states, weight, token)

@@ -1,6 +1,6 @@
 """`naive.terms` in Triton, in two launches.
 
-    1. every tile: per state its largest logit, the sum of exp(logit - largest) and the token's logit, where it is there
+    1. every tile: per state its largest logit, the sum of exp(logit - largest) and the token's logit, if in the tile
     2. every (request, component): the log of the whole sum, next to the token's logit
 
 A tile is BLOCK_V rows of one unembedding times BLOCK_B states, accumulated in float32. Instances that differ only in
@@ -87,16 +87,7 @@ def _join_terms(top_ptr, sum_ptr, picked_ptr, token_ptr, out_ptr, r, vocab_size,
 
 
 def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
-    """Return `naive.terms`, of logits that are not rounded to a half precision.
-
-    Args:
-        states: [B, r or 1, D].
-        weight: [r, V, D].
-        token: [B] int64.
-
-    Returns:
-        [B, 2, r] float32.
-    """
+    """Return `naive.terms`, of logits that are not rounded to a half precision."""
     batch, (r, vocab_size, hidden_size) = len(states), weight.shape
     out = states.new_empty(batch, 2, r, dtype=torch.float32)
     if not batch:
@@ -137,5 +128,5 @@ def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
 
 
 def batches(largest: int) -> list[int]:
-    """Return the batch sizes up to `largest` that compile every variant; a batch of 1 has strides of its own."""
+    """Return the batch sizes up to `largest` that compile every variant; a batch of 1 has other strides."""
     return [batch for batch in (1, 2, 17, 33) if batch <= largest]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def logits(states: Tensor, weight: Tensor) -> Tensor:
-    """states [B, k or 1, r or 1, D] times weight [k, r, V, D] -> [B, k, r, V], in the dtype of the states."""
+    """Return states [B, k or 1, r or 1, D] times weight [k, r, V, D]: [B, k, r, V], in the dtype of the states."""
     positions, r, vocab_size, _ = weight.shape
     if states.shape[1:3] == (1, 1):  # one product: each weight is read once
         return F.linear(states[:, 0, 0], weight.flatten(0, 2)).view(len(states), positions, r, vocab_size)
@@ -18,14 +18,14 @@ def logits(states: Tensor, weight: Tensor) -> Tensor:
 
 
 def evidence_of(logits: Tensor, token: Tensor) -> Tensor:
-    """log p(token | z) [B, r] float32 of logits [B, r, V] and token [B] int64 in 0 .. V - 1."""
+    """Return log p(token | z) [B, r] float32 of logits [B, r, V] and token [B] int64 in 0 .. V - 1."""
     log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
     return log_probs.gather(2, token[:, None, None].expand(-1, logits.shape[1], 1))[..., 0]
 
 
 def terms_of(logits: Tensor, token: Tensor) -> Tensor:
-    """Log-normaliser and the token's logit [B, 2, r] float32 of logits [B, r, V] and token [B] int64."""
-    if not logits.shape[-1]:  # a rank that has no token
+    """Return the log-normaliser and the token's logit, [B, 2, r] float32, of logits [B, r, V] and token [B] int64."""
+    if not logits.shape[-1]:  # a rank without tokens
         return logits.new_full((len(logits), 2, logits.shape[1]), -torch.inf, dtype=torch.float32)
     logits, vocab_size = logits.float(), logits.shape[-1]
     index = token.clamp(0, vocab_size - 1)[:, None, None].expand(-1, logits.shape[1], 1)
@@ -35,5 +35,5 @@ def terms_of(logits: Tensor, token: Tensor) -> Tensor:
 
 
 def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
-    """`terms_of` the logits of one position; states [B, r or 1, D], weight [r, V, D]."""
+    """Return `terms_of` the logits of one position; states [B, r or 1, D], weight [r, V, D]."""
     return terms_of(logits(states[:, None], weight[None])[:, 0], token)

@@ -8,7 +8,7 @@ from vllm_mtpc.kernels.pick import naive
 
 
 def pick(logits: Tensor, u: Tensor) -> Tensor:
-    """Tokens [T] int64 of logits [T, V] and u [T]; the Triton kernel where the tensors are on a GPU."""
+    """Return the tokens [T] int64 of logits [T, V] and u [T] float32; on a GPU by the Triton kernel."""
     if not logits.is_cuda:
         return naive.pick(logits, u)
     from vllm_mtpc.kernels.pick import kernel  # importing it imports triton

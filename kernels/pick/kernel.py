@@ -1,11 +1,11 @@
 """`naive.pick` in Triton, in two launches.
 
     1. every block of the vocabulary: its largest logit and the sum of exp(logit - largest)
-    2. every row: the block that u falls into, from the sums; then the token in it, from that block's logits once more
+    2. every row: the block that u falls into, from the sums; then the token in it, from that block's logits
 
-exp is float32, every sum float64, so edges lie within 1e-6 of those of `naive.py`. Each row is summed in an order
-that depends on V alone: equal logits and equal u give equal tokens, whatever else is in the batch. A logit 90 or
-more below the largest of its block may have no mass here.
+exp is float32, every sum float64, so edges are within 1e-6 of those of `naive.py`. The order of summation in a row
+depends on V alone: equal logits and equal u give equal tokens in any batch. A logit 90 or more below the largest of its
+block may have no mass here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _pick_rows(
 
 
 def pick(logits: Tensor, u: Tensor) -> Tensor:
-    """As `naive.pick`; half precisions are read as float32."""
+    """Return `naive.pick`; half precisions are read as float32."""
     num_rows, vocab_size = logits.shape
     token = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
@@ -79,8 +79,16 @@ def pick(logits: Tensor, u: Tensor) -> Tensor:
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     top = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     sums = torch.empty(num_rows, num_blocks, dtype=torch.float64, device=logits.device)
-    given, options = (logits, logits.stride(0)), {"BLOCK": BLOCK, "num_warps": 8}
-    _sum_blocks[(num_rows, num_blocks)](*given, top, sums, vocab_size, **options)
+    shared = {
+        "logits_ptr": logits,
+        "row_stride": logits.stride(0),
+        "top_ptr": top,
+        "sum_ptr": sums,
+        "vocab_size": vocab_size,
+        "BLOCK": BLOCK,
+        "num_warps": 8,
+    }
+    _sum_blocks[(num_rows, num_blocks)](**shared)
     blocks = triton.next_power_of_2(num_blocks)
-    _pick_rows[(num_rows,)](*given, u.contiguous(), top, sums, token, vocab_size, BLOCKS=blocks, **options)
+    _pick_rows[(num_rows,)](**shared, u_ptr=u.contiguous(), token_ptr=token, BLOCKS=blocks)
     return token

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def pick(logits: Tensor, u: Tensor) -> Tensor:
-    """Tokens [T] int64 of logits [T, V] float32 and u [T] float32 in [0, 1)."""
+    """Return the tokens [T] int64 of logits [T, V] float32 and u [T] float32 in [0, 1)."""
     x = torch.where(logits > -torch.inf, logits, -torch.inf).double()
     top = x.amax(dim=-1, keepdim=True)
     mass = torch.where(x > -torch.inf, (x - top).exp(), 0.0)  # [T, V]
@@ -19,7 +19,7 @@ def pick(logits: Tensor, u: Tensor) -> Tensor:
 
 
 def of_mass(mass: Tensor, u: Tensor) -> Tensor:
-    """Tokens [T] int64 of masses [T, V], none below 0 and not all of them 0, and u [T] in [0, 1)."""
+    """Return the tokens [T] int64 of masses [T, V], not negative and not all 0, and u [T] in [0, 1)."""
     cumulative = mass.cumsum(dim=-1, dtype=torch.float64)
     whole = cumulative[:, -1:].contiguous()
     token = torch.searchsorted(cumulative, u.double()[:, None] * whole, right=True)

@@ -8,7 +8,7 @@ from vllm_mtpc.kernels.uniform import naive
 
 
 def uniform(seed: Tensor, pos: Tensor) -> Tensor:
-    """u [T] float32 of seed [T] int64 and pos [T]; the Triton kernel where the tensors are on a GPU."""
+    """Return u [T] float32 of seed [T] int64 and pos [T] integers; on a GPU by the Triton kernel."""
     if not seed.is_cuda:
         return naive.uniform(seed, pos)
     from vllm_mtpc.kernels.uniform import kernel  # importing it imports triton

@@ -26,7 +26,7 @@ def _mixed(h, word):
 
 @triton.jit
 def uniform_kernel(seed, pos):
-    """u, float32, of seed and pos (int64, any shape, the same)."""
+    """Return u float32 of seed and pos, int64 of the same shape."""
     h = (seed ^ seed).to(tl.uint32) ^ _DOMAIN
     h = _mixed(h, seed.to(tl.uint32))
     h = _mixed(h, (seed >> 32).to(tl.uint32))
@@ -49,7 +49,7 @@ def _uniform_rows(seed_ptr, pos_ptr, u_ptr, num_rows, BLOCK: tl.constexpr):
 
 
 def uniform(seed: Tensor, pos: Tensor) -> Tensor:
-    """As `naive.uniform`."""
+    """Return `naive.uniform`, bit for bit."""
     num_rows = seed.shape[0]
     u = torch.empty(num_rows, dtype=torch.float32, device=seed.device)
     if num_rows:

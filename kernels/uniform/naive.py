@@ -1,7 +1,7 @@
 """A uniform number for every (seed, position): MurmurHash3 (Appleby, x86 32 bits) of the 16 bytes of the two.
 
-Nothing is drawn, nothing is kept: whoever knows seed and position knows u, on every device and in every order. The
-hash's own seed is DOMAIN, which keeps this stream apart from others that hash the same pair.
+There is no state: u is a function of seed and position, on every device and in every order. The hash's own seed is
+DOMAIN, so that other hashes of the same pair give independent streams.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WORD = 0xFFFFFFFF
 
 
 def uniform(seed: Tensor, pos: Tensor) -> Tensor:
-    """u [T] float32 in [0, 1 - 2^-24], multiples of 2^-24, of seed [T] int64 and pos [T] int64."""
+    """Return u [T] float32 in [0, 1 - 2^-24], multiples of 2^-24, of seed [T] int64 and pos [T] int64."""
     h = torch.full_like(seed.long(), DOMAIN)
     for number in (seed.long(), pos.long()):
         for word in (number & WORD, (number >> 32) & WORD):
@@ -29,7 +29,7 @@ def uniform(seed: Tensor, pos: Tensor) -> Tensor:
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """x * factor mod 2^32, of x in [0, 2^32) held as int64; in halves, so that no product overflows."""
+    """Return x * factor mod 2^32 of x in [0, 2^32) as int64; computed in halves, so that no product overflows."""
     return (x * (factor & 0xFFFF) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & WORD
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,6 @@ import pytest
 import torch
 
 from tests.support import forks
-
-NO_TRITON = "triton is not installed: nothing can be compiled (pip install triton)"
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
 
 FOLDERS = (forks.ROOT / "kernels", forks.ROOT / "proposers")
 # One of each kernel, at the sizes with most in registers; the other circuits are the same code with a smaller stack.
@@ -57,11 +53,11 @@ def test_every_kernel_compiles_and_does_not_spill() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", [80, 90, 100])
-def test_so_do_all_shapes_on_all_chips(chip: int) -> None:
+def test_all_served_shapes_compile_on_all_chips(chip: int) -> None:
     check(chip)
 
 
-def test_a_spill_would_be_found() -> None:
+def test_spill_is_found_by_the_check() -> None:
     from tests.support import compiled
 
     variant = next(iter(compiled.variants(lambda: compiled.filters("cp", 8, 8)).values()))
@@ -161,7 +157,7 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     served.device = torch.device("cuda")
     torch.Tensor.is_cuda = True  # for good: this process ends with the answer
     torch.Tensor.tolist = lambda tensor: [0] * len(tensor)
-    arange, tensor = torch.arange, torch.tensor  # what is made on the GPU is made on META
+    arange, tensor = torch.arange, torch.tensor  # tensors of the GPU are made on META
     torch.arange = lambda *sizes, device=None, **given: arange(*sizes, device=META, **given)
     torch.tensor = lambda data, device=None, **given: tensor(data, device=META, **given)
     with torch.inference_mode():

@@ -6,7 +6,6 @@ position does not hide what follows.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -21,8 +20,6 @@ from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import naive
 
 torch.set_num_threads(1)
-NO_TRITON = "triton is not installed: only the PyTorch definitions can be tested here (pip install triton)"
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
 
 
 # float32 sums in another order, logarithms of another library: some units in the last place of log q, which is ~ -20
@@ -76,7 +73,7 @@ def test_conditionals_and_confidences(name: str, drafts: dict[str, Drafts]) -> N
     if got.cache is not None:
         rows = asked.slots >= 0
         cached = got.cache[asked.slots[rows], : wanted.shape[1]]
-        # a half precision's last place: Triton's interpreter cuts to bfloat16 where a GPU rounds
+        # a half precision's last place: Triton's interpreter truncates to bfloat16 where a GPU rounds
         rtol = 1e-6 if asked.cache_dtype == torch.float32 else torch.finfo(asked.cache_dtype).eps
         torch.testing.assert_close(cached.float(), wanted[rows], atol=LOG_Q, rtol=rtol)
 
@@ -97,8 +94,8 @@ def test_tokens_are_the_noised_argmax(name: str, drafts: dict[str, Drafts]) -> N
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_drawing_from_what_was_not_rounded_would_be_found(name: str, drafts: dict[str, Drafts]) -> None:
-    """Tokens drawn from float32 and scored by what is stored fail the test above."""
+def test_fault_of_drawing_from_unrounded_conditionals_is_found(name: str, drafts: dict[str, Drafts]) -> None:
+    """Tokens drawn from float32 and scored by the rounded cache fail the test above."""
     from tests.support.draft_noise import noised
 
     asked, got = CASES[name], drafts[name]
@@ -132,7 +129,7 @@ BIASED = [name for name, asked in TOKEN_CASES.items() if asked.with_cache and "h
 
 @pytest.mark.parametrize("fault", [OfAnotherRequest, OfFirstToken])
 @pytest.mark.parametrize("name", BIASED)
-def test_bias_of_another_token_would_be_found(name: str, fault: type[Bigram], drafts: dict[str, Drafts]) -> None:
+def test_fault_of_a_bias_of_another_token_is_found(name: str, fault: type[Bigram], drafts: dict[str, Drafts]) -> None:
     """Conditionals that the definition makes of wrong tokens are not those in the cache."""
     asked, got = CASES[name], drafts[name]
     *params, bigram = asked.params
@@ -143,7 +140,7 @@ def test_bias_of_another_token_would_be_found(name: str, fault: type[Bigram], dr
     assert (apart > 100 * LOG_Q).sum() >= 0.9 * apart.numel()
 
 
-def test_the_definition_picks_from_what_it_rounded() -> None:
+def test_definition_picks_from_rounded_conditionals() -> None:
     asked = CASES["bfloat16 cache"]
     tokens = torch.zeros(asked.params[1].shape[:2], dtype=torch.int64)
     exact, distribution = conditionals(asked, tokens), conditionals(asked, tokens, torch.bfloat16)
@@ -171,7 +168,7 @@ def test_tokens_are_those_of_the_definition(drafts: dict[str, Drafts]) -> None:
     assert same >= 0.98 * rows
 
 
-def test_nothing_else_is_written(drafts: dict[str, Drafts]) -> None:
+def test_kernel_writes_no_other_slots(drafts: dict[str, Drafts]) -> None:
     for name, asked in CASES.items():
         cache, num_drafts = drafts[name].cache, asked.params[1].shape[1]
         if cache is not None:
@@ -181,7 +178,7 @@ def test_nothing_else_is_written(drafts: dict[str, Drafts]) -> None:
             assert cache[others].isnan().all(), name
 
 
-def test_paths(drafts: dict[str, Drafts]) -> None:
+def test_both_paths_draft_the_same(drafts: dict[str, Drafts]) -> None:
     """Small leaves take one launch, large ones several; both draft the same."""
     assert drafts["cp 8"].one_launch and drafts["btree 16"].one_launch
     assert not drafts["large"].one_launch and not drafts["large, one component"].one_launch
@@ -199,7 +196,7 @@ def test_too_many_components_are_refused() -> None:
         Drafter(get_circuit("cp", 4, 129).program, 129, 10, torch.device("cpu"), None)
 
 
-def test_confidence_is_the_probability_of_meeting_the_draft_again() -> None:
+def test_confidence_equals_its_definition() -> None:
     distribution = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
     temperature = torch.tensor([0.0, 0.5, 2.0])
     sharpened = torch.tensor([25.0, 9.0, 4.0]) / 38

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.leaf import naive
 
 torch.set_num_threads(1)
-NO_TRITON = "triton is not installed: only the PyTorch definitions can be tested here (pip install triton)"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +19,6 @@ def terms() -> dict[str, Tensor]:
     return interpreted.run({name: ("leaf", case) for name, case in TERMS.items()}, {"leaf": "terms"})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
 @pytest.mark.parametrize("name", TERMS)
 def test_terms_equal_their_definition(name: str, terms: dict[str, Tensor]) -> None:
     states, weight, token = TERMS[name]

@@ -1,4 +1,4 @@
-"""Pick against numpy's searchsorted, its distribution by chi-square, and what it does at the edges."""
+"""Pick against numpy's searchsorted, its distribution by chi-square, and its edges."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ ROWS = st.lists(st.one_of(st.just(-INF), st.floats(-30, 30, width=32)), min_size
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
-@given(row=ROWS, u=UNIFORMS, before=st.integers(0, 5), behind=st.integers(0, 5))
-def test_equals_searchsorted(row: list[float], u: float, before: int, behind: int) -> None:
-    logits = np.array([-INF] * before + row + [-INF] * behind, dtype=np.float32)
+@given(row=ROWS, u=UNIFORMS, before=st.integers(0, 5), after=st.integers(0, 5))
+def test_equals_searchsorted(row: list[float], u: float, before: int, after: int) -> None:
+    logits = np.array([-INF] * before + row + [-INF] * after, dtype=np.float32)
     got = picked(logits, u)
     # torch and numpy differ in the last digits of exp: at an edge either side will do
     at_edge = np.abs(cumulative(logits) - u).min() < 1e-13
     assert got == searched(logits, u) or (at_edge and logits[got] > -INF)
 
 
-def test_of_mass_never_gives_what_has_none() -> None:
+def test_of_mass_never_picks_a_token_without_mass() -> None:
     """Float32 masses as drafts have them, and u of 53 bits; also the largest one, which rounds up to the whole."""
     mass = torch.tensor([[0.0, 0.1, 0.0, 1e-30, 0.2, 0.0]] * 4)
     u = torch.tensor([0.0, 0.1 / 0.3 - 1e-6, 0.1 / 0.3 + 1e-6, 1 - 2**-53], dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_of_mass_never_gives_what_has_none() -> None:
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(row=st.lists(st.booleans(), min_size=1, max_size=64).filter(any), numerator=st.integers(0, 63))
 def test_equals_searchsorted_where_u_is_an_edge(row: list[bool], numerator: int) -> None:
-    """Masses of 0 and 1 add up exactly, so there is no room for either side."""
+    """Masses of 0 and 1 add up exactly, so the token is unique."""
     logits = np.where(row, 0.0, -INF).astype(np.float32)
     for u in (numerator / 64, numerator / 2 ** np.ceil(np.log2(64 + sum(row))), 0.0, LARGEST):
         assert picked(logits, u) == searched(logits, u)
@@ -83,7 +83,7 @@ def test_equals_searchsorted_at_sizes(vocab: int) -> None:
     assert got.tolist() == [searched(row, number) for row, number in zip(logits, u, strict=True)]
 
 
-def test_edges_belong_to_the_token_behind() -> None:
+def test_edge_belongs_to_the_next_token() -> None:
     assert [picked([0, 0, 0, 0], u) for u in (0, 0.25, 0.5, 0.75, LARGEST)] == [0, 1, 2, 3, 3]
     assert [picked([0, -INF, -INF, 0], u) for u in (0.25, 0.5, 0.75)] == [0, 3, 3]
 
@@ -95,7 +95,7 @@ def test_the_only_token_is_picked(at: int) -> None:
     assert [picked(row, u) for u in (0.0, 0.5, LARGEST, 1.0)] == [at] * 4
 
 
-def test_never_a_token_without_mass() -> None:
+def test_token_without_mass_is_never_picked() -> None:
     row = [-INF, -INF, 1.0, -INF, 2.0, float("nan"), -INF]
     assert [picked(row, u) for u in (0.0, 0.9, LARGEST, 1.0)] == [2, 4, 4, 4]
     assert picked([-INF] * 3, 0.5) == 2 and picked([float("nan")] * 3, 0.5) == 2

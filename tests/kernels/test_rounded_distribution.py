@@ -1,22 +1,15 @@
-"""Drafts from a distribution kept in a half precision, verified by vLLM's own kernels: the output's distribution is
-the target's.
+"""Drafts from a half-precision distribution, verified by vLLM's own kernels: the output has the target's distribution.
 
-At a low temperature what rounding takes away matters, so that few draws show a distribution that is scored otherwise
-than drawn.
+The temperature is low, so that rounding errors are large and few draws show a difference.
 """
 
 from __future__ import annotations
-
-import importlib.util
 
 import pytest
 import torch
 
 from tests.support import forks
 from tests.support.distributions import noise_floor, total_variation
-
-NO_TRITON = "triton is not installed: the draft kernel cannot run here (pip install triton)"
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
 
 VOCAB, COMPONENTS, DRAWS, TEMPERATURE = 6, 2, 1200, 0.003
 TARGET = [0.3, 0.25, 0.2, 0.15, 0.07, 0.03]
@@ -25,7 +18,7 @@ TARGET = [0.3, 0.25, 0.2, 0.15, 0.07, 0.03]
 def _first_tokens(is_injected: bool) -> list[list[int]]:
     """First tokens of DRAWS requests that draft one token each, and whether it was kept.
 
-    is_injected: the draft is drawn from the distribution in float32, and only what is stored of it is rounded.
+    is_injected: the draft is drawn from the distribution in float32, and only the cache is rounded.
     """
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
@@ -71,7 +64,7 @@ def _first_tokens(is_injected: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("is_injected", [False, True], ids=["exact", "injected"])
 def test_distribution_of_drafts_from_bfloat16(is_injected: bool) -> None:
-    """The fault must be found: rounding what is stored, and not what is drawn from. It moves the distribution by
+    """The fault must be found: rounding the cache, and not the sampled distribution. It moves the distribution by
     0.28."""
     answers = forks.call("v2", "tests.kernels.test_rounded_distribution:_first_tokens", is_injected, timeout=600)
     distribution = torch.tensor(TARGET).double().numpy()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +12,6 @@ from vllm_mtpc.kernels.pick import naive as pick_naive
 from vllm_mtpc.kernels.uniform import naive as uniform_naive
 
 torch.set_num_threads(1)
-NO_TRITON = "triton is not installed: only the PyTorch definitions can be tested here (pip install triton)"
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NO_TRITON)
 
 EDGE, AT_EDGE = 1e-6, 1e-3  # tokens may differ where u is as close as this to an edge, in less than this share of draws
 
@@ -31,10 +27,6 @@ def at_an_edge(logits: Tensor, u: Tensor) -> Tensor:
     mass = (logits - logits.amax(dim=-1, keepdim=True)).exp()
     distribution = mass.cumsum(dim=-1) / mass.sum(dim=-1, keepdim=True)
     return (distribution - u.double()[:, None]).abs().amin(dim=-1) < EDGE
-
-
-def test_buffers_are_poisoned(outputs: dict[str, Tensor]) -> None:
-    assert outputs["poison"].isnan().all()
 
 
 @pytest.mark.parametrize("name", [name for name, case in PICKED.items() if case[0] == "uniform"])

@@ -43,7 +43,7 @@ def test_reference_gives_published_values() -> None:
     assert murmur3(b"aaaa", 0x9747B28C) == 0x5A97808A
 
 
-def test_it_is_the_hash_of_seed_and_position() -> None:
+def test_uniform_is_the_hash_of_seed_and_position() -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = [(seed, pos) for seed in EXTREMES for pos in EXTREMES]
     pairs += torch.randint(-(2**63), 2**63 - 1, (300, 2), generator=generator).tolist()
@@ -53,7 +53,7 @@ def test_it_is_the_hash_of_seed_and_position() -> None:
     assert got.dtype == torch.float32 and got.double().tolist() == wanted
 
 
-def test_range_and_lattice() -> None:
+def test_uniform_has_the_documented_range() -> None:
     u = np.concatenate([stream(seed) for seed in range(4)]).astype(np.float64)
     assert u.min() >= 0 and u.max() <= 1 - 2**-24
     assert (u * 2**24 == np.floor(u * 2**24)).all()
@@ -95,7 +95,7 @@ def test_seeds_are_independent(other: int) -> None:
         assert abs(correlation(stream(0), stream(other, shift))) < 4.5
 
 
-def test_a_pattern_is_caught() -> None:
+def test_injected_pattern_is_found() -> None:
     golden = np.arange(COUNT) * 0.6180339887498949 % 1
     counts = np.bincount((golden * 256).astype(int), minlength=256)
     assert chisquare(counts).pvalue > SIGNIFICANCE  # one by one they look uniform

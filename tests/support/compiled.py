@@ -3,7 +3,7 @@
     python -m tests.support.compiled [--json FILE] [80 90 100]
 
 A stand-in for Triton's driver names the chip. The launchers of `kernels/` are called with tensors on torch's meta
-device, so Triton's own binder sees the dtypes, strides and sizes of serving and decides what is specialised (pointers
+device, so Triton's own binder sees the dtypes, strides and sizes of serving and selects specialisations (pointers
 are aligned, as allocated ones are). `variants` notes what would be compiled and launches nothing; `row_of` compiles it
 with the ptxas of Triton's wheel. vLLM is not imported: its noise and our kernel that imports vLLM are read as files.
 """
@@ -59,7 +59,7 @@ class StandIn:
         return GPUTarget("cuda", self.chip, 32)
 
     def get_current_device(self) -> int:
-        return self.chip  # what is noted of one chip is not taken for another's
+        return self.chip  # chips are cached apart
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -82,13 +82,13 @@ class Variant:
         return " ".join(f"{name}={int(value)}" for name, value in names.items() if isinstance(value, int))
 
 
-# In Triton's cache of what is compiled: the next launch of the kind takes Triton's usual way, and does nothing.
+# An entry of Triton's cache of compiled kernels: the next launch of the variant does nothing.
 NOTHING = SimpleNamespace(run=lambda *_: None, launch_metadata=lambda *_: None, function=None, packed_metadata=None)
 
 
 @contextlib.contextmanager
 def gpu(chip: int) -> Iterator[None]:
-    """Triton believes that this chip is there."""
+    """Make Triton believe that it runs on this chip."""
     before = driver._active
     driver.set_active(StandIn(chip))
     try:
@@ -98,7 +98,7 @@ def gpu(chip: int) -> Iterator[None]:
 
 
 def variants(call: Callable[[], Any], chip: int = 90) -> dict[tuple[str, str], Variant]:
-    """What the launches of a call would compile, by the kernel's name and Triton's key; nothing is launched."""
+    """Return the variants that a call would compile, by kernel name and Triton's key; nothing is launched."""
     found: dict[tuple[str, str], Variant] = {}
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -178,7 +178,7 @@ def draft(
     ranks: int = 1,
     token_rank: int = 0,
 ) -> None:
-    """The draft kernel on two requests; leaf, cache and bigram have a dtype. ranks: on the last one of so many."""
+    """The draft kernel on two requests; leaf, cache and bigram have a dtype. ranks: on the last rank of that number."""
     circuit = get_circuit(name, n, r)
     shard = last_of(ranks, vocab) if ranks > 1 else None
     drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
@@ -266,7 +266,7 @@ def served_tokens(model: str, given: tuple[Any, str, int, int, int]) -> Iterator
 
 
 def served() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is served: its name, and a call that launches it."""
+    """Yield a name and a call that launches it for every served shape."""
     noise, others = vllms_noise(), [name for name in CIRCUITS if name != "ff"]
     heads = {"demo": (8, 8, 257), "EvaByte": (16, 32, 320), "Llama": (8, 8, 128_256), "Qwen": (8, 8, 151_936)}
     for model, (n, r, vocab) in heads.items():
@@ -331,7 +331,7 @@ def _text_size(elf: bytes) -> int:
 
 
 def rows(chip: int, names: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
-    """A row per kernel and variant, with what it serves: of what is served, names that begin so alone."""
+    """Yield a row per kernel and variant, with the shapes it serves, whose names begin with one of `names`."""
     found: dict[tuple[str, str], Variant] = {}
     uses: dict[tuple[str, str], list[str]] = {}
     for name, call in served():

@@ -30,7 +30,7 @@ def case(
 ) -> Case:
     """Random circuits; slots with holes between them; temperature 0 in every third slot.
 
-    token_rank: that of a bigram in `dtype`, which moves logits as far as they are apart. Rows of W2 have NaN behind
+    token_rank: that of a bigram in `dtype`, as large as the differences of logits. Rows of W2 have NaN after
     them, and so have positions that are not drafted.
     """
     circuit = get_circuit(name, n, r)
@@ -62,7 +62,7 @@ def case(
 def before(
     vocab: int, batch: int, drafts: int, rank: int, dtype: torch.dtype, scale: float
 ) -> tuple[Tensor, Bigram | None]:
-    """The tokens before the first drafts, and what they add to the logits of the next."""
+    """The tokens before the first drafts, and the bigram."""
     generator = torch.Generator().manual_seed(rank)
     first = torch.randint(vocab, (batch,), generator=generator)
     if not rank:
@@ -97,7 +97,7 @@ def one_hot() -> Case:
 
 
 def strided() -> Case:
-    """bfloat16, a slice of more positions, with other numbers behind every row."""
+    """bfloat16, a slice of more positions, with other numbers after every row."""
     base = case("cp", 8, 7, 63, 3, 4)
     leaf = torch.full((3, 6, 7, 70), 1e4, dtype=torch.bfloat16)
     leaf[:, 1:5, :, :63] = base.params[1].bfloat16()
@@ -105,13 +105,13 @@ def strided() -> Case:
 
 
 def padded(token_rank: int = 0) -> Case:
-    """Rows -1, as in a dummy run or behind the last request of a graph."""
+    """Rows -1, as in a dummy run or after the last request of a graph."""
     base = case("btree", 3, 2, 63, 3, 2, token_rank=token_rank)
     return replace(base, slots=torch.tensor([-1, 4, -1]))
 
 
 def rounded(dtype: torch.dtype) -> Case:
-    """Distributions that are kept in a half precision, at temperatures that make much of what was rounded off."""
+    """Distributions in half precision, at low temperatures that amplify the rounding."""
     base = case("hmm", 5, 7, 63, 100, 4, scale=0.3)
     return replace(base, cache_dtype=dtype, temperature=base.temperature * 0.05)
 

@@ -25,7 +25,7 @@ def noised_argmax(logits, keys, mask, seed, pos, temp, IS_DRAFTING: tl.constexpr
 
 
 def noised(log_q: Tensor, seeds: Tensor, pos: Tensor, temperature: Tensor) -> Tensor:
-    """What the argmax is taken of [B, V], for seeds, positions and temperatures [B]."""
+    """Noised values [B, V] for seeds, positions and temperatures [B]."""
     batch, vocab_size = log_q.shape
     keys = seeds[:, None] * 100003 + torch.arange(vocab_size)
     u = naive.uniform(keys.flatten(), pos.repeat_interleave(vocab_size)).view(batch, vocab_size) + 2.0**-25

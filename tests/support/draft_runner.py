@@ -1,31 +1,23 @@
-"""Drafts cases by the kernel: natively on a GPU, else interpreted in one forked process.
-
-Whatever the launcher leaves uninitialised, and every output, holds NaN or the largest integers before.
-"""
+"""Drafts cases by the kernel; every output has NaN or the largest integers before."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.support import forks
-from tests.support.interpreted import moved
+from tests.support.interpreted import launch, moved, poisoned
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.kernels.shard import Shard
 
-ROOT = Path(__file__).parents[2]
-ON_GPU = torch.cuda.is_available()
 POISON = 2**62
 
 
 @dataclass
 class Case:
-    """What a batch is drafted from, and the sizes of what is handed to the kernel next to it."""
+    """Inputs of a batch and options of the drafter."""
 
     program: Program
     params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None]  # as `DraftParams`
@@ -50,24 +42,13 @@ class Drafts:
 
 
 def run(cases: dict[str, Case]) -> dict[str, Drafts]:
-    """What the kernel makes of every case, on the CPU."""
-    if ON_GPU:
-        return _draft_all(cases, "cuda")
-    return forks.call("v2", "tests.support.draft_runner:_interpret", cases, timeout=600)
+    """Return the kernel's drafts of every case, on the CPU."""
+    return launch(draft_all, cases)
 
 
-def _interpret(cases: dict[str, Case]) -> dict[str, Drafts]:
-    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
-    return _draft_all(cases, "cpu")
-
-
-def _draft_all(cases: dict[str, Case], device: str) -> dict[str, Drafts]:
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns
-    try:
+def draft_all(cases: dict[str, Case], device: str) -> dict[str, Drafts]:
+    with poisoned():
         return {name: _draft(case, device) for name, case in cases.items()}
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic)
 
 
 def _draft(case: Case, device: str) -> Drafts:

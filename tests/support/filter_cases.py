@@ -31,7 +31,7 @@ def case(name: str, n: int, r: int, batch: int, m: int, scale: float = 1.5) -> C
 
 
 def strided(given: Case) -> Case:
-    """The same numbers with NaN behind and between the rows, and in another order in memory."""
+    """The same numbers with NaN after and between the rows, and in another order in memory."""
     apart = []
     for part in (given.evidence, given.root, given.inner):
         wide = torch.full((*part.shape[:-1], part.shape[-1] + 3), float("nan"))

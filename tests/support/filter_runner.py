@@ -1,29 +1,20 @@
-"""Runs the filter kernel and its backward: natively on a GPU, else interpreted in one forked process.
-
-What the launchers leave uninitialised holds NaN.
-"""
+"""Runs the filter kernel and its backward."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.support import forks
-from tests.support.interpreted import moved
+from tests.support.interpreted import launch, moved, poisoned
 from vllm_mtpc.circuits import CIRCUITS, base, circuit_class, conditionals
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.train.losses import step_loss
 from vllm_mtpc.train.options import TrainOptions
-
-ROOT = Path(__file__).parents[2]
-ON_GPU = torch.cuda.is_available()
 
 
 class Case(NamedTuple):
@@ -39,16 +30,9 @@ Outcome = tuple[Tensor, Tensor, Tensor, Tensor]  # weights, gradients of evidenc
 
 
 def run(cases: dict[str, Case]) -> dict:
-    """Of each case the Outcome; "again": of the first one run twice; "alone": its circuit 1 without the others;
-    "trained": see `training_gradients`; "poison": what uninitialised buffers held."""
-    if ON_GPU:
-        return _launch(cases, "cuda")
-    return forks.call("v2", "tests.support.filter_runner:_interpret", cases, timeout=600)
-
-
-def _interpret(cases: dict[str, Case]) -> dict:
-    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
-    return _launch(cases, "cpu")
+    """Return the Outcome of each case; "again": of the first one run twice; "alone": its circuit 1 without the others;
+    "trained": see `training_gradients`."""
+    return launch(launch_all, cases)
 
 
 def training_gradients(name: str, filter_weights: Filter | None = None, device: str = "cpu") -> list[Tensor]:
@@ -74,23 +58,16 @@ def training_gradients(name: str, filter_weights: Filter | None = None, device: 
     return [loss.detach().cpu(), *(p.grad.cpu() for p in head.parameters())]
 
 
-def _launch(cases: dict[str, Case], device: str) -> dict:
+def launch_all(cases: dict[str, Case], device: str) -> dict:
     from vllm_mtpc.kernels.filter import kernel
 
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns
-    try:
-        empty = torch.empty(4, device=device)
-        results: dict = {"poison": (empty.cpu(), empty.new_empty(4).cpu())}
-        for name, case in cases.items():
-            results[name] = _outcome(kernel.filter_weights, case, device)
+    with poisoned():
+        results: dict = {name: _outcome(kernel.filter_weights, case, device) for name, case in cases.items()}
         first = next(iter(cases.values()))
         results["again"] = _outcome(kernel.filter_weights, first, device)
         results["alone"] = _outcome(kernel.filter_weights, Case(first[0], *(part[1:2] for part in first[1:])), device)
         results["trained"] = {name: training_gradients(name, kernel.filter_weights, device) for name in CIRCUITS}
         return results
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic)
 
 
 def _outcome(filter_weights: Filter, case: Case, device: str) -> Outcome:

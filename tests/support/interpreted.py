@@ -1,13 +1,14 @@
-"""Runs Triton kernels on what a test gives them: natively on a GPU, else interpreted in one forked process.
+"""Runs Triton kernels on a test's inputs: natively on a GPU, else interpreted in one forked process.
 
-Buffers that a kernel's launcher leaves uninitialised hold NaN and the largest integers.
+Buffers that a launcher leaves uninitialised have NaN and the largest integers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,47 +16,56 @@ from torch import Tensor
 
 from tests.support import forks
 
-ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
-
 Case = tuple[str, tuple[Any, ...]]  # name of the operation, its arguments
 
 
-def run(cases: dict[str, Case], functions: dict[str, str] | None = None) -> dict[str, Any]:
-    """What each case's kernel returns, on the CPU; "poison" is what an uninitialised buffer held.
-
-    functions: the function of an operation whose name is another.
-    """
+def launch(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return function(*arguments, device): with "cuda" here, or with "cpu" in a fork whose kernels are interpreted."""
     if ON_GPU:
-        return {name: _to_cpu(out) for name, out in _launch(cases, functions or {}, "cuda").items()}
-    return forks.call("v2", "tests.support.interpreted:_interpret", cases, functions or {}, timeout=600)
+        return function(*arguments, "cuda")
+    name = f"{function.__module__}:{function.__name__}"
+    return forks.call("v2", "tests.support.interpreted:_interpret", name, arguments, timeout=600)
 
 
-def _interpret(cases: dict[str, Case], functions: dict[str, str]) -> dict[str, Any]:
-    warnings.simplefilter("ignore")  # the interpreter computes lanes that are masked out, -inf - -inf among them
-    return _launch(cases, functions, "cpu")
+def _interpret(name: str, arguments: tuple[Any, ...]) -> Any:
+    warnings.simplefilter("ignore")  # the interpreter computes masked lanes, -inf - -inf among them
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)(*arguments, "cpu")
 
 
-def _launch(cases: dict[str, Case], functions: dict[str, str], device: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill what torch.empty returns."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        results = {"poison": torch.empty(4, device=device)}
-        for name, (operation, arguments) in cases.items():
-            by_device = import_module(f"vllm_mtpc.kernels.{operation}" + ("" if device == "cuda" else ".kernel"))
-            function = getattr(by_device, functions.get(operation, operation))
-            results[name] = function(*(moved(argument, device) for argument in arguments))
-        return results
+        yield
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
 
 
-def _to_cpu(out: Any) -> Any:
-    return out.cpu() if isinstance(out, Tensor) else tuple(part.cpu() for part in out)
+def run(cases: dict[str, Case], functions: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the output of each case's kernel on the CPU; "poison" is the content of an uninitialised buffer.
+
+    functions: the function of an operation with another name.
+    """
+    return launch(launch_all, cases, functions or {})
+
+
+def launch_all(cases: dict[str, Case], functions: dict[str, str], device: str) -> dict[str, Any]:
+    with poisoned():
+        results = {"poison": torch.empty(4, device=device).cpu()}
+        for name, (operation, arguments) in cases.items():
+            by_device = import_module(f"vllm_mtpc.kernels.{operation}" + ("" if device == "cuda" else ".kernel"))
+            function = getattr(by_device, functions.get(operation, operation))
+            out = function(*(moved(argument, device) for argument in arguments))
+            results[name] = out.cpu() if isinstance(out, Tensor) else tuple(part.cpu() for part in out)
+        return results
 
 
 def moved(tensor: Any, device: str) -> Any:
-    """On the device, with the strides kept: rows with something behind them stay so. Numbers as they are."""
+    """Copy a tensor to the device with its strides and storage; return numbers unchanged."""
     if not isinstance(tensor, Tensor):
         return tensor
     everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)

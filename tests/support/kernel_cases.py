@@ -11,7 +11,7 @@ from tests.support import interpreted
 
 
 def rows(requests: int, width: int, draft_dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Requests of 0 .. width rows and rows of padding behind; few tokens, so that drafts are right half of the time."""
+    """Requests of 0 .. width rows and padding; few tokens, so that half of the drafts are right."""
     generator = torch.Generator().manual_seed(requests + width)
     count = torch.randint(width + 1, (requests,), generator=generator)
     cu_num_logits = torch.cat([torch.zeros(1, dtype=torch.long), count.cumsum(0)]).int()
@@ -21,7 +21,7 @@ def rows(requests: int, width: int, draft_dtype: torch.dtype = torch.int64) -> t
     return tokens, drafts.to(draft_dtype), cu_num_logits, width
 
 
-def beside_others(requests: int, width: int) -> tuple[Any, ...]:
+def with_others(requests: int, width: int) -> tuple[Any, ...]:
     """Two of three are coupled; the others keep 7, 7, ..."""
     others = (torch.arange(requests) % 3 > 0, torch.full((requests, width), 7), torch.full((requests,), 7).int())
     return (*rows(requests, width), others)
@@ -32,7 +32,7 @@ ACCEPTED: dict[str, interpreted.Case] = {
     "2, int32": ("couple", rows(20, 2, torch.int32)),
     "17": ("couple", rows(40, 17)),
     "1": ("couple", rows(5, 1)),
-    "next to others": ("couple", beside_others(30, 8)),
+    "next to others": ("couple", with_others(30, 8)),
     "no requests": ("couple", rows(0, 4)),
     "all right": ("couple", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
 }
@@ -46,7 +46,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = WHOLE) -> Tensor:
 
 
 def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype, shared: bool) -> tuple:
-    """Arguments of `terms`: states with NaN behind every row; the first, the last, and tokens that are not there."""
+    """Arguments of `terms`: states with NaN after every row; the first and the last token, and tokens out of range."""
     states = torch.full((batch, 1 if shared else r, hidden + 3), torch.nan, dtype=dtype)[..., :hidden]
     states.copy_(numbers(batch, states.shape[1], hidden, dtype=dtype))
     weight = numbers(r, vocab, hidden, seed=1) / hidden**0.5
@@ -91,7 +91,7 @@ def holes(vocab: int = 9000) -> tuple[Tensor, Tensor]:
 
 
 def strided() -> tuple[Tensor, Tensor]:
-    """Rows with other numbers behind and between them, large enough to be picked."""
+    """Rows with other numbers after and between them, large enough to be picked."""
     logits, u = draws(50, 300)
     padded = torch.full((50, 311), 1e4)
     padded[:, :300] = logits

@@ -1,7 +1,7 @@
 """Unit-test inputs of the kernels of this package, all or few: `python -m tests.support.own_kernels [all]`.
 
 To be run with MTPC_INTERPRETER=check or check-once: prints JSON, what comparing launches found (see
-scripts/interpreter), and what it finds with each fault of INJECTED in the fast interpreter.
+scripts/interpreter), also with each fault of INJECTED in the fast interpreter.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ ON_A_RANK = replace(draft_cases.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.
 
 
 def launch_all() -> None:
-    _launch(kernel_cases.ACCEPTED, interpreted._launch, {"couple": "accept"})
-    _launch(kernel_cases.PICKED, interpreted._launch, {})
-    _launch({name: ("leaf", case) for name, case in kernel_cases.TERMS.items()}, interpreted._launch, {"leaf": "terms"})
-    _launch(filter_cases.CASES, filter_runner._launch)
-    _launch(draft_cases.CASES, draft_runner._draft_all)
-    draft_runner._draft_all({"a rank": ON_A_RANK}, "cpu")
+    _launch(kernel_cases.ACCEPTED, interpreted.launch_all, {"couple": "accept"})
+    _launch(kernel_cases.PICKED, interpreted.launch_all, {})
+    _launch(
+        {name: ("leaf", case) for name, case in kernel_cases.TERMS.items()}, interpreted.launch_all, {"leaf": "terms"}
+    )
+    _launch(filter_cases.CASES, filter_runner.launch_all)
+    _launch(draft_cases.CASES, draft_runner.draft_all)
+    draft_runner.draft_all({"a rank": ON_A_RANK}, "cpu")
     odd_kernels.launch_all()
 
 
@@ -81,7 +83,7 @@ def found_with(name: str, fault: Callable) -> dict[str, Any]:
     setattr(functions._LANGUAGE, name, fault)
     check.REPORT.clear()
     check.SEEN.clear()
-    interpreted._launch({"pick": ("pick", (logits, u))}, {}, "cpu")
+    interpreted.launch_all({"pick": ("pick", (logits, u))}, {}, "cpu")
     odd_kernels.tiles[(1,)](logits, torch.zeros(9 * odd_kernels.SIZE), SIZE=odd_kernels.SIZE)
     setattr(functions._LANGUAGE, name, right)
     return dict(check.REPORT)
