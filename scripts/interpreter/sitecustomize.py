@@ -4,7 +4,7 @@ Python imports a `sitecustomize` found on PYTHONPATH at start; scripts/v2_on_cpu
 for the processes that run V2, together with TRITON_INTERPRET=1 and VLLM_USE_V2_MODEL_RUNNER=1. Three things
 are missing for a CPU: an active Triton driver, boolean masks (interpreted `mask & scalar` becomes
 int8), and libdevice's log1p (a stub without a GPU). Kernels run in `numpy_interpreter`, or in Triton's own interpreter
-where MTPC_INTERPRETER=triton says so.
+with MTPC_INTERPRETER=triton.
 """
 
 import os
@@ -47,7 +47,7 @@ def _log1p() -> None:
 
 
 def _patch_the_language_once() -> None:
-    """Triton patches its language again for every device function called, which takes longer than most of them do."""
+    """Patch Triton's language once: Triton does so for every device function called, which is slow."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,4 +1,4 @@
-"""What becomes of a launch: which interpreter runs it, what falls back, what raises."""
+"""Launches: the interpreter that runs them, fallbacks and errors."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_launches() -> None:
+def test_unsupported_kernel_falls_back_to_triton() -> None:
     """A kernel that cannot run here falls back; changed device functions are seen; nothing is written twice."""
     child = python(LAUNCHES)
     assert child.returncode == 0, child.stderr[-4000:]
 
 
-def test_instances_at_once_write_what_one_after_the_other_do() -> None:
-    """Where they part, what was written is taken back before each way is run by itself."""
+def test_instances_at_once_equal_instances_in_turn() -> None:
+    """Where instances diverge, writes are undone before each group runs by itself."""
     child = python(AT_ONCE)
     assert child.returncode == 0, child.stderr[-4000:]
 
 
-def test_the_variable_chooses() -> None:
+def test_environment_variable_selects_the_interpreter() -> None:
     code = "import triton.runtime.interpreter as i; print(i.InterpretedFunction.run.__module__)"
     for chosen, module in {"": "numpy_interpreter.launch", "triton": "triton.runtime.interpreter"}.items():
         assert python(code, MTPC_INTERPRETER=chosen).stdout.strip() == module

@@ -1,23 +1,22 @@
-"""A fast interpreter of Triton kernels: their own source, run on numpy arrays.
+"""A fast interpreter of Triton kernels: runs their source on numpy arrays.
 
 Triton's interpreter builds an object per value and checks types again for every operation. Here a kernel is rewritten
-once (`functions.py`): its `tl` becomes `language.py`, its device functions become plain Python functions, and what it
-computes with is a `Value` (`values.py`): a numpy array or scalar with a type. Types and casts are `kinds.py`, memory is
-`memory.py`, launches are `launch.py`.
+once (`functions.py`): its `tl` becomes `language.py`, its device functions become plain Python functions, and its
+values become `Value` (`values.py`): a numpy array or scalar with a type. Types and casts are in `kinds.py`, memory in
+`memory.py`, launches in `launch.py`.
 
 Results equal those of Triton's interpreter bit for bit: each operation makes the numpy call that Triton's makes, types
-are promoted by Triton's own rules, instances run one after the other in the same order. What Triton's gets wrong (it
-computes with the bits of bfloat16 numbers, cuts where a GPU rounds) is wrong here too. `check.py` compares both, launch
-by launch; tests/interpreter does so with every kernel that runs here.
+are promoted by Triton's own rules, instances run one after the other in the same order. Errors of Triton's interpreter
+(it computes with the bits of bfloat16 numbers, and truncates where a GPU rounds) are reproduced. `check.py` compares
+both, launch by launch; tests/interpreter does so with every kernel that runs here.
 
-A kernel falls back to Triton's interpreter where its source, or that of a device function it calls, uses what
-`language.py` does not have (sorting, custom reductions, tensor descriptors, chained comparisons; transposition, after
-which numpy adds in the order of Triton's intermediate copies), which is seen before it runs; or where a launch raises
-before it has written anything. One that raises later ends in Triton's
-`InterpreterError`: what was written is not taken back.
+A kernel falls back to Triton's interpreter if it, or a device function it calls, uses functions that `language.py` does
+not have (sorting, custom reductions, tensor descriptors, chained comparisons; transposition, after which numpy adds in
+the order of Triton's intermediate copies), or if a launch raises before it has written anything. A launch that raises
+later ends in Triton's `InterpreterError`; its writes are not undone.
 
-MTPC_INTERPRETER chooses: unset or `numpy` this one, `lanes` this one with all instances at once (see `lanes.py`),
-`triton` Triton's own, `check` and `check-once` both (see `check.py`).
+MTPC_INTERPRETER selects the interpreter: `numpy` (default), `lanes` (all instances at once, see `lanes.py`), `triton`
+(Triton's own), `check` and `check-once` (both, see `check.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Runs every launch on both interpreters and compares all that they write, byte for byte.
+"""Runs every launch on both interpreters and compares all writes byte for byte.
 
-A launch runs here first, each store noted with what lay there before; that is put back and Triton's interpreter runs,
-its stores noted too. The two lists must be equal: the same addresses in the same order, the same bits. What Triton's
-wrote stays. REPORT says what was found. MTPC_INTERPRETER=check-once compares the first launch of each kernel with one
-set of constants and dtypes; the others run here.
+A launch runs here first, and each store is recorded with the previous bytes; these are restored and Triton's
+interpreter runs, its stores recorded too. The two lists must be equal: the same addresses in the same order, the same
+bits. Triton's writes stay. REPORT has the differences. MTPC_INTERPRETER=check-once compares the first launch of each
+kernel with one set of constants and dtypes; other launches run here only.
 """
 
 from __future__ import annotations

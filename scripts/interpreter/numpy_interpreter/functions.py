@@ -54,7 +54,7 @@ def _is_language(value: Any) -> bool:
 
 
 class _Rewriter(FunctionRewriter):
-    """As Triton's rewriter: what is assigned becomes a value. Notes the names that the source reads."""
+    """Triton's rewriter, which converts assigned numbers to values; records the names that the source reads."""
 
     def __init__(self, function: types.FunctionType) -> None:
         super().__init__(function)
@@ -121,7 +121,7 @@ class Function:
         return made
 
     def is_current(self) -> bool:
-        """Whether what it reads of its modules is what it was when this was made."""
+        """Whether the globals that it reads are unchanged since it was converted."""
         for scope, name, value in self.read:
             if scope.get(name) is not value:
                 return False
@@ -129,7 +129,7 @@ class Function:
 
 
 def python_function(function: Any) -> types.FunctionType:
-    """What a kernel was made of."""
+    """The Python function of a kernel."""
     while not isinstance(function, types.FunctionType):
         function = function.fn
     return function
@@ -145,7 +145,7 @@ def function_of(kernel: Any) -> Function:
 
 
 def converted(value: Any) -> Any:
-    """What a kernel finds in its modules, as it finds it here."""
+    """The replacement of a global that a kernel reads."""
     if isinstance(value, tl.constexpr):
         return value.value
     if isinstance(value, InterpretedFunction):

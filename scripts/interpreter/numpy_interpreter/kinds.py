@@ -17,14 +17,14 @@ Data = Any  # a numpy array, or a numpy scalar for what has no shape
 
 
 class Unsupported(Exception):
-    """What this interpreter does not do; Triton's own may."""
+    """A feature that this interpreter does not have; Triton's own may."""
 
 
 class Kind:
     """A type of Triton's, one object for each: compared by identity.
 
-    triton: the type itself. dtype: numpy's, as Triton's interpreter has it (bfloat16 is uint16, float8 is uint8); of a
-    pointer int64. element: what a pointer points to. accepts: Python numbers that take this type next to a value of it.
+    triton: the type itself. dtype: numpy's, as in Triton's interpreter (bfloat16 is uint16, float8 is uint8); int64 for
+    a pointer. element: the type that a pointer points to. accepts: Python numbers that are promoted to this type.
     """
 
     __slots__ = ("accepts", "constants", "dtype", "element", "is_float", "is_int", "is_plain", "is_signed", "triton")
@@ -201,7 +201,7 @@ def _bfloat16_to_float32(data: Data) -> Data:
 
 
 def _float32_to_bfloat16(data: Data) -> Data:
-    """Cut, as Triton's interpreter does."""
+    """Truncate, as Triton's interpreter does."""
     bits = data.view(np.uint32)
     if np.any((bits & 0x7F800000 == 0) & (bits & 0x7FFFFFFF != 0)):
         return _converted(data, tl.float32, tl.bfloat16, np.uint16)

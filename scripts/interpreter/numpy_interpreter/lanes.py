@@ -1,10 +1,10 @@
-"""All instances of a launch at once: a value that differs between them is an array with an axis in front.
+"""All instances of a launch at once: a value that differs between them is an array with a leading axis.
 
 Instances run one after the other cost a Python call for each operation of each. Here each operation is one call for all
-of them (MTPC_INTERPRETER=lanes). Where instances part at an `if` or a loop's length, what they have written is taken
-back and each group runs by itself, from the start. What a launch reads that another of its instances writes is not
-defined on a GPU either. numpy's sums may come in another order than one instance's by itself: results are equal to
-rounding, which is enough for distributions; `numpy` is bit for bit Triton's.
+of them (MTPC_INTERPRETER=lanes). Where instances diverge at an `if` or a loop's length, their writes are undone and
+each group runs by itself, from the start. A read of another instance's write is undefined, as on a GPU. numpy may sum
+in another order than for one instance: results are equal up to rounding, which is enough for distributions; `numpy`
+equals Triton's bit for bit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Lanes(np.lib.mixins.NDArrayOperatorsMixin):
     __index__ = __int__
 
     def wide(self, ndim: int) -> np.ndarray:
-        """[P, 1, ..., *shape], ndim axes behind the first."""
+        """[P, 1, ..., *shape], with ndim axes after the first."""
         missing = ndim - self.ndim
         return self.all if missing <= 0 else self.all.reshape(len(self.all), *(1,) * missing, *self.shape)
 
@@ -154,7 +154,7 @@ _FUNCTIONS: dict[Callable, Callable] = {
 
 
 class Written:
-    """What a go has written, to be taken back: (cells, indices, what lay there)."""
+    """The writes of a pass, to be undone: (cells, indices, previous values)."""
 
     def __init__(self) -> None:
         self.stores: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []

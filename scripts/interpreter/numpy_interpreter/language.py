@@ -1,6 +1,6 @@
-"""`triton.language` for kernels that run here: what they may use of it, each as the numpy call of Triton's interpreter.
+"""`triton.language` for kernels that run here, each function as the numpy call of Triton's interpreter.
 
-What Triton itself writes in terms of these (`tl.rand`, `tl.cdiv`, `tl.sigmoid`) is converted like any device function.
+Functions that Triton writes in terms of these (`tl.rand`, `tl.cdiv`, `tl.sigmoid`) are converted like device functions.
 """
 
 from __future__ import annotations

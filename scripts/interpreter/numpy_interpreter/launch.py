@@ -19,8 +19,8 @@ tritons_run = InterpretedFunction.run
 fallen_back: dict[Any, str] = {}  # kernel's function: why
 is_at_once = False  # set by install: MTPC_INTERPRETER=lanes
 one_by_one: dict[Any, str] = {}  # kernel's function: why its instances do not run at once
-LEAST = 32  # elements of a block: kernels cut it in words of bits
-FEW = 4  # instances that run one after the other
+MIN_BLOCK = 32  # elements: kernels divide a block into words of bits
+FEW = 4  # fewer instances run one after the other
 MOST_WAYS = 16  # or a quarter of the instances
 
 
@@ -83,7 +83,7 @@ def interpret(kernel: InterpretedFunction, args: tuple, grid: Any, kwargs: dict[
     signature = signature_of(original)
     given = signature.bind(args, kwargs)
     if is_at_once:
-        _cut(given)
+        _shrink_block(given)
     sizes = grid(given) if callable(grid) else grid
     sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
     arguments = [_as_argument(given[name], name in signature.constants) for name in signature.names]
@@ -103,11 +103,11 @@ def interpret(kernel: InterpretedFunction, args: tuple, grid: Any, kwargs: dict[
                     call(*arguments)
 
 
-def _cut(given: dict[str, Any]) -> None:
-    """A block of a vocabulary that it holds whole has as few elements behind it as there may be."""
+def _shrink_block(given: dict[str, Any]) -> None:
+    """Reduce a block that holds a whole vocabulary to the power of two above its size."""
     name, size = "LOGITS_BLOCK_SIZE" if "LOGITS_BLOCK_SIZE" in given else "BLOCK_SIZE", given.get("vocab_size")
     if size is not None and name in given:
-        given[name] = min(given[name], max(LEAST, 1 << (int(size) - 1).bit_length()))
+        given[name] = min(given[name], max(MIN_BLOCK, 1 << (int(size) - 1).bit_length()))
 
 
 def _widest(given: dict[str, Any]) -> int:
@@ -116,7 +116,7 @@ def _widest(given: dict[str, Any]) -> int:
 
 
 def _at_once(call: Any, arguments: list[Any], sizes: tuple[int, int, int], widest: int) -> None:
-    """Every operation once for all instances of a go. What was written is taken back where something is not done so."""
+    """Run every operation once for all instances of a pass; undo the writes if that fails."""
     everything = lanes.Written()
     try:
         for ids in lanes.in_goes(lanes.instances(sizes), widest):

@@ -1,7 +1,7 @@
 """Loads and stores. Memory is one numpy array per element type, over all addresses: a pointer is an index into it.
 
-Nothing is read or written but what a kernel's pointers say; one that points to where nothing is ends the process, as it
-does in Triton's interpreter.
+Only the addresses of a kernel's pointers are read and written; an invalid address ends the process, as in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cells(dtype: np.dtype) -> np.ndarray:
 
 
 class _Access:
-    """What a pointer's type means for memory: cells, type of an element there and of what is loaded."""
+    """Memory access by a pointer's type: cells, type of a stored and of a loaded element."""
 
     __slots__ = ("cells", "kind", "nothing", "stored")
 

@@ -1,4 +1,4 @@
-"""What a kernel computes with: `Value`, with the operators of Triton's tensors."""
+"""The values of a kernel: `Value`, with the operators of Triton's tensors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Value:
 
 
 def as_value(x: Any) -> Any:
-    """Python numbers as values of their own type; anything else as it is. Triton does so with what is assigned."""
+    """Convert a Python number to a value, as Triton does with assigned numbers; return anything else unchanged."""
     if x.__class__ is Value or not isinstance(x, (bool, int, float)):
         return x
     kind = number_kind(x)
