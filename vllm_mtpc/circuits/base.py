@@ -195,7 +195,7 @@ class Circuit(ABC):
     def sample(
         self, params: CircuitParams, prefix: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Draw tokens from q(. | prefix).
+        """Exact draws from q(. | prefix).
 
         Args:
             params: of B circuits, with leaves of m positions.
