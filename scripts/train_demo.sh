@@ -102,3 +102,6 @@ ptp --out "$data/independent" --variant independent
 ptp --out "$out/o-ptp" --variant o-ptp --baseline "$data/independent"
 ptp --out "$out/c-ptp" --variant c-ptp --baseline "$data/independent"
 ptp --out "$out/late" --variant late --init-from "$data/independent" --late-width 384 --max-steps 1000
+
+# The wheel is smaller with weights of few significant bits.
+"$python" -m benchmarks.demo.round_heads "$out"/{ff,cp,hmm,btree,backbone,o-ptp,c-ptp,late}
