@@ -18,7 +18,6 @@ class Family:
     check: (folder, config) -> AdapterInfo | None; raises CheckpointError unless every tensor is as the config says
     load: (folder, dtype, device) -> the head as it is on disk
     facts: (folder, config) -> what only such heads have for `vllm-mtpc inspect`, and the names of their weight files
-    rows: (report of `inspect`) -> these facts as rows of a table
     evaluator: the Evaluator of `vllm-mtpc eval`, `generate` and `doctor`
     job: what `vllm-mtpc train` runs, (options, target)
     serving: the class of vLLM's speculative config, which names its speculator
@@ -39,17 +38,15 @@ FAMILIES = {
         check="vllm_mtpc.checkpoint.load:check_head",
         load="vllm_mtpc.checkpoint.load:load_head",
         facts="vllm_mtpc.checkpoint.inspect:mtpc_facts",
-        rows="vllm_mtpc.checkpoint.inspect:mtpc_rows",
         evaluator="vllm_mtpc.eval.mtpc:MtpcEvaluator",
         job="vllm_mtpc.train.circuit:CircuitJob",
         serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
     ),
     "ptp": Family(
         config="vllm_mtpc.config.ptp:PtpConfig",
-        check="vllm_mtpc.checkpoint.ptp:check_ptp",
-        load="vllm_mtpc.checkpoint.ptp:load_ptp",
+        check="vllm_mtpc.checkpoint.ptp_head:check_ptp",
+        load="vllm_mtpc.checkpoint.ptp_head:load_ptp",
         facts="vllm_mtpc.checkpoint.inspect:ptp_facts",
-        rows="vllm_mtpc.checkpoint.inspect:ptp_rows",
         evaluator="vllm_mtpc.eval.ptp:PtpEvaluator",
         job="vllm_mtpc.train.ptp.run:PtpJob",
         serving="vllm_mtpc.proposers.config.ptp:PtpSpeculativeConfig",

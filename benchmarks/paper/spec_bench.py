@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.paper.frame import Row
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head
-from vllm_mtpc.checkpoint.ptp import load_student
+from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure

@@ -1,4 +1,4 @@
-"""Draft layers travel with their head: saved before its config, found whole or refused whole."""
+"""Adapters of draft layers are saved and loaded with their head, or refused whole."""
 
 from __future__ import annotations
 
@@ -22,21 +22,14 @@ from vllm_mtpc.heads.adapters import DraftLayers
 
 torch.set_num_threads(1)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-LLAMA = LlamaConfig(
-    vocab_size=7,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-)
+SIZES = dict(vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=3)
+LLAMA = LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
 
 
 def new(seed: int = 0, layers: int = 2, alpha: int = 4) -> tuple[HeadConfig, torch.nn.Module, DraftLayers]:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LLAMA).eval().requires_grad_(False)
-    # What DraftLayers reads of a target; loading one from a folder is tested in tests/heads/test_adapters.py.
+    # the attributes that DraftLayers reads
     target = SimpleNamespace(model=model, backbone=model.model, name="llama", device=torch.device("cpu"))
     target.attention = "torch"
     split = DraftLayers(target, layers, rank=2, alpha=alpha)
@@ -58,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    """The one line load_head, check_tensors and inspect refuse a folder with."""
+    """The one line of all readers."""
     lines = []
     for check in (load_head, lambda place: check_tensors(place, read_config(place)), inspect_head):
         with pytest.raises(MtpcError) as caught:
@@ -68,15 +61,26 @@ def refusal(folder: Path) -> str:
     return lines[0]
 
 
-def rewrite(folder: Path, change) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS)
+def rewrite(change):
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return edit
 
 
-def edit(folder: Path, **changes: object) -> None:
-    values = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps({**values, **changes}))
+def edit_json(**changes: object):
+    return lambda folder: (folder / CONFIG).write_text(
+        json.dumps({**json.loads((folder / CONFIG).read_text()), **changes})
+    )
+
+
+def write(name: str, content: bytes | int):
+    """Write a file, or keep its first bytes."""
+    return lambda folder: (folder / name).write_bytes(
+        content if isinstance(content, bytes) else (folder / name).read_bytes()[:content]
+    )
 
 
 def test_adapters_are_saved_and_loaded_with_their_head(tmp_path: Path) -> None:
@@ -94,96 +98,61 @@ def test_inspect_shows_the_adapters_and_the_expander(folder: Path, tmp_path: Pat
     report = inspect_head(folder)
     modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     parameters = 2 * 2 * sum([8 + 8, 8 + 4, 8 + 4, 8 + 8, 8 + 12, 8 + 12, 12 + 8])
-    assert report["adapters"] == {
-        "layers": [1, 2],
-        "rank": 2,
-        "alpha": 4,
-        "modules": modules,
-        "parameters": parameters,
-    }
+    shown = {"layers": [1, 2], "rank": 2, "alpha": 4, "modules": modules, "parameters": parameters}
+    assert report["adapters"] == shown
     assert main(["inspect", str(folder)]) == 0
-    assert f"1, 2 of the target, rank 2, alpha 4, {parameters} parameters" in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"layers 1, 2, rank 2, alpha 4, modules {', '.join(modules)}, parameters {parameters}" in text
     config = HeadConfig.create(
         circuit="cp", window=4, num_components=2, target=LLAMA, verifier="../target", head="shared", expander_rank=5
     )
     save_head(tmp_path / "shared", config, build_head(config), {}, "card")
     assert inspect_head(tmp_path / "shared")["expander"] == {"expander_rank": 5}
     assert main(["inspect", str(tmp_path / "shared")]) == 0
-    assert "shared, expander_rank 5" in (shown := capsys.readouterr().out) and "none" in shown
+    assert "expander rank 5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_a_missing_file_is_named(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    assert f"has no {name}" in (text := refusal(folder)) and "lora_layers=2" in text
-
-
-def test_adapters_of_another_save_are_refused(folder: Path, tmp_path: Path) -> None:
-    save(tmp_path / "other", *new(seed=1))
-    (folder / WEIGHTS).write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
-    assert "not those model.safetensors was saved with" in refusal(folder)
-
-
-def test_a_scale_of_another_save_is_refused(folder: Path) -> None:
-    """Nothing in a shape shows it."""
-    edit(folder, lora_alpha=8)
-    assert "not those model.safetensors was saved with" in refusal(folder)
-
-
-def test_a_damaged_weight_file_is_refused(folder: Path) -> None:
-    data = (folder / WEIGHTS).read_bytes()
-    for damaged in (b"", data[:-1], data[:100]):
-        (folder / WEIGHTS).write_bytes(damaged)
-        assert WEIGHTS in refusal(folder)
+def of_another_head(folder: Path) -> None:
+    save(folder.parent / "other", *new(seed=1))
+    (folder / WEIGHTS).write_bytes((folder.parent / "other" / WEIGHTS).read_bytes())
 
 
 Q_B = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+OTHER_SAVE = "not those model.safetensors was saved with"
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "damage, words",
     [
-        (lambda tensors: tensors.pop(Q_B), [f"missing: {Q_B}"]),
-        (lambda tensors: tensors.clear(), ["missing"]),
-        (lambda tensors: tensors.update(surplus=torch.zeros(2)), ["unknown tensor(s): surplus"]),
-        (lambda tensors: tensors.update({Q_B.replace("layers.1", "layers.0"): torch.zeros(8, 2)}), ["layers.0"]),
-        (lambda tensors: tensors.update({Q_B: torch.zeros(8, 3)}), ["(8, 3)", "(out, 2)"]),
-        (lambda tensors: tensors.update({Q_B: torch.zeros(16)}), ["(16,)", "(out, 2)"]),
-        (lambda tensors: tensors.update({Q_B: torch.zeros(8, 2, dtype=torch.int32)}), ["int32", "float32"]),
-        (lambda tensors: tensors[Q_B][3].fill_(float("nan")), ["NaN", Q_B]),
+        *(
+            (lambda folder, name=name: (folder / name).unlink(), [f"has no {name}", "lora_layers=2"])
+            for name in (CONFIG, WEIGHTS)
+        ),
+        (of_another_head, [OTHER_SAVE]),
+        (edit_json(lora_alpha=8), [OTHER_SAVE]),  # no shape shows it
+        *((write(WEIGHTS, content), [WEIGHTS]) for content in (b"", 100, -1)),
+        *((write(CONFIG, content), [CONFIG]) for content in (b"", b"[]", b"{")),
+        (rewrite(lambda found: found.pop(Q_B)), [f"missing: {Q_B}"]),
+        (rewrite(lambda found: found.update(surplus=torch.zeros(2))), ["unknown tensor(s): surplus"]),
+        (rewrite(lambda found: found.update({Q_B.replace("s.1", "s.0"): torch.zeros(8, 2)})), ["layers.0"]),
+        (rewrite(lambda found: found.update({Q_B: torch.zeros(8, 3)})), ["(8, 3)", "(any, 2)"]),
+        (rewrite(lambda found: found.update({Q_B: torch.zeros(16)})), ["(16,)", "(any, 2)"]),
+        (edit_json(r=True), ["'r' = True"]),
+        (edit_json(lora_alpha="16"), ["lora_alpha", "'16'"]),
+        (edit_json(target_modules=[]), ["target_modules"]),
+        (edit_json(layers_to_transform=[2]), ["layers_to_transform = [2]", "last 2 layers", "[1, 2]"]),
+        (edit_json(layers_to_transform=[0, 1]), ["layers_to_transform = [0, 1]", "[1, 2]"]),
+        (edit_json(layers_to_transform=None), ["layers_to_transform = None"]),
     ],
 )
-def test_wrong_tensors_are_named(folder: Path, change, words: list[str]) -> None:
-    rewrite(folder, change)
-    assert all(word in refusal(folder) for word in words), refusal(folder)
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"peft_type": "IA3"}, ["peft_type", "'IA3'", "'LORA'"]),
-        ({"r": 0}, ["r = 0", "from 1"]),
-        ({"r": True}, ["r = True"]),
-        ({"lora_alpha": "16"}, ["lora_alpha", "'16'"]),
-        ({"target_modules": []}, ["target_modules"]),
-        ({"layers_to_transform": [2]}, ["layers_to_transform = [2]", "last 2 layers", "[1, 2]"]),
-        ({"layers_to_transform": [0, 1]}, ["layers_to_transform = [0, 1]", "[1, 2]"]),
-        ({"layers_to_transform": None}, ["layers_to_transform = None"]),
-    ],
-)
-def test_a_wrong_config_is_named(folder: Path, changes: dict, words: list[str]) -> None:
-    edit(folder, **changes)
-    assert all(word in refusal(folder) for word in words), refusal(folder)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{"])
-def test_a_config_that_is_not_an_object_is_refused(folder: Path, content: str) -> None:
-    (folder / CONFIG).write_text(content)
-    assert CONFIG in refusal(folder)
+def test_damaged_adapters_are_refused(folder: Path, damage, words: list[str]) -> None:
+    damage(folder)
+    text = refusal(folder)
+    assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize("given, layers", [(None, 2), ("one", 2), ("two", 0)])
-def test_a_head_is_not_saved_with_other_draft_layers_than_its_config_says(tmp_path: Path, given, layers) -> None:
+def test_draft_layers_must_be_those_of_the_config_to_be_saved(tmp_path: Path, given, layers) -> None:
     splits = {None: None, "one": new(layers=1)[2], "two": new()[2]}
     config, head, _ = new()
     with pytest.raises(MtpcError, match=f"lora_layers={layers}"):
@@ -191,7 +160,7 @@ def test_a_head_is_not_saved_with_other_draft_layers_than_its_config_says(tmp_pa
     assert not (tmp_path / "head").exists()
 
 
-def test_adapters_that_are_not_finite_are_not_saved(folder: Path) -> None:
+def test_infinite_adapters_are_not_saved(folder: Path) -> None:
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     config, head, split = new(seed=1)
     next(split.parameters()).data[0, 0] = float("inf")
@@ -200,7 +169,7 @@ def test_adapters_that_are_not_finite_are_not_saved(folder: Path) -> None:
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_head_without_draft_layers_leaves_no_old_adapters(folder: Path) -> None:
+def test_head_without_draft_layers_removes_old_adapters(folder: Path) -> None:
     config, head, _ = new()
     save(folder, config.model_copy(update={"lora_layers": 0}), head, None)
     assert not {CONFIG, WEIGHTS} & {file.name for file in folder.iterdir()}
@@ -210,8 +179,8 @@ def test_a_head_without_draft_layers_leaves_no_old_adapters(folder: Path) -> Non
 @pytest.mark.parametrize(
     "failing", ["model.safetensors", WEIGHTS, CONFIG, "README.md", "provenance.json", "config.json"]
 )
-def test_a_save_that_fails_half_way_leaves_one_head_or_a_refusal(folder: Path, monkeypatch, failing: str) -> None:
-    """Never the weights of one head with the adapters of another, although both have the shapes of the config."""
+def test_interrupted_save_leaves_one_head_or_a_refusal(folder: Path, monkeypatch, failing: str) -> None:
+    """Never the weights of one head with the adapters of another of the same shapes."""
     (old_config, old), old_adapters = load_head(folder), load_file(folder / WEIGHTS)
     config, head, split = new(seed=1, alpha=8)
     replace = os.replace

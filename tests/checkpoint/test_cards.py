@@ -1,4 +1,4 @@
-"""What the hub reads of a head's card."""
+"""The metadata of a head's card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.metadata import card_data, eval_results, front_matter, license_of, target_license
 
 
-def test_the_hub_reads_back_what_is_known(tmp_path: Path) -> None:
+def test_known_metadata_is_read_back(tmp_path: Path) -> None:
     scores = eval_results({"T=1": 2.8811, "T=0": 3.9}, ["org/text"])
     license = {"license": "other", "license_name": "llama3", "license_link": "LICENSE"}
     data = card_data(["mtpc", "a"], "org/model", license, scores, "A head: n=8")
@@ -25,7 +25,7 @@ def test_the_hub_reads_back_what_is_known(tmp_path: Path) -> None:
     assert license_of(tmp_path / "README.md") == license == target_license(str(tmp_path))
 
 
-def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
+def test_unknown_metadata_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(front_matter(card_data(["mtpc", "a"], None)) + "\n# A head\n")
     assert front_matter_of(tmp_path) == {
         "library_name": "vllm",
@@ -37,13 +37,13 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "# A head\n", "---\nlicense: unknown\n---\n", "---\na: [\n---\n", "---\n- a\n---\n"]
 )
-def test_a_card_without_a_licence(tmp_path: Path, text: str) -> None:
+def test_card_without_licence(tmp_path: Path, text: str) -> None:
     (tmp_path / "README.md").write_text(text)
     assert license_of(tmp_path / "README.md") == {}
     assert license_of(tmp_path / "none.md") == {}
 
 
-def test_a_local_file_is_no_data_set_of_the_hub() -> None:
+def test_local_file_is_not_a_hub_data_set() -> None:
     (local, several, none) = (eval_results({"T=1": 2.0}, names)[0] for names in (["held.jsonl"], ["a/b", "c"], []))
     assert (local.dataset_type, local.dataset_name) == ("text", "held.jsonl")
     assert (several.dataset_type, several.dataset_name) == ("text", "a/b, c")

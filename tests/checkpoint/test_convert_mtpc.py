@@ -1,5 +1,4 @@
-"""`vllm-mtpc convert` of MtPC heads in their authors' layout: the distribution stays theirs, what is not known is
-refused."""
+"""`vllm-mtpc convert` of MtPC checkpoints keeps the distribution and refuses other checkpoints."""
 
 from __future__ import annotations
 
@@ -10,23 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import authors_mtpc as authors
+from tests.support.convert_cases import convert, refusal
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
-from vllm_mtpc.cli import main
+from vllm_mtpc.heads.adapters import MODULES, DraftLayers
+from vllm_mtpc.hf import Target
 
 torch.set_num_threads(1)
-D = 4
+V, D = 3, 4
 # kind, n, r and V: tables of V ** n entries stay small.
 HEADS = [
-    ("cp", 3, 1, 3),  # what they call cp of one component is ff here
+    ("cp", 3, 1, 3),  # the authors' cp of one component is ff here
     ("cp", 3, 3, 3),
-    ("cp", 4, 3, 3),
     ("hmm", 2, 3, 3),
-    ("hmm", 3, 3, 3),
     ("hmm", 4, 3, 3),
     ("hmm", 4, 1, 3),
     ("btree", 2, 3, 3),
@@ -34,189 +34,48 @@ HEADS = [
     ("btree", 4, 1, 3),
     ("btree", 8, 3, 2),
 ]
-BIASES = [
-    "mt_head._sum_weights_heads.{}.head.bias",
-    "mt_head._sum_weights_heads.{}.identity_logits",
-    "mt_head._hmm_biases.{}",
-    "mt_head.transition_{}",
-]
 TOLERANCE = 1e-5  # nats: float32 sums of at most 8 logarithms and 3 ** 7 latents; a misplaced fold moves log p by 0.1
+ROOT_BIAS = {"mt_head._sum_weights_heads.2.head.bias": torch.full((1, 1, 3), 0.5)}
 
 
-def target(folder: Path, vocab_size: int = 3, **values: object) -> Path:
-    config = {"vocab_size": vocab_size, "hidden_size": D, "num_hidden_layers": 3, "num_attention_heads": 2} | values
-    LlamaConfig(intermediate_size=6, num_key_value_heads=1, head_dim=2, **config).save_pretrained(folder / "target")
+def target(folder: Path, vocab_size: int = V, **values: object) -> Path:
+    sizes = {"vocab_size": vocab_size, "hidden_size": D, "num_hidden_layers": 3, "num_attention_heads": 2} | values
+    LlamaConfig(intermediate_size=6, num_key_value_heads=1, head_dim=2, **sizes).save_pretrained(folder / "target")
     return folder / "target"
 
 
-def checkpoint(folder: Path, kind: str = "hmm", n: int = 3, r: int = 3, change=None, bias=None, **settings) -> Path:
+def checkpoint(folder: Path, kind: str = "hmm", n: int = 3, r: int = 3, v: int = V, change=None, bias=None, **settings):
     """model@900.pt, its state dict changed by `change`."""
-    state = authors.state_dict(kind, n, r, 3, D, bias=bias)
-    return authors.save(folder / "run", state if change is None else change(state), kind, n, r, 3, D, **settings)
+    state = authors.state_dict(kind, n, r, v, D, bias=bias)
+    values = {"kind": kind, "n": n, "r": r, "vocab_size": v, "hidden_size": D} | settings
+    return authors.save(folder / "run", state if change is None else change(state), **values)
 
 
-def convert(file: Path, target: Path, *flags: object) -> Path:
-    out = target.parent / "head"
-    assert main(["convert", str(file), "--target", str(target), "--out", str(out), *map(str, flags)]) == 0
-    return out
-
-
-def refusal(file: Path | str, target: Path, capsys, *flags: object) -> str:
-    out = target.parent / "head"
-    assert main(["convert", str(file), "--target", str(target), "--out", str(out), *map(str, flags)]) == 1
-    text = capsys.readouterr().err
-    assert text.startswith("vllm-mtpc: error: ") and text.count("\n") == 1
-    assert not out.exists()
-    return text
-
-
-def table(out: Path, hidden: torch.Tensor) -> np.ndarray:
+def log_table(out: Path, hidden: torch.Tensor) -> np.ndarray:
     """log p of every window by the head in `out`."""
     config, head = load_head(out)
     tokens = torch.tensor(list(product(range(config.vocab_size), repeat=config.window)))
     with torch.no_grad():
-        params = head(hidden.expand(len(tokens), -1))
-        return head.circuit.log_prob(params, tokens).double().numpy()
+        return head.circuit.log_prob(head(hidden.expand(len(tokens), -1)), tokens).double().numpy()
 
 
-def hidden(seed: int = 3) -> torch.Tensor:
-    return torch.randn(D, generator=torch.Generator().manual_seed(seed))
+HIDDEN = torch.randn(D, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("kind, n, r, vocab_size", HEADS)
-def test_the_distribution_is_the_authors(tmp_path, capsys, kind, n, r, vocab_size):
-    state = authors.state_dict(kind, n, r, vocab_size, D)
-    file = authors.save(tmp_path / "run", state, kind, n, r, vocab_size, D)
-    out = convert(file, target(tmp_path, vocab_size))
+@pytest.mark.parametrize("kind, n, r, v", HEADS)
+def test_distribution_equals_the_authors(tmp_path, capsys, kind, n, r, v):
+    file = checkpoint(tmp_path, kind, n, r, v)
+    out = convert(file, target(tmp_path, v))
     circuit = "ff" if (kind, r) == ("cp", 1) else kind
     assert f"({circuit}, window {n}, {r} components)" in capsys.readouterr().out
-    expected = authors.distribution(state, kind, hidden())
+    expected = authors.distribution(torch.load(file)["model_state_dict"], kind, HIDDEN)
     assert np.exp(expected).sum() == pytest.approx(1, abs=1e-12)
-    assert np.abs(table(out, hidden()) - expected).max() < TOLERANCE
+    assert np.abs(log_table(out, HIDDEN) - expected).max() < TOLERANCE
     config, _ = load_head(out)
     check_tensors(out, config)
     assert (config.circuit, config.window, config.num_components) == (circuit, n, r)
     assert (config.num_speculative_tokens, config.x1_from, config.lora_layers) == (n - 1, "verifier", 0)
     assert config.speculators_config.verifier.name_or_path == "../target"
-
-
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("n", [2, 4])
-def test_biases_of_an_hmm_are_found_by_shape(tmp_path, n, bias):
-    file = checkpoint(tmp_path, "hmm", n, bias=bias, identity="true")
-    state = torch.load(file)["model_state_dict"]
-    out = convert(file, target(tmp_path))
-    expected = authors.distribution(state, "hmm", hidden(), bias)
-    assert np.abs(table(out, hidden()) - expected).max() < TOLERANCE
-    assert np.abs(authors.distribution(state, "hmm", hidden()) - expected).max() > 0.1
-    record = inspect_head(out)["provenance"]["converted"]
-    assert record["inner_bias"][f"inner_bias[{n - 2}]"] == bias.format(0)  # the deepest sum leads to the last token
-
-
-def test_a_bias_without_a_number_is_taken_where_one_sum_fits(tmp_path):
-    file = checkpoint(tmp_path, "hmm", 2, bias="mt_head.whatever", identity="true")
-    state = torch.load(file)["model_state_dict"]
-    out = convert(file, target(tmp_path))
-    assert (
-        np.abs(table(out, hidden()) - authors.distribution(state, "hmm", hidden(), "mt_head.whatever")).max()
-        < TOLERANCE
-    )
-
-
-def test_a_bias_of_the_root_that_says_nothing_is_dropped(tmp_path):
-    name = "mt_head._sum_weights_heads.{}.head.bias"
-    extra = {name.format(2): torch.full((1, 1, 3), 0.5)}
-    file = checkpoint(tmp_path, change=lambda state: state | extra, bias=name, identity="true")
-    state = torch.load(file)["model_state_dict"]
-    out = convert(file, target(tmp_path))
-    assert np.abs(table(out, hidden()) - authors.distribution(state, "hmm", hidden(), name)).max() < TOLERANCE
-
-
-@pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
-def test_folds_are_put_in_the_order_of_positions(tmp_path, kind):
-    """Leaves stored in any order, with a scope that says so; wiring is left out, which goes by stored folds."""
-    order = [2, 0, 3, 1]
-
-    def shuffle(state: dict) -> dict:
-        state = {name: value for name, value in state.items() if "_in_fold_idx" not in name}
-        return state | {name: state[name][order] for name in (authors.LEAF, authors.SCOPE)}
-
-    file = checkpoint(tmp_path, kind, 4, change=shuffle)
-    state = torch.load(file)["model_state_dict"]
-    expected = authors.distribution(state, kind, hidden())
-    assert np.abs(table(convert(file, target(tmp_path)), hidden()) - expected).max() < TOLERANCE
-    assert np.abs(authors.distribution(state | {authors.SCOPE: torch.arange(4)}, kind, hidden()) - expected).max() > 0.1
-
-
-@pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
-def test_without_buffers_the_order_is_the_known_one(tmp_path, kind):
-    whole = authors.state_dict(kind, 4, 3, 3, D)
-    file = checkpoint(
-        tmp_path, kind, 4, change=lambda state: {name: v for name, v in state.items() if not name.startswith("circuit")}
-    )
-    expected = authors.distribution(whole, kind, hidden())
-    assert np.abs(table(convert(file, target(tmp_path)), hidden()) - expected).max() < TOLERANCE
-
-
-def test_names_behind_wrappers_are_the_same(tmp_path):
-    file = checkpoint(
-        tmp_path, change=lambda state: {f"module._orig_mod.{name}": value for name, value in state.items()}
-    )
-    expected = authors.distribution(authors.state_dict("hmm", 3, 3, 3, D), "hmm", hidden())
-    assert np.abs(table(convert(file, target(tmp_path)), hidden()) - expected).max() < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "dtypes, kept",
-    [
-        ((torch.bfloat16, torch.bfloat16), "BF16"),
-        ((torch.float32, torch.float32), "F32"),
-        ((torch.bfloat16, torch.float32), "F32"),
-        ((torch.bfloat16, torch.float16), "F32"),
-    ],
-)
-def test_no_weight_is_rounded(tmp_path, dtypes, kept):
-    def cast(state: dict) -> dict:
-        state[authors.LEAF] = state[authors.LEAF].to(dtypes[0])
-        return {name: value.to(dtypes[1]) if "_sum_" in name else value for name, value in state.items()}
-
-    file = checkpoint(tmp_path, "btree", 4, change=cast)
-    state = torch.load(file)["model_state_dict"]
-    out = convert(file, target(tmp_path))
-    assert inspect_head(out)["weights"]["dtypes"] == [kept]
-    _, head = load_head(out)
-    assert torch.equal(head.leaf_weight, state[authors.LEAF].float())
-    assert torch.equal(head.root_weight, state[authors.SUM.format(1)][0, 0].float())
-
-
-def test_a_folder_gives_its_last_step_and_what_is_known_is_recorded(tmp_path):
-    file = checkpoint(tmp_path)
-    torch.save({"model_state_dict": {}}, file.with_name("model@1000.pt.tmp"))
-    torch.save({"model_state_dict": {}}, file.with_name("model@99.pt"))
-    out = convert(file.parent, target(tmp_path), "--temperature", 0.7)
-    record = inspect_head(out)["provenance"]["converted"]
-    assert (record["from"], record["global_step"]) == ("model@900.pt", 900)
-    assert (record["trained_on"], record["fold_order"]) == ("someone/a-byte-model", [2, 1, 0])
-    assert load_head(out)[0].trained_temperature == 0.7
-    assert str(tmp_path) not in (out / "provenance.json").read_text() + (out / "README.md").read_text()
-    assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
-
-
-def test_a_target_that_transformers_does_not_know(tmp_path):
-    """Byte-level targets of this package: sizes are read off config.json, and no code of the folder is asked for."""
-    (tmp_path / "target").mkdir()
-    config = {"model_type": "no-such-model", "vocab_size": 3, "hidden_size": D, "architectures": ["X"]}
-    config["auto_map"] = {"AutoConfig": "configuration_x.XConfig"}
-    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
-    config, _ = load_head(convert(checkpoint(tmp_path), tmp_path / "target"))
-    assert config.transformer_layer_config["model_type"] == "no-such-model"
-
-
-def test_weights_of_the_target_are_left_out_and_said(tmp_path, capsys):
-    extra = {"lm._lm.lm_head.weight": torch.ones(3, D)}
-    out = convert(checkpoint(tmp_path, change=lambda state: state | extra), target(tmp_path))
-    assert "lm._lm.lm_head.weight" in capsys.readouterr().err
-    assert "lm_head" not in " ".join(load_head(out)[1].state_dict())
 
 
 def without(word: str):
@@ -231,6 +90,90 @@ def changed(name: str, value):
     return lambda state: state | {name: value(state[name]) if callable(value) else value}
 
 
+def shuffle(state: dict) -> dict:
+    """Leaves in another order, with a matching scope; wiring refers to stored folds."""
+    state = without("_in_fold_idx")(state)
+    return state | {name: state[name][[2, 0, 3, 1]] for name in (authors.LEAF, authors.SCOPE)}
+
+
+def wrap(state: dict) -> dict:
+    return {f"module._orig_mod.{name}": value for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    "kind, n, bias, change",
+    [
+        ("hmm", 2, "mt_head._sum_weights_heads.{}.head.bias", None),
+        ("hmm", 4, "mt_head._sum_weights_heads.{}.head.bias", None),
+        ("hmm", 4, "mt_head._hmm_biases.{}", None),
+        ("hmm", 4, "mt_head.transition_{}", None),
+        ("hmm", 2, "mt_head.whatever", None),  # one sum fits
+        ("hmm", 3, "mt_head._sum_weights_heads.{}.head.bias", lambda state: state | ROOT_BIAS),  # no effect
+        *((kind, 4, None, shuffle) for kind in ("cp", "hmm", "btree")),
+        *((kind, 4, None, without("circuit")) for kind in ("cp", "hmm", "btree")),
+        ("hmm", 3, None, wrap),
+    ],
+)
+def test_biases_and_order_of_folds_are_read_from_tensors(tmp_path, kind, n, bias, change):
+    whole = authors.state_dict(kind, n, 3, V, D, bias=bias)
+    file = checkpoint(tmp_path, kind, n, change=change, bias=bias, identity="true" if bias else "false")
+    state = torch.load(file)["model_state_dict"]
+    known = whole if change in (wrap, None) or authors.SCOPE not in state else state
+    expected = authors.distribution(known, kind, HIDDEN, bias)
+    out = convert(file, target(tmp_path))
+    assert np.abs(log_table(out, HIDDEN) - expected).max() < TOLERANCE
+    if bias:
+        assert np.abs(authors.distribution(known, kind, HIDDEN) - expected).max() > 0.1
+        # the deepest sum leads to the last token
+        assert inspect_head(out)["provenance"]["converted"]["inner_bias"][f"inner_bias[{n - 2}]"] == bias.format(0)
+
+
+@pytest.mark.parametrize(
+    "leaf, sums, kept",
+    [
+        (torch.bfloat16, torch.bfloat16, "BF16"),
+        (torch.float32, torch.float32, "F32"),
+        (torch.bfloat16, torch.float16, "F32"),
+    ],
+)
+def test_no_weight_is_rounded(tmp_path, leaf, sums, kept):
+    def cast(state: dict) -> dict:
+        state[authors.LEAF] = state[authors.LEAF].to(leaf)
+        return {name: value.to(sums) if "_sum_" in name else value for name, value in state.items()}
+
+    file = checkpoint(tmp_path, "btree", 4, change=cast)
+    state = torch.load(file)["model_state_dict"]
+    out = convert(file, target(tmp_path))
+    assert inspect_head(out)["weights"]["dtypes"] == [kept]
+    _, head = load_head(out)
+    assert torch.equal(head.leaf_weight, state[authors.LEAF].float())
+    assert torch.equal(head.root_weight, state[authors.SUM.format(1)][0, 0].float())
+
+
+def test_folder_gives_its_last_step_with_provenance(tmp_path, capsys):
+    file = checkpoint(tmp_path, change=lambda state: state | {"lm._lm.lm_head.weight": torch.ones(3, D)})
+    torch.save({"model_state_dict": {}}, file.with_name("model@1000.pt.tmp"))
+    torch.save({"model_state_dict": {}}, file.with_name("model@99.pt"))
+    out = convert(file.parent, target(tmp_path), "--temperature", 0.7)
+    assert "left out: lm._lm.lm_head.weight" in capsys.readouterr().err
+    record = inspect_head(out)["provenance"]["converted"]
+    assert (record["from"], record["global_step"]) == ("model@900.pt", 900)
+    assert (record["trained_on"], record["fold_order"]) == ("someone/a-byte-model", [2, 1, 0])
+    assert load_head(out)[0].trained_temperature == 0.7
+    assert str(tmp_path) not in (out / "provenance.json").read_text() + (out / "README.md").read_text()
+    assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
+
+
+def test_target_unknown_to_transformers_is_read_from_config_json(tmp_path):
+    """Byte-level targets of this package: no code of the folder runs."""
+    (tmp_path / "target").mkdir()
+    config = {"model_type": "no-such-model", "vocab_size": 3, "hidden_size": D, "architectures": ["X"]}
+    config["auto_map"] = {"AutoConfig": "configuration_x.XConfig"}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    config, _ = load_head(convert(checkpoint(tmp_path), tmp_path / "target"))
+    assert config.transformer_layer_config["model_type"] == "no-such-model"
+
+
 @pytest.mark.parametrize(
     "change, settings, words",
     [
@@ -240,7 +183,7 @@ def changed(name: str, value):
         (plus(stacked=torch.ones(2, 3, 3)), {}, ["unknown", "mt_head.stacked (2, 3, 3)"]),
         (plus(shared=torch.ones(3, 3)), {}, ["mt_head.shared", "fits sum heads 0, 1", "_K"]),
         (plus(b_0=torch.ones(3, 3)), {}, ["sum heads 0 have a bias", "mt_head.b_0", "but 1 have none"]),
-        (plus(b_0=torch.ones(3, 3), c_0=torch.eye(3)), {}, ["mt_head.c_0", "as mt_head.b_0 does"]),
+        (plus(b_0=torch.ones(3, 3), c_0=torch.eye(3)), {}, ["mt_head.c_0", "not the only bias"]),
         (plus(b_5=torch.ones(3, 3)), {}, ["unknown", "mt_head.b_5"]),
         (plus(b=torch.arange(3.0)), {}, ["mt_head.b is a bias of the root"]),
         (plus(b=torch.arange(3)), {}, ["unknown", "mt_head.b"]),
@@ -252,74 +195,55 @@ def changed(name: str, value):
         (changed(authors.SCOPE, torch.arange(3)[:, None]), {}, ["layer 1", "another order"]),
         (changed(authors.WIRING.format(4), torch.tensor([[0, 2]])), {}, ["layer 4", "[[0, 2]]", "[[0, 3]]"]),
         (None, {"identity": "true"}, ["init_hmm_identity", "no sum head has a bias"]),
-        (None, {"n": 4}, ["(3, 3, 3, 4)", "(4, 3, 3, 4)", "config.yaml"]),
-        (None, {"vocab_size": 5}, ["(3, 3, 5, 4)"]),
+        (None, {"n": 4}, ["(3, 3, 3, 4)", "(4, 3, 3)", "config.yaml"]),
+        (None, {"vocab_size": 5}, ["(3, 3, 5)"]),
         (None, {"kind": "cp"}, ["sum heads of shapes"]),
-        (None, {"kind": "random-btree"}, ["circuit.model.kind", "random-btree", "btree"]),
-        (None, {"adaptor": "adaptor:\n  hyperparameters: {r: 16, lora_alpha: 16}"}, ["0 adapter tensors", "r = 16"]),
+        (None, {"kind": "btree"}, ["btree over 3 tokens; allowed: 2, 4, 8"]),
+        (None, {"kind": "random-btree"}, ["circuit.model", "'kind' = 'random-btree'", "btree"]),
+        (None, {"adaptor": "adaptor:\n  hyperparameters: {r: 16, lora_alpha: 16}"}, ["0 adapter tensors", "r=16"]),
         (lambda state: [], {}, ["'model_state_dict'"]),
+        # lines of config.yaml
+        (None, {"edit": ("type: evabyte", "type: vanilla")}, ["hyperparameters", "'type' = 'vanilla'", "'evabyte'"]),
+        (None, {"edit": ("expander_type: linear", "expander_type: mlp")}, ["expander_type", "mlp"]),
+        (None, {"edit": ("transformer_n_layer: 0", "transformer_n_layer: 1")}, ["transformer_n_layer"]),
+        (None, {"edit": ("share_sum_weights: false", "share_sum_weights: true")}, ["share_sum_weights = True"]),
+        (None, {"edit": ("contextual_hmm_weights: true", "contextual_hmm_weights: false")}, ["contextual_hmm_weights"]),
+        (None, {"edit": ("contextual_hmm_weights: true", "rotary: 3")}, ["unknown key 'rotary'"]),
+        (None, {"edit": ("kind: hmm", "kind: hmm\n    n_mixing: 2")}, ["circuit.model", "unknown key 'n_mixing'"]),
+        (None, {"edit": ("n_repetition: 1", "n_repetition: 2")}, ["'n_repetition' = 2"]),
+        (None, {"edit": ("n_token: 3", "n_token: x")}, ["'n_token' = 'x'"]),
+        (None, {"edit": ("n_token: ${circuit.n_token}", "n_token: ${oc.env:N}")}, ["n_token", "interpolations"]),
+        (None, {"edit": ("n_token: ${circuit.n_token}", "n_token: ${nowhere.n}")}, ["'nowhere.n' not found"]),
+        (None, {"edit": ("name: byte", "name: [")}, ["config.yaml", "YAML"]),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(tmp_path, capsys, change, settings, words):
+def test_unsupported_checkpoint_is_refused_by_name(tmp_path, capsys, change, settings, words):
+    edit = settings.pop("edit", None)
     state = authors.state_dict("hmm", 3, 3, 3, D)
     sizes = {"kind": "hmm", "n": 3, "r": 3, "vocab_size": 3, "hidden_size": D}
     file = authors.save(tmp_path / "run", state if change is None else change(state), **(sizes | settings))
+    if edit:
+        config = file.with_name("config.yaml")
+        assert edit[0] in config.read_text()
+        config.write_text(config.read_text().replace(*edit))
     text = refusal(file, target(tmp_path), capsys)
     assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize(
-    "old, new, words",
-    [
-        ("type: evabyte", "type: vanilla", ["hyperparameters.type", "'vanilla'", "'evabyte'"]),
-        ("expander_type: linear", "expander_type: mlp", ["expander_type", "mlp"]),
-        ("transformer_n_layer: 0", "transformer_n_layer: 1", ["transformer_n_layer"]),
-        ("share_sum_weights: false", "share_sum_weights: true", ["share_sum_weights"]),
-        ("contextual_hmm_weights: true", "contextual_hmm_weights: false", ["contextual_hmm_weights"]),
-        ("contextual_hmm_weights: true", "rotary: 3", ["unknown rotary"]),
-        ("kind: hmm", "kind: hmm\n    n_mixing: 2", ["circuit.model", "unknown n_mixing"]),
-        ("n_repetition: 1", "n_repetition: 2", ["n_repetition = 2"]),
-        ("n_token: 3", "n_token: x", ["n_token = 'x'"]),
-        ("n_token: ${circuit.n_token}", "n_token: ${oc.env:N}", ["circuit.model.n_token", "interpolations"]),
-        ("n_token: ${circuit.n_token}", "n_token: ${nowhere.n}", ["circuit.model.n_token", "'nowhere.n' not found"]),
-        ("name: byte", "name: [", ["config.yaml", "YAML"]),
-    ],
-)
-def test_settings_that_are_not_known_are_refused_by_name(tmp_path, capsys, old, new, words):
-    file = checkpoint(tmp_path)
-    config = file.with_name("config.yaml")
-    assert old in config.read_text()
-    config.write_text(config.read_text().replace(old, new))
-    text = refusal(file, target(tmp_path), capsys)
-    assert all(word in text for word in words), text
-
-
-def test_a_tree_over_an_odd_window_is_refused(tmp_path, capsys):
-    state = authors.state_dict("btree", 3, 3, 3, D)
-    file = authors.save(tmp_path / "run", state, "btree", 3, 3, 3, D)
-    assert "btree over 3 tokens; allowed: 2, 4, 8" in refusal(file, target(tmp_path), capsys)
-
-
-def test_the_target_is_the_one_it_was_trained_on(tmp_path, capsys):
-    assert "V, D = 3, 4; the target has 5, 4" in refusal(checkpoint(tmp_path), target(tmp_path, 5), capsys)
-
-
-def test_flags_of_ptp_checkpoints_are_refused(tmp_path, capsys):
-    text = refusal(checkpoint(tmp_path), target(tmp_path), capsys, "--variant", "c-ptp", "--window", 4)
-    assert "--variant, --window: of PTP checkpoints only" in text
-
-
-def test_a_checkpoint_needs_its_config(tmp_path, capsys):
-    file = checkpoint(tmp_path)
+def test_missing_file_other_target_and_foreign_flags_are_refused(tmp_path, capsys):
+    file, place = checkpoint(tmp_path), target(tmp_path)
+    text = refusal(file, place, capsys, "--variant", "c-ptp", "--window", 4)
+    assert "--variant, --window: for PTP checkpoints only" in text
+    assert "V, D = 3, 4; the target has 5, 4" in refusal(file, target(tmp_path, 5), capsys)
     file.with_name("config.yaml").unlink()
-    assert "has no config.yaml" in refusal(file, target(tmp_path), capsys)
+    assert "has no config.yaml" in refusal(file, place, capsys)
     file.unlink()
-    assert "has no model@STEP.pt" in refusal(file.parent, target(tmp_path), capsys)
-    assert "is not a file" in refusal(file, target(tmp_path), capsys)
+    assert "has no model@STEP.pt" in refusal(file.parent, place, capsys)
+    assert "is not a file" in refusal(file, place, capsys)
 
 
 class Planted:
-    """Would leave a file behind if it were ever unpickled."""
+    """Leaves a file if it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -329,7 +253,7 @@ class Planted:
 
 
 @pytest.mark.parametrize("key", ["optimizer_state_dict", "model_state_dict"])
-def test_nothing_is_unpickled_but_tensors(tmp_path, capsys, key):
+def test_pickled_code_never_runs(tmp_path, capsys, key):
     file, planted = checkpoint(tmp_path), Planted(tmp_path / "ran")
     whole = torch.load(file)
     whole[key] = whole[key] | {"mt_head.planted": planted}
@@ -337,10 +261,10 @@ def test_nothing_is_unpickled_but_tensors(tmp_path, capsys, key):
     assert "tensors alone" in refusal(file, target(tmp_path), capsys)
     assert not planted.path.exists()
     torch.load(file, weights_only=False)
-    assert planted.path.exists()  # so it would have
+    assert planted.path.exists()  # the control
 
 
-def test_hub_names_are_downloaded_at_one_commit(tmp_path, monkeypatch):
+def test_hub_name_is_downloaded_at_one_commit(tmp_path, capsys, monkeypatch):
     import huggingface_hub
     from huggingface_hub.hf_api import ModelInfo
 
@@ -354,6 +278,9 @@ def test_hub_names_are_downloaded_at_one_commit(tmp_path, monkeypatch):
         asked.append((repo, name, revision))
         return str(folder / name)
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    text = refusal("agrv/evabyte-mtpc-3e-4", target(tmp_path), capsys)
+    assert "agrv/evabyte-mtpc-3e-4: not a local file or folder, and cannot be downloaded" in text
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     out = convert("agrv/evabyte-hmm-n-3-r-3", target(tmp_path))
@@ -362,8 +289,104 @@ def test_hub_names_are_downloaded_at_one_commit(tmp_path, monkeypatch):
     assert record["from"] == "agrv/evabyte-hmm-n-3-r-3@c0ffee/model@900.pt"
 
 
-def test_offline_a_hub_name_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    text = refusal("agrv/evabyte-mtpc-3e-4", target(tmp_path), capsys)
-    assert "agrv/evabyte-mtpc-3e-4: not a file or folder here, and not to be had from the hub" in text
-    assert "config.yaml into one folder" in text
+# ---- adapters -------------------------------------------------------------------------------------
+
+LAYERS = dict(vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=3)
+LLAMA = LlamaConfig(**LAYERS, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+ADAPTOR = """\
+adaptor:
+  name: lora-last-2
+  hyperparameters:
+    r: 2
+    lora_alpha: 6
+    lora_dropout: 0.0
+    target_modules: [gate_proj, down_proj, up_proj, q_proj, v_proj, k_proj, o_proj]
+    layers_to_transform: ${{lm.last_{layers}_layers}}"""
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LLAMA).eval().requires_grad_(False)
+
+
+def adapted_model(layers: list[int]):
+    lora = LoraConfig(r=2, lora_alpha=6, target_modules=list(MODULES), layers_to_transform=layers)
+    model = get_peft_model(llama(), lora).eval()
+    torch.manual_seed(1)
+    for name, value in model.named_parameters():
+        if ".lora_" in name:
+            value.data.normal_()
+    return model
+
+
+def adapted_checkpoint(folder: Path, model, layers: int, change=None, line: str = "") -> Path:
+    """A head with the model's adapters, in the authors' layout: None for weights that were not trained."""
+    LLAMA.save_pretrained(folder / "target")
+    state = authors.state_dict("btree", 4, 3, 7, 8)
+    state |= {f"lm._lm.{name}": value if ".lora_" in name else None for name, value in model.state_dict().items()}
+    adaptor = ADAPTOR.format(layers=layers) + line
+    return authors.save(folder / "run", change(state) if change else state, "btree", 4, 3, 7, 8, adaptor=adaptor)
+
+
+@pytest.mark.parametrize("layers", [[2], [1, 2]])
+def test_draft_layers_give_the_states_of_the_adapted_model(tmp_path, layers):
+    model, plain = adapted_model(layers), llama()
+    out = convert(adapted_checkpoint(tmp_path, model, len(layers)), tmp_path / "target")
+    config, _ = load_head(out)
+    check_tensors(out, config)
+    assert config.lora_layers == len(layers)
+    draft = DraftLayers.load(out, Target("llama", plain, None, plain.model, plain.lm_head, "torch"))
+    tokens = torch.arange(7)[None]
+    with torch.no_grad():
+        expected = model(tokens, output_hidden_states=True).hidden_states[-1]
+        # float32; the same products, in PEFT's or our views
+        assert torch.allclose(draft(draft.trunk(tokens)), expected, atol=1e-5)
+        assert not torch.allclose(plain(tokens, output_hidden_states=True).hidden_states[-1], expected, atol=0.1)
+    assert inspect_head(out)["adapters"]["layers"] == layers
+    values = json.loads((out / "adapter_config.json").read_text())
+    assert (values["r"], values["lora_alpha"], values["layers_to_transform"]) == (2, 6, layers)
+    assert values["base_model_name_or_path"] == "../target"
+
+
+def renamed(old: str, new: str):
+    return lambda state: {name.replace(old, new): value for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    "layers, stated, change, line, words",
+    [
+        ([1], 2, None, "", ["adapters on layers [1] of 3", "the last 1, 2, 4 layers"]),
+        ([0, 1, 2], 2, None, "", ["layers [0, 1, 2] of 3"]),
+        ([1, 2], 1, None, "", ["config.yaml has [2]"]),
+        ([1, 2], 2, None, "\n    use_rslora: true", ["unknown key 'use_rslora'"]),
+        ([1, 2], 2, without("layers.2.mlp.up_proj.lora_B"), "", ["missing", "layers.2.mlp.up_proj.lora_B"]),
+        ([1, 2], 2, renamed("lora_A.default.weight", "lora_magnitude_vector.default"), "", ["lora_magnitude_vector"]),
+        ([1, 2], 2, renamed("q_proj.lora_", "rotary.lora_"), "", ["adapters of rotary", "q_proj"]),
+        ([1, 2], 2, renamed("default.weight", "other.weight"), "", ["other.weight"]),
+        ([1, 2], 2, without(".lora_"), "", ["0 adapter tensors", "r=2"]),
+        (
+            [1, 2],
+            2,
+            lambda state: {n: v[:1] if v is not None and ".lora_A" in n else v for n, v in state.items()},
+            "",
+            ["expected: (2, "],
+        ),
+        (
+            [1, 2],
+            2,
+            lambda state: state | {"lm._lm.base_model.model.lm_head.modules_to_save.default.weight": torch.ones(7, 8)},
+            "",
+            ["modules_to_save"],
+        ),
+    ],
+)
+def test_unsupported_adapters_are_refused(tmp_path, capsys, layers, stated, change, line, words):
+    file = adapted_checkpoint(tmp_path, adapted_model(layers), stated, change, line)
+    text = refusal(file, tmp_path / "target", capsys)
+    assert all(word in text for word in words), text
+
+
+def test_adapters_of_a_shallower_target_are_refused(tmp_path, capsys):
+    file = adapted_checkpoint(tmp_path, adapted_model([1, 2]), 2)
+    LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 4}).save_pretrained(tmp_path / "target")
+    assert "layers [1, 2] of 4" in refusal(file, tmp_path / "target", capsys)

@@ -1,4 +1,4 @@
-"""Damaged files: whatever is changed, a head loads or is refused with an MtpcError: one line, exit code 1."""
+"""Randomly damaged files: a head loads, or is refused in one line with exit code 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS = 100
 
 
 def survives(folder) -> bool:
-    """Whether the head still loads; anything but an MtpcError of one line, and exit code 1, fails the test."""
+    """Whether the head still loads; any error but an MtpcError of one line fails the test."""
     try:
         load_head(folder)
     except MtpcError as error:
@@ -27,9 +27,10 @@ def survives(folder) -> bool:
     return True
 
 
-def test_a_damaged_config_is_read_or_refused(folder):
+def test_damaged_config_is_read_or_refused(folder):
     rng, file = random.Random(0), folder / "config.json"
     original, loaded = file.read_bytes(), 0
+    assert survives(folder)
     for _ in range(ROUNDS):
         file.write_bytes(mutate(original, rng))
         loaded += survives(folder)
@@ -38,7 +39,7 @@ def test_a_damaged_config_is_read_or_refused(folder):
 
 
 @pytest.mark.parametrize("consistent", [True, False], ids=["length-kept-right", "length-left"])
-def test_a_damaged_safetensors_header_is_read_or_refused(folder, consistent):
+def test_damaged_header_is_read_or_refused(folder, consistent):
     rng, file = random.Random(1), folder / "model.safetensors"
     data = file.read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
@@ -51,7 +52,7 @@ def test_a_damaged_safetensors_header_is_read_or_refused(folder, consistent):
     assert loaded < ROUNDS / 2
 
 
-def test_a_damaged_header_length_is_refused(folder):
+def test_damaged_header_length_is_refused(folder):
     rng, file = random.Random(2), folder / "model.safetensors"
     data = file.read_bytes()
     for _ in range(20):
@@ -59,8 +60,3 @@ def test_a_damaged_header_length_is_refused(folder):
         if length != data[:8]:
             file.write_bytes(length + data[8:])
             assert not survives(folder)
-
-
-def test_an_undamaged_head_loads(folder):
-    """The control of the tests above."""
-    assert survives(folder)

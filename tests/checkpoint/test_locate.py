@@ -14,16 +14,6 @@ from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.errors import CheckpointError
 
 
-@pytest.fixture
-def target(tmp_path, folder) -> Path:
-    """A target's folder that bundles the head in `mtpc/`."""
-    place = tmp_path / "target"
-    place.mkdir()
-    (place / "config.json").write_text('{"model_type": "llama"}')
-    folder.rename(place / "mtpc")
-    return place
-
-
 def refusal(path: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         resolve_head(path)
@@ -31,38 +21,34 @@ def refusal(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_head_folder_has_heads(folder):
-    assert vllm_mtpc.has_heads(folder)
-    assert vllm_mtpc.has_heads(str(folder))
-    assert find_head(folder) == folder
-
-
-def test_a_target_that_ships_heads_has_heads(target):
-    assert vllm_mtpc.has_heads(target)
-    assert find_head(target) == target / "mtpc"
-
-
-def test_a_folder_without_a_head_has_none(tmp_path):
+def test_heads_are_found_in_head_and_target_folders(folder, tmp_path):
+    assert vllm_mtpc.has_heads(folder) and vllm_mtpc.has_heads(str(folder))
+    assert find_head(folder) == resolve_head(str(folder)) == folder
+    assert not vllm_mtpc.has_heads(folder / "config.json")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert not vllm_mtpc.has_heads(tmp_path)
+    folder.rename(tmp_path / "mtpc")
+    assert vllm_mtpc.has_heads(tmp_path)
+    assert find_head(tmp_path) == tmp_path / "mtpc"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"1" * 5000, b"[" * 100_000])
-def test_a_garbage_config_has_no_heads(tmp_path, content):
+def test_damaged_config_has_no_heads(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     assert not vllm_mtpc.has_heads(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["", "nowhere", "~no_such_user_/head", "a\0b", "x" * 5000, "org/name", "x/" * 3000])
-def test_a_path_that_is_not_there_has_no_heads(path):
+def test_missing_path_has_no_heads(path):
     assert not vllm_mtpc.has_heads(path)
+    if path not in ("", "org/name"):
+        assert "no head at" in refusal(path)
 
 
-def test_a_file_has_no_heads(folder):
-    assert not vllm_mtpc.has_heads(folder / "config.json")
-
-
-def test_asking_for_heads_loads_neither_torch_nor_vllm(target):
+def test_has_heads_imports_neither_torch_nor_vllm(folder, tmp_path):
+    (tmp_path / "target").mkdir()
+    folder.rename(tmp_path / "target" / "mtpc")
+    target = tmp_path / "target"
     code = (
         "import sys, vllm_mtpc; found = [vllm_mtpc.has_heads(p) for p in sys.argv[1:]]; "
         "print(found, sorted({'torch', 'vllm', 'transformers', 'safetensors'} & set(sys.modules)))"
@@ -72,32 +58,15 @@ def test_asking_for_heads_loads_neither_torch_nor_vllm(target):
     assert result.stdout.strip() == "[True, True, False] []"
 
 
-def test_a_folder_resolves_to_itself(folder):
-    assert resolve_head(str(folder)) == folder
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.bin", "model.ckpt", "model.safetensors"])
+def test_file_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"weights")
+    text = refusal(str(tmp_path / name))
+    assert str(tmp_path / name) in text and "a head is a folder" in text
+    assert ("pickled weights are never loaded" in text) == (name != "model.safetensors")
 
 
-@pytest.mark.parametrize("path", ["/nowhere/head", "nowhere", "./a/b", "~no_such_user_/head", "a\0b", "x" * 5000])
-def test_a_path_that_is_not_there_is_refused(path):
-    assert "no head at" in refusal(path)
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
-def test_a_pickled_file_is_refused_with_the_reason(tmp_path, suffix):
-    file = tmp_path / f"model{suffix}"
-    file.write_bytes(b"pickle")
-    text = refusal(str(file))
-    assert str(file) in text
-    assert "pickled weights are never loaded" in text
-    assert "model.safetensors" in text
-
-
-def test_a_single_safetensors_file_is_refused_with_what_a_head_is(folder):
-    text = refusal(str(folder / "model.safetensors"))
-    assert "a head is a folder" in text
-    assert "pickled" not in text
-
-
-def test_a_hub_name_is_downloaded_without_pickled_files(monkeypatch, folder):
+def test_hub_name_is_downloaded_without_pickled_files(monkeypatch, folder):
     import huggingface_hub
 
     asked = {}
@@ -114,7 +83,7 @@ def test_a_hub_name_is_downloaded_without_pickled_files(monkeypatch, folder):
 
 
 @pytest.mark.parametrize("message", ["", "401\nlog in", "no such repository"])
-def test_a_hub_name_that_cannot_be_had_is_refused_in_one_line(monkeypatch, message):
+def test_failed_download_is_one_line(monkeypatch, message):
     import huggingface_hub
 
     def download(repo, **options):
@@ -124,7 +93,7 @@ def test_a_hub_name_that_cannot_be_had_is_refused_in_one_line(monkeypatch, messa
     assert "'someone/some-head'" in refusal("someone/some-head")
 
 
-def test_a_hub_name_without_the_hub_client_is_refused_in_one_line(monkeypatch):
+def test_missing_hub_client_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "huggingface_hub" in refusal("someone/some-head")
 
@@ -136,7 +105,7 @@ def refused_verifier(folder: Path, name: str) -> str:
     return str(caught.value)
 
 
-def test_a_relative_verifier_starts_at_the_heads_folder(folder, monkeypatch):
+def test_target_path_is_relative_to_the_head(folder, monkeypatch):
     target = folder.parent / "target"
     target.mkdir()
     monkeypatch.chdir("/")
@@ -146,14 +115,14 @@ def test_a_relative_verifier_starts_at_the_heads_folder(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["../qwen", "/nowhere/qwen", "./qwen", "a/b/c"])
-def test_a_head_that_was_moved_away_from_its_target_says_so(folder, name):
+def test_missing_target_folder_is_refused(folder, name):
     text = refused_verifier(folder, name)
     assert f"config.json names the target {name!r}" in text
-    assert f"no folder {(folder / name).resolve()}" in text
+    assert f"no folder {(folder / name).resolve()} exists" in text
     assert "type vllm serve TARGET --speculative-config" in text and "--target TARGET" in text
 
 
-def test_a_folder_in_a_head_does_not_pass_for_a_model_on_the_hub(folder):
+def test_folder_in_a_head_is_not_taken_for_a_hub_name(folder):
     (folder / "org" / "model").mkdir(parents=True)
     assert "'org/model', a name on the hub, and a folder of that name is in the head" in refused_verifier(
         folder, "org/model"
@@ -162,7 +131,7 @@ def test_a_folder_in_a_head_does_not_pass_for_a_model_on_the_hub(folder):
 
 
 @pytest.mark.parametrize("name", ["../target", "../../../models--a--b/snapshots/1", "/tmp"])
-def test_a_head_from_the_hub_names_no_folder_outside_of_its_repository(folder, tmp_path, name):
+def test_downloaded_head_must_not_name_a_folder_outside_of_its_repository(folder, tmp_path, name):
     place = tmp_path / "models--someone--head" / "snapshots" / "0123"
     place.parent.mkdir(parents=True)
     folder.rename(place)
@@ -172,7 +141,7 @@ def test_a_head_from_the_hub_names_no_folder_outside_of_its_repository(folder, t
     assert repr(name) in text and "outside of its repository" in text and "vllm serve TARGET" in text
 
 
-def test_a_target_on_the_hub_ships_a_head_that_names_the_folder_above(folder, tmp_path):
+def test_downloaded_bundled_head_names_its_target(folder, tmp_path):
     place = tmp_path / "models--someone--target" / "snapshots" / "0123" / "mtpc"
     place.parent.mkdir(parents=True)
     folder.rename(place)
@@ -180,8 +149,8 @@ def test_a_target_on_the_hub_ships_a_head_that_names_the_folder_above(folder, tm
 
 
 @pytest.mark.parametrize("place, name", [("target", "../target"), ("head/target", "./target"), (".", "..")])
-def test_a_folder_is_named_so_that_it_is_found(folder, place, name):
-    """A folder inside of the head's has a dot in front: without one it would be a name on the hub."""
+def test_target_folder_is_named_relative_to_the_head(folder, place, name):
+    """A folder in the head's folder is named with a leading dot: without it, it would be a hub name."""
     (folder.parent / place).mkdir(exist_ok=True)
     assert verifier_name(str(folder.parent / place), folder) == name
     assert resolve_verifier(folder, name) == str((folder.parent / place).resolve())

@@ -1,217 +1,235 @@
-"""Bad checkpoints: each refused whole, in one line that names what was given and what is allowed."""
+"""Bad MtPC heads: each is refused whole, in one line, by load_head, check_tensors and `inspect`."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
-from vllm_mtpc.errors import CheckpointError, MtpcError
+from vllm_mtpc.checkpoint.inspect import inspect_head
+from vllm_mtpc.cli import main
+from vllm_mtpc.errors import MtpcError
 
 WEIGHTS = "model.safetensors"
+Change = Callable[[Path], Any]
 
 
-def refusal(folder) -> str:
-    """The one line of load_head; check_tensors must say the same wherever the config is good."""
-    with pytest.raises(MtpcError) as caught:
-        load_head(folder)
-    text = str(caught.value)
-    assert len(text.splitlines()) == 1
-    assert str(folder) in text
-    try:
-        config = read_config(folder)
-    except MtpcError:
-        return text
-    with pytest.raises(CheckpointError) as again:
-        check_tensors(folder, config)
-    assert str(again.value) == text
-    return text
+def refusal(folder: Path) -> str:
+    """The one line of all readers."""
+    lines = []
+    for read in (load_head, lambda place: check_tensors(place, read_config(place)), inspect_head):
+        with pytest.raises(MtpcError) as caught:
+            read(folder)
+        lines.append(str(caught.value))
+    assert len(set(lines)) == 1 and "\n" not in lines[0] and str(folder) in lines[0]
+    return lines[0]
 
 
-def rewrite(folder, change) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS)
+def tensors(**changes: Any) -> Change:
+    """Set tensors, or remove those that are None."""
+
+    def change(folder: Path) -> None:
+        found = {**load_file(folder / WEIGHTS), **changes}
+        save_file({name: value for name, value in found.items() if value is not None}, folder / WEIGHTS)
+
+    return change
 
 
-def edit(folder, key: str, value) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    values[key] = value
-    (folder / "config.json").write_text(json.dumps(values))
+def fill(name: str, value: float) -> Change:
+    """Set the last number of a tensor."""
+
+    def change(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        found[name].view(-1)[-1] = value
+        save_file(found, folder / WEIGHTS)
+
+    return change
 
 
-def write_raw(folder, header: dict, size: int) -> None:
-    """A safetensors file by hand: any header over zero bytes."""
-    text = json.dumps(header).encode()
-    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+def config(**changes: Any) -> Change:
+    def change(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        drafts = changes.pop("drafts", None)
+        if drafts is not None:  # with a smaller window
+            values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = drafts
+        (folder / "config.json").write_text(json.dumps(values | changes))
+
+    return change
 
 
-def test_a_good_head_is_accepted(folder):
-    check_tensors(folder, read_config(folder))
-    load_head(folder)
+def write(name: str, content: bytes) -> Change:
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["leaf_weight", "root_weight", "inner_weight", "inner_bias"])
-def test_a_missing_tensor_is_named(folder, name):
-    rewrite(folder, lambda tensors: tensors.pop(name))
-    assert f"missing: {name}" in refusal(folder)
+def truncate(keep: Callable[[int, int], int]) -> Change:
+    def change(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        (folder / WEIGHTS).write_bytes(data[: keep(struct.unpack("<Q", data[:8])[0], len(data))])
+
+    return change
 
 
-def test_an_extra_tensor_is_named_with_the_allowed_ones(folder):
-    rewrite(folder, lambda tensors: tensors.update({"extra\nbias": torch.zeros(2)}))
-    text = refusal(folder)
-    assert "extra bias" in text
-    assert "inner_bias, inner_weight, leaf_weight, root_weight" in text
+def format_dtype(dtype: str, bits: int) -> Change:
+    """A header with a dtype that only the format has, over zero bytes."""
+
+    def change(folder: Path) -> None:
+        entry, start = {}, 0
+        for name, tensor in load_file(folder / WEIGHTS).items():
+            size = tensor.numel() * bits // 8
+            entry[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, start + size]}
+            start += size
+        text = json.dumps(entry).encode()
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + bytes(start))
+
+    return change
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["leaf_weight", "inner_bias"])
-def test_a_tensor_that_is_not_finite_is_named(folder, name, value):
-    def damage(tensors):
-        tensors[name].view(-1)[-1] = value
-
-    rewrite(folder, damage)
-    text = refusal(folder)
-    assert repr(name) in text
-    assert "NaN or infinity" in text
-
-
-def test_a_wrong_shape_is_named_with_the_right_one(folder):
-    rewrite(folder, lambda tensors: tensors.update(root_weight=torch.zeros(2, 5)))
-    text = refusal(folder)
-    assert "'root_weight'" in text
-    assert "(2, 5)" in text
-    assert "(2, 4)" in text
-
-
-@pytest.mark.parametrize("shape", [(8,), (4, 2), (1, 2, 4)])
-def test_a_wrong_shape_of_the_right_size_is_refused_too(folder, shape):
-    rewrite(folder, lambda tensors: tensors.update(root_weight=torch.zeros(shape)))
-    assert str(shape) in refusal(folder)
-
-
-@pytest.mark.parametrize("key, value", [("vocab_size", 8), ("hidden_size", 3), ("window", 3), ("num_components", 3)])
-def test_a_config_of_another_size_is_refused(folder, key, value):
-    if key == "window":  # fewer drafts as well, or the config alone would be refused
-        values = json.loads((folder / "config.json").read_text())["speculators_config"]
-        values["proposal_methods"][0]["speculative_tokens"] = 2
-        edit(folder, "speculators_config", values)
-    edit(folder, key, value)
-    text = refusal(folder)
-    assert "shape" in text or "unknown tensor" in text or "missing" in text
-    assert WEIGHTS in text
-
-
-def test_the_largest_sizes_a_config_may_name_are_refused_by_shape_and_not_allocated(folder):
-    for key, value in {"window": 256, "num_components": 4096, "vocab_size": 2**22, "hidden_size": 2**17}.items():
-        edit(folder, key, value)
-    assert "4194304" in refusal(folder)
-
-
-@pytest.mark.parametrize("circuit", ["cp", "hmm"])
-def test_weights_of_another_circuit_are_refused(folder, circuit):
-    edit(folder, "circuit", circuit)
-    text = refusal(folder)
-    assert "unknown tensor" in text or "shape" in text
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.int32, torch.int8, torch.int64, torch.bool, torch.float64, torch.uint8, torch.float8_e4m3fn]
-)
-def test_a_wrong_dtype_is_named_with_the_allowed_ones(folder, dtype):
-    rewrite(folder, lambda tensors: tensors.update(root_weight=torch.zeros(2, 4).to(dtype)))
-    text = refusal(folder)
-    assert str(dtype) in text
-    assert "float16, bfloat16, float32" in text
-
-
-@pytest.mark.parametrize(
-    "dtype, bits",
-    [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6), ("F8_E8M0", 8), ("F8_E5M2", 8), ("U16", 16), ("U64", 64), ("C64", 64)],
-)
-def test_a_dtype_that_only_the_format_knows_is_refused(folder, dtype, bits):
-    entry, start = {}, 0
-    for name, tensor in load_file(folder / WEIGHTS).items():
-        size = tensor.numel() * bits // 8
-        entry[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, start + size]}
-        start += size
-    write_raw(folder, entry, start)
-    refusal(folder)
-
-
-def test_a_wrong_format_version_is_refused(folder):
-    edit(folder, "format_version", 7)
-    text = refusal(folder)
-    assert "7" in text
-    assert "formats 1 and 2" in text
-
-
-@pytest.mark.parametrize("name", ["model@900.pt", "pytorch_model.bin", "head.pth", "last.ckpt"])
-def test_pickled_weights_are_named_and_never_loaded(folder, name):
-    (folder / WEIGHTS).rename(folder / name)
-    text = refusal(folder)
-    assert name in text
-    assert "never loaded" in text
-    assert WEIGHTS in text
-
-
-def test_a_missing_weight_file_is_refused(folder):
-    (folder / WEIGHTS).unlink()
-    assert f"has no {WEIGHTS}" in refusal(folder)
-
-
-def test_a_folder_in_place_of_the_weight_file_is_refused(folder):
+def folder_in_place(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).mkdir()
-    assert WEIGHTS in refusal(folder)
 
 
-def test_a_truncated_weight_file_is_refused_at_any_length(folder):
-    data = (folder / WEIGHTS).read_bytes()
-    header = struct.unpack("<Q", data[:8])[0]
-    for length in (0, 1, 7, 8, 9, 8 + header // 2, 8 + header, len(data) // 2, len(data) - 1):
-        (folder / WEIGHTS).write_bytes(data[:length])
-        assert "not a readable safetensors file" in refusal(folder)
+LARGEST = {"window": 256, "num_components": 4096, "vocab_size": 2**22, "hidden_size": 2**17}
+UNREADABLE = "not a readable safetensors file"
+CASES: dict[str, tuple[Change, list[str]]] = {
+    **{f"no-{name}": (tensors(**{name: None}), [f"missing: {name}"]) for name in ("leaf_weight", "inner_bias")},
+    "extra": (
+        tensors(**{"extra\nbias": torch.zeros(2)}),
+        ["extra bias", "inner_bias, inner_weight, leaf_weight, root_weight"],
+    ),
+    "nan": (fill("leaf_weight", float("nan")), ["'leaf_weight'", "NaN or infinity"]),
+    "inf": (fill("inner_bias", float("-inf")), ["'inner_bias'", "NaN or infinity"]),
+    "shape": (tensors(root_weight=torch.zeros(2, 5)), ["'root_weight'", "(2, 5)", "(2, 4)"]),
+    **{
+        f"same-size-{len(shape)}-{shape[0]}": (tensors(root_weight=torch.zeros(shape)), [str(shape)])
+        for shape in ((8,), (4, 2), (1, 2, 4))
+    },
+    "vocab": (config(vocab_size=8), [WEIGHTS, "shape"]),
+    "hidden": (config(hidden_size=3), [WEIGHTS, "shape"]),
+    "window": (config(window=3, drafts=2), [WEIGHTS, "shape"]),
+    "components": (config(num_components=3), [WEIGHTS, "shape"]),
+    "largest-sizes": (config(**LARGEST), ["4194304"]),  # by shape, without allocating it
+    "cp": (config(circuit="cp"), ["unknown tensor"]),
+    "hmm": (config(circuit="hmm"), ["shape"]),
+    **{
+        str(dtype): (tensors(root_weight=torch.zeros(2, 4).to(dtype)), [str(dtype), "float16, bfloat16, float32"])
+        for dtype in (torch.int32, torch.bool, torch.float64, torch.float8_e4m3fn)
+    },
+    **{name: (format_dtype(name, bits), []) for name, bits in (("F4", 4), ("F8_E5M2", 8), ("U16", 16), ("C64", 64))},
+    "version": (config(format_version=7), ["7", "formats 1 and 2"]),
+    **{
+        name: (lambda folder, name=name: (folder / WEIGHTS).rename(folder / name), [name, "never loaded", WEIGHTS])
+        for name in ("model@900.pt", "pytorch_model.bin", "head.pth", "last.ckpt")
+    },
+    "no-weights": (lambda folder: (folder / WEIGHTS).unlink(), [f"has no {WEIGHTS}"]),
+    "folder-weights": (folder_in_place, [WEIGHTS]),
+    **{
+        f"truncated-{number}": (truncate(keep), [UNREADABLE])
+        for number, keep in enumerate(
+            [
+                lambda header, size: 0,
+                lambda header, size: 7,
+                lambda header, size: 9,
+                lambda header, size: 8 + header // 2,
+                lambda header, size: 8 + header,
+                lambda header, size: size - 1,
+            ]
+        )
+    },
+    "longer": (lambda folder: write(WEIGHTS, (folder / WEIGHTS).read_bytes() + b"\0")(folder), [UNREADABLE]),
+    "pickle": (lambda folder: torch.save({"leaf_weight": torch.zeros(2)}, folder / WEIGHTS), [UNREADABLE]),
+    "no-config": (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
+    "target": (write("config.json", b'{"model_type": "llama"}'), ["not a head's config"]),
+    **{f"config-{text}": (write("config.json", text.encode()), ["config.json"]) for text in ("[]", "null", "{", "")},
+}
 
 
-def test_bytes_after_the_tensors_are_refused(folder):
-    with open(folder / WEIGHTS, "ab") as file:
-        file.write(b"\0")
-    assert "not a readable safetensors file" in refusal(folder)
+@pytest.mark.parametrize("name", CASES)
+def test_bad_head_is_refused(folder: Path, name: str) -> None:
+    load_head(folder)
+    change, words = CASES[name]
+    change(folder)
+    text = refusal(folder)
+    assert all(word in text for word in words), text
 
 
-def test_a_pickle_under_the_name_of_safetensors_is_refused(folder):
-    torch.save({"leaf_weight": torch.zeros(2)}, folder / WEIGHTS)
-    assert "not a readable safetensors file" in refusal(folder)
+@pytest.mark.parametrize("name", ["nowhere", WEIGHTS])
+def test_path_that_is_not_a_folder_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(MtpcError, match=r"has no config\.json"):
+        load_head(folder / name)
 
 
-def test_a_folder_without_config_is_refused(folder):
-    (folder / "config.json").unlink()
-    assert "has no config.json" in refusal(folder)
-
-
-@pytest.mark.parametrize("name", ["nowhere", "model.safetensors"])
-def test_a_path_that_is_no_folder_is_refused(folder, name):
-    assert "has no config.json" in refusal(folder / name)
-
-
-def test_the_folder_of_a_target_is_refused_as_a_head(folder):
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
-    assert "not a head's config" in refusal(folder)
-
-
-@pytest.mark.parametrize("content", ["[]", "null", '"mtpc"', "{", ""])
-def test_a_config_that_is_not_an_object_is_refused(folder, content):
-    (folder / "config.json").write_text(content)
-    assert "config.json" in refusal(folder)
-
-
-def test_nothing_is_half_loaded(folder, monkeypatch):
-    """A head whose last tensor is bad is not built from the good ones."""
-    rewrite(folder, lambda tensors: tensors["root_weight"].fill_(float("nan")))
+def test_nothing_is_half_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill("root_weight", float("nan"))(folder)
     monkeypatch.setattr("vllm_mtpc.heads.linear.LinearHead.load_state_dict", lambda *_, **__: pytest.fail("loaded"))
     refusal(folder)
+
+
+# ---- permissions ----------------------------------------------------------------------------------
+
+PLACES = ("config", "weights", "folder", "parent", "bundled")
+# The first look imports everything: the other user may not be allowed to read this package. Root may read everything.
+CODE = """
+import os, sys
+from vllm_mtpc.cli import main
+good, *places = sys.argv[1:]
+assert main(["inspect", good]) == 0
+if os.geteuid() == 0:
+    os.setuid(65534)
+for place in places:
+    print(place, main(["inspect", place]), file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    for path in folder.rglob("*"):
+        path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_missing_permission_is_one_line(folder: Path, open_folder: Path) -> None:
+    places = {name: Path(shutil.copytree(folder, open_folder / name / "head")) for name in ("good", *PLACES)}
+    places["bundled"] = places["bundled"].rename(open_folder / "bundled" / "mtpc").parent
+    shut = {
+        "config": places["config"] / "config.json",
+        "weights": places["weights"] / WEIGHTS,
+        "folder": places["folder"],
+        "parent": places["parent"].parent,
+        "bundled": places["bundled"] / "mtpc",
+    }
+    for path in shut.values():
+        path.chmod(0)
+    command = [sys.executable, "-c", CODE, *map(str, places.values())]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env={**os.environ, "HOME": "/"})
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 * len(PLACES), done.stderr
+    for place, message, result in zip(list(places.values())[1:], lines[::2], lines[1::2], strict=True):
+        assert message.startswith("vllm-mtpc: error: ") and str(place) in message
+        assert result == f"{place} 1"
+    assert "chmod -R a+rX" in lines[2 * PLACES.index("folder")]
+
+
+def test_offline_hub_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["inspect", "vllm-mtpc-tests/no-such-head"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("vllm-mtpc: error: no head at 'vllm-mtpc-tests/no-such-head': not a local folder")
+    assert text.count("\n") == 1

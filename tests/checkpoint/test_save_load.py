@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, and a save that fails leaves nothing half-done."""
+"""Heads are loaded exactly as saved, and an interrupted save leaves the old head or a refusal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("circuit", CIRCUITS)
-def test_a_round_trip_is_equal_bit_for_bit_in_the_stored_dtype(tmp_path, new_head, circuit, dtype):
+def test_round_trip_is_bit_exact_in_the_stored_dtype(tmp_path, new_head, circuit, dtype):
     config, head = new_head(circuit)
     save_head(tmp_path, config, head, {}, "card", dtype)
     expected = {name: value.to(dtype) for name, value in head.state_dict().items()}
@@ -32,7 +32,7 @@ def test_a_round_trip_is_equal_bit_for_bit_in_the_stored_dtype(tmp_path, new_hea
         assert all(tensors[name].dtype == dtype and torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-def test_a_loaded_head_computes_what_the_saved_one_does(tmp_path, new_head):
+def test_loaded_head_computes_the_same_parameters(tmp_path, new_head):
     config, head = new_head()
     save_head(tmp_path, config, head, {}, "card", torch.float32)
     _, loaded = load_head(tmp_path)
@@ -43,14 +43,14 @@ def test_a_loaded_head_computes_what_the_saved_one_does(tmp_path, new_head):
     assert not any(value.requires_grad for value in loaded.parameters())
 
 
-def test_saving_a_loaded_head_again_writes_the_same_bytes(folder, tmp_path):
+def test_saving_a_loaded_head_writes_the_same_bytes(folder, tmp_path):
     config, head = load_head(folder)
     save_head(tmp_path / "again", config, head, {"command": "train me"}, "# a head\n")
     for file in sorted(folder.iterdir()):
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_folder_holds_config_weights_card_and_provenance_with_versions(folder):
+def test_folder_has_config_weights_card_and_provenance(folder):
     assert sorted(file.name for file in folder.iterdir()) == [
         "README.md",
         "config.json",
@@ -69,7 +69,7 @@ FILES = ["model.safetensors", "README.md", "provenance.json", "config.json"]
 
 @pytest.mark.parametrize("failing", FILES)
 @pytest.mark.parametrize("step", ["write", "fsync"])
-def test_a_full_disk_at_any_file_leaves_the_head_before(folder, new_head, monkeypatch, failing, step):
+def test_full_disk_keeps_the_old_head(folder, new_head, monkeypatch, failing, step):
     """Of other shapes: new weights under the old config would not load."""
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     write = Path.write_bytes
@@ -95,20 +95,18 @@ def test_a_full_disk_at_any_file_leaves_the_head_before(folder, new_head, monkey
 
 @pytest.mark.parametrize("circuit", ["btree", "hmm"], ids=["same-shapes", "other-shapes"])
 @pytest.mark.parametrize("failing", FILES)
-def test_a_save_cut_between_renames_leaves_a_head_that_loads_or_is_refused(
-    folder, new_head, monkeypatch, circuit, failing
-):
+def test_save_interrupted_between_renames_leaves_a_head_or_a_refusal(folder, new_head, monkeypatch, circuit, failing):
     old_config, old = load_head(folder)
     config, head = new_head(circuit, seed=1)
     replace = os.replace
 
     def failing_replace(source, target):
         if os.fspath(target).endswith(failing):
-            raise OSError("cut")
+            raise OSError("interrupted")
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", failing_replace)
-    with pytest.raises(OSError, match="cut"):
+    with pytest.raises(OSError, match="interrupted"):
         save_head(folder, config, head, {}, "new card")
     monkeypatch.undo()
     assert not list(folder.glob("*.partial"))
@@ -124,7 +122,7 @@ def test_a_save_cut_between_renames_leaves_a_head_that_loads_or_is_refused(
         assert torch.equal(value, expected.state_dict()[name])  # all of one head, never a mixture
 
 
-def test_a_first_save_that_fails_leaves_a_folder_that_is_refused(tmp_path, new_head, monkeypatch):
+def test_interrupted_first_save_is_refused(tmp_path, new_head, monkeypatch):
     def fail(source, target):
         if os.fspath(target).endswith("config.json"):
             raise OSError("disk full")
@@ -137,7 +135,7 @@ def test_a_first_save_that_fails_leaves_a_folder_that_is_refused(tmp_path, new_h
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e6], ids=["nan", "beyond-float16"])
-def test_weights_that_could_not_be_loaded_again_are_not_saved(folder, new_head, value):
+def test_unloadable_weights_are_not_saved(folder, new_head, value):
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     config, head = new_head("btree", seed=1)
     head.leaf_weight.data[0, 0, 0, 0] = value
@@ -146,7 +144,7 @@ def test_weights_that_could_not_be_loaded_again_are_not_saved(folder, new_head, 
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_record_that_is_not_json_is_refused_before_anything_is_written(folder, new_head):
+def test_provenance_that_is_not_json_is_refused_before_writing(folder, new_head):
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(TypeError):
         save_head(folder, *new_head("btree", seed=1), {"when": object()}, "new card")

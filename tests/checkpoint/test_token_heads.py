@@ -1,4 +1,4 @@
-"""A target's own prediction heads as a head folder."""
+"""`vllm-mtpc token-heads` writes a target's own prediction heads as a head folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_mtpc.cli import main
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_conditionals_are_the_targets_own_heads(tmp_path: Path, is_sharded: bool) -> None:
+def test_conditionals_equal_the_targets_heads(tmp_path: Path, is_sharded: bool) -> None:
     reference = Reference(make_evabyte(tmp_path / "target", num_hidden_layers=1), num_hidden_layers=1)
     if is_sharded:
         weights = load_file(tmp_path / "target" / "model.safetensors")
@@ -40,15 +40,15 @@ def test_conditionals_are_the_targets_own_heads(tmp_path: Path, is_sharded: bool
         )
 
 
-def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(*arguments: str) -> str:
+def test_bad_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error(*arguments: str) -> str:
         assert main(["token-heads", *arguments]) == 1
         return capsys.readouterr().err
 
     make_evabyte(tmp_path / "one", num_pred_heads=1, num_hidden_layers=0)
-    assert "lm_head.weight is 320x64" in said(str(tmp_path / "one"), "--out", str(tmp_path / "head"))
+    assert "lm_head.weight is 320x64" in error(str(tmp_path / "one"), "--out", str(tmp_path / "head"))
     make_evabyte(tmp_path / "eight", num_hidden_layers=0)
-    assert "holds another model's config.json" in said(str(tmp_path / "eight"), "--out", str(tmp_path / "one"))
+    assert "holds another model's config.json" in error(str(tmp_path / "eight"), "--out", str(tmp_path / "one"))
     (tmp_path / "eight" / "model.safetensors").unlink()
-    assert "not a readable safetensors file" in said(str(tmp_path / "eight"), "--out", str(tmp_path / "head"))
-    assert "cannot be read" in said(str(tmp_path), "--out", str(tmp_path / "head"))
+    assert "not a readable safetensors file" in error(str(tmp_path / "eight"), "--out", str(tmp_path / "head"))
+    assert "cannot be read" in error(str(tmp_path), "--out", str(tmp_path / "head"))

@@ -1,4 +1,4 @@
-"""The packaged demo assets: there, small, readable, and free of traces of the machine that made them."""
+"""The packaged demo assets are complete, loadable, and without paths of the machine that made them."""
 
 import json
 import subprocess
@@ -6,17 +6,18 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.demo.round_heads import BITS, PTP_BITS, round_weights
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, resolve_verifier
-from vllm_mtpc.checkpoint.ptp import load_ptp, load_student
+from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.train.ptp.run import SHUFFLE_COST
 
 
 def figures(name: str) -> dict[str, dict]:
-    """Of a head, by its own evaluation."""
     return json.loads((demo.path(name) / "provenance.json").read_text())["figures"]
 
 
@@ -36,17 +37,17 @@ def test_no_absolute_paths():
                 assert not any(root in text for root in ("/home", "/root", "/tmp", "/work", "/usr", "://")), file.name
 
 
-def test_wrong_name_is_refused():
+def test_unknown_name_is_refused():
     with pytest.raises(ValueError, match=r"'tree' does not exist: use one of target, .*, backbone, o-ptp, c-ptp, late"):
         demo.path("tree")
 
 
-def test_import_is_cheap():
+def test_import_does_not_load_torch():
     code = "import sys, vllm_mtpc.demo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_tokenizer_is_the_bytes():
+def test_tokens_are_bytes():
     tokenizer = AutoTokenizer.from_pretrained(demo.path("target"))
     text = "def f(x):\n\treturn 'é€🎉'  # \r\n\x00\x7f  end  "
     assert tokenizer.encode(text) == list(text.encode())
@@ -66,6 +67,17 @@ def test_target_loads_in_float32_and_predicts_python():
         assert model(tokens).logits[0, -1].argmax() == ord("f")
 
 
+@pytest.mark.parametrize("name", demo.NAMES[1:])
+def test_heads_are_stored_as_round_heads_does(name):
+    bits = PTP_BITS if name in demo.PTP else BITS
+    for file in demo.path(name).glob("*.safetensors"):
+        for weight in load_file(file).values():
+            assert weight.dtype == torch.bfloat16
+            assert torch.equal(round_weights(weight, bits), weight)
+            other = weight.float() * 1.01
+            assert ((round_weights(other, bits) - other).abs() <= other.abs() * 2**-bits).all()
+
+
 @pytest.mark.parametrize("name", demo.CIRCUITS)
 def test_heads_load_and_name_their_target(name):
     config, head = load_head(demo.path(name))
@@ -74,11 +86,11 @@ def test_heads_load_and_name_their_target(name):
     verifier = config.speculators_config.verifier.name_or_path
     assert verifier == "../target"
     assert resolve_verifier(demo.path(name), verifier) == str(demo.path("target"))
+    assert {weight.dtype for weight in head.parameters()} == {torch.float32}
     assert head(torch.zeros(2, config.hidden_size)).leaf.shape == (2, 8, config.num_components, 257)
 
 
-def test_the_backbone_pays():
-    """It names its target, and what it reads of five layers makes more tokens than any head that reads one state."""
+def test_backbone_has_more_tokens_per_step_than_one_state():
     config, _ = load_head(demo.path(demo.BACKBONE))
     assert (config.head, config.circuit, config.window, config.token_rank) == ("backbone", "btree", 8, 32)
     verifier = config.speculators_config.verifier.name_or_path
@@ -88,8 +100,7 @@ def test_the_backbone_pays():
         assert found.pop(demo.BACKBONE) > 1.05 * max(found.values())
 
 
-def test_structure_pays():
-    """What the demo is there to show: a tree drafts at least a fifth more tokens per step than independent bytes."""
+def test_btree_has_a_fifth_more_tokens_per_step_than_ff():
     assert figures("btree")["t1"]["tokens_per_step"] >= 1.2 * figures("ff")["t1"]["tokens_per_step"]
     for name in (*demo.CIRCUITS, demo.BACKBONE):
         for temperature in ("t1", "t0"):
@@ -98,7 +109,7 @@ def test_structure_pays():
 
 @pytest.mark.parametrize("name", demo.PTP)
 def test_ptp_heads_fit_their_target_and_read_u(name):
-    """Every shape fits, and the recorded figures say that drafts are worse with the u of other windows."""
+    """The recorded drafts are worse with the u of other windows."""
     config = load_ptp(demo.path(name)).config
     assert (config.variant, config.window, config.uses_u) == (name, 8, True)
     verifier = config.speculators_config.verifier.name_or_path
@@ -109,5 +120,5 @@ def test_ptp_heads_fit_their_target_and_read_u(name):
     zero = torch.zeros(1, dtype=torch.long)
     assert student.aux(read, zero, zero + 6, torch.full((1, 8), 0.25)).shape == (1, 8, config.hidden_size)
     found = figures(name)["t1"]
-    # The trainer's own threshold; c-ptp misses it, as the README says: on this target its rows learn the marginals.
+    # the trainer's threshold; c-ptp misses it, because on this target its rows learn the marginals
     assert (found["shuffled_accuracy"] < (1 - SHUFFLE_COST) * found["accuracy"]) == (name != "c-ptp")

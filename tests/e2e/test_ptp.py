@@ -177,7 +177,7 @@ def test_group_states_are_the_students(folder, recorded, head: str, draft_pass: 
     Other kernels, the same numbers in float32: the largest difference allowed is 2e-4 of the states' size. Rows that
     carry 0.5 in the place of u differ by more.
     """
-    from vllm_mtpc.checkpoint.ptp import load_student
+    from vllm_mtpc.checkpoint.ptp_head import load_student
     from vllm_mtpc.hf import load_target
 
     student = load_student(folder / head, load_target(folder / "target", torch.float32))
@@ -219,7 +219,7 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
 
     Without the late network it is not, nor with another trust, nor (c-ptp) as another variant.
     """
-    from vllm_mtpc.checkpoint.ptp import load_student
+    from vllm_mtpc.checkpoint.ptp_head import load_student
     from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows
     from vllm_mtpc.hf import load_target
 

@@ -36,7 +36,7 @@ def methods(place: Path) -> dict[str, Any]:
     with mock.patch.dict(sys.modules, {"vllm._C_stable_libtorch": ModuleType("of a build for CUDA")}):
         from vllm.platforms.cuda import CudaPlatformBase
 
-    from vllm_mtpc.checkpoint.ptp import load_ptp
+    from vllm_mtpc.checkpoint.ptp_head import load_ptp
     from vllm_mtpc.proposers.v2 import shared_modules
     from vllm_mtpc.proposers.v2.lora import Gate
     from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree

@@ -1,8 +1,7 @@
-"""Checkpoints in the layout of the MtPC authors' code, and the distribution such a checkpoint stands for.
+"""Checkpoints in the layout of the MtPC authors' code, and their exact distribution.
 
-Both are written from their formulas and share no code with the package. The distribution is an enumeration: every
-token, every
-latent, float64. Their sum heads go from the leaves to the root; W[k][f, o, i] = softmax over i of <proj[f, o, i], h>.
+Both follow the paper's formulas and share no code with the package. The distribution is an enumeration over all tokens
+and latents in float64. Sum heads go from the leaves to the root; W[k][f, o, i] = softmax over i of <proj[f, o, i], h>.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SUMS = {
     ("btree", 4): ["2 r r", "1 1 r"],
     ("btree", 8): ["4 r r", "2 r r", "1 1 r"],
 }
-# What the layers of compiled circuits read (as libcirkit 0.3.1 compiles them), layer -> folds.
+# Folds that the layers of compiled circuits read, by layer (libcirkit 0.3.1).
 READS = {
     ("hmm", 2): {1: [[0]], 2: [[0, 2]]},
     ("hmm", 3): {1: [[0]], 2: [[0, 2]], 4: [[0, 3]]},
@@ -98,7 +97,7 @@ def shapes(kind: str, n: int, r: int) -> list[list[int]]:
 def state_dict(
     kind: str, n: int, r: int, vocab_size: int, hidden_size: int, seed: int = 0, bias: str | None = None
 ) -> dict[str, Tensor | None]:
-    """A `model_state_dict`; `bias` names those of an HMM's transitions, {} being the number of the sum head."""
+    """A `model_state_dict`; `bias` is the name of the HMM's biases with {} for the number of the sum head."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -126,7 +125,7 @@ def state_dict(
 def save(
     folder: Path, state: dict, kind: str, n: int, r: int, vocab_size: int, hidden_size: int, **settings: str
 ) -> Path:
-    """model@900.pt with the optimiser's state in it, and config.yaml; returns the former."""
+    """Write model@900.pt with an optimiser's state, and config.yaml; return the path of the former."""
     folder.mkdir(exist_ok=True)
     moments = {"state": {0: {"exp_avg": torch.zeros(3), "step": torch.tensor(900.0)}}, "param_groups": [{"lr": 3e-4}]}
     whole = {"global_step": 900, "model_state_dict": state, "optimizer_state_dict": moments}

@@ -1,10 +1,9 @@
-"""Tiny DFlash and DSpark checkpoints, in speculators' layout and in their authors', and what they draft.
+"""Tiny DFlash and DSpark checkpoints in speculators' layout and in the authors', and their drafts.
 
-Names, shapes and config keys are those of speculators (c05b95b), z-lab/dflash (44947fb) and DeepSpec (afdfa7c). By
-hand, as these are no requirements of the tests, speculators' DFlashDraftModel and DSparkDraftModel saved tiny
-checkpoints, which were listed; and the model classes of all three loaded what `make` writes with no key missing (but
-speculators' own copies of the target) or left over, and gave the states of `Reference` to 2e-6. `Reference` is
-written from vLLM's qwen3_dflash.py, qwen3_dspark.py and their speculators, and shares no code with the package.
+Names, shapes and config keys are those of speculators (c05b95b), z-lab/dflash (44947fb) and DeepSpec (afdfa7c), which
+are not requirements of the tests. Their model classes once loaded the output of `make` without missing (except
+speculators' copies of the target) or unknown keys, and gave the states of `Reference` to 2e-6. `Reference` follows
+vLLM's qwen3_dflash.py, qwen3_dspark.py and their speculators, and shares no code with the package.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ AUX, MASK = (1, 2, 3), 7  # the states that enter these layers of the target; th
 
 
 def draft_tensors(target: LlamaForCausalLM, seed: int = 1, markov: bool = False) -> dict[str, Tensor]:
-    """What every one of these checkpoints has; loud, so that every part of it moves the drafts."""
+    """The tensors of all layouts, large enough for each to change the drafts."""
     D, V = target.config.hidden_size, target.config.vocab_size
     generator = torch.Generator().manual_seed(seed)
 
@@ -61,7 +60,7 @@ def draft_tensors(target: LlamaForCausalLM, seed: int = 1, markov: bool = False)
 
 
 def own(target: LlamaForCausalLM) -> dict[str, Tensor]:
-    """The target's embeddings and lm_head, which some of them repeat."""
+    """The target's embeddings and lm_head, which some layouts contain."""
     return {
         "embed_tokens.weight": target.model.embed_tokens.weight.detach().clone(),
         "lm_head.weight": target.lm_head.weight.detach().clone(),
@@ -69,7 +68,7 @@ def own(target: LlamaForCausalLM) -> dict[str, Tensor]:
 
 
 def layer_config(target: LlamaForCausalLM) -> dict[str, Any]:
-    """The draft layers as a Qwen3Config says them."""
+    """The Qwen3Config of the draft layers."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -217,7 +216,7 @@ class Reference:
         return rows * (rows.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[f"{name}.weight"]
 
     def logits(self, states: Tensor, previous: int, draft: int) -> Tensor:
-        """Of draft 0, 1, ... behind the token `previous`: [V]."""
+        """Logits [V] of draft 0, 1, ... after the token `previous`."""
         found = states[draft] @ self.unembedding.T
         if "markov_head.markov_w1.weight" in self.weights:
             w1, w2 = (self.weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.checkpoint.ptp import save_ptp
+from vllm_mtpc.checkpoint.ptp_head import save_ptp
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.heads import build_head

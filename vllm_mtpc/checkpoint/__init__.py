@@ -1,8 +1,7 @@
 """Head checkpoints: a folder of `config.json`, `model.safetensors`, `README.md` and `provenance.json`.
 
-A PTP head has `u_embed.safetensors` and PEFT's adapter files in the place of `model.safetensors`.
-
-The names below are imported when they are asked for, so that finding a head does not load torch.
+A PTP head has `u_embed.safetensors` and PEFT's adapter files instead of `model.safetensors`. Names of this package are
+imported on first use, so that finding a head does not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 _NAMES = {
     "load": ("check_tensors", "load_head", "read_circuit_config", "read_config"),
     "locate": ("find_head", "resolve_head", "resolve_verifier"),
-    "ptp": ("PtpHead", "check_ptp", "load_ptp", "load_student", "save_ptp"),
+    "ptp_head": ("PtpHead", "check_ptp", "load_ptp", "load_student", "save_ptp"),
     "save": ("save_head",),
 }
 __all__ = [name for names in _NAMES.values() for name in names]

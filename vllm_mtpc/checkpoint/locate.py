@@ -1,4 +1,4 @@
-"""Where a head is: a folder, a folder bundled inside a target, or a repository on the hub."""
+"""Locate heads and their targets: folders, heads bundled in a target's folder, and hub repositories."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vllm_mtpc.files import read_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-U_EMBED_FILE = "u_embed.safetensors"  # of a PTP head, in the place of WEIGHTS_FILE
+U_EMBED_FILE = "u_embed.safetensors"  # of a PTP head, instead of WEIGHTS_FILE
 PROVENANCE_FILE = "provenance.json"
-SERVED_FILE = "served.json"  # what `vllm-mtpc doctor` has measured
+SERVED_FILE = "served.json"  # measurements of `vllm-mtpc doctor`
 RECORDS = (PROVENANCE_FILE, SERVED_FILE)
-SHIPPED_FOLDER = "mtpc"  # inside a target's folder
-DEFAULT_HEAD = "default"  # of several heads in there
+SHIPPED_FOLDER = "mtpc"  # of bundled heads, in a target's folder
+DEFAULT_HEAD = "default"  # first of several bundled heads
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_TARGET_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old ones on the hub have no owner: gpt2
+_TARGET_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # some have no owner: gpt2
 
 
 def head_method(folder: Path) -> str | None:
-    """Which of FAMILIES the head in a folder is served with, as its config.json says; None for no head of ours."""
+    """Return the key of FAMILIES in a folder's `config.json`, None if it is no head of this package."""
     try:
         method = read_json(folder / CONFIG_FILE).get("speculators_model_type")
     except CheckpointError:
@@ -34,12 +34,12 @@ def head_method(folder: Path) -> str | None:
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder's config.json calls itself a head of this package."""
+    """Return whether a folder's `config.json` is that of a head of this package."""
     return head_method(folder) is not None
 
 
-def holds(folder: Path, name: str) -> bool:
-    """Whether a head's folder has the file `name`; raises CheckpointError where the user may not look."""
+def file_exists(folder: Path, name: str) -> bool:
+    """Return whether a folder has the file `name`. Raises CheckpointError where the user has no permission to look."""
     try:
         return (folder / name).is_file()
     except PermissionError:
@@ -49,8 +49,8 @@ def holds(folder: Path, name: str) -> bool:
 
 
 def require_weights(folder: Path, name: str) -> Path:
-    """The weight file `name` of a head; raises CheckpointError where it is missing."""
-    if holds(folder, name):
+    """Return the path of the weight file `name` of a head. Raises CheckpointError if it is missing."""
+    if file_exists(folder, name):
         return folder / name
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     found = f" (found {', '.join(pickled)}: pickled weights are never loaded)" if pickled else ""
@@ -59,15 +59,15 @@ def require_weights(folder: Path, name: str) -> Path:
 
 
 def find_head(path: str | Path) -> Path | None:
-    """The head at `path`, or the first of `bundled_heads`; None where there is none."""
+    """Return the head at `path`, or the first of its `bundled_heads`; None without either."""
     folder = _local(path)
     return next((place for place in (folder, *bundled_heads(folder)) if is_head(place)), None)
 
 
 def bundled_heads(target: Path) -> list[Path]:
-    """Folders of a target that hold a config of a head, readable or not, the one to be served first.
+    """Return the folders of a target's bundled heads, readable or not.
 
-    That is `mtpc/`, else `mtpc/default/`, else the first of `mtpc/NAME/`. Without `mtpc/` all this costs is a look.
+    The order is `mtpc/`, `mtpc/default/`, then `mtpc/NAME/` by name; the first one is served.
     """
     place = target / SHIPPED_FOLDER
     if not os.path.isdir(place):
@@ -77,11 +77,18 @@ def bundled_heads(target: Path) -> list[Path]:
 
 
 def resolve_head(model: str, revision: str | None = None, max_bytes: int | None = None) -> Path:
-    """The local folder of a head named by path or hub repository (downloaded if need be), or bundled by a target there.
+    """Return the local folder of a head.
 
-    Without a head it is the folder as named, which is refused when it is read. Raises CheckpointError when there is
-    nothing, or something that is not a head folder. With max_bytes a repository is downloaded only where its
-    config.json is a head's and the files that are not in the cache have at most so many bytes.
+    Args:
+        model: A head folder, a target's folder with a bundled head, or a hub repository, which is downloaded.
+        revision: Of the repository.
+        max_bytes: Download only the repository of a head, and at most this many bytes.
+
+    Returns:
+        The folder of the head. A folder without a head is returned as it is; reading it raises the error.
+
+    Raises:
+        CheckpointError: `model` does not exist, is a file, or cannot be downloaded.
     """
     path = _local(model)
     if os.path.isdir(path):  # os.path: False, not an error, for names that no file system takes
@@ -99,14 +106,14 @@ def resolve_head(model: str, revision: str | None = None, max_bytes: int | None 
 
 
 def download(repo: str, kind: str, revision: str | None = None, max_bytes: int | None = None) -> Path:
-    """The local copy of a head or target (`kind`) on the hub, its weights included; raises CheckpointError."""
+    """Download a "head" or "target" (`kind`) from the hub; returns the local folder. Raises CheckpointError."""
     try:
         from huggingface_hub import constants, hf_hub_download, snapshot_download
 
         given: dict[str, Any] = {"revision": revision, "allow_patterns": ["*.json", "*.safetensors", "README.md"]}
         if max_bytes is not None and not constants.HF_HUB_OFFLINE:
             if not is_head(Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent):
-                raise CheckpointError(f"{repo} on the hub is no head, as its {CONFIG_FILE} shows; name a head")
+                raise CheckpointError(f"{repo} is no head by its {CONFIG_FILE}; name a head")
             files = snapshot_download(repo, **given, dry_run=True)
             if (size := sum(file.file_size for file in files if file.will_download)) > max_bytes:
                 raise CheckpointError(
@@ -116,68 +123,73 @@ def download(repo: str, kind: str, revision: str | None = None, max_bytes: int |
         return Path(snapshot_download(repo, **given))
     except CheckpointError:
         raise
-    except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
+    except Exception as error:  # the hub client raises many types
         raise CheckpointError(
-            f"no {kind} at {repo!r}: not a local folder, and not to be had from the hub ({first_line(error)}); "
+            f"no {kind} at {repo!r}: not a local folder, and the hub gave no such repository ({first_line(error)}); "
             f"correct the name of the {kind} or download it first"
         ) from None
 
 
 def check_out(folder: Path) -> None:
-    """Raise CheckpointError where a head would overwrite the config of another model."""
+    """Raise CheckpointError if saving a head in `folder` would overwrite the config of another model."""
     if folder.joinpath(CONFIG_FILE).is_file() and not is_head(folder):
         raise CheckpointError(f"out={folder} holds another model's {CONFIG_FILE}; name another folder")
 
 
 def verifier_name(target: str, out: Path) -> str:
-    """How the config of the head in `out` names its target: a folder relative to the head's, a hub name as it is."""
+    """Return the target's name for the config of the head in `out`: a relative path of a folder, or the hub name."""
     if not os.path.isdir(target):
         return target
     path = os.path.relpath(target, out)
-    return path if path.startswith(".") else f"./{path}"  # without a dot it is a name on the hub
+    return path if path.startswith(".") else f"./{path}"  # without a dot it would be a hub name
 
 
 def hub_name(name: str) -> str | None:
-    """The name of a target where it is one on the hub, None for a path."""
+    """Return `name` if it is a hub name, None for a path."""
     return name if _TARGET_NAME.fullmatch(name) else None
 
 
 def verifier_path(folder: Path, name: str) -> str | None:
-    """The folder that a head's verifier is, there or not: a path starts at the head's; None for a name on the hub."""
+    """Return the absolute path of a head's target, relative to the head's folder; None for a hub name."""
     return None if hub_name(name) else os.path.realpath(folder / name)
 
 
 def resolve_verifier(folder: Path, name: str) -> str:
-    """A head's verifier as vLLM may use it, a folder or a name on the hub.
+    """Return a head's target for vLLM: a folder that exists, or a hub name.
 
-    Raises CheckpointError for a folder that is not there, and for what a head may not ask for: a downloaded one a
-    folder outside of its repository, any head that a folder of its own passes for a model on the hub.
+    Args:
+        folder: Of the head.
+        name: Of the target, in the head's config.
+
+    Raises:
+        CheckpointError: The folder does not exist, is outside of the downloaded repository that the head is in, or has
+            the form of a hub name.
     """
     path = verifier_path(folder, name)
-    says = f"{folder}: its {CONFIG_FILE} names the target {name!r}"
+    given = f"{folder}: its {CONFIG_FILE} names the target {name!r}"
     if path is None:
         if os.path.lexists(folder / name):
             raise CheckpointError(
-                f"{says}, a name on the hub, and a folder of that name is in the head; write './{name}' if that is the "
-                "target, else delete it"
+                f"{given}, a name on the hub, and a folder of that name is in the head; write './{name}' if it is "
+                "the target, else delete the folder"
             )
         return name
     chosen = f'{{"method": "{head_method(folder) or next(iter(FAMILIES))}", "model": "{folder}"}}'
-    give = f"type vllm serve TARGET --speculative-config '{chosen}'; vllm-mtpc's commands take --target TARGET"
+    remedy = f"type vllm serve TARGET --speculative-config '{chosen}'; vllm-mtpc's commands take --target TARGET"
     if (root := _repository(folder)) and os.path.commonpath((root, path)) != root:
-        raise CheckpointError(f"{says}, which is outside of its repository on the hub; {give}")
+        raise CheckpointError(f"{given}, which is outside of its repository on the hub; {remedy}")
     if not os.path.isdir(path):
-        raise CheckpointError(f"{says}, and there is no folder {path}; put it there or {give}")
+        raise CheckpointError(f"{given}, and no folder {path} exists; copy the target there or {remedy}")
     return path
 
 
 def _repository(folder: Path) -> str | None:
-    """The repository in the hub's cache (models--OWNER--NAME/snapshots/COMMIT) that a folder is or lies in."""
+    """Return the repository in the hub's cache (models--OWNER--NAME/snapshots/COMMIT) that contains a folder."""
     place = Path(os.path.realpath(folder))
     parts = (part for part in (place, *place.parents) if part.parent.name == "snapshots")
     return next((str(part) for part in parts if part.parent.parent.name.startswith("models--")), None)
 
 
 def _local(path: str | Path) -> Path:
-    """`path` with its ~ expanded, where there is such a user."""
+    """Return `path` with its ~ expanded."""
     return Path(os.path.expanduser(path))

@@ -1,7 +1,7 @@
-"""The YAML in front of a head's card, as the hub reads it.
+"""The YAML front matter of a head's model card.
 
-What is not known is left out: the licence where the target's card names none, the target where it is a folder,
-the measured numbers where nothing was measured. `vllm-mtpc push` fills in what it can.
+Unknown keys are left out: the licence if the target's card has none, the target if it is a folder, numbers that were
+not measured. `vllm-mtpc push` adds the keys that it can determine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def card_data(
     results: Sequence[EvalResult] = (),
     name: str = "",
 ) -> ModelCardData:
-    """What the hub reads of a head; `name` is the model's that `results` are listed under."""
+    """Return the metadata of a head's card; `name` is the model name of `results`."""
     measured: dict[str, Any] = {"model_name": name, "eval_results": list(results)} if results else {}
     return ModelCardData(
         library_name="vllm",
@@ -51,7 +51,7 @@ def front_matter(data: ModelCardData) -> str:
 
 
 def eval_results(tokens_per_step: Mapping[str, float], texts: Sequence[str]) -> list[EvalResult]:
-    """Measured tokens/step by temperature ("T=1", "T=0"), on the data sets or files `texts`."""
+    """Return card entries of tokens/step by temperature ("T=1", "T=0"), measured on data sets or files `texts`."""
     named = ", ".join(texts) or "held-out text"
     on_hub = len(texts) == 1 and HUB_NAME.fullmatch(texts[0]) and not os.path.exists(texts[0])
     return [
@@ -68,7 +68,7 @@ def eval_results(tokens_per_step: Mapping[str, float], texts: Sequence[str]) -> 
 
 
 def measured_on(record: Mapping[str, Any]) -> list[str]:
-    """The text that a head was measured on, of its provenance: held-out data, else a share of what it learned from."""
+    """Return the data that a head was measured on: the validation data in its provenance, else the training data."""
     settings, data = record.get("settings"), record.get("data")
     held_out = settings.get("validation_data") if isinstance(settings, dict) else None
     names = held_out or (data.get("names") if isinstance(data, dict) else None)
@@ -76,7 +76,7 @@ def measured_on(record: Mapping[str, Any]) -> list[str]:
 
 
 def license_of(card: Path) -> dict[str, Any]:
-    """The licence that a card names: LICENSE_KEYS it has; empty where it has none, or there is no card to be read."""
+    """Return those of LICENSE_KEYS that a card has; empty without a licence or a readable card."""
     try:
         found = metadata_load(card) or {}
     except (OSError, ValueError, yaml.YAMLError):
@@ -86,21 +86,25 @@ def license_of(card: Path) -> dict[str, Any]:
 
 
 def target_license(target: str, is_online: bool = False) -> dict[str, Any]:
-    """As license_of, of a target's own card: in its folder, or on the hub; offline, what the hub's cache has of it."""
+    """`license_of` the card of a target, in its folder or on the hub (offline: in the hub's cache)."""
     if os.path.isdir(target):
         return license_of(Path(target) / "README.md")
     from huggingface_hub import hf_hub_download
 
     try:
         return license_of(Path(hf_hub_download(target, "README.md", local_files_only=not is_online)))
-    except Exception:  # the hub's client raises many kinds, and a head is trained and published without it
+    except Exception:  # the hub client raises many types; a head needs no licence
         return {}
 
 
-def converted_card(config: AnyHeadConfig, title: str, about: str) -> str:
-    """README.md of a head that was not trained here."""
-    data = card_data(tags_of(config), hub_name(config.speculators_config.verifier.name_or_path))
-    return f"{front_matter(data)}\n\n# {title}\n\n{about} The output is the target's own, whatever the head drafts.\n"
+def converted_card(config: AnyHeadConfig, title: str, source: str) -> str:
+    """Return the README.md of a head that was converted from the checkpoint `source`."""
+    target = config.speculators_config.verifier.name_or_path
+    return (
+        f"{front_matter(card_data(tags_of(config), hub_name(target)))}\n\n# {title}\n\n"
+        f"Converted from `{source}` by `vllm-mtpc convert`; target `{target}`. Drafts do not change the target's "
+        "output distribution.\n"
+    )
 
 
 def tags_of(config: AnyHeadConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writing a head: all files complete next to the old ones first, then renamed together, the config last."""
+"""Write a head folder: all new files are completed next to the old ones, then renamed, the config last."""
 
 from __future__ import annotations
 
@@ -32,19 +32,27 @@ def save_head(
     dtype: torch.dtype = torch.float16,
     draft_layers: DraftLayers | Adapters | None = None,
 ) -> None:
-    """Write a head folder. `provenance` says how the head came about; package versions are added.
+    """Write the folder of an MtPC head.
 
-    `draft_layers` are those the head was trained with (config.lora_layers of them); their adapters travel with it, in
-    float32. A folder that already holds a head keeps its old files until all new ones are complete. Raises
-    CheckpointError, before anything is written, for weights that load_head would refuse.
+    Args:
+        folder: Created if it does not exist. Files of an earlier head are replaced once all new ones are complete.
+        config: Of the head.
+        head: Its state dict is saved.
+        provenance: Of the head, for `provenance.json`; package versions are added.
+        card: The text of `README.md`.
+        dtype: Of the head's tensors on disk. Adapters are saved in float32.
+        draft_layers: Those the head was trained with, `config.lora_layers` of them.
+
+    Raises:
+        CheckpointError: `load_head` would reject the weights. Nothing is written.
     """
     folder = Path(folder)
     adapters = draft_layers.adapters if isinstance(draft_layers, DraftLayers) else draft_layers
     given = adapters.num_layers if adapters else 0
     if given != config.lora_layers:
         raise CheckpointError(
-            f"{folder}: the head's config says lora_layers={config.lora_layers}, but {given} draft layers are to be "
-            "saved; not saved: hand save_head the draft layers the head was trained with"
+            f"{folder}: not saved: the config has lora_layers={config.lora_layers}, but draft_layers has {given}; pass "
+            "the draft layers the head was trained with"
         )
     tensors = to_save(folder, head.state_dict(), dtype)
     if adapters:
@@ -53,7 +61,7 @@ def save_head(
 
 
 def to_save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """`tensors` as they are written; raises CheckpointError for one that load_head would refuse."""
+    """Return contiguous copies on the CPU in `dtype`. Raises CheckpointError for a tensor that is not finite then."""
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in tensors.items()}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
@@ -74,9 +82,17 @@ def write_folder(
     card: str,
     **metadata: str,
 ) -> None:
-    """Write a head's files, the tensors in the file `weights` first; then remove what the head before it had more.
+    """Write the files of a head, then remove other files of an earlier head.
 
-    The file of the tensors has `metadata` and the digest of the adapters.
+    Args:
+        folder: Of the head.
+        weights: Name of the file of `tensors`.
+        tensors: As `to_save` returns them.
+        adapters: Saved as PEFT's files; their digest is added to the metadata of `weights`.
+        config: Of the head.
+        provenance: For `provenance.json`.
+        card: For `README.md`.
+        **metadata: Of the file `weights`.
     """
     metadata |= {"format": "pt"}
     adapter_files: dict[str, bytes] = {}
@@ -100,7 +116,7 @@ def write_folder(
 
 
 def package_versions(packages: Sequence[str] = ("vllm_mtpc", "torch", "transformers", "vllm")) -> dict[str, str]:
-    """Versions of Python and of what made a checkpoint or a result; what is not installed is left out."""
+    """Return the versions of Python and of the installed ones among `packages`."""
     versions = {"python": platform.python_version()}
     for name in packages:
         try:

@@ -1,8 +1,8 @@
-"""`vllm-mtpc token-heads`: the prediction heads that a target brings itself, as a head folder.
+"""`vllm-mtpc token-heads`: write the prediction heads that a target already has as a head folder.
 
 A target trained to predict several tokens at once (EvaByte: eight bytes) has rows [V i, V (i + 1)) of its lm_head for
-the token i + 1 ahead. That is a fully factorised circuit of one component. The first of them is the target; a served
-step takes its token from there and drafts from the others.
+token i + 1 after the last. They form a fully factorised circuit of one component. Serving takes x_1 from the first of
+them, which is the target, and drafts from the others.
 """
 
 from __future__ import annotations
@@ -19,34 +19,42 @@ from vllm_mtpc.heads import build_head
 if TYPE_CHECKING:
     import argparse
 
-    from torch import Tensor
-
 LM_HEAD = "lm_head.weight"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("target", metavar="TARGET", help="model with several prediction heads: folder or hub name")
     parser.add_argument("--out", metavar="OUT", type=Path, required=True, help="folder of the head")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
     config = write_token_heads(args.target, args.out)
     print(f"head: {args.out} ({config.circuit}, window {config.window})")
     return 0
 
 
 def write_token_heads(name: str, out: Path) -> HeadConfig:
-    """Write the head folder `out` of the target `name`; returns its config.
+    """Write the head folder `out` of the prediction heads of a target.
 
-    Raises CheckpointError where the target has one head or none.
+    Args:
+        name: Of the target, a folder or a hub repository, which is downloaded with its weights.
+        out: The head folder.
+
+    Returns:
+        The config of the head.
+
+    Raises:
+        CheckpointError: The target has fewer than two prediction heads.
     """
     from vllm_mtpc.checkpoint.metadata import converted_card
     from vllm_mtpc.checkpoint.save import save_head
+    from vllm_mtpc.checkpoint.shards import Shards
 
     check_out(out)
-    # all weights of the target, which serving it needs anyway
     folder = Path(name) if Path(name).is_dir() else download(name, "target")
-    target, weight = read_json(folder / CONFIG_FILE), _read_lm_head(folder)
+    target, weight = read_json(folder / CONFIG_FILE), Shards(folder).read(LM_HEAD)
     hidden_size = target.get("hidden_size")
     vocab_size: Any = target.get("vocab_size")
     heads = len(weight) // vocab_size if weight.dim() == 2 and type(vocab_size) is int and vocab_size > 0 else 0
@@ -60,17 +68,6 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
     head = build_head(config)
     head.load_state_dict({"leaf_weight": weight.view(heads, 1, vocab_size, hidden_size)})
     provenance = {"command": f"vllm-mtpc token-heads {name} --out {out}"}
-    about = f"The prediction heads that `{verifier}` was trained with, unchanged."
-    card = converted_card(config, f"{config.circuit} head of {heads} prediction heads", about)
+    card = converted_card(config, f"{config.circuit} head of {heads} prediction heads", f"{LM_HEAD} of {verifier}")
     save_head(out, config, head, provenance, card, weight.dtype)
     return config
-
-
-def _read_lm_head(folder: Path) -> Tensor:
-    """The lm_head, out of the one file that holds it."""
-    from vllm_mtpc.checkpoint.shards import Shards
-
-    shards = Shards(folder)
-    if LM_HEAD not in shards.files:
-        raise CheckpointError(f"{folder}: has no {LM_HEAD}; name a model with several prediction heads")
-    return shards.read(LM_HEAD)

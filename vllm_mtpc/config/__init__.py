@@ -1,1 +1,1 @@
-"""The configuration of a head, `config.json`: what all have (base), MtPC heads (mtpc.py), PTP heads (ptp.py)."""
+"""The `config.json` of heads (base.py, mtpc.py, ptp.py) and configs of byte-level targets."""

@@ -1,7 +1,7 @@
-"""What the `config.json` of every head says: every field described, nothing inferred, unknown keys refused.
+"""The fields that the `config.json` of every head has.
 
-The file follows the speculators convention, so that `vllm serve HEAD_FOLDER` finds the verifier, the
-method and the number of drafts by itself.
+The file follows the speculators convention, so that `vllm serve HEAD_FOLDER` finds the target, the method and the
+number of drafts. Fields have no defaults on disk; unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 FORMAT_VERSION = 2
-SPECULATORS_VERSION = "0.9.0"  # of the package whose schema accepts what is written
-# Beyond any model; they keep the sizes of a damaged config within what can be multiplied and refused by shape.
+SPECULATORS_VERSION = "0.9.0"  # of the package whose schema the file follows
+# Larger than any model. They bound the sizes of a damaged config, which is then rejected by its shapes.
 MAX_VOCAB_SIZE = 2**22
 MAX_HIDDEN_SIZE = 2**17
 MAX_LAYERS = 4096  # of a target
@@ -28,7 +28,7 @@ MAX_SIZE = 2**31  # of any other number of a target's config
 MAX_LIST = 16  # entries of a list
 MAX_TEXT = 1024  # characters of a name or path
 
-# What of a target's config travels with its head: enough for a reader to know what it was made for.
+# The keys of a target's config that are copied into its head's.
 TARGET_KEYS = (
     "model_type",
     "hidden_size",
@@ -46,15 +46,19 @@ class _Strict(BaseModel):
 
 
 class ProposalMethod(_Strict):
+    """An entry of speculators' `proposal_methods`."""
+
     proposal_type: Literal["greedy"] = Field(description="A chain of drafts, speculators' only kind.")
     speculative_tokens: int = Field(ge=1, description="Drafts per step, the verifier's own token not counted.")
 
 
 class Verifier(_Strict):
+    """The target by speculators' name."""
+
     name_or_path: str = Field(
         min_length=1,
         max_length=MAX_TEXT,
-        description="The target: a name on the hub, or a path from the head's own.",
+        description="The target: a hub name, or a path relative to the head's folder.",
     )
     architectures: list[str] = Field(max_length=MAX_LIST, description="The target's model classes.")
 
@@ -67,18 +71,20 @@ class Verifier(_Strict):
 
 
 class SpeculatorsConfig(_Strict):
+    """The section of `config.json` that speculators defines."""
+
     algorithm: str = Field(description="Same as speculators_model_type.")
-    default_proposal_method: Literal["greedy"] = Field(description="The only one there is.")
+    default_proposal_method: Literal["greedy"] = Field(description="The only one that exists.")
     proposal_methods: list[ProposalMethod] = Field(min_length=1, max_length=MAX_LIST, description="The first is used.")
     verifier: Verifier = Field(description="The model this head was trained for.")
 
 
 class AnyHeadConfig(_Strict):
-    """The fields of speculators' schema, the sizes of the target, and how the text was sampled."""
+    """Base of all families: speculators' fields, sizes of the target, sampling of the training text."""
 
     architecture: ClassVar[str]  # a family's name for its heads
-    target_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size")  # what a target's config must say
-    renamed: ClassVar[dict[str, str]] = {}  # field names of the release before, and their names now
+    target_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size")  # required in a target's config
+    renamed: ClassVar[dict[str, str]] = {}  # old field name -> new field name
 
     architectures: list[str] = Field(max_length=MAX_LIST, description="The head's class, as speculators names it.")
     speculators_model_type: str = Field(description="The vLLM method this head is served with.")
@@ -86,10 +92,10 @@ class AnyHeadConfig(_Strict):
     speculators_config: SpeculatorsConfig = Field(description="Verifier and number of drafts.")
     transformer_layer_config: dict[str, Any] = Field(description="Sizes of the target, from its own config.")
     format_version: int = Field(description="Version of this format.")
-    window: int = Field(ge=2, description="n, tokens a draft spans, the verifier's token included.")
-    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, token ids the target knows.")
+    window: int = Field(ge=2, description="n, tokens of a window, x_1 included.")
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, size of the target's vocabulary.")
     hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
-    trained_temperature: float = Field(gt=0, allow_inf_nan=False, description="Temperature of the text it learnt from.")
+    trained_temperature: float = Field(gt=0, allow_inf_nan=False, description="Temperature of the training text.")
     trained_top_k: int = Field(ge=0, description="Top-k of that text; 0: off.")
     trained_top_p: float = Field(gt=0, le=1, description="Top-p of that text; 1: off.")
 
@@ -122,34 +128,41 @@ class AnyHeadConfig(_Strict):
         if (named := self.speculators_config.algorithm) != self.speculators_model_type:
             raise ValueError(
                 f"speculators_config.algorithm = {named!r}; allowed: {self.speculators_model_type!r}, as "
-                "speculators_model_type says; correct one of them"
+                "in speculators_model_type; correct one of them"
             )
         drafts = self.num_speculative_tokens
         if drafts > self.window - 1:
             raise ValueError(
-                f"speculative_tokens={drafts} with window={self.window}: the first token of a window is the "
-                f"verifier's, so at most {self.window - 1} can be drafted; lower speculative_tokens"
+                f"speculative_tokens={drafts} with window={self.window}: the first token of a window is x_1, "
+                f"so at most {self.window - 1} can be drafted; lower speculative_tokens"
             )
         return self
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K, drafts per step when the user names none."""
+        """K, the default number of drafts per step."""
         return self.speculators_config.proposal_methods[0].speculative_tokens
 
     @classmethod
     def create(
         cls, *, window: int, target: Any, verifier: str, num_speculative_tokens: int | None = None, **given: Any
     ) -> Self:
-        """The config of a new head for `target`, a transformers config (or its dict); `given` are the family's fields.
+        """Return the config of a new head.
 
-        What is not given, or None, takes the family's defaults. Raises HeadConfigError where a size or a name is not
-        possible.
+        Args:
+            window: n, x_1 included.
+            target: The transformers config of the target's language model, or its dict.
+            verifier: Name of the target: a hub name, or a path relative to the head's folder.
+            num_speculative_tokens: K, drafts per step; default n - 1.
+            **given: Fields of the family; the others and those that are None have the family's defaults.
+
+        Raises:
+            HeadConfigError: A value is not possible.
         """
         sizes = target if isinstance(target, dict) else target.to_dict()
         for size in cls.target_sizes:
             if sizes.get(size) is None:
-                raise HeadConfigError(f"the target's config has no {size}; give the config of its language model")
+                raise HeadConfigError(f"the target's config has no {size}; pass the config of its language model")
         given = {name: value for name, value in given.items() if value is not None}
         method = get_args(cls.model_fields["speculators_model_type"].annotation)[0]
         drafts = max(1, window - 1) if num_speculative_tokens is None else num_speculative_tokens
@@ -181,12 +194,12 @@ class AnyHeadConfig(_Strict):
 
     @classmethod
     def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """The family's own fields of a new head for a target of this config where `given` does not say them."""
+        """Return the family's defaults of the fields that are not in `given`; `target` is the target's config."""
         raise NotImplementedError
 
     @classmethod
     def parse(cls, values: Any, source: str = "head config") -> Self:
-        """Validate a dict; raises HeadConfigError with one line that starts with `source`."""
+        """Validate the content of a `config.json`. Raises HeadConfigError, in one line that starts with `source`."""
         if not isinstance(values, dict):
             raise HeadConfigError(f"{source}: holds a {type(values).__name__}; a JSON object is expected")
         if "speculators_model_type" not in values:
@@ -200,12 +213,12 @@ class AnyHeadConfig(_Strict):
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Read and validate a `config.json`; raises CheckpointError or HeadConfigError."""
+        """Read and validate a `config.json`. Raises CheckpointError or HeadConfigError."""
         return cls.parse(read_json(file), str(file))
 
     @classmethod
     def _upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return `values` with the names of this release; in format 1 the proposal type named how drafts are drawn."""
+        """Return `values` in this release's format; in format 1 the proposal type is the draft sample method."""
         values = {cls.renamed.get(key, key): value for key, value in values.items()}
         theirs = values.get("speculators_config")
         if values.get("format_version") != 1 or not isinstance(theirs, dict):
@@ -223,5 +236,5 @@ class AnyHeadConfig(_Strict):
         }
 
     def to_json(self) -> str:
-        """The text of `config.json`; what the head does not have is left out."""
+        """Return the text of `config.json`, without fields that are None."""
         return json.dumps(self.model_dump(exclude_none=True), indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""The config of a byte-level Llama, without its table of subwords, which the model reads for itself."""
+"""The config of a byte-level Llama without its table of subwords, which the model reads from the file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TABLE = "expand_input_ids_dict"
 class ByteLlamaConfig(LlamaConfig):
     """LlamaConfig with the fields of the input expansion.
 
-    The table (5 MB of JSON in config.json) is dropped: vLLM copies, pickles, hashes and logs configs. Stop ids of the
-    subword model that it was made from, beyond this vocabulary, are dropped too.
+    The table (5 MB of JSON in config.json) is dropped, because vLLM copies, pickles, hashes and logs configs. Stop ids
+    that are not in the vocabulary (they are the subword model's) are dropped, too.
     """
 
     model_type = "tpu_llama"
@@ -39,14 +39,14 @@ class ByteLlamaConfig(LlamaConfig):
 
 
 def known_ids(ids: int | list[int] | None, vocab_size: int) -> int | list[int] | None:
-    """Token ids of a config, those beyond the vocabulary left out; None where none is left."""
+    """Return the token ids of a config that are in the vocabulary, None if there are none."""
     if isinstance(ids, list):
         return [index for index in ids if index < vocab_size] or None
     return ids if ids is not None and ids < vocab_size else None
 
 
 def check_config(config: ByteLlamaConfig) -> None:
-    """Raise ServeConfigError for what is not a byte-level Llama with an expanded input."""
+    """Raise ServeConfigError unless the config is that of a byte-level Llama with an expanded input."""
     if not (config.expand_input_ids and config.expand_input_ids_maxlen and config.expand_input_ids_vocab_size):
         raise ServeConfigError(
             "a tpu_llama without expand_input_ids, expand_input_ids_maxlen and expand_input_ids_vocab_size is a plain "

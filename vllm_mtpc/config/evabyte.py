@@ -1,4 +1,4 @@
-"""The config of EvaByte as transformers knows it, and what this implementation of it takes."""
+"""The transformers config of EvaByte, and the options that this implementation supports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from vllm_mtpc.errors import ServeConfigError
 
-# Options of the original code, and the one value of each that is implemented (every published checkpoint has it).
+# Options of the original code with the only supported value, which all published checkpoints have.
 _ONLY = {
     "attention_class": "eva",
     "norm_add_unit_offset": True,
@@ -17,9 +17,7 @@ _ONLY = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-
-
-_SIZES = {  # of EvaByte-6.5B, and what else has a default
+_DEFAULTS = {  # EvaByte-6.5B
     "vocab_size": 320,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -36,7 +34,7 @@ _SIZES = {  # of EvaByte-6.5B, and what else has a default
 
 
 class EvaByteConfig(PretrainedConfig):
-    """Sizes of an EvaByte. Keys of the original config that are not named are kept."""
+    """The config of an EvaByte. Other keys of the original config are kept."""
 
     model_type = "evabyte"
 
@@ -47,7 +45,7 @@ class EvaByteConfig(PretrainedConfig):
         tie_word_embeddings: bool = False,
         **others: Any,
     ) -> None:
-        for name, default in _SIZES.items():
+        for name, default in _DEFAULTS.items():
             setattr(self, name, others.pop(name, default))
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": self.rope_theta}
@@ -55,7 +53,7 @@ class EvaByteConfig(PretrainedConfig):
 
 
 def check_config(config: EvaByteConfig) -> None:
-    """Raise ServeConfigError for a variant of EvaByte that the original code has and this one has not."""
+    """Raise ServeConfigError for options of the original code that are not supported."""
     for name, value in _ONLY.items():
         given = getattr(config, name, value)
         if given != value:
@@ -67,6 +65,6 @@ def check_config(config: EvaByteConfig) -> None:
         )
     if config.window_size % config.chunk_size:
         raise ServeConfigError(
-            f"EvaByte with window_size={config.window_size}, chunk_size={config.chunk_size}: a window is whole "
-            "chunks; allowed: multiples of chunk_size"
+            f"EvaByte with window_size={config.window_size}, chunk_size={config.chunk_size}: allowed: "
+            "multiples of chunk_size"
         )

@@ -1,4 +1,4 @@
-"""The `config.json` of an MtPC head: a circuit, and the head that gives its parameters."""
+"""The `config.json` of an MtPC head: a circuit, and the head that computes its parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Options = create_model("Options", __base__=AnyHeadConfig, **option_fields())
 
 
-class HeadConfig(Options):  # type: ignore[valid-type,misc]  # made of the registry
-    """Everything that is needed to rebuild and serve an MtPC head."""
+class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the options of all head kinds
+    """The config of an MtPC head. Options of the head kinds are fields, too (see `vllm_mtpc.heads`)."""
 
     architecture = "MtpcHeadModel"
 
@@ -53,7 +53,7 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # made of the regis
 
     @property
     def has_draft_layers(self) -> bool:
-        """Whether draft layers read the text before the head: such heads are served on Model Runner V2 alone."""
+        """Whether the head has draft layers, which need Model Runner V2."""
         return self.lora_layers > 0 or self.head == "backbone"
 
     def _check_backbone(self) -> None:
@@ -68,7 +68,7 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # made of the regis
             )
         if self.lora_layers:
             raise HeadConfigError(
-                f"lora_layers={self.lora_layers} with head 'backbone', which has draft layers of its own; set "
+                f"lora_layers={self.lora_layers} with head 'backbone', which has its own draft layers; set "
                 "lora_layers to 0"
             )
         layers, last = self.aux_hidden_state_layer_ids, self.transformer_layer_config.get("num_hidden_layers")
@@ -80,6 +80,7 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # made of the regis
 
     @classmethod
     def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """As in the base class."""
         get_circuit(given["circuit"], window, given["num_components"])
         head = given.get("head", "linear")
         return {

@@ -14,15 +14,12 @@ if TYPE_CHECKING:
 
 MAX_WINDOW = 256
 OF_LATE = ("late_width", "distribution_trust")  # options of variant late alone
-TRUST = 0.85  # where none is given: 0.8 to 0.87 served the demo alike
-SUM_TOLERANCE = 1e-4  # what the sum of `accepted` may miss of 1: it is written in decimals
+TRUST = 0.85  # default; 0.8 to 0.87 gave the same tokens/step on the demo
+SUM_TOLERANCE = 1e-4  # of the sum of `accepted`, which is written in decimals
 
 
 class PtpConfig(AnyHeadConfig):
-    """Everything that is needed to rebuild and serve a PTP head.
-
-    The sampling that it was trained for (trained_temperature, ...) is that of the distribution which u picks from.
-    """
+    """The config of a PTP head. `trained_temperature`, ... are those of the distribution that u picks from."""
 
     architecture = "PtpHeadModel"
     target_sizes = (*AnyHeadConfig.target_sizes, "num_hidden_layers")
@@ -31,22 +28,24 @@ class PtpConfig(AnyHeadConfig):
     speculators_model_type: Literal["ptp"] = Field(description="The vLLM method this head is served with.")
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
         description="o-ptp: the argmax of the row that carries u_k is token k; c-ptp: the row that carries u_(k-1) "
-        "gives the distribution that u_k picks token k from. Not the paper's: late, rows that carry 0.5, behind them a "
-        "network that drafts token by token, u picks from its distributions; independent, the baseline, the argmax of "
-        "rows that carry 0.5."
+        "gives the distribution that u_k picks token k from. Not in the paper: late, rows that carry 0.5, then a "
+        "network that drafts token by token, from whose distributions u picks; independent, the baseline, the argmax "
+        "of rows that carry 0.5."
     )
     window: int = Field(ge=2, le=MAX_WINDOW, description="n, auxiliary rows; at most n - 1 drafts.")
-    u_embedding: str = Field(description="How u becomes the embedding of a row (vllm_mtpc.heads.ptp.embedding).")
-    u_features: int | None = Field(None, description="Features or rows of the embedding, where it may vary.")
-    u_hidden: int | None = Field(None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings in -mlp: their hidden layer.")
+    u_embedding: str = Field(description="Name of the embedding of u (vllm_mtpc.heads.ptp.embedding).")
+    u_features: int | None = Field(None, description="Number of features or rows of the embedding.")
+    u_hidden: int | None = Field(
+        None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings with -mlp: width of the hidden layer."
+    )
     late_width: int | None = Field(
-        None, ge=1, le=MAX_HIDDEN_SIZE, description="Variant late: width of its network, behind the final norm."
+        None, ge=1, le=MAX_HIDDEN_SIZE, description="Variant late: width of its network, after the final norm."
     )
     distribution_trust: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="Variant late: how far its distributions are trusted when u picks the draft from them "
+        description="Variant late: trust in its distributions when u picks the draft from them "
         "(vllm_mtpc.heads.ptp.distribution).",
     )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
@@ -84,26 +83,27 @@ class PtpConfig(AnyHeadConfig):
 
     @property
     def informed(self) -> bool:
-        """Whether rows carry u, as in the paper; 0.5 on every row else."""
+        """Whether rows carry u, as in the paper; otherwise every row carries 0.5."""
         return self.variant in ("o-ptp", "c-ptp")
 
     @property
     def uses_u(self) -> bool:
-        """Whether drafts at a temperature above 0 depend on u at all; not those of the independent baseline."""
+        """Whether drafts at a temperature above 0 depend on u."""
         return self.variant != "independent"
 
     @property
     def first_row(self) -> int:
-        """Row of a window that gives its first draft; a row 0 that names its own token names x_1, which is given."""
+        """The row of a window that gives its first draft: row 0 of other variants than c-ptp gives x_1."""
         return 0 if self.variant == "c-ptp" else 1
 
     @property
     def num_layers(self) -> int:
-        """Layers of the target, every one of them with adapters."""
+        """Layers of the target. All have adapters."""
         return self.transformer_layer_config["num_hidden_layers"]
 
     @classmethod
     def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """As in the base class."""
         from vllm_mtpc.heads.ptp.embedding import default_options
 
         name = given.get("u_embedding", "ieee")

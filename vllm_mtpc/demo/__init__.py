@@ -1,7 +1,6 @@
-"""The packaged demo: a small byte-level target, an MtPC head of each circuit, one with a backbone, a PTP head of each
-variant.
+"""The packaged demo: a small byte-level target, MtPC heads (one per circuit, one with a backbone), and PTP heads.
 
-Its text is the source of the Python standard library, which is on every machine that can run this package.
+Its text is the source of the Python standard library, which every machine with Python has.
 """
 
 import importlib.util
@@ -13,16 +12,16 @@ CIRCUITS = ("ff", "cp", "hmm", "btree")
 BACKBONE = "backbone"
 PTP = ("o-ptp", "c-ptp", "late")
 NAMES = ("target", *CIRCUITS, BACKBONE, *PTP)
-HOLDOUT = 20  # every so many-th file is held out
-# Folders that are tests or somebody else's code, and not the library's own style.
+HOLDOUT = 20  # every 20th file is held out
+# Tests and code of others.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# The build's own configuration (paths of the machine that built the interpreter): not library text.
+# Configuration of the interpreter's build, with paths of its machine.
 SKIPPED_PREFIX = "_sysconfigdata"
 MIN_BYTES = 64
 
 
 def path(name: str) -> Path:
-    """Folder of a packaged asset: ``"target"``, a circuit, ``"backbone"``, or the variant of a PTP head."""
+    """Return the folder of a packaged asset: "target", a circuit, "backbone", or a PTP variant; raises ValueError."""
     if name not in NAMES:
         raise ValueError(f"demo asset {name!r} does not exist: use one of {', '.join(NAMES)}")
     return Path(__file__).resolve().parent / "assets" / name
@@ -31,14 +30,19 @@ def path(name: str) -> Path:
 def _folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{package} is no package that is installed")
+        raise ValueError(f"{package} is not an installed package")
     return Path(spec.submodule_search_locations[0])
 
 
 def texts(root: Path | None = None, packages: Sequence[str] = ()) -> list[bytes]:
-    """Files in a fixed order (by relative posix path), then those of installed packages.
+    """Return the texts of Python files, by relative path.
 
-    root: default: the running interpreter's standard library. Raises ValueError where it has no source files.
+    Args:
+        root: Default: the standard library of the running interpreter.
+        packages: Installed packages, whose files follow.
+
+    Raises:
+        ValueError: A package is not installed, or too few source files are found.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     roots = [root, *map(_folder, packages)]
@@ -59,5 +63,5 @@ def texts(root: Path | None = None, packages: Sequence[str] = ()) -> list[bytes]
 
 
 def held_out(found: Sequence[bytes]) -> list[bytes]:
-    """The texts that nothing is trained on."""
+    """Return the texts that no model was trained on."""
     return list(found[HOLDOUT - 1 :: HOLDOUT])

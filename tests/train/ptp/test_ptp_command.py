@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support.files import front_matter_of
 from tests.support.training import flags
-from vllm_mtpc.checkpoint.ptp import load_ptp, load_student
+from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.hf import load_target

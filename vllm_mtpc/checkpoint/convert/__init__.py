@@ -1,1 +1,1 @@
-"""Checkpoints of the papers' authors, read into heads of this package."""
+"""Convert checkpoints of other projects into heads of this package."""

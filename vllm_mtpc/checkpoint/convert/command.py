@@ -1,8 +1,8 @@
-"""`vllm-mtpc convert`: a checkpoint that was not trained here as a head folder.
+"""`vllm-mtpc convert`: make a head folder of a checkpoint that was trained elsewhere.
 
-Kinds are known by what the files hold: PTP checkpoints (`state_dict`, see convert/ptp.py), MtPC heads
-(`model_state_dict` with a config.yaml next to, see convert/mtpc.py), and DFlash and DSpark drafters (folders with a
-config.json and safetensors, see convert/drafter.py).
+The content decides the kind: PTP checkpoints hold `state_dict` (ptp_checkpoint.py), MtPC checkpoints `model_state_dict`
+and a config.yaml next to them (mtpc_checkpoint.py), DFlash and DSpark drafters are folders with a config.json and
+safetensors (drafter.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from vllm_mtpc.checkpoint.convert.source import SHARED, ConvertOptions, load, locate
+from vllm_mtpc.checkpoint.convert.source import ConvertOptions, find_checkpoint, load_tensors
 from vllm_mtpc.checkpoint.locate import check_out
 from vllm_mtpc.errors import CheckpointError, one_line
 from vllm_mtpc.flags import add_flags, typed
@@ -19,13 +19,18 @@ from vllm_mtpc.flags import add_flags, typed
 if TYPE_CHECKING:
     import argparse
 
+# The options of all kinds; the others are of PTP checkpoints, which do not record them.
+COMMON = {"ckpt", "target", "out", "temperature", "top_k", "top_p"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("ckpt", metavar="CKPT", help=ConvertOptions.model_fields["ckpt"].description)
     add_flags(parser, ConvertOptions, only=ConvertOptions.model_fields.keys() - {"ckpt"})
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
     try:
         options = ConvertOptions.model_validate(typed(args, ConvertOptions))
     except ValidationError as error:
@@ -35,36 +40,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def convert(options: ConvertOptions) -> str:
-    """Write the head folder `options.out`; returns what it is, in words. Raises CheckpointError or HeadConfigError."""
+    """Write the head folder `options.out`; returns a short description of it.
+
+    Raises:
+        CheckpointError: The checkpoint is not of a known kind, or holds something that a head cannot have.
+        HeadConfigError: Its settings are not possible for a head.
+    """
     from vllm_mtpc.checkpoint.convert.drafter import convert_drafter
-    from vllm_mtpc.checkpoint.convert.mtpc import convert_mtpc
-    from vllm_mtpc.checkpoint.convert.ptp import convert_ptp
+    from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import convert_mtpc
+    from vllm_mtpc.checkpoint.convert.ptp_checkpoint import convert_ptp
 
     check_out(options.out)
-    path, label = locate(options.ckpt)
+    path, label = find_checkpoint(options.ckpt)
     options = options.model_copy(update={"ckpt": path})
-    if path.is_dir():
-        _refuse_foreign(options, "a drafter")
-        return convert_drafter(options, label)[1]
-    file: Any = load(path)
-    kinds = [key for key in ("state_dict", "model_state_dict") if isinstance(file, dict) and key in file]
-    if len(kinds) != 1:
+    content: Any = None if path.is_dir() else load_tensors(path)
+    kinds = [key for key in ("state_dict", "model_state_dict") if isinstance(content, dict) and key in content]
+    if kinds == ["state_dict"]:
+        config = convert_ptp(options, content)
+        return f"{config.variant}, {config.u_embedding}, window {config.window}"
+    if content is not None and kinds != ["model_state_dict"]:
         raise CheckpointError(
             f"{path}: has {' and '.join(map(repr, kinds)) or 'no state_dict'}; allowed: one of 'state_dict' "
             "(PTP, Lightning) and 'model_state_dict' (MtPC); name a checkpoint of their authors' code"
         )
-    if kinds == ["state_dict"]:
-        config = convert_ptp(options, file)
-        measured = "" if config.accepted else ", acceptance not measured"
-        return f"{config.variant}, {config.u_embedding}, window {config.window}{measured}"
-    _refuse_foreign(options, "an MtPC head")
-    config = convert_mtpc(options, file, label)
-    lora = f", {config.lora_layers} draft layers" if config.lora_layers else ""
-    return f"{config.circuit}, window {config.window}, {config.num_components} components{lora}"
-
-
-def _refuse_foreign(options: ConvertOptions, kind: str) -> None:
-    """Raise CheckpointError for flags that say what PTP checkpoints do not say themselves."""
-    if foreign := sorted(options.model_fields_set - set(SHARED)):
+    if foreign := sorted(options.model_fields_set - COMMON):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise CheckpointError(f"{options.ckpt}: is {kind}; {flags}: of PTP checkpoints only; leave it out")
+        raise CheckpointError(f"{options.ckpt}: {flags}: for PTP checkpoints only; remove it")
+    return convert_drafter(options, label) if content is None else convert_mtpc(options, content, label)

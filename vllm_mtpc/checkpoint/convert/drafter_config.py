@@ -1,234 +1,218 @@
-"""What the config.json of a DFlash or DSpark checkpoint says, in speculators' layout or in its authors'.
+"""Read the config.json of a DFlash or DSpark drafter, in speculators' layout or in the authors'.
 
     speculators   its own keys at the top (aux_hidden_state_layer_ids, ...), draft layers in transformer_layer_config
     z-lab/dflash  a transformers config of the draft layers, its own keys in dflash_config (target_layer_ids, ...)
-    DeepSpec      such a config, its own keys at the top; it also trains drafters without a Markov head: DFlash
+    DeepSpec      a transformers config of the draft layers, its own keys at the top; DFlash if markov_rank is 0
 
-Two things are counted apart. Layers that are read: speculators counts those before the state (id i: what enters layer
-i), the authors name the layer that gives it (i - 1). Blocks: from the anchor on (DSpark's own layout) every query gives
-the next token, so that a block of b queries drafts b tokens; else the first query is x_1 alone, b - 1 tokens. Whatever
-would make the drafts other than a backbone head's is refused by name.
+Layer ids: speculators numbers the layer inputs (id i: the input of layer i), the authors the layers (i - 1 outputs it).
+Blocks: a block of b queries drafts b tokens if sampling starts at the anchor (the default of DSpark's own layout),
+else b - 1, because the first query is x_1. A setting that a backbone head cannot have is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from vllm_mtpc.errors import CheckpointError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_mtpc.errors import CheckpointError, one_line
 
 SPECULATORS = ("dflash", "dspark")
 AUTHORS = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
-_DFLASH_KEYS = (
-    *("block_size", "causal", "mask_token_id", "sample_from_anchor", "swa_window_size", "target_layer_ids"),
-    "use_aux_hidden_state",
-)
-_ROPE_KEYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-_MISSING = object()
+# Settings of a target by which its embeddings or logits differ from the ones that a drafter was trained with.
+SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier")
 
 
 class Drafter(NamedTuple):
-    """A checkpoint's config: the options of a backbone head, and what else is read of its tensors."""
+    """Settings of a drafter as a backbone head has them."""
 
-    layout: str  # as provenance calls it
+    layout: str  # for provenance
     window: int
-    drafts: int  # of a step
-    options: dict[
-        str, Any
-    ]  # backbone_..., aux_hidden_state_layer_ids, sample_from_anchor; sizes as far as it says them
+    drafts: int  # per step
+    options: dict[str, Any]  # backbone_..., aux_hidden_state_layer_ids, sample_from_anchor
     mask_token_id: int
     markov_rank: int
     trained_on: str | None
 
 
+class Rope(BaseModel):
+    """Rotary positions of the draft layers."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    rope_theta: float = Field(gt=0)
+    rope_type: Literal["default"] | None = None
+    type: Literal["default"] | None = None
+    partial_rotary_factor: float = Field(1, ge=1, le=1)
+
+
+class DrafterConfig(BaseModel):
+    """Keys of all layouts, with the values that a backbone head supports: Qwen3 layers with full attention."""
+
+    model_config = ConfigDict(strict=True)
+
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    rope_parameters: Rope
+    rms_norm_eps: float = 1e-6
+    hidden_act: Literal["silu"] = "silu"
+    is_neox_style: Literal[True] = True
+    attention_bias: Literal[False] = False
+    partial_rotary_factor: float = Field(1, ge=1, le=1)
+    quantization_config: None = None
+    layer_types: list[str] = []
+    sliding_window: int | None = None
+    swa_window_size: int | None = None
+    sliding_window_non_causal: bool = False
+    causal: Literal[False] | None = None
+    is_causal: Literal[False] | None = None
+    add_swa_attention_sink_bias: Literal[False] = False
+    use_aux_hidden_state: Literal[True] = True
+    logit_scale: float = Field(1, ge=1, le=1)
+    block_size: int = Field(ge=1)
+    mask_token_id: int = Field(ge=0)
+    markov_rank: int = Field(0, ge=0)
+    markov_head_type: Literal["vanilla"] = "vanilla"
+    sample_from_anchor: bool | None = None
+    aux_hidden_state_layer_ids: list[int] = []  # speculators
+    target_layer_ids: list[int] = []  # the authors
+    # These must be the target's.
+    hidden_size: int | None = None
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    draft_vocab_size: int | None = None
+    vocab_size: int | None = None
+
+
 def read_drafter(file: Path, values: Mapping[str, Any], target: Mapping[str, Any]) -> Drafter:
-    """Raises CheckpointError with the first thing in `values`, of `file`, that a backbone head has not."""
-    given = _Given(file, values)
-    kind = given.kind()
-    given.check_target(target)
-    given.check_layers(target)
-    markov_rank = given.count("markov_rank", 0) if kind == "dspark" else 0
-    if markov_rank:
-        given.only("markov_head_type", ("vanilla",), "vanilla")
-    anchor = given.flag("sample_from_anchor", kind == "dspark" and not given.speculators)
-    block = given.count("block_size", 1 if anchor else 2)
-    drafts = block if anchor else block - 1
+    """Read a drafter's config.
+
+    Args:
+        file: Named in errors.
+        values: Its content.
+        target: The config of the target's language model.
+
+    Raises:
+        CheckpointError: A setting is missing, or not one that a backbone head for `target` can have.
+    """
+    is_speculators = "speculators_model_type" in values
+    kind = _kind(file, values)
+    config = _validate(file, values, kind)
+    _check_target(file, config, target)
+    _check_attention(file, config, target)
+    markov_rank = config.markov_rank if kind == "dspark" else 0
+    anchor = config.sample_from_anchor
+    if anchor is None:
+        anchor = kind == "dspark" and not is_speculators
+    drafts = config.block_size if anchor else config.block_size - 1
+    if drafts < 1:
+        raise CheckpointError(f"{file}: block_size = 1 drafts no token; allowed: 2 or more; convert another drafter")
+    speculators = _section(values, "speculators_config")
+    methods = speculators.get("proposal_methods")
+    proposed = methods[0].get("speculative_tokens") if isinstance(methods, list) and methods else None
+    trained_on = _section(speculators, "verifier").get("name_or_path")
+    options = {
+        "backbone_layers": config.num_hidden_layers,
+        "backbone_heads": config.num_attention_heads,
+        "backbone_kv_heads": config.num_key_value_heads,
+        "backbone_theta": float(config.rope_parameters.rope_theta),
+        "backbone_eps": float(config.rms_norm_eps),
+        "aux_hidden_state_layer_ids": _layer_ids(file, config, is_speculators, target),
+        "sample_from_anchor": anchor,
+    }
     return Drafter(
-        f"{'speculators' if given.speculators else 'its authors'}' {kind}",
-        drafts + 1,
-        min(given.proposed() or drafts, drafts),
-        {
-            **given.sizes(),
-            "aux_hidden_state_layer_ids": given.layer_ids(target),
-            "sample_from_anchor": anchor,
-        },
-        given.count("mask_token_id", 0),
-        markov_rank,
-        given.verifier(),
+        layout=f"{'speculators' if is_speculators else 'its authors'}' {kind}",
+        window=drafts + 1,
+        drafts=min(proposed, drafts) if type(proposed) is int and proposed >= 1 else drafts,
+        options=options,
+        mask_token_id=config.mask_token_id,
+        markov_rank=markov_rank,
+        trained_on=trained_on if isinstance(trained_on, str) else None,
     )
 
 
-class _Given:
-    """Keys where the layouts have them. `layer`: the config of the draft layers."""
-
-    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
-        self.file, self.values = file, values
-        self.speculators = "speculators_model_type" in values
-        self.layer = self._section("transformer_layer_config") if self.speculators else values
-        self.dflash = {} if self.speculators else self._section("dflash_config")
-
-    def _section(self, key: str) -> Mapping[str, Any]:
-        section = self.values.get(key)
-        return section if isinstance(section, dict) else {}
-
-    def refuse(self, key: str, value: Any, allowed: str, hint: str = "convert a drafter made so") -> CheckpointError:
-        given = "is missing" if value is _MISSING else f"= {value!r}"
-        return CheckpointError(f"{self.file}: {key} {given}; allowed: {allowed}; {hint}")
-
-    def value(self, key: str, default: Any = _MISSING) -> Any:
-        """One of the drafter's own keys; `default` where it is not said or null."""
-        found = self.dflash.get(key, self.values.get(key))
-        return default if found is None else found
-
-    def only(self, key: str, allowed: tuple[Any, ...], shown: str, place: Mapping[str, Any] | None = None) -> None:
-        value = self.value(key, None) if place is None else place.get(key)
-        if value is not None and not any(
-            value is one or (type(value) is type(one) and value == one) for one in allowed
-        ):
-            raise self.refuse(key, value, shown)
-
-    def count(self, key: str, least: int, default: Any = _MISSING) -> int:
-        value = self.value(key, default)
-        if type(value) is not int or value < least:
-            raise self.refuse(key, value, f"numbers from {least}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.value(key, default)
-        if not isinstance(value, bool):
-            raise self.refuse(key, value, "true, false")
-        return value
-
-    def kind(self) -> str:
-        if self.speculators:
-            kind = self.values["speculators_model_type"]
-            if kind not in SPECULATORS:
-                raise self.refuse("speculators_model_type", kind, ", ".join(SPECULATORS))
-            return kind
-        named = self.values.get("architectures")
-        kinds = [AUTHORS[name] for name in _strings(named) if name in AUTHORS]
-        if not kinds:
-            raise self.refuse("architectures", named, ", ".join(AUTHORS), "name a DFlash or DSpark drafter")
-        return kinds[0]
-
-    def check_target(self, target: Mapping[str, Any]) -> None:
-        """Raise unless embeddings and logits are the target's, and the target's are what a drafter takes them for."""
-        for key in ("hidden_size", "num_target_layers"):
-            theirs = target.get("num_hidden_layers" if key == "num_target_layers" else key)
-            self.only(key, (theirs,), f"{theirs}, the target's", self.layer)
-        self.only("target_hidden_size", (target["hidden_size"],), f"{target['hidden_size']}, the target's")
-        vocabulary = target["vocab_size"]
-        if (size := self.layer.get("vocab_size")) is not None and (type(size) is not int or size < vocabulary):
-            raise self.refuse("vocab_size", size, f"{vocabulary}, the target's", "name the target it was trained on")
-        drafted = self.value("draft_vocab_size", vocabulary)
-        if drafted != vocabulary:
-            raise self.refuse("draft_vocab_size", drafted, f"{vocabulary}, all ids of the target")
-        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier"):
-            if (value := target.get(key)) not in (None, 1, 1.0):
-                raise CheckpointError(
-                    f"{self.file}: the target's {key} = {value}, which a drafter does not have between its states and "
-                    "the target's embeddings or lm_head; allowed: targets without; train a head for this one"
-                )
-        if str(target.get("model_type")).startswith("gemma"):
-            raise CheckpointError(
-                f"{self.file}: a target of type {target['model_type']} scales its embeddings; allowed: targets that do "
-                "not; train a head for this one"
-            )
-
-    def check_layers(self, target: Mapping[str, Any]) -> None:
-        """Raise unless the draft layers are Qwen3's with full attention in both directions."""
-        layer, unknown = self.layer, sorted(self.dflash.keys() - _DFLASH_KEYS)
-        for key in ("hidden_act", "is_neox_style", "attention_bias", "quantization_config"):
-            allowed = {"hidden_act": ("silu",), "is_neox_style": (True,), "attention_bias": (False,)}.get(key, ())
-            self.only(key, allowed, repr(allowed[0]) if allowed else "none", layer)
-        for key in ("is_causal", "causal", "add_swa_attention_sink_bias"):
-            self.only(key, (False,), "False")
-        self.only("use_aux_hidden_state", (True,), "True")
-        self.only("logit_scale", (1, 1.0), "1")
-        self.only("quantization_config", (), "none")
-        for key in unknown:
-            if self.dflash[key] not in (None, False):
-                raise self.refuse(f"dflash_config.{key}", self.dflash[key], "none")
-        self._check_sliding(target)
-
-    def _check_sliding(self, target: Mapping[str, Any]) -> None:
-        """A window that is longer than any text of the target, in both directions, is full attention."""
-        types = set(_strings(self.layer.get("layer_types"))) - {"full_attention"}
-        if not types:
-            return
-        window = self.dflash.get("swa_window_size") or self.layer.get("sliding_window")
-        longest = target.get("max_position_embeddings")
-        both = self.value("sliding_window_non_causal", False) is True or self.dflash.get("causal") is False
-        fits = type(window) is int and type(longest) is int and window >= longest
-        if types != {"sliding_attention"} or not (fits and both):
-            raise self.refuse(
-                "layer_types",
-                sorted(types),
-                f"full_attention, or sliding_attention in both directions over {longest} tokens, all of a text",
-            )
-
-    def sizes(self) -> dict[str, Any]:
-        """The backbone_... options; numbers of heads are read of the tensors, which say them all."""
-        for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-            if type(value := self.layer.get(key, _MISSING)) is not int or value < 1:
-                raise self.refuse(key, value, "numbers from 1", "copy the checkpoint again")
-        rope = self.layer.get("rope_parameters") or {
-            **(self.layer.get("rope_scaling") or {}),
-            "rope_theta": self.layer.get("rope_theta"),
-        }
-        if not isinstance(rope, dict) or rope.keys() - _ROPE_KEYS:
-            raise self.refuse("rope_parameters", rope, "rope_theta and the default type")
-        for key, allowed in (("rope_type", "default"), ("type", "default"), ("partial_rotary_factor", 1)):
-            if rope.get(key) not in (None, allowed):
-                raise self.refuse(f"rope_parameters.{key}", rope[key], repr(allowed))
-        self.only("partial_rotary_factor", (1, 1.0), "1", self.layer)
-        theta: Any = rope.get("rope_theta")
-        eps: Any = self.layer.get("rms_norm_eps", 1e-6)
-        if type(theta) not in (int, float) or theta <= 0:
-            raise self.refuse("rope_theta", theta, "a number above 0", "write the one it was trained with")
-        if type(eps) not in (int, float):
-            raise self.refuse("rms_norm_eps", eps, "a number")
-        return {
-            "backbone_layers": self.layer["num_hidden_layers"],
-            "backbone_heads": self.layer["num_attention_heads"],
-            "backbone_kv_heads": self.layer["num_key_value_heads"],
-            "backbone_theta": float(theta),
-            "backbone_eps": float(eps),
-        }
-
-    def layer_ids(self, target: Mapping[str, Any]) -> list[int]:
-        """As a head says them: how many layers of the target lie before the state."""
-        key, offset = ("aux_hidden_state_layer_ids", 0) if self.speculators else ("target_layer_ids", 1)
-        ids, last = self.value(key), target.get("num_hidden_layers", 0) - 1
-        if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i + offset <= last for i in ids):
-            raise self.refuse(
-                key, ids, f"numbers from {-offset} to {last - offset} of the target's layers", "name its own target"
-            )
-        return [i + offset for i in ids]
-
-    def proposed(self) -> int | None:
-        """Drafts of a step where speculators' config says so."""
-        methods = self._section("speculators_config").get("proposal_methods")
-        first = methods[0] if isinstance(methods, list) and methods else {}
-        drafts = first.get("speculative_tokens") if isinstance(first, dict) else None
-        return drafts if type(drafts) is int and drafts >= 1 else None
-
-    def verifier(self) -> str | None:
-        verifier = self._section("speculators_config").get("verifier")
-        name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-        return name if isinstance(name, str) else None
+def _section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    section = values.get(key)
+    return section if isinstance(section, dict) else {}
 
 
-def _strings(values: Any) -> list[str]:
-    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+def _error(file: Path, key: str, value: Any, allowed: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {key} = {value!r}; allowed: {allowed}; convert another drafter")
+
+
+def _kind(file: Path, values: Mapping[str, Any]) -> str:
+    if "speculators_model_type" in values:
+        kind = values["speculators_model_type"]
+        if kind not in SPECULATORS:
+            raise _error(file, "speculators_model_type", kind, ", ".join(SPECULATORS))
+        return kind
+    named = values.get("architectures")
+    kinds = [AUTHORS[name] for name in named if name in AUTHORS] if isinstance(named, list) else []
+    if not kinds:
+        raise _error(file, "architectures", named, ", ".join(AUTHORS))
+    return kinds[0]
+
+
+def _validate(file: Path, values: Mapping[str, Any], kind: str) -> DrafterConfig:
+    """Merge the sections of all layouts into one mapping without nulls, and validate it."""
+    own = _section(values, "dflash_config")
+    for key in sorted(own.keys() - DrafterConfig.model_fields.keys()):
+        if own[key] not in (None, False):
+            raise _error(file, f"dflash_config.{key}", own[key], "none")
+    merged = {**_section(values, "transformer_layer_config"), **values, **own}
+    merged = {key: value for key, value in merged.items() if value is not None}
+    scaling = merged.get("rope_scaling", {})
+    if not merged.get("rope_parameters") and isinstance(scaling, dict):
+        merged["rope_parameters"] = {**scaling, "rope_theta": merged.get("rope_theta")}
+    if kind == "dflash" or not merged.get("markov_rank"):
+        merged.pop("markov_head_type", None)
+    try:
+        return DrafterConfig.model_validate(merged)
+    except ValidationError as error:
+        raise CheckpointError(f"{file}: {one_line(error, DrafterConfig)}; convert another drafter") from None
+
+
+def _check_target(file: Path, config: DrafterConfig, target: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the drafter reads the embeddings and logits of `target` unscaled."""
+    vocab_size, layers = target["vocab_size"], target.get("num_hidden_layers")
+    for key, expected in (
+        ("hidden_size", target["hidden_size"]),
+        ("target_hidden_size", target["hidden_size"]),
+        ("num_target_layers", layers),
+        ("draft_vocab_size", vocab_size),
+    ):
+        if (value := getattr(config, key)) not in (None, expected):
+            raise _error(file, key, value, f"{expected}, the target's")
+    if config.vocab_size is not None and config.vocab_size < vocab_size:
+        raise _error(file, "vocab_size", config.vocab_size, f"{vocab_size}, the target's")
+    if scales := [f"{key} = {target[key]}" for key in SCALES if target.get(key) not in (None, 1)]:
+        raise CheckpointError(
+            f"{file}: the target has {', '.join(scales)}, which a drafter does not apply; train a head for this target"
+        )
+    if str(target.get("model_type")).startswith("gemma"):
+        raise CheckpointError(
+            f"{file}: a target of type {target['model_type']} scales its embeddings; train a head for this target"
+        )
+
+
+def _check_attention(file: Path, config: DrafterConfig, target: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for sliding windows, unless they cover any text of the target in both directions."""
+    types = set(config.layer_types) - {"full_attention"}
+    window, longest = config.swa_window_size or config.sliding_window, target.get("max_position_embeddings")
+    is_full = type(longest) is int and window is not None and window >= longest
+    is_full &= config.sliding_window_non_causal or config.causal is False
+    if types and not (types == {"sliding_attention"} and is_full):
+        allowed = f"full_attention, or sliding_attention in both directions over {longest} tokens"
+        raise _error(file, "layer_types", sorted(types), allowed)
+
+
+def _layer_ids(file: Path, config: DrafterConfig, is_speculators: bool, target: Mapping[str, Any]) -> list[int]:
+    """Return the layers read, as the number of the target's layers before each state."""
+    key, offset = ("aux_hidden_state_layer_ids", 0) if is_speculators else ("target_layer_ids", 1)
+    ids, last = getattr(config, key), target.get("num_hidden_layers", 0) - 1
+    if not ids or not all(0 <= i + offset <= last for i in ids):
+        raise _error(file, key, ids, f"numbers from {-offset} to {last - offset} of the target's layers")
+    return [i + offset for i in ids]

@@ -1,7 +1,7 @@
-"""What `vllm-mtpc convert` is asked, and what it reads: a checkpoint's file, and the config of its target.
+"""Options of `vllm-mtpc convert`, and reading checkpoints and their targets' configs.
 
-Pickled files are read with `torch.load(weights_only=True, mmap=True)` and nothing else: no pickled object is ever run,
-and of a file that also holds an optimiser's state only the tensors that are used are read.
+Pickled files are read with `torch.load(weights_only=True, mmap=True)` only: no pickled code runs, and the optimiser's
+state is not read into memory.
 """
 
 from __future__ import annotations
@@ -24,46 +24,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SETTINGS_FILE = "config.yaml"  # next to an MtPC checkpoint
-MASK_FILE = "mask_embedding.pt"  # next to a drafter, of a mask that was trained apart
-SHARED = ("ckpt", "target", "out", "temperature", "top_k", "top_p")  # what heads other than PTP's do not say themselves
+MASK_FILE = "mask_embedding.pt"  # next to a drafter whose mask was trained separately
 _ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
 
 
 class ConvertOptions(BaseModel):
-    """What is to be converted. A field is a flag of `vllm-mtpc convert`, ckpt its argument."""
+    """Options of a conversion. Every field is a flag of `vllm-mtpc convert`, except `ckpt`, its argument."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ckpt: Path = Field(
         description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml next to it, the folder of "
-        "both (the last step is taken) or a hub repository; DFlash, DSpark: folder or hub repository"
+        "both (the last step is used) or a hub repository; DFlash, DSpark: folder or hub repository"
     )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
     out: Path = Field(description="folder of the head")
     temperature: float = Field(1.0, gt=0, description="temperature of the text (PTP: of u's picks) it was trained on")
     top_k: int = Field(0, ge=0, description="top-k of that text; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that text; 1: off")
-    layout: Literal["auto", "official", "fork"] = Field("auto", description="PTP: names in the file")
-    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="PTP: what the rows were trained to give")
+    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="PTP: variant of the rows")
     window: int | None = Field(
-        None, ge=2, description="PTP: n, auxiliary rows (default: as the histogram's, or 16, what the authors train)"
+        None, ge=2, description="PTP: n, auxiliary rows (default: as in the histogram, or 16, as the authors train)"
     )
-    u_embedding: str | None = Field(None, description="PTP: name of the u-embedding, where its tensors fit several")
-    lora_alpha: float = Field(8.0, gt=0, description="PTP: of the adapters; PEFT's default, which the authors leave")
+    u_embedding: str | None = Field(None, description="PTP: name of the u-embedding, if its tensors fit several")
+    lora_alpha: float = Field(8.0, gt=0, description="PTP: of the adapters (PEFT's default, which the authors use)")
     histogram: Path | None = Field(None, description="PTP: correct_count_hist.pt, shares of 0, 1, ... correct tokens")
 
     @property
     def trained_sampling(self) -> dict[str, Any]:
-        """As a head's config says it."""
+        """The sampling parameters by the names of a head's config."""
         return {f"trained_{name}": getattr(self, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def locate(ckpt: Path) -> tuple[Path, str]:
-    """The checkpoint named by a file, a folder of model@STEP.pt files (the last step) or a hub repository of them.
+def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
+    """Find a checkpoint, downloading it if `ckpt` is a hub repository.
 
-    Of a DFlash or DSpark drafter, which has config.json and no such files, the folder. And what provenance calls it: a
-    file's or folder's name, or repository@commit with the file. Raises CheckpointError when there is none.
+    Returns:
+        A file, or the folder of a drafter; and its name for provenance: a file or folder name, or REPOSITORY@COMMIT.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
     """
     if ckpt.is_file():
         return ckpt, ckpt.name
@@ -78,39 +79,39 @@ def locate(ckpt: Path) -> tuple[Path, str]:
     )
 
 
-def load(path: Path) -> Any:
-    """What torch.save wrote to `path`, tensors alone, memory-mapped; raises CheckpointError."""
+def load_tensors(path: Path) -> Any:
+    """Load a file of `torch.save` that holds tensors and plain values only, memory-mapped; raises CheckpointError."""
     import torch
 
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; name a Lightning checkpoint (.ckpt) or histogram (.pt)")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds; a user needs one line whatever is wrong with the file
+    except Exception as error:  # torch raises many types
         raise CheckpointError(
             f"{path}: cannot be read as tensors alone ({first_line(error)}); other pickled objects are never loaded: "
-            "where you trust the file, load it, save its state dict again with torch.save and convert that"
+            "if you trust the file, load it, save its state dict again with torch.save and convert that"
         ) from None
 
 
-def adapters_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adapters by PEFT's names on disk; raises CheckpointError for what is none."""
+def to_peft_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return LoRA tensors by PEFT's names on disk; raises CheckpointError for any other tensor."""
     found = {}
     for name, value in tensors.items():
         if (match := _ADAPTER.search(name)) is None:
-            raise CheckpointError(f"{path}: {name} is no adapter heads have; allowed: lora_A, lora_B of linear layers")
+            raise CheckpointError(f"{path}: {name} is not supported; allowed: lora_A, lora_B of linear layers")
         found[f"{match[0]}.weight"] = value
     return found
 
 
 def target_config(name: str) -> dict[str, Any]:
-    """The config of a target's language model, no weights read; raises CheckpointError.
+    """Return the config of a target's language model, without reading weights; raises CheckpointError.
 
-    Of a model that transformers does not know (EvaByte, Byte-Llama) its config.json is taken as it is.
+    The config.json of a model that transformers does not know (EvaByte, Byte-Llama) is returned as it is.
     """
     from transformers import AutoConfig, PretrainedConfig
 
-    try:  # False: a model with code of its own is an error, not a question on the terminal
+    try:  # trust_remote_code=False: a model with its own code is an error, not a question on the terminal
         return AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config().to_dict()
     except (OSError, ValueError, KeyError) as error:  # transformers raises all of these on bad input
         values, reason = {}, first_line(error)
@@ -125,16 +126,16 @@ def target_config(name: str) -> dict[str, Any]:
     return values
 
 
-def narrowest(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The narrowest type of a head that holds every tensor exactly (float64: rounded to float32)."""
+def narrowest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the narrowest dtype of a head that stores every tensor exactly (float64: float32)."""
     import torch
 
-    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
 
 
 def _last_step(place: str, names: Iterable[str]) -> str | None:
-    """The file of the last step; None where there is none, but a drafter's config. Raises CheckpointError."""
+    """Return the file of the last step, None for a drafter's files."""
     steps = {int(match[1]): name for name in names if (match := _STEP_FILE.fullmatch(name))}
     if not steps and CONFIG_FILE not in names:
         raise CheckpointError(
@@ -157,8 +158,8 @@ def _download(repo: str) -> tuple[Path, str]:
         return Path(hf_hub_download(repo, name, revision=info.sha)), f"{repo}@{info.sha}/{name}"
     except CheckpointError:
         raise
-    except Exception as error:  # the hub client raises many kinds; a user needs one line whatever happened
+    except Exception as error:  # the hub client raises many types
         raise CheckpointError(
-            f"{repo}: not a file or folder here, and not to be had from the hub ({first_line(error)}); correct its "
-            f"name, or download its files, of MtPC a model@STEP.pt and {SETTINGS_FILE} into one folder, and name that"
+            f"{repo}: not a local file or folder, and cannot be downloaded ({first_line(error)}); correct the name, or "
+            "download its files into one folder and name that"
         ) from None

@@ -1,8 +1,8 @@
-"""The folder of a PTP head: PEFT's adapter files, `u_embed.safetensors`, and what every head has.
+"""Save and load PTP heads: PEFT's adapter files, `u_embed.safetensors`, and the files that every head has.
 
-`u_embed.safetensors` has the embedding of u and, in names that start with "late.", the late network where there is one.
-It names, in its metadata, the adapters it was trained with (their digest) and what no shape tells:
-the variant and the embedding. A folder whose files are of two heads is refused, not served badly.
+`u_embed.safetensors` holds the embedding of u and, under names that start with "late.", the late network if there is
+one. Its metadata holds the digest of the adapters it was trained with, and the variant and the embedding, which no
+shape shows. Files of two different heads in one folder are rejected.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch import Tensor
 from vllm_mtpc.checkpoint.load import (
     AdapterInfo,
     Shapes,
-    check_adapter_files,
     check_adapter_shapes,
     check_digest,
     check_shapes,
     module_names,
-    of_method,
     read_adapter_config,
     read_adapters,
     read_config,
     read_tensors,
+    require_adapter_files,
+    require_method,
+    shapes_of,
 )
 from vllm_mtpc.checkpoint.locate import U_EMBED_FILE, require_weights
 from vllm_mtpc.checkpoint.save import to_save, write_folder
@@ -38,16 +39,16 @@ from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 from vllm_mtpc.heads.ptp.student import Student
 
-LATE = "late."  # in front of the names of the late network's tensors
+LATE = "late."  # prefix of the late network's tensors
 
 
 class PtpHead(NamedTuple):
-    """A PTP head as it is on disk; `load_student` puts it on its target."""
+    """A PTP head as it is on disk. `load_student` puts it on its target."""
 
     config: PtpConfig
     lora: dict[str, Tensor]  # PEFT's names
     embedding: AuxEmbedding  # eval mode, no gradients
-    late: LateNetwork | None = None  # the same
+    late: LateNetwork | None = None  # eval mode, no gradients
 
 
 def save_ptp(
@@ -60,23 +61,34 @@ def save_ptp(
     dtype: torch.dtype = torch.float16,
     late: LateNetwork | None = None,
 ) -> None:
-    """Write a head folder; `lora` has PEFT's names ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight").
+    """Write the folder of a PTP head.
 
-    Raises CheckpointError, before anything is written, for weights that load_ptp would refuse.
+    Args:
+        folder: Created if it does not exist. Files of an earlier head are replaced once all new ones are complete.
+        config: Of the head.
+        lora: Adapters by PEFT's names ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight").
+        embedding: Of u.
+        provenance: Of the head, for `provenance.json`; package versions are added.
+        card: The text of `README.md`.
+        dtype: Of the tensors on disk.
+        late: The late network of variant "late".
+
+    Raises:
+        CheckpointError: `load_ptp` would reject the weights. Nothing is written.
     """
     folder = Path(folder)
     lora, u_embed = to_save(folder, lora, dtype), to_save(folder, _u_tensors(embedding, late), dtype)
     file = folder / ADAPTER_WEIGHTS_FILE
-    check_adapter_shapes(file, _shapes(lora), range(config.num_layers), config.lora_rank, config.hidden_size)
-    _check_embedding(folder / U_EMBED_FILE, _shapes(u_embed), config)
+    check_adapter_shapes(file, shapes_of(lora), range(config.num_layers), config.lora_rank, config.hidden_size)
+    _check_embedding(folder / U_EMBED_FILE, shapes_of(u_embed), config)
     adapters = Adapters(None, config.lora_rank, config.lora_alpha, module_names(lora), lora)
     write_folder(folder, U_EMBED_FILE, u_embed, adapters, config, provenance, card, **_identity(config))
 
 
 def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> PtpHead:
-    """The head in a folder; raises CheckpointError or HeadConfigError."""
+    """Load a PTP head with tensors of `dtype` on `device`. Raises CheckpointError or HeadConfigError."""
     folder = Path(folder)
-    config = of_method("ptp", folder, read_config(folder))
+    config = require_method("ptp", folder, read_config(folder))
     _, u_embed, lora = _read(folder, config, dtype, device)
     with torch.device("meta"):
         embedding, late = _build(config)
@@ -88,9 +100,11 @@ def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: tor
 
 
 def load_student(folder: Path | str, target: Any) -> Student:
-    """The head in a folder on its target (a `vllm_mtpc.hf.Target`), without gradients.
+    """Load a PTP head onto `target`, a `vllm_mtpc.hf.Target`, without gradients.
 
-    Raises CheckpointError or HeadConfigError.
+    Raises:
+        CheckpointError: A file is missing, damaged, or of another shape.
+        HeadConfigError: The config is not valid, or the head is of another target.
     """
     head = load_ptp(folder)
     student = Student(target, head.config)
@@ -99,7 +113,7 @@ def load_student(folder: Path | str, target: Any) -> Student:
 
 
 def check_ptp(folder: Path | str, config: PtpConfig) -> AdapterInfo:
-    """What the adapters of a PTP head are; raises CheckpointError unless every tensor of its files is as configured."""
+    """`vllm_mtpc.checkpoint.check_tensors` of a PTP head."""
     modules, _, lora = _read(Path(folder), config)
     parameters = sum(tensor.numel() for tensor in lora.values())
     return AdapterInfo(list(range(config.num_layers)), config.lora_rank, config.lora_alpha, modules, parameters)
@@ -108,18 +122,15 @@ def check_ptp(folder: Path | str, config: PtpConfig) -> AdapterInfo:
 def _read(
     folder: Path, config: PtpConfig, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """The adapted modules, the tensors of `u_embed.safetensors` and the adapters; raises CheckpointError.
-
-    As they are stored, memory-mapped, where neither dtype nor device is asked for.
-    """
+    """Return the adapted modules, the tensors of `u_embed.safetensors` and the adapters; None: as on disk."""
     file = require_weights(folder, U_EMBED_FILE)
-    check_adapter_files(folder, 'speculators_model_type "ptp"')
-    modules = _adapted_modules(folder / ADAPTER_CONFIG_FILE, config)
+    require_adapter_files(folder, 'speculators_model_type "ptp"')
+    modules = _check_adapter_config(folder, config)
     metadata = check_digest(folder, U_EMBED_FILE)
     for key, value in _identity(config).items():
         if metadata.get(key) != value:
             raise CheckpointError(
-                f"{file}: was trained with {key} {metadata.get(key)!r}, but config.json says {value!r}; correct "
+                f"{file}: was trained with {key} {metadata.get(key)!r}, but config.json has {value!r}; correct "
                 "config.json or copy the head again"
             )
     embedding = read_tensors(file, lambda shapes: _check_embedding(file, shapes, config))
@@ -131,32 +142,36 @@ def _read(
     return modules, u_embed, lora
 
 
-def _adapted_modules(file: Path, config: PtpConfig) -> list[str]:
-    """As PEFT's config and the names of the adapters say; raises CheckpointError where config.json says otherwise."""
-    _, rank, alpha, modules = read_adapter_config(file, lambda layers: layers is None, "null, adapters on every layer")
-    if (rank, alpha) != (config.lora_rank, config.lora_alpha):
+def _check_adapter_config(folder: Path, config: PtpConfig) -> list[str]:
+    """Return the adapted modules. Raises CheckpointError where PEFT's files disagree with config.json."""
+    file, peft = folder / ADAPTER_CONFIG_FILE, read_adapter_config(folder)
+    if peft.layers_to_transform is not None:
         raise CheckpointError(
-            f"{file}: r = {rank}, lora_alpha = {alpha}, but config.json says lora_rank={config.lora_rank}, "
-            f"lora_alpha={config.lora_alpha:g}; save the head again"
+            f"{file}: layers_to_transform = {peft.layers_to_transform}; allowed: null, adapters on every layer"
         )
-    with open_tensors(file.with_name(ADAPTER_WEIGHTS_FILE)) as handle:
+    if (peft.r, peft.lora_alpha) != (config.lora_rank, config.lora_alpha):
+        raise CheckpointError(
+            f"{file}: r = {peft.r}, lora_alpha = {peft.lora_alpha:g}, but config.json has "
+            f"lora_rank={config.lora_rank}, lora_alpha={config.lora_alpha:g}; save the head again"
+        )
+    with open_tensors(folder / ADAPTER_WEIGHTS_FILE) as handle:
         found = module_names(handle.keys())
-    if found and found != modules:
+    if found and found != sorted(peft.target_modules):
         raise CheckpointError(
-            f"{file}: target_modules is {', '.join(modules)}, but {ADAPTER_WEIGHTS_FILE} has adapters of "
-            f"{', '.join(found)}; allowed: {', '.join(MODULES)}; save the head again"
+            f"{file}: target_modules is {', '.join(sorted(peft.target_modules))}, but {ADAPTER_WEIGHTS_FILE} has "
+            f"adapters of {', '.join(found)}; allowed: {', '.join(MODULES)}; save the head again"
         )
-    return modules
+    return found
 
 
 def _check_embedding(file: Path, shapes: Shapes, config: PtpConfig) -> None:
     with torch.device("meta"):
-        expected = _u_tensors(*_build(config))
+        expected = shapes_of(_u_tensors(*_build(config)))
     check_shapes(file, shapes, expected, "u_embedding, u_features, u_hidden, late_width, hidden_size")
 
 
 def _identity(config: PtpConfig) -> dict[str, str]:
-    """What tells heads of the same shapes apart."""
+    """Return the settings by which heads of the same shapes differ."""
     return {"variant": config.variant, "u_embedding": config.u_embedding}
 
 
@@ -166,10 +181,6 @@ def _build(config: PtpConfig) -> tuple[AuxEmbedding, LateNetwork | None]:
 
 
 def _u_tensors(embedding: AuxEmbedding, late: LateNetwork | None) -> dict[str, Tensor]:
-    """What `u_embed.safetensors` holds, by its names."""
-    theirs = {} if late is None else {LATE + name: value for name, value in late.state_dict().items()}
-    return {**embedding.state_dict(), **theirs}
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    """Return the tensors of `u_embed.safetensors` by name."""
+    late_tensors = {} if late is None else {LATE + name: value for name, value in late.state_dict().items()}
+    return {**embedding.state_dict(), **late_tensors}

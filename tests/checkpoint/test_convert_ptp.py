@@ -1,8 +1,7 @@
-"""`vllm-mtpc convert`: checkpoints in both layouts of the authors' code, made here, give heads with their weights."""
+"""`vllm-mtpc convert` of PTP checkpoints in both layouts of the authors keeps the weights."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.convert_cases import convert, refusal
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import load_ptp
-from vllm_mtpc.checkpoint.convert.ptp import accepted_drafts
+from vllm_mtpc.checkpoint.convert.ptp_checkpoint import accepted_drafts
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.heads.adapters import MODULES
@@ -27,7 +27,7 @@ LLAMA = LlamaConfig(
     num_key_value_heads=1,
     head_dim=4,
 )
-# What the authors' classes call their tensors, by our name of the embedding.
+# The authors' names of the tensors, by our name of the embedding.
 EMBEDDINGS = {
     "ieee": {"u_adapter.weight": (8, 32), "u_adapter.bias": (8,)},
     "sawtooth": {"embedding.weight": (8, 32), "embedding.bias": (8,)},
@@ -82,38 +82,15 @@ def write(file: Path, state: dict, **more: object) -> Path:
     return file
 
 
-def convert(file: Path, target: Path, *flags: object) -> Path:
-    out = file.parent / "head"
-    assert main(["convert", str(file), "--target", str(target), "--out", str(out), *map(str, flags)]) == 0
-    return out
-
-
-def refusal(file: Path, target: Path, capsys, *flags: object) -> str:
-    out = file.parent / "head"
-    assert main(["convert", str(file), "--target", str(target), "--out", str(out), *map(str, flags)]) == 1
-    text = capsys.readouterr().err
-    assert text.startswith("vllm-mtpc: error: ") and text.count("\n") == 1
-    assert not out.exists()
-    return text
-
-
-@pytest.mark.parametrize("full", [True, False], ids=["full", "adapters"])
-@pytest.mark.parametrize("asked", ["auto", "named"])
-@pytest.mark.parametrize("layout", PREFIXES)
-def test_adapters_and_embedding_of_both_layouts(tmp_path, target, tensors, student, capsys, layout, asked, full):
+@pytest.mark.parametrize("layout, full", [("official", True), ("fork", True), ("fork", False)])
+def test_adapters_and_embedding_of_both_layouts(tmp_path, target, tensors, student, capsys, layout, full):
     """The converted adapters on the plain target give the logits of the model the checkpoint was made of."""
     state = tensors(layout, full=full)
-    flags = [] if asked == "auto" else ["--layout", layout]
-    out = convert(write(tmp_path / "epoch=140.ckpt", state), target, *flags, "--temperature", 0.7, "--top-k", 50)
+    out = convert(write(tmp_path / "epoch=140.ckpt", state), target, "--temperature", 0.7, "--top-k", 50)
     assert str(out) in capsys.readouterr().out
     config, lora, embedding, late = load_ptp(out)
-    assert (config.variant, config.window, config.num_speculative_tokens, config.u_embedding) == (
-        "o-ptp",
-        16,
-        15,
-        "ieee",
-    )
-    assert (config.lora_rank, config.lora_alpha, config.accepted) == (4, 8.0, None)
+    assert (config.variant, config.window, config.u_embedding) == ("o-ptp", 16, "ieee")
+    assert (config.num_speculative_tokens, config.lora_rank, config.lora_alpha, config.accepted) == (15, 4, 8.0, None)
     assert (config.trained_temperature, config.trained_top_k, config.trained_top_p) == (0.7, 50, 1.0)
     assert config.speculators_config.verifier.name_or_path == "../target"
     assert len(lora) == 2 * 7 * 2 and late is None
@@ -130,25 +107,23 @@ def test_adapters_and_embedding_of_both_layouts(tmp_path, target, tensors, stude
     assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
 
 
-@pytest.mark.parametrize("layout", PREFIXES)
 @pytest.mark.parametrize("name", EMBEDDINGS)
-def test_every_embedding_of_their_code(tmp_path, target, tensors, capsys, name, layout):
-    state = tensors(layout, name, full=False)
-    file = write(tmp_path / "a.ckpt", state)
+def test_embedding_is_matched_by_its_tensors(tmp_path, target, tensors, capsys, name):
+    state = tensors("fork", name, full=False)
+    file, flags = write(tmp_path / "a.ckpt", state), []
     if name in AMBIGUOUS:
-        text = refusal(file, target, capsys)
-        assert f"--u-embedding {name}" in text
-    out = convert(file, target, *(["--u-embedding", name] if name in AMBIGUOUS else []))
-    head = load_ptp(out)
+        assert f"--u-embedding {name}" in refusal(file, target, capsys)
+        flags = ["--u-embedding", name]
+    head = load_ptp(convert(file, target, *flags))
     assert head.config.u_embedding == name
-    given = [value for key, value in state.items() if key.startswith(PREFIXES[layout][1])]
+    given = [value for key, value in state.items() if key.startswith(PREFIXES["fork"][1])]
     assert all(torch.equal(*pair) for pair in zip(head.embedding.state_dict().values(), given, strict=True))
 
 
 @pytest.mark.parametrize(
     "dtype, kept", [(torch.float16, "F16"), (torch.float32, "F32"), (torch.bfloat16, "F32")], ids=str
 )
-def test_the_dtype_is_kept_or_widened(tmp_path, target, tensors, dtype, kept):
+def test_dtype_is_kept_or_widened(tmp_path, target, tensors, dtype, kept):
     state = {name: value.to(dtype) for name, value in tensors(full=False).items()}
     out = convert(write(tmp_path / "a.ckpt", state), target, "--variant", "c-ptp", "--lora-alpha", 16)
     assert inspect_head(out)["weights"]["dtypes"] == [kept]
@@ -157,27 +132,20 @@ def test_the_dtype_is_kept_or_widened(tmp_path, target, tensors, dtype, kept):
     assert torch.equal(head.embedding.outer.bias, state["model.u_embed.u_adapter.bias"].float())
 
 
-def test_the_histogram_gives_the_window_and_the_accepted_drafts(tmp_path, target, tensors):
-    """21 bins, as theirs: 20 rows, of which the first is the target's own token."""
-    counts = torch.arange(1, 22).double()
+def test_histogram_gives_window_and_accepted_drafts(tmp_path, target, tensors, capsys):
+    """21 bins as the authors': 20 rows, of which the first is the target's own token."""
+    counts, file = torch.arange(1, 22).double(), write(tmp_path / "a.ckpt", tensors(full=False))
     torch.save(counts / counts.sum(), tmp_path / "hist.pt")
-    config = load_ptp(
-        convert(write(tmp_path / "a.ckpt", tensors()), target, "--histogram", tmp_path / "hist.pt")
-    ).config
+    config = load_ptp(convert(file, target, "--histogram", tmp_path / "hist.pt")).config
     assert (config.window, config.num_speculative_tokens) == (20, 19)
     assert config.accepted == pytest.approx((counts[1:] / counts[1:].sum()).tolist())
-
-
-def test_a_histogram_of_fewer_tokens_than_the_window_is_left_out_and_said(tmp_path, target, tensors, capsys):
     torch.save(torch.tensor([0.5, 0.25, 0.25]), tmp_path / "hist.pt")
-    file = write(tmp_path / "a.ckpt", tensors())
-    out = convert(file, target, "--histogram", tmp_path / "hist.pt", "--window", 3)
-    assert load_ptp(out).config.accepted is None
+    assert load_ptp(convert(file, target, "--histogram", tmp_path / "hist.pt", "--window", 3)).config.accepted is None
     assert "counts up to 2 tokens, window is 3" in capsys.readouterr().err
 
 
-def test_accepted_drafts_of_rows_that_are_right_independently():
-    """Each of 4 rows right with probability p: drafts after the first row are a chain of 3 with the same p."""
+def test_accepted_drafts_of_independent_rows():
+    """Each of 4 rows is correct with probability p: drafts after the first row are a chain of 3 with the same p."""
     p = 0.7
     counts = [*((1 - p) * p**g for g in range(4)), p**4]
     assert accepted_drafts(counts, 4) == pytest.approx([1 - p, p * (1 - p), p * p * (1 - p), p**3])
@@ -193,10 +161,9 @@ def without(state: dict, word: str) -> dict:
 @pytest.mark.parametrize(
     "change, flags, words",
     [
-        (lambda state: without(state, ".lora_"), [], ["no adapters", "LoRA"]),
+        (lambda state: without(state, ".lora_"), [], ["has no adapters", "LoRA"]),
         (lambda state: without(state, "u_embed"), [], ["no u-embedding", "model.u_embed.*", "student.u_adapter.*"]),
-        (lambda state: state, ["--layout", "fork"], ["layout official", "layout fork"]),
-        (lambda state: state | {"student.u_adapter.u_adapter.bias": torch.ones(8)}, [], ["both layouts", "--layout"]),
+        (lambda state: state | {"student.u_adapter.u_adapter.bias": torch.ones(8)}, [], ["has 2 u-embeddings"]),
         (lambda state: state | {"model.u_embed.more": torch.ones(8)}, [], ["more"]),
         (lambda state: state | {"model.u_embed.u_adapter.weight": torch.ones(4, 32)}, [], ["(4, 32)", "(8, 32)"]),
         (lambda state: without(state, "layers.1.mlp.up_proj.lora_B"), [], ["missing", "layers.1.mlp.up_proj.lora_B"]),
@@ -207,61 +174,59 @@ def without(state: dict, word: str) -> dict:
             [],
             ["lora_embedding_A", "linear layers"],
         ),
-        (lambda state: state, ["--u-embedding", "round"], ["ieee", "not round", "--u-embedding ieee"]),
+        (lambda state: state, ["--u-embedding", "round"], ["ieee", "--u-embedding ieee"]),
         (lambda state: state, ["--window", 1], ["window", "1", "2"]),
         (lambda state: state, ["--lora-alpha", 0], ["lora_alpha", "0"]),
         (lambda state: state, ["--histogram", "nowhere.pt"], ["nowhere.pt", "not a file"]),
         (lambda state: {**state, "model.u_embed.u_adapter.bias": torch.full((8,), float("nan"))}, [], ["NaN"]),
     ],
 )
-def test_what_cannot_be_converted_is_refused_in_one_line(tmp_path, target, tensors, capsys, change, flags, words):
-    text = refusal(write(tmp_path / "a.ckpt", change(tensors())), target, capsys, *flags)
+def test_unsupported_checkpoint_is_refused(tmp_path, target, tensors, capsys, change, flags, words):
+    text = refusal(write(tmp_path / "a.ckpt", change(tensors(full=False))), target, capsys, *flags)
     assert all(word in text for word in words), text
 
 
-def test_the_target_must_have_the_adapters_layers(tmp_path, tensors, capsys):
-    LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 3}).save_pretrained(tmp_path / "target")
-    assert "layers.2." in refusal(write(tmp_path / "a.ckpt", tensors()), tmp_path / "target", capsys)
-    (tmp_path / "empty").mkdir()
-    assert "target" in refusal(tmp_path / "a.ckpt", tmp_path / "empty", capsys)
-
-
 class Planted:
-    """Would say so if it were ever unpickled."""
+    """Prints if it is unpickled."""
 
     def __reduce__(self):
         return (print, ("unpickled",))
 
 
-def test_pickled_objects_are_never_loaded(tmp_path, target, tensors, capsys):
-    text = refusal(write(tmp_path / "a.ckpt", tensors(), callbacks=Planted()), target, capsys)
-    assert "tensors alone" in text and "unpickled\n" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04"])
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, target, capsys, content):
-    (tmp_path / "a.ckpt").write_bytes(content)
-    assert "a.ckpt" in refusal(tmp_path / "a.ckpt", target, capsys)
-
-
-@pytest.mark.parametrize("whole", [[], {"weights": {}}, {"state_dict": 3}])
-def test_a_file_without_a_state_dict_is_refused(tmp_path, target, capsys, whole):
-    torch.save(whole, tmp_path / "a.ckpt")
-    assert "'state_dict'" in refusal(tmp_path / "a.ckpt", target, capsys)
-
-
 @pytest.mark.parametrize(
-    "histogram", [torch.ones(2, 3), torch.tensor([0.5, -0.5, 1.0]), torch.zeros(21), torch.tensor([1.0]), [1, 2, 3]]
+    "content, words",
+    [
+        (b"", "a.ckpt"),
+        (b"not a checkpoint", "a.ckpt"),
+        (b"PK\x03\x04", "a.ckpt"),
+        ([], "'state_dict'"),
+        ({"weights": {}}, "'state_dict'"),
+        ({"state_dict": 3}, "'state_dict'"),
+        ({"state_dict": {}, "callbacks": Planted()}, "tensors alone"),
+    ],
 )
-def test_what_is_no_histogram_is_refused(tmp_path, target, tensors, capsys, histogram):
-    torch.save(histogram, tmp_path / "hist.pt")
-    text = refusal(write(tmp_path / "a.ckpt", tensors()), target, capsys, "--histogram", tmp_path / "hist.pt")
-    assert "not a histogram" in text
+def test_other_file_is_refused_and_never_unpickled(tmp_path, target, capsys, content, words):
+    if isinstance(content, bytes):
+        (tmp_path / "a.ckpt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "a.ckpt")
+    assert words in refusal(tmp_path / "a.ckpt", target, capsys)
+    assert "unpickled\n" not in capsys.readouterr().out
 
 
-def test_another_models_folder_is_not_written_to(tmp_path, target, tensors, capsys):
-    file = write(tmp_path / "a.ckpt", tensors())
-    before = json.loads((target / "config.json").read_text())
+@pytest.mark.parametrize("bad", [torch.ones(2, 3), torch.tensor([0.5, -0.5, 1.0]), torch.zeros(21), torch.ones(1), [1]])
+def test_bad_histogram_is_refused(tmp_path, target, tensors, capsys, bad):
+    torch.save(bad, tmp_path / "hist.pt")
+    file = write(tmp_path / "a.ckpt", tensors(full=False))
+    assert "not a histogram" in refusal(file, target, capsys, "--histogram", tmp_path / "hist.pt")
+
+
+def test_other_target_and_other_models_folder_are_refused(tmp_path, tensors, target, capsys):
+    file, before = write(tmp_path / "a.ckpt", tensors(full=False)), (target / "config.json").read_bytes()
     assert main(["convert", str(file), "--target", str(target), "--out", str(target)]) == 1
     assert "another model's config.json" in capsys.readouterr().err
-    assert json.loads((target / "config.json").read_text()) == before
+    assert (target / "config.json").read_bytes() == before
+    LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 3}).save_pretrained(target)
+    assert "layers.2." in refusal(file, target, capsys)
+    (tmp_path / "empty").mkdir()
+    assert "target" in refusal(file, tmp_path / "empty", capsys)

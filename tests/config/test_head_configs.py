@@ -1,0 +1,288 @@
+"""HeadConfig and PtpConfig: valid configs are read back, and any other is refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.errors import CheckpointError, HeadConfigError, MtpcError, ServeConfigError, one_line
+from vllm_mtpc.heads import head_options
+from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
+
+TARGET = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "num_hidden_layers": 2}
+TARGET["architectures"] = ["LlamaForCausalLM"]
+NAN, INF = float("nan"), float("inf")
+PTP_OPTIONS = {"u_features", "u_hidden", "late_width", "distribution_trust", "accepted"}
+KINDS = ("mtpc", "ptp")
+
+
+def create(kind: str = "mtpc", **changes: Any) -> AnyHeadConfig:
+    """A config of window 5."""
+    settings = {"window": 5, "target": TARGET, "verifier": "../target"}
+    if kind == "ptp":
+        return PtpConfig.create(**(settings | {"variant": "o-ptp"} | changes))
+    return HeadConfig.create(**(settings | {"circuit": "btree", "num_components": 2} | changes))
+
+
+def edited(kind: str, path: str, value: Any = ...) -> dict[str, Any]:
+    """A valid config with the value at `path` ("a.b.0.c") set, or removed."""
+    values = copy.deepcopy(create(kind).model_dump(exclude_none=True))
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    place: Any = values
+    for part in parents:
+        place = place[part]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return values
+
+
+def refusal(kind: str, values: Any) -> str:
+    with pytest.raises(HeadConfigError) as caught:
+        type(create(kind)).parse(values, "HEAD/config.json")
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1 and text.startswith("HEAD/config.json: ")
+    return text
+
+
+PTP_CONFIGS = [
+    ("ptp", {"variant": variant, "u_embedding": name, "lora_rank": 3, "lora_alpha": 6, "accepted": (0.5, 0.5, 0, 0, 0)})
+    for name in EMBEDDINGS
+    for variant in ("o-ptp", "c-ptp", "late", "independent")
+]
+
+
+@pytest.mark.parametrize("kind, settings", [("mtpc", {}), *PTP_CONFIGS])
+def test_created_config_is_read_back_equal(tmp_path, kind, settings):
+    config = create(kind, trained_temperature=0.7, trained_top_k=40, trained_top_p=0.9, **settings)
+    (tmp_path / "config.json").write_text(config.to_json())
+    assert type(config).read(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_config_follows_the_speculators_convention(kind):
+    values = json.loads(create(kind, num_speculative_tokens=3).to_json())
+    assert values["speculators_model_type"] == values["speculators_config"]["algorithm"] == kind
+    assert values["architectures"] == [{"mtpc": "MtpcHeadModel", "ptp": "PtpHeadModel"}[kind]]
+    assert "model_type" not in values
+    section = values["speculators_config"]
+    assert section["default_proposal_method"] == "greedy"
+    assert section["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    assert section["verifier"] == {"name_or_path": "../target", "architectures": ["LlamaForCausalLM"]}
+    assert values["transformer_layer_config"] == {key: TARGET[key] for key in TARGET if key != "architectures"}
+    assert create(kind).num_speculative_tokens == 4  # the window without x_1
+    assert all(field.description for field in type(create(kind)).model_fields.values())
+
+
+@pytest.mark.parametrize(
+    "head, options",
+    [
+        ("linear", {}),
+        ("shared", {"expander_rank": 64}),
+        ("mlp", {"expander_layers": 1}),
+        ("transformer", {"expander_layers": 1, "expander_heads": 8}),
+    ],
+)
+def test_options_of_other_heads_are_not_written(head, options):
+    values = json.loads(create(head=head).to_json())
+    assert {key: values[key] for key in values if key in head_options()} == options
+    assert HeadConfig.parse(values) == create(head=head)
+    named = {key: value * 2 if key != "expander_heads" else 2 for key, value in options.items()}
+    assert {key: getattr(create(head=head, **named), key) for key in options} == named
+
+
+def test_defaults_depend_on_the_target_and_the_variant():
+    assert create(head="transformer", target={**TARGET, "hidden_size": 12}).expander_heads == 4
+    assert not PTP_OPTIONS & json.loads(create("ptp").to_json()).keys()
+    late = create("ptp", variant="late", u_embedding="arithmetic-mlp", accepted=[1, 0, 0, 0, 0])
+    assert (late.late_width, late.distribution_trust) == (8, 0.85)
+    assert PTP_OPTIONS & json.loads(late.to_json()).keys() == PTP_OPTIONS
+
+
+METHODS, VERIFIER = "speculators_config.proposal_methods", "speculators_config.verifier.name_or_path"
+LAYER = "transformer_layer_config"
+COMMON: list[tuple[str, Any, list[str]]] = [
+    ("window", 1, ["window", "1", "2"]),
+    ("window", 10**9, ["window", "1000000000", "256"]),
+    ("window", "5", ["window", "'5'", "integer"]),
+    ("window", 5.0, ["window", "5.0", "integer"]),
+    ("window", True, ["window", "True", "integer"]),
+    ("vocab_size", 0, ["vocab_size", "0", "1"]),
+    ("vocab_size", 10**18, ["vocab_size", str(10**18), "4194304"]),
+    ("hidden_size", -4, ["hidden_size", "-4", "1"]),
+    ("hidden_size", 10**18, ["hidden_size", str(10**18), "131072"]),
+    ("format_version", 3, ["format_version", "3", "reads formats 1 and 2"]),
+    ("format_version", None, ["format_version", "None", "integer"]),
+    ("speculators_model_type", "eagle3", ["speculators_model_type", "'eagle3'"]),
+    ("architectures", "MtpcHeadModel", ["architectures", "'MtpcHeadModel'", "list"]),
+    ("trained_temperature", 0, ["trained_temperature", "0", "greater than 0"]),
+    ("trained_temperature", INF, ["trained_temperature", "inf", "finite"]),
+    ("trained_temperature", NAN, ["trained_temperature", "nan"]),
+    ("trained_top_k", -1, ["trained_top_k", "-1", "0"]),
+    ("trained_top_p", 1.5, ["trained_top_p", "1.5", "1"]),
+    ("trained_top_p", NAN, ["trained_top_p", "nan"]),
+    ("speculators_config", [], ["speculators_config", "[]"]),
+    ("speculators_config.algorithm", "eagle3", ["algorithm = 'eagle3'", "allowed: '"]),
+    (METHODS, [], [METHODS, "[]", "1"]),
+    (f"{METHODS}.0.proposal_type", "tree", ["'tree'", "'greedy'"]),
+    (f"{METHODS}.0.speculative_tokens", 0, ["speculative_tokens", "0", "1"]),
+    (f"{METHODS}.0.speculative_tokens", 5, ["speculative_tokens=5", "window=5", "4"]),
+    (VERIFIER, "", [VERIFIER, "1"]),
+    (VERIFIER, "a\0b", ["name_or_path", "printable characters"]),
+    (VERIFIER, "a" * 5000, ["name_or_path", "1024"]),
+    (f"{LAYER}.num_hidden_layers", "eight", ["num_hidden_layers = 'eight'", "4096"]),
+    (f"{LAYER}.num_hidden_layers", 10**9, ["num_hidden_layers = 1000000000", "4096"]),
+    (f"{LAYER}.num_hidden_layers", True, ["num_hidden_layers", "True"]),
+    (f"{LAYER}.hidden_size", -1, ["hidden_size = -1", "1 to"]),
+    (f"{LAYER}.model_type", ["llama"], ["model_type = ['llama']", "a name"]),
+    (f"{LAYER}.auto_map", {}, ["unknown 'auto_map'", "num_hidden_layers"]),
+]
+WRONG: dict[str, list[tuple[str, Any, list[str]]]] = {
+    "mtpc": [
+        ("circuit", "spn", ["'spn'", "ff, cp, hmm, btree"]),
+        ("circuit", "ff", ["num_components=2"]),
+        ("head", "lstm", ["'lstm'", "linear, shared, mlp, transformer, backbone"]),
+        ("head", "shared", ["'shared'", "needs expander_rank", "expander_rank=64"]),
+        ("expander_rank", 4, ["expander_rank=4", "'linear'", "remove expander_rank"]),
+        ("expander_rank", 0, ["expander_rank", "0", "1"]),
+        ("expander_layers", 10**9, ["expander_layers", "1000000000", "64"]),
+        ("expander_heads", "2", ["expander_heads", "'2'", "integer"]),
+        ("num_components", 0, ["num_components", "0", "1"]),
+        ("num_components", 10**9, ["num_components", "1000000000", "4096"]),
+        ("hidden_state_layer", -2, ["hidden_state_layer", "-2", "-1"]),
+        ("lora_layers", 3, ["lora_layers", "3", "0, 1, 2 or 4"]),
+        ("draft_sample_method", "tree", ["draft_sample_method", "'tree'", "'probabilistic' or 'greedy'"]),
+        ("x1_from", "draft", ["x1_from", "'draft'", "'verifier'"]),
+        ("speculators_config.algorithm", "ptp", ["algorithm = 'ptp'", "'mtpc'"]),
+    ],
+    "ptp": [
+        ("variant", "mtp", ["variant", "'mtp'", "'o-ptp', 'c-ptp', 'late' or 'independent'"]),
+        ("variant", "late", ["late_width=None", "variant late has it", "set it"]),
+        ("informed", False, ["unknown key 'informed'"]),
+        ("u_embedding", "fourier", ["'fourier'", "ieee, scalar"]),
+        ("u_embedding", "threshold-mlp", ["'threshold-mlp'", "needs u_features"]),
+        ("u_features", 32, ["u_features=32", "'ieee'"]),
+        ("u_hidden", 0, ["u_hidden", "0", "1"]),
+        ("late_width", 0, ["late_width", "0", "1"]),
+        ("late_width", 3, ["late_width=3 with variant 'o-ptp'", "remove it"]),
+        ("distribution_trust", 0.5, ["distribution_trust=0.5 with variant 'o-ptp'", "remove it"]),
+        ("distribution_trust", 0, ["distribution_trust", "0", "greater than 0"]),
+        ("distribution_trust", 1.0, ["distribution_trust", "1.0", "less than 1"]),
+        ("lora_rank", 0, ["lora_rank", "0", "1"]),
+        ("lora_alpha", 0, ["lora_alpha", "0", "greater than 0"]),
+        ("lora_alpha", INF, ["lora_alpha", "inf"]),
+        ("speculators_model_type", "mtpc", ["speculators_model_type", "'mtpc'", "'ptp'"]),
+        ("accepted", [0.5, 0.5], ["accepted has 2 entries", "window=5"]),
+        ("accepted", [0.5, 0.2, 0.1, 0.1, 0], ["accepted", "sum is 0.9"]),
+        ("accepted", [1.5, -0.5, 0, 0, 0], ["accepted", "numbers from 0"]),
+        ("accepted", [NAN, 1, 0, 0, 0], ["accepted", "numbers from 0"]),
+        ("accepted", "none", ["accepted", "'none'", "list"]),
+        (LAYER, {}, ["num_hidden_layers is missing"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind, path, value, words", [(kind, *case) for kind in KINDS for case in COMMON + WRONG[kind]])
+def test_wrong_value_is_refused_with_the_allowed_ones(kind, path, value, words):
+    text = refusal(kind, edited(kind, path, value))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("kind, own", [("mtpc", "circuit"), ("ptp", "variant")])
+def test_unknown_key_is_refused_with_the_keys_of_its_section(kind, own):
+    for path, allowed, elsewhere in (
+        ("windw", own, "speculative_tokens"),
+        ("speculators_config.windw", "proposal_methods", own),
+        ("speculators_config.verifier.windw", "name_or_path", own),
+        (f"{METHODS}.0.windw", "speculative_tokens", own),
+    ):
+        text = refusal(kind, edited(kind, path, 8))
+        keys = text.partition("allowed keys:")[2]
+        assert f"unknown key {path!r}" in text and allowed in keys and elsewhere not in keys
+
+
+KEYS = [("mtpc", key) for key in sorted(HeadConfig.model_fields.keys() - head_options())]
+KEYS += [("ptp", key) for key in sorted(PtpConfig.model_fields.keys() - PTP_OPTIONS)]
+
+
+@pytest.mark.parametrize("kind, path", [*KEYS, ("mtpc", VERIFIER), ("mtpc", f"{METHODS}.0.speculative_tokens")])
+def test_every_key_is_required(kind, path):
+    text = refusal(kind, edited(kind, path))
+    assert repr(path) in text and "missing" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_content_that_is_not_a_head_config_is_refused(kind):
+    assert "not a head's config" in (text := refusal(kind, TARGET)) and "speculators_model_type" in text
+    for values in ([], "mtpc", 3, None):
+        assert type(values).__name__ in refusal(kind, values)
+    other = create("ptp" if kind == "mtpc" else "mtpc")
+    assert "speculators_model_type" in refusal(kind, json.loads(other.to_json()))
+
+
+FILES = {"empty": b"", "half": b"{", "words": b"not json", "not-utf8": b"\xff\xfe{}", "list": b"[]", "null": b"null"}
+FILES |= {"digits": b'{"window": ' + b"9" * 5000 + b"}", "deep": b"[" * 100_000}  # more digits than Python converts
+
+
+@pytest.mark.parametrize("name", [*FILES, "missing"])
+def test_damaged_file_is_refused(tmp_path, name):
+    file = tmp_path / "config.json"
+    if name in FILES:
+        file.write_bytes(FILES[name])
+    with pytest.raises(CheckpointError) as caught:
+        HeadConfig.read(file)
+    assert len(str(caught.value).splitlines()) == 1 and str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind, changes, words",
+    [
+        ("mtpc", {"circuit": "spn"}, ["'spn'", "btree"]),
+        ("mtpc", {"window": 1}, ["window=1"]),
+        ("mtpc", {"window": 10**12}, ["window=1000000000000", "256"]),
+        ("mtpc", {"num_components": 0}, ["num_components=0"]),
+        ("mtpc", {"head": "lstm"}, ["'lstm'", "linear"]),
+        ("mtpc", {"expander_rank": 4}, ["expander_rank=4", "'linear'"]),
+        ("mtpc", {"head": "mlp", "expander_heads": 2}, ["expander_heads=2", "'mlp'", "expander_layers"]),
+        ("mtpc", {"head": "transformer", "expander_heads": 3}, ["expander_heads=3", "hidden_size=8"]),
+        ("mtpc", {"lora_layers": 3}, ["lora_layers", "3"]),
+        ("mtpc", {"num_speculative_tokens": 5}, ["speculative_tokens=5", "at most 4"]),
+        ("mtpc", {"num_speculative_tokens": 0}, ["speculative_tokens", "0", "1"]),
+        ("mtpc", {"verifier": ""}, ["name_or_path"]),
+        ("mtpc", {"target": {"hidden_size": 8}}, ["vocab_size"]),
+        ("mtpc", {"target": {"vocab_size": 8}}, ["hidden_size"]),
+        ("ptp", {"variant": "mtp"}, ["'mtp'"]),
+        ("ptp", {"window": 1}, ["window"]),
+        ("ptp", {"u_embedding": "fourier"}, ["'fourier'", "ieee"]),
+        ("ptp", {"u_features": 8}, ["u_features=8", "'ieee'"]),
+        ("ptp", {"accepted": [1.0]}, ["accepted has 1 entries"]),
+        ("ptp", {"target": {**TARGET, "num_hidden_layers": None}}, ["num_hidden_layers"]),
+    ],
+)
+def test_impossible_head_is_not_created(kind, changes, words):
+    with pytest.raises(HeadConfigError) as caught:
+        create(kind, **changes)
+    assert len(str(caught.value).splitlines()) == 1
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [MtpcError, HeadConfigError, ServeConfigError])
+def test_error_is_one_line_and_a_value_error(kind):
+    error = kind("tensor 'a\nb' is\r\nunknown")
+    assert isinstance(error, ValueError)
+    assert str(error) == "tensor 'a b' is unknown"
+
+
+def test_unknown_key_is_refused_with_a_list_of_keys():
+    with pytest.raises(ValidationError) as caught:
+        HeadConfig.model_validate(edited("mtpc", "windw", 8))
+    text = one_line(caught.value, ["method", "draft"])
+    assert text == "unknown key 'windw'; allowed keys: draft, method; remove it or correct its name"
