@@ -1,1 +1,1 @@
-"""Pictures of heads and of measurements, by matplotlib."""
+"""Figures of heads and of measurements, drawn by matplotlib."""
