@@ -23,7 +23,7 @@ def all_windows(m: int = N) -> torch.Tensor:
 
 
 def enumerated(target: TableTarget, head, m: int, temperature: float = 1.0):
-    """All windows behind one prompt: tokens [W, m], states [W, m, D], p and q [W, m, V] at that temperature."""
+    """All windows after one prompt: tokens [W, m], states [W, m, D], p and q [W, m, V] at that temperature."""
     tokens = all_windows(m)
     prompt = torch.tensor([1, 2]).expand(len(tokens), 2)
     states = target.states(torch.cat([prompt, tokens], 1))[:, :m]
@@ -133,7 +133,7 @@ def test_step_starts_follow_the_jumps():
 
 @pytest.mark.parametrize(("temperature", "drafts"), [(0.0, N - 1), (1.0, N - 1), (0.6, 1)])
 def test_measure_agrees_with_a_simulated_server(temperature, drafts):
-    """Greedy: every figure exactly, the cut last step included. Sampled: within three standard errors."""
+    """Greedy: every figure exactly, the shortened last step included. Sampled: within three standard errors."""
     head, target, length, sampling = tiny_head("hmm"), TableTarget(), 30, Sampling(temperature)
     rows = 16 if sampling.greedy else 300
     if sampling.greedy:
@@ -168,12 +168,12 @@ def test_an_ended_text_starts_no_step():
     head, target = tiny_head("cp"), TableTarget()
     whole = target.write(rows=2, length=20, greedy=False)
     tokens = whole.tokens.clone()
-    tokens[1, 2 + 6 + N - 1 :] = -1  # the second text ends after 6 new tokens; N - 1 tokens behind it are known
+    tokens[1, 2 + 6 + N - 1 :] = -1  # the second text ends after 6 new tokens; N - 1 later tokens are known
     samples = Samples(tokens, whole.hidden, whole.prompt_lengths, torch.tensor([2 + 20 - N + 1, 2 + 6]))
     contexts = evaluate.collect(head, target, samples, Sampling(1.0), batch=3)
     assert contexts.valid.sum(1).tolist() == [20 - N, 5]
-    cut = Samples(tokens[:, :8], whole.hidden[:, :7], whole.prompt_lengths, torch.tensor([8, 8]))  # nothing behind it
-    assert evaluate.collect(head, target, cut, Sampling(1.0)).valid.sum(1).tolist() == [6 - N + 1] * 2
+    short = Samples(tokens[:, :8], whole.hidden[:, :7], whole.prompt_lengths, torch.tensor([8, 8]))  # ends there
+    assert evaluate.collect(head, target, short, Sampling(1.0)).valid.sum(1).tolist() == [6 - N + 1] * 2
     other = evaluate.collect(head, target, samples, Sampling(1.0), batch=1000)
     torch.testing.assert_close(contexts.text, other.text, atol=1e-6, rtol=1e-5)  # sums in another order
 

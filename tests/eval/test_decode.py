@@ -21,7 +21,7 @@ PROMPT = torch.tensor([1, 2])
 
 @pytest.mark.parametrize(("drafts", "sliding_window"), [(None, None), (1, None), (None, 6)])
 def test_greedy_speculative_is_plain_decoding(drafts, sliding_window):
-    """On a cached transformers model, a rejected tail cut back in every step; also where a sliding window is full."""
+    """On a cached transformers model, rejected drafts are cropped in every step; also with a full sliding window."""
     target, head = (
         llama_target(seed=4, sliding_window=sliding_window),
         tiny_head("btree", hidden_size=32, vocab_size=32),
@@ -32,7 +32,7 @@ def test_greedy_speculative_is_plain_decoding(drafts, sliding_window):
     assert fast.tokens == plain.tokens
     assert fast.nats == pytest.approx(plain.nats, abs=1e-3)
     assert len(plain.tokens) == 60 and plain.steps == 59 and plain.tokens_per_step == 1.0
-    assert min(fast.accepted) < fast.num_drafts  # something was rejected and cut back
+    assert min(fast.accepted) < fast.num_drafts  # some drafts were rejected and cropped
     reference, ids = [], prompt[None]
     for _ in range(60):
         ids = torch.cat([ids, target.model(ids).logits[:, -1:].argmax(-1)], 1)
@@ -48,8 +48,8 @@ def test_greedy_speculative_accepts_what_the_target_would_write():
     first = plain.tokens.index(stop) + 1
     for mode in ("stp", "speculative"):
         drafting = Rejection(tiny_head("hmm"), GREEDY)
-        cut = decode(mode, TableSession(target), PROMPT, drafting, 40, stops={stop})
-        assert cut.tokens == plain.tokens[:first]
+        ended = decode(mode, TableSession(target), PROMPT, drafting, 40, stops={stop})
+        assert ended.tokens == plain.tokens[:first]
 
 
 def distribution(target: TableTarget, sampling: Sampling) -> torch.Tensor:
@@ -172,7 +172,7 @@ def test_state_that_cannot_be_rolled_back_is_refused():
 def test_bad_requests_are_refused():
     with pytest.raises(UsageError, match="allowed are stp, mtp, speculative"):
         decode("fast", TableSession(TableTarget()), PROMPT, Rejection(tiny_head("cp"), GREEDY), 3)
-    with pytest.raises(UsageError, match="at least one token"):
+    with pytest.raises(UsageError, match="a token or more"):
         Session(llama_target()).start([torch.tensor([], dtype=torch.long)])
     with pytest.raises(UsageError, match="temperature=-1"):
         Sampling(-1)

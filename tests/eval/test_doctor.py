@@ -1,13 +1,12 @@
 """The doctor on the packaged demo: agreement within 2 %, and injected faults named by their cause.
 
-The served side of most tests is stood in for by the decoding loop on the Hugging Face target (it counts as vLLM does);
+Most tests replace the server by the decoding loop on the Hugging Face target, which counts as vLLM does;
 two tests start vLLM itself, healthy and, in the slow one, with a fault.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import shutil
 from dataclasses import replace
@@ -26,10 +25,10 @@ from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import doctor, speed
 from vllm_mtpc.eval.acceptance import Rejection, collect, summarise
+from vllm_mtpc.eval.circuit_evaluator import MtpcEvaluator, noise_given_text
 from vllm_mtpc.eval.decode import continue_all
 from vllm_mtpc.eval.evaluator import Asked
 from vllm_mtpc.eval.loading import attach, load
-from vllm_mtpc.eval.mtpc import MtpcEvaluator, noise_given_text
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -75,7 +74,7 @@ def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
     assert greedy.chain.differing == 0 and greedy.chain.tokens == PROMPTS * TOKENS
     assert 0 < sampled.noise < 0.2 and not sampled.differs
     assert abs(sampled.chain.surprise) < 4
-    assert loaded.knows_nothing([greedy, sampled], K) is None
+    assert loaded.find_untrained_head([greedy, sampled], K) is None
 
 
 def test_noise_is_that_of_repeated_serving():
@@ -99,25 +98,8 @@ def test_noise_is_that_of_repeated_serving():
     assert noise_given_text(contexts) == pytest.approx(values.std().item(), rel=0.1)
 
 
-def shifted(loaded: MtpcEvaluator, by: int = 3):
-    """The head with the weights of another order of positions; the first has none of the token before."""
-    head = copy.deepcopy(loaded.head)
-    order = [(k + by) % head.circuit.window for k in range(head.circuit.window)]
-    head.leaf_weight.copy_(head.leaf_weight[order].clone())
-    head.token_target.copy_(head.token_target[[max(k - 1, 0) for k in order[1:]]].clone())
-    return head
-
-
-def test_positions_in_another_order_are_named(loaded, prompts):
-    served = [serve(shifted(loaded), loaded.target, prompts, temperature) for temperature in (0.0, 1.0)]
-    comparisons = examine(loaded, prompts, served)
-    assert any(comparison.differs for comparison in comparisons)
-    cause = loaded.find_cause(comparisons, K)
-    assert cause.name == "positions" and "shifted by 3" in cause.sentence
-
-
 def test_states_without_the_draft_layers_are_named(loaded, prompts, healthy):
-    """A head behind loud adapters, served as if it had none."""
+    """A head with large adapters, served without them."""
     layers = DraftLayers(loaded.target, 1)
     generator = torch.Generator().manual_seed(0)
     for value in layers.parameters():
@@ -136,7 +118,7 @@ def test_another_head_is_named(loaded, prompts):
     assert loaded.find_cause(comparisons, K).name == "head"
 
 
-def test_drafts_from_nowhere_are_named(loaded, prompts):
+def test_random_weights_are_named(loaded, prompts):
     """A head of the right size and random weights on the serving side: acceptance at chance."""
     torch.manual_seed(0)
     noise = build_head(loaded.config).eval().requires_grad_(False)
@@ -194,7 +176,7 @@ def test_a_head_for_other_weights_is_named(loaded, prompts):
     served = [serve(untrained.head, loaded.target, prompts, 0.0)]
     comparisons = examine(untrained, prompts, served)
     assert not comparisons[0].differs
-    assert untrained.knows_nothing(comparisons, K).name == "hidden state"
+    assert untrained.find_untrained_head(comparisons, K).name == "hidden state"
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -221,7 +203,7 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
     report = tmp_path / "report.json"
     few = ("--prompts", "8", "--max-tokens", "64", "--dtype", "float32")
     record = tmp_path / "served.jsonl"
-    head, log = tmp_path / "btree", tmp_path / "vllm.log"  # a copy: what was measured is kept in it
+    head, log = tmp_path / "btree", tmp_path / "vllm.log"  # a copy: doctor writes to it
     shutil.copytree(demo.path("btree"), head)
     args = arguments(*few, "--json", str(report), "--record", str(record), "--log", str(log))
     args.head, args.target = str(head), str(demo.path("target"))

@@ -27,7 +27,7 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     distribution = Sampling(1.0, top_k=2).log_probs(logits).exp()
     assert (distribution > 0).tolist() == [[True, True, False, False]] and distribution.sum().item() == pytest.approx(1)
-    # behind top-k the two have 0.73 and 0.27: 0.7 is reached by the first alone (without top-k it has 0.64)
+    # after top-k the two have 0.73 and 0.27: 0.7 is reached by the first alone (without top-k it has 0.64)
     assert (Sampling(1.0, 0.7, top_k=2).log_probs(logits) > -torch.inf).tolist() == [[True, False, False, False]]
     assert (Sampling(1.0, 0.7).log_probs(logits) > -torch.inf).tolist() == [[True, True, False, False]]
 
@@ -50,11 +50,11 @@ def test_u_picks_the_text_and_is_uniform():
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "independent", "late"])
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.0)])
-def test_every_window_is_the_student_asked_alone(variant, sampling, monkeypatch):
+def test_batched_windows_equal_single_windows(variant, sampling, monkeypatch):
     """Batched, in chunks of a few windows, against one window at a time."""
     target = llama_target()
     student = random_student(target, variant)
-    student.late = None  # its rows drafts alone: the network has a test of its own
+    student.late = None  # only the drafts of its rows; another test covers the network
     samples = written(target, sampling)
     monkeypatch.setattr(ptp, "CHUNK_ELEMENTS", 2000)
     monkeypatch.setattr(ptp, "PREFIX_ELEMENTS", 10000)
@@ -99,7 +99,7 @@ def test_a_student_that_picks_as_the_target_is_always_right(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.0)])
 def test_two_passes_are_predicted_to_the_step(variant, sampling):
-    """The decoding loop draws u by hash; with these u the figures are what it counts."""
+    """With the u that the decoding loop draws by hash, the prediction equals its counters."""
     target = llama_target(vocab_size=12)
     student, seeds = random_student(target, variant), (3, 4, 5, 6)
     longer = [
@@ -123,7 +123,7 @@ def test_two_passes_are_predicted_to_the_step(variant, sampling):
     assert steps.histogram.tolist() == torch.bincount(flat, minlength=5).tolist()
 
 
-def test_drawn_u_give_what_seeds_give():
+def test_drawn_u_and_seeds_give_equal_tokens_per_step():
     """Text by one generator and u drawn inside its intervals, against text picked by fresh seeds: one distribution."""
     target, sampling = llama_target(vocab_size=5, seed=4), Sampling(1.0)
     student = random_student(target, "c-ptp", window=4)
@@ -137,7 +137,7 @@ def test_drawn_u_give_what_seeds_give():
 
 
 def windows_of(leading: list[list[int]], steps: list[int], drafts: int) -> ptp.Windows:
-    """Texts whose windows at t have so many leading right drafts, of which the first ``steps`` may start a step."""
+    """Texts with ``leading`` right drafts in the window at t; the first ``steps`` windows may start a step."""
     right = torch.arange(drafts) < torch.tensor(leading)[..., None]
     valid = torch.arange(len(leading[0]) - 1) < torch.tensor(steps)[:, None]
     return ptp.Windows(right, right, valid)
@@ -150,12 +150,12 @@ def test_steps_follow_each_other():
     assert merged.histogram.tolist() == [1, 0, 1, 2]
     two = ptp.follow(windows, two_pass=True)  # first: 0 (1 + 0), 2 (1 + 2), 6; second: 0 (1 + 2)
     assert two.count.tolist() == [2, 1] and two.tokens.tolist() == [6, 4]
-    # none behind two accepted ones, else two: first text: starts 0, 3 (cut to none), 4, 5; second: 0, 1 (cut to 2)
-    cut = ptp.follow(windows, after=torch.tensor([2, 2, 0, 2]))
-    assert cut.count.tolist() == [4, 2] and cut.histogram.tolist() == [3, 1, 2, 0]
+    # no drafts after two accepted ones, else two: first text: starts 0, 3 (none), 4, 5; second: 0, 1 (two)
+    limited = ptp.follow(windows, after=torch.tensor([2, 2, 0, 2]))
+    assert limited.count.tolist() == [4, 2] and limited.histogram.tolist() == [3, 1, 2, 0]
 
 
-def test_whether_u_is_read_is_told_from_noise():
+def test_reading_of_u_is_distinguished_from_noise():
     def figures(accuracy: float, shuffled: float, contexts: int) -> ptp.PtpMetrics:
         distribution = {
             "per_position": [],

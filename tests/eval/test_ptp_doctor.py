@@ -1,6 +1,6 @@
 """The doctor on PTP heads: counters are predicted to the step, injected faults are named, a refusal is one line.
 
-The served side is stood in for by the decoding loop (it counts as a two-pass server does); one slow test starts vLLM.
+Most tests replace the server by the decoding loop, which counts as a two-pass server does; one slow test starts vLLM.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from vllm_mtpc.checkpoint import save_ptp
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.eval import doctor, ptp, ptp_acceptance
+from vllm_mtpc.eval import doctor, ptp_acceptance, ptp_evaluator
 from vllm_mtpc.eval.evaluator import Asked
-from vllm_mtpc.eval.ptp import PtpComparison, PtpEvaluator
+from vllm_mtpc.eval.ptp_evaluator import PtpComparison, PtpEvaluator
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import load_target
@@ -35,7 +35,7 @@ SAMPLED = Sampling(0.9, 0.95, top_k=10)
 def served(
     student: Student, sampling: Sampling, drafts: int = K, seeds: list[int] = SEEDS, tokens: int = TOKENS
 ) -> Served:
-    """What a server of ``student`` answers and counts."""
+    """Return the answers and counters of a server of ``student``."""
     texts = [
         continue_prompt("speculative", student, torch.tensor(prompt), tokens, sampling, seed, drafts)
         for prompt, seed in zip(PROMPTS, seeds, strict=True)
@@ -79,7 +79,7 @@ def test_injected_faults_are_named():
 
 
 def test_numbers_of_other_seeds_are_named():
-    """The text is of the target's distribution, and not what the u of these requests picks."""
+    """The text has the target's distribution, but the u of these requests do not pick it."""
     student = random_student(llama_target(vocab_size=12))
     loaded, comparison = compare(student, served(student, SAMPLED, seeds=[seed + 100 for seed in SEEDS]), SAMPLED)
     assert comparison.not_picked > 0.2 and not comparison.chain.other_target
@@ -96,7 +96,7 @@ def test_rows_with_the_wrong_u_are_named():
     before = ptp_acceptance.collect(
         right, comparison.samples, sampling, K, u=comparison.u, carried=comparison.u.roll(1, 1)
     )
-    figures = ptp.predict(before, two_pass=True)
+    figures = ptp_evaluator.predict(before, two_pass=True)
     reached = tuple(round(share * figures.steps) for share in figures.per_position)
     counted = Acceptance(round(figures.steps), K * round(figures.steps), sum(reached), reached)
     wrong = replace(comparison, served=replace(answer, acceptance=counted))
@@ -109,14 +109,14 @@ def test_a_head_that_does_not_read_u_is_named():
     for value in student.lora().values():
         value.zero_()  # rows that see u, and a target that was never taught to
     loaded, comparison = compare(student, served(student, SAMPLED), SAMPLED)
-    assert not comparison.differs and loaded.knows_nothing([comparison], K).name == "u"
+    assert not comparison.differs and loaded.find_untrained_head([comparison], K).name == "u"
     reader = oracle("o-ptp", vocab_size=12, window=K + 1)
     answer = served(random_student(reader.target), Sampling(1.0), tokens=7)
     loaded, comparison = compare(reader, answer, Sampling(1.0))
-    assert loaded.knows_nothing([comparison], K) is None
+    assert loaded.find_untrained_head([comparison], K) is None
     baseline = random_student(llama_target(vocab_size=12), "independent")
     loaded, comparison = compare(baseline, served(baseline, SAMPLED), SAMPLED)
-    assert loaded.knows_nothing([comparison], K) is None  # the baseline is not meant to
+    assert loaded.find_untrained_head([comparison], K) is None  # the baseline is not meant to
 
 
 @pytest.fixture(scope="module")

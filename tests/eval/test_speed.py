@@ -1,4 +1,4 @@
-"""What a head is worth on a machine: paired passes, a record in its folder, one line with a verdict."""
+"""Default serving timed against plain vLLM: paired passes, a record in the head's folder, a verdict in one line."""
 
 from __future__ import annotations
 
@@ -68,14 +68,16 @@ def test_verdict_is_that_of_the_slowest_temperature(found: list[dict[str, Any]],
     assert verdict(found) == words
 
 
-def test_doctor_calls_no_slower_head_healthy() -> None:
+def test_slower_head_is_not_healthy() -> None:
     for found, healthy in ((rows(1.4, 1.2, 1.1), True), (rows(1.4, 1.2, 0.9), False), ([], True)):
-        said = doctor._verdict([], None, found)
-        assert said.startswith("healthy") == healthy and ("more than 4 clients" in said) == (not healthy)
-        assert doctor.Diagnosis([], None, said, [], found, "").healthy == healthy
+        found_verdict = doctor._verdict([], None, found)
+        assert found_verdict.startswith("healthy") == healthy and ("more than 4 clients" in found_verdict) == (
+            not healthy
+        )
+        assert doctor.Diagnosis([], None, found_verdict, [], found, "").healthy == healthy
 
 
-def test_the_line_says_where_speed_was_measured(tmp_path: Path) -> None:
+def test_summary_names_the_machine_of_the_measurement(tmp_path: Path) -> None:
     expected = {"T=1": 2.31, "T=0": 3.5}
     start, hint = "expected with all drafts: 2.31 at T=1, 3.50 at T=0 tokens/step; ", f"vllm-mtpc doctor {tmp_path}"
     assert worth(expected, tmp_path).startswith(start) and worth(expected, tmp_path).endswith(

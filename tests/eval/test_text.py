@@ -50,7 +50,7 @@ def test_an_end_token_ends_a_text_but_not_its_overhang():
 
 
 def test_generation_ends_with_the_last_text():
-    """All rows ended: no forward is spent on what nobody asked for."""
+    """All rows ended: no further forward pass runs."""
     free = llama_target()
     stop = reference(free, PROMPTS[0], 1)[-1]
     samples = generate(free, PROMPTS[:1], 50, Sampling(0.0), stops={stop}, overhang=2)
@@ -94,7 +94,7 @@ def test_joined_pieces_keep_their_rows():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_measured_and_simulated_agree_on_a_transformers_model(temperature):
-    """End tokens, left padding, cut last steps: the two ways share nothing but the model and the head."""
+    """End tokens, left padding, shortened last steps: both share only the model and the head."""
     target, head = llama_target(eos=7), tiny_head("btree", hidden_size=32, vocab_size=32)
     prompts = [(PROMPTS[row % 4] + row // 4) % 32 for row in range(20)]
     sampling = Sampling(temperature)

@@ -1,4 +1,4 @@
-"""EvaByte and Byte-Llama on transformers: the states of the closed forms, in packed rows, read bit by bit, cut back."""
+"""EvaByte and Byte-Llama on transformers: the states of the closed forms, in packed rows, read in pieces, cropped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_documents_of_a_packed_row_do_not_read_each_other(pair: Any) -> None:
         assert torch.allclose(hidden, reference.hidden(text.tolist()), **CLOSE)
 
 
-def test_texts_are_read_bit_by_bit_and_cut_back(pair: Any) -> None:
+def test_session_reads_in_pieces_and_crops(pair: Any) -> None:
     """Padded at the left, one token and several at a time, some of them forgotten again."""
     target, reference, texts = pair
     session, prompts, more = (
@@ -75,8 +75,8 @@ def test_draft_layers_split_it(pair: Any) -> None:
     assert torch.equal(states, target.hidden(tokens)) and torch.allclose(layers.draft(layers.trunk(tokens)), states)
 
 
-def test_a_definition_with_a_fault_is_another(tmp_path: Path) -> None:
-    """What the comparisons above would miss, were summaries hidden or subwords cut."""
+def test_faulty_definition_is_noticed(tmp_path: Path) -> None:
+    """Hidden summaries or shortened subwords exceed the tolerance of the comparisons above."""
     target = load_target_of(tmp_path / "evabyte", evabyte.make_evabyte)
     hidden = target.hidden(torch.arange(64, 164)[None])[0]
     wrong = evabyte.Reference(evabyte.make_evabyte(tmp_path / "again"), hide_summaries=True)

@@ -1,4 +1,4 @@
-"""What is said of a target that transformers does not run; none of its code is."""
+"""Targets with code in their repository are refused, and the code is not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_mtpc.hf.model import target_config, target_tokenizer, tokenizer_if_any
 
 @pytest.fixture
 def with_code(tmp_path):
-    """A model whose config and tokenizer are classes of its own repository, which leave a trace when they are run."""
+    """A model whose config and tokenizer are classes in its repository, which leave a file when they are run."""
     config = {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": {"AutoConfig": "own.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
@@ -25,7 +25,7 @@ def with_code(tmp_path):
 def test_code_of_a_repository_is_neither_run_nor_asked_for(with_code, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     for read in (load_target, target_config, target_tokenizer):
-        with pytest.raises(UsageError, match="Python code of its own repository, which is never run here") as caught:
+        with pytest.raises(UsageError, match="Python code of its repository, which is never run here") as caught:
             read(str(with_code))
         assert "\n" not in str(caught.value)
     assert tokenizer_if_any(with_code) is None

@@ -1,4 +1,4 @@
-"""What a head is worth: expected tokens/step on the target's own text, generation, and a check of what is served.
+"""Expected tokens/step of a head on the target's own text, generation, and a comparison with the served counters.
 
 Plain torch and transformers; only the child process of ``doctor`` starts vLLM.
 """

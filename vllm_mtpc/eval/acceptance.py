@@ -1,25 +1,25 @@
-"""Circuits under the serving rule: expected tokens/step, computed on the target's own text, and the rule carried out.
+"""Expected tokens/step of circuits, computed on the target's own text, and rejection sampling of their drafts.
 
-A step at position t knows h_t and the target's own token x_1; it drafts x_2..x_(1+K) from q(. | x_1.., h_t), and a
-draft is accepted with probability min(1, p/q). The text that comes out is the target's whatever is drafted, so it can
-be drawn first: given that the token at k came out as x_k, it was an accepted draft with probability
-P(x_k drafted and accepted) / P(x_k comes out) = min(p, q) / p = min(1, q(x_k) / p(x_k)).
+A step at position t is conditioned on h_t and the target's token x_1; it drafts x_2..x_(1+K) from q(. | x_1.., h_t). A
+draft is accepted with probability min(1, p/q). The output has the target's distribution for any drafts, so the text can
+be drawn first: given that the token at k is x_k, it was an accepted draft with probability
+P(x_k drafted and accepted) / P(x_k) = min(p, q) / p = min(1, q(x_k) / p(x_k)).
 Averaged over text of the target this equals the average of min(1, p/q) over drafts, product by product: both are the
 sum over paths of the product of min(p, q). No further target forward and no draft noise is needed. Greedy text:
 a draft is accepted if the conditional argmax of q is the next greedy token.
 
 ``overlap``: the last factor of such a product, averaged over x_k ~ p, is sum_v min(p, q)(v) (Rao-Blackwell). With it
-the expectation is the same and the noise less. Without it the metrics are the expectation *given* this very text,
-which is what counters of a server that wrote this text are compared with.
+the expectation is the same and the noise less. Without it the metrics are the expectation *given* this text, which
+is compared with the counters of a server that wrote it.
 
 Steps do not start everywhere equally often: an accepted draft is skipped over. ``tokens_per_step`` therefore follows
 the steps through each continuation (exactly, by the probability that a step starts at each position) and is the
-number of tokens by the number of steps, which is what a server counts. A server starts no step once a text has ended,
-and counts the accepted drafts of the last step also where its tokens are cut: so do these metrics.
+number of tokens divided by the number of steps, as a server counts it. A server starts no step once a text has ended,
+and counts the accepted drafts of the last step also where its tokens are dropped: so do these metrics.
 
-The rule carried out (``Rejection``) is standard rejection sampling (Leviathan et al., 2023): a forward of the target
+``Rejection`` is the serving rule, standard rejection sampling (Leviathan et al., 2023): a forward pass of the target
 reads x_1 and its K drafts; drafts are accepted while u < p/q; the token that ends a step, recovered from max(p - q, 0)
-or drawn behind the last draft, is the next x_1.
+or drawn after the last draft, is the next x_1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
 
 @dataclass(frozen=True)
 class Contexts:
-    """What was computed at every position of some texts where a step may start; S texts, T positions, K drafts."""
+    """Values at every position of S texts where a step may start; T positions, K drafts."""
 
     text: Tensor  # [S, T, K] P(drafts 1..k accepted | the text), 0 where no step can start
     overlap: Tensor  # [S, T, K] the same with the last factor averaged over the target's distribution
@@ -53,12 +53,12 @@ class Contexts:
 
 
 def circuit_params(head: nn.Module, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-    """Parameters of the circuits that drafts come from at hidden[B, D], read in the head's own dtype as in serving."""
+    """Return the parameters of the circuits at hidden[B, D], in the head's dtype as in serving."""
     return head(hidden.to(next(head.parameters()).dtype), num_positions)
 
 
 def along_text(head: nn.Module, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """log q [B, m, V] that drafts come from along tokens[B, m]."""
+    """Return log q [B, m, V], the distributions of drafts along tokens[B, m]."""
     return conditionals(head.circuit, circuit_params(head, hidden, tokens.shape[1]), tokens)
 
 
@@ -91,7 +91,7 @@ def collect(
     num_drafts: int | None = None,
     batch: int | None = None,
 ) -> Contexts:
-    """Acceptance at every position where a server may start a step (``Samples.starts``)."""
+    """Compute the acceptance at every position where a server may start a step (``Samples.starts``)."""
     m = 1 + check_drafts(head.circuit.window, num_drafts, head.circuit.window - 1)  # positions a step looks at
     first, count = samples.starts(m - 1)
     valid = torch.arange(int(count.max())) < count[:, None]  # [S, T]
@@ -104,7 +104,7 @@ def collect(
         read = samples.read[row, position].to(target.device)
         log_q = along_text(head, read, tokens)
         found = _at_contexts(log_q, target, states.to(target.device), tokens, sampling)
-        if isinstance(head, BackboneHead):  # which is given x_1, and says the same of every token there
+        if isinstance(head, BackboneHead):  # conditioned on x_1: its first distribution is constant
             found[:, -1] += found[:, -2] - math.log(target.vocab_size)
         pieces.append(found.cpu())
     values = torch.cat(pieces)  # [contexts, 2 K + 2]
@@ -119,9 +119,9 @@ def collect(
 
 
 def _at_contexts(log_q: Tensor, target: Target, states: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """Columns: K products along the text, K with the last factor averaged, nats of x_1, nats of x_1..x_m.
+    """Return [B, 2 K + 2]: K products along the text, K with the last factor averaged, nats of x_1, nats of x_1..x_m.
 
-    log_q[B, m, V] of a head along tokens[B, m], which states[B, m, D] of the target predict.
+    log_q[B, m, V]: of a head along tokens[B, m]; states[B, m, D]: of the target, which predict these tokens.
     """
     nats = -target.logits(states[:, 0]).log_softmax(-1).gather(-1, tokens[:, :1])
     joint = -log_q.gather(-1, tokens[..., None]).sum((1, 2))[:, None]
@@ -139,12 +139,12 @@ def _at_contexts(log_q: Tensor, target: Target, states: Tensor, tokens: Tensor, 
 
 
 def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:
-    """Metrics of all texts together; ``overlap=False``: given the very texts, as a server that wrote them counts."""
+    """Return the metrics of all texts; ``overlap=False``: given the texts, as a server that wrote them counts."""
     alive, valid = contexts.overlap if overlap else contexts.text, contexts.valid
     starts = step_starts(contexts.text) * valid
     steps = starts.sum(1)  # [S]
     drafts, contexts_count = alive.shape[-1], int(valid.sum())
-    # The tokens of the counted steps, also where the last one passes the end: no edge effect.
+    # Tokens of the counted steps, including those of the last step past the end of the text.
     value, error = ratio((starts * (1 + alive.sum(-1))).sum(1), steps)
     nats_to_bits = 1 / (math.log(2) * contexts_count)
     return Metrics(
@@ -164,7 +164,7 @@ def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:
 def measure(
     head: nn.Module, target: Target, samples: Samples, sampling: Sampling, num_drafts: int | None = None
 ) -> Metrics:
-    """Metrics of ``head`` on texts of ``target`` that were drawn with the same sampling."""
+    """Return the metrics of ``head`` on texts of ``target`` that were drawn with the same sampling."""
     return summarise(collect(head, target, samples, sampling, num_drafts))
 
 
@@ -198,7 +198,7 @@ class Rejection:
         return drafts[0], drafts.shape[1], self.sampling.pick(log_p[:, -1], self.generator), states[0]
 
     def _draft(self, hidden: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Drafts [1, K] behind first[1] = x_1 at hidden[1, D], and log [1, K, V] of what they were drawn from."""
+        """Return drafts [1, K] after x_1 = first[1] at hidden[1, D], and the log q [1, K, V] of the draws."""
         params, circuit = circuit_params(self.head, hidden, self.num_drafts + 1), self.head.circuit
         state, token = circuit.start(params), first
         log_q, tokens = [], []
@@ -215,7 +215,7 @@ def verify(
 ) -> tuple[Tensor, Tensor]:
     """Rejection sampling of drafts[B, K]; log_p: [B, K + 1, V] of the target, log_q: [B, K, V] they were drawn from.
 
-    Returns how many drafts are accepted [B], and the token behind them [B]: recovered, or the bonus after K drafts.
+    Returns the number of accepted drafts [B], and the token after them [B]: recovered, or the bonus after K drafts.
     """
     if sampling.greedy:
         choice = log_p.argmax(-1)  # [B, K + 1]
@@ -225,10 +225,10 @@ def verify(
     keep = (log_p[:, :-1].gather(-1, chosen) - log_q.gather(-1, chosen))[..., 0].exp()  # [B, K]
     uniform = torch.rand(keep.shape, generator=generator, device=keep.device)
     accepted = (uniform < keep).long().cumprod(-1).sum(-1)
-    # Behind the last draft nothing was proposed: q = 0, and the "recovered" token is a draw from p.
+    # After the last draft q = 0: the "recovered" token is a draw from p.
     q = torch.cat([log_q.exp(), torch.zeros_like(log_p[:, :1])], 1)
     at = accepted[:, None, None].expand(-1, 1, log_p.shape[-1])
     left = (log_p.exp().gather(1, at) - q.gather(1, at))[:, 0].clamp(min=0)  # [B, V]
-    # p = q up to rounding leaves nothing; the rejection was then rounding as well, and p itself is the distribution.
+    # Where p = q up to rounding, the rejection is rounding as well, and the token is drawn from p.
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, log_p.exp().gather(1, at)[:, 0])
     return accepted, torch.multinomial(left, 1, generator=generator)[:, 0]

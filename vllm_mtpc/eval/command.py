@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.evaluator import Evaluator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CARRIED_OUT = 16  # texts of --simulate where it names no number
+SIMULATED = 16  # default of --simulate without a number
 
 
 def add_head(parser: argparse.ArgumentParser) -> None:
-    """A head and its drafts, its target, and where and in what the target computes."""
+    """Add the arguments for the head, its drafts, its target, device and dtype."""
     add = parser.add_argument
     add("head", metavar="HEAD", help="head folder, target folder that bundles mtpc/, or hub name")
     add("--target", metavar="MODEL", help="folder or hub name (default: the head's own verifier)")
@@ -26,7 +26,7 @@ def add_head(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Top-k and top-p."""
+    """Add the arguments for top-k and top-p."""
     add = parser.add_argument
     add("--top-k", type=int, metavar="K", help="of sampled text (default: 0, off; PTP heads: as trained)")
     add("--top-p", type=float, metavar="P", help="of sampled text (default: 1, off; PTP heads: as trained)")
@@ -35,20 +35,20 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_head(parser)
-    add("--data", required=True, nargs="+", metavar="DATA", help="prompts come from it, as for train")
+    add("--data", required=True, nargs="+", metavar="DATA", help="source of the prompts, as for train")
     add("--split", default="train", help="split of a datasets name (default: train)")
     add("--sequences", type=int, default=64, metavar="N", help="texts per temperature (default: 64)")
     add("--prompt-tokens", type=int, default=32, metavar="P", help="of a crop of text (default: 32)")
     add("--new-tokens", type=int, default=128, metavar="N", help="of a continuation (default: 128)")
     add("--temperature", type=float, nargs="+", metavar="T", help="default: 1 0 (PTP heads: as trained, and 0)")
     add_sampling(parser)
-    carried = f"carry the serving rule out on N texts as well (default: none; N left out: {CARRIED_OUT})"
-    add("--simulate", type=int, nargs="?", const=CARRIED_OUT, default=0, metavar="N", help=carried)
+    simulated = f"also decode N texts by the serving rule (default: none; without N: {SIMULATED})"
+    add("--simulate", type=int, nargs="?", const=SIMULATED, default=0, metavar="N", help=simulated)
     best = "PTP heads: tokens/step with the best of M u-sequences per step, too (default: none)"
     add("--candidates", type=int, nargs="+", default=[], metavar="M", help=best)
-    add("--batch", type=int, default=64, metavar="B", help="texts written at once (default: 64)")
+    add("--batch", type=int, default=64, metavar="B", help="texts per batch (default: 64)")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the results there as well")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file as well")
 
 
 def run(args: argparse.Namespace) -> int:

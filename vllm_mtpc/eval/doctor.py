@@ -1,7 +1,7 @@
-"""`vllm-mtpc doctor`: does vLLM accept as many drafts as the head should get, and if not, why.
+"""`vllm-mtpc doctor`: compare the acceptance that vLLM counts with the expected one, and name causes of a difference.
 
-A head is judged with every draft verified. Then default serving is timed compared with plain vLLM, and what was found
-is kept in the head's folder.
+The comparison serves the head with every draft verified. Then default serving is timed against plain vLLM; the rows are
+kept in the head's folder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 MAX_NUM_SEQS = 16
 CPU_CACHE_BYTES = 256 << 20
-PROMPT_BYTES = 1 << 16  # of data for each prompt, where there is more
+PROMPT_BYTES = 1 << 16  # of data read for each prompt
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``cause`` is None where served and predicted agree; ``notes`` are no errors."""
+    """Result of a comparison; ``cause`` is None where served and predicted acceptance agree."""
 
     comparisons: list[Comparison]
     cause: Cause | None
@@ -61,9 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-pass", choices=("two-pass", "merged"), help="PTP heads: how they are served (default: two-pass)")
     add("--seed", type=int, default=0, help="of the choice of prompts and of the engine")
     add("--engine", default="{}", metavar="JSON", help='more of vllm.LLM, as {"tensor_parallel_size": 2}')
-    add("--log", type=Path, metavar="FILE", help="keep vLLM's log there")
-    add("--json", type=Path, metavar="FILE", help="write the findings there as well")
-    add("--record", type=Path, metavar="FILE", help="keep what was served there (.jsonl): data of vllm-mtpc train")
+    add("--log", type=Path, metavar="FILE", help="write vLLM's log to this file")
+    add("--json", type=Path, metavar="FILE", help="write the findings to this file as well")
+    add(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write the served responses to this file (.jsonl), as data for vllm-mtpc train",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,9 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagnosis:
-    """Serves, predicts, compares. ``serve_target`` injects a fault: vLLM serves that target instead.
+    """Serve, predict and compare. ``serve_target`` injects a fault: vLLM serves that target instead.
 
-    Raises UsageError where vLLM is missing or fails, and what loading the head or its target raises.
+    Raises UsageError where vLLM is missing or fails, and MtpcError where the head or its target cannot be loaded.
     """
     check_positive(args, "prompts", "prompt_tokens", "max_tokens")
     check_file(args.json)
@@ -115,7 +120,7 @@ def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagn
         "method": config.speculators_model_type,
         "model": str(folder),
         "num_speculative_tokens": drafts,
-        "num_speculative_tokens_per_batch_size": "off",  # what is expected is expected of K drafts in every step
+        "num_speculative_tokens_per_batch_size": "off",  # the prediction assumes K drafts in every step
         **family.serving(args, config, drafts, engine["max_num_seqs"]),
         **engine.get("speculative_config", {}),
     }
@@ -129,14 +134,16 @@ def diagnose(args: argparse.Namespace, serve_target: str | None = None) -> Diagn
         raise UsageError(evaluator.unserved(asked, max(temperatures), args))
     if args.record:
         _record(args.record, asked.prompts, served)
-    # the default of a user who names only the head, with the options of this command
+    # default serving, with the options of this command
     chosen = {"num_speculative_tokens": args.num_drafts, "draft_pass": args.draft_pass}
     default = {name: every[name] for name in ("method", "model", *(name for name, value in chosen.items() if value))}
     found, notes = _speed(engine, default, prompts, temperatures, args, folder)
-    # vLLM has ended: its memory is free for the target. The same dtype, so that only the drafting can differ.
+    # vLLM has ended, so its memory is free for the target. The dtype is the served one: only drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device)
     comparisons = [evaluator.compare(asked, one) for one in served]
-    look = evaluator.find_cause if any(comparison.differs for comparison in comparisons) else evaluator.knows_nothing
+    look = (
+        evaluator.find_cause if any(comparison.differs for comparison in comparisons) else evaluator.find_untrained_head
+    )
     cause = look(comparisons, drafts)
     notes = [*evaluator.notes(comparisons), *_notes(evaluator, args, comparisons), *notes]
     expected = {f"T={one.sampling.temperature:g}": one.predicted.tokens_per_step for one in comparisons}
@@ -158,7 +165,7 @@ def _speed(
     args: argparse.Namespace,
     folder: Path,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of `speed.measure`, kept in the head's folder, and notes."""
+    """Time default serving against plain vLLM; return the rows, written to the head's folder, and notes."""
     import psutil
 
     from vllm_mtpc.engine import provenance
@@ -177,17 +184,19 @@ def _speed(
         return [], [f"speed is not measured: {error.reason}"]
     notes = [] if len(rows) == len(settings) else ["not all numbers of clients were measured in the time allowed."]
     if any(max(row["speedups"]) > 2 * min(row["speedups"]) for row in rows):
-        notes.append("rounds of the comparison with plain vLLM differ by more than 2x: something else runs here.")
+        notes.append(
+            "rounds of the comparison with plain vLLM differ by more than 2x: another process uses this machine."
+        )
     try:
         with replacing(folder / SERVED_FILE) as (file,):
             file.write_text(json.dumps({**provenance.collect(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        notes.append(f"{folder / SERVED_FILE}: not written ({error.strerror}), inspect will not know of it.")
+        notes.append(f"{folder / SERVED_FILE}: not written ({error.strerror}), so inspect does not show it.")
     return rows, notes
 
 
 def _engine(args: argparse.Namespace, target: str, length: int) -> dict[str, Any]:
-    """Arguments of vllm.LLM, without the head's."""
+    """Return the arguments of vllm.LLM without speculative_config."""
     from vllm_mtpc.hf import choose_device
 
     try:
@@ -204,10 +213,10 @@ def _engine(args: argparse.Namespace, target: str, length: int) -> dict[str, Any
 
 
 def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[list[int]], int]:
-    """Token ids of the prompts, and the most tokens the target can read.
+    """Return the token ids of the prompts, and the maximum length of the target.
 
-    vLLM cuts drafts short that would reach past the longest length it serves; texts that come within two steps of it
-    are refused, so that this is not taken for a fault of the head.
+    vLLM drops drafts past the maximum length. Texts within two steps of it are refused, because the missing drafts
+    would be reported as a fault of the head.
     """
     from vllm_mtpc.data.prompts import held_out
     from vllm_mtpc.data.sources import load_documents
@@ -232,7 +241,7 @@ def _serve(
     args: argparse.Namespace,
     refusal: str | None,
 ) -> list[Served] | None:
-    """The answers; None where the engine's log says ``refusal``. Raises UsageError where the engine fails otherwise."""
+    """Serve the prompts; None where ``refusal`` is in the engine's log. Raises UsageError for another failure."""
     from vllm_mtpc.engine.served import serve
 
     sampling = {"top_k": asked.top_k, "top_p": asked.top_p}
@@ -246,12 +255,12 @@ def _serve(
                 return None
             print(error, file=sys.stderr)
             raise UsageError(
-                "vLLM did not serve the head: the end of its log is above; correct what it names"
+                "vLLM did not serve the head: the end of its log is above; correct the cause named there"
             ) from None
 
 
 def _record(file: Path, prompts: Sequence[Sequence[int]], served: list[Served]) -> None:
-    """The answers, a line each, as `vllm-mtpc regenerate` writes them."""
+    """Write the responses, a line each, in the format of `vllm-mtpc regenerate`."""
     pairs = [pair for one in served for pair in zip(prompts, one.outputs, strict=True)]
     lines = [json.dumps({"prompt_ids": list(prompt), "response_ids": answer}) for prompt, answer in pairs]
     file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -268,12 +277,12 @@ def _verdict(comparisons: list[Comparison], cause: Cause | None, rows: list[dict
         return f"served as expected, but slower than plain vLLM: {speed.verdict(rows)}."
     noisy = [comparison for comparison in comparisons if abs(comparison.difference) > TOLERANCE]
     if noisy:
-        return "healthy as far as can be told: the difference is within noise; more --prompts tell more."
-    return f"healthy: vLLM accepts what the head should get, within {TOLERANCE:.0%}."
+        return "healthy within noise: more --prompts make the comparison sharper."
+    return f"healthy: vLLM accepts the expected number of drafts, within {TOLERANCE:.0%}."
 
 
 def _notes(evaluator: Evaluator, args: argparse.Namespace, comparisons: list[Comparison]) -> list[str]:
-    """What the head's files say otherwise."""
+    """Return notes about differences from the head's own files."""
     from vllm_mtpc.eval.evaluator import ERRORS, TOLERANCE
 
     notes = []
@@ -287,21 +296,19 @@ def _notes(evaluator: Evaluator, args: argparse.Namespace, comparisons: list[Com
         noise = max(TOLERANCE * value, ERRORS * (error**2 + spread**2) ** 0.5)
         if value and not comparison.differs and abs(got - value) > noise:
             notes.append(
-                f"the head's provenance says {value:.2f} tokens/step at T={temperature}: these prompts are not like "
+                f"the head's provenance records {value:.2f} tokens/step at T={temperature}: these prompts differ from "
                 "those it was measured on."
             )
     return notes
 
 
 def _recorded(folder: Path, temperature: str, kind: str) -> tuple[float, float]:
-    """Tokens/step among the metrics of a head's provenance, and their standard error; 0 where there are none."""
+    """Return tokens/step in a head's provenance and their standard error; 0 where they are not recorded."""
     try:
-        found = read_json(folder / "provenance.json")["figures"][temperature]
-        values = found.get(f"{kind}tokens_per_step"), found.get(f"{kind}standard_error")
-    except (CheckpointError, AttributeError, KeyError, TypeError):
-        values = None, None
-    value, error = (number if isinstance(number, (int, float)) else 0.0 for number in values)
-    return value, error
+        figures = read_json(folder / "provenance.json")["figures"][temperature]
+        return float(figures[f"{kind}tokens_per_step"]), float(figures[f"{kind}standard_error"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return 0.0, 0.0
 
 
 def _row(comparison: Comparison) -> dict[str, Any]:

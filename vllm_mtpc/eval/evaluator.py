@@ -1,16 +1,13 @@
-"""What an evaluator does: it says what a head on its target should gain, and why it gains something else when served.
+"""The interface of evaluators: a head attached to its target, as `vllm-mtpc eval`, `generate` and `doctor` use it.
 
-`vllm-mtpc eval`, `generate` and `doctor` are each written once and know no family of heads. They ask the evaluator of
-the head's family (`vllm_mtpc.families`), which is the head on its target:
+The commands do not depend on the family of a head (`vllm_mtpc.families`). Each family implements `Evaluator`:
 
-- ``eval``: expected tokens/step on text that the target has written, with the rows of the table to print;
-- ``generate``: how a step of a decoding loop drafts and verifies (``decode.Drafting``);
-- ``doctor``: how the head is to be served, what it should have counted along the very text that vLLM served, and why it
-  did not.
+- `eval`: expected tokens/step on text that the target wrote, and the rows of the table that is printed;
+- `generate`: how a step of the decoding loop drafts and verifies (`decode.Drafting`);
+- `doctor`: options for serving the head, the expected counters along the text that vLLM served, and the cause where
+  the counters differ.
 
-An option of a command that only some families have is refused by the others (``check_options``). What stands here is
-what a family does that has nothing of its own to say, and what all share: what vLLM served is compared with what the
-Hugging Face target expects along the very same text.
+A family refuses options of the other families (`check_options`). The defaults and the functions below are shared.
 """
 
 from __future__ import annotations
@@ -35,26 +32,26 @@ from vllm_mtpc.hf import Target
 TOLERANCE = 0.02  # relative, of tokens/step
 ERRORS = 3.0  # standard errors that are still noise
 BATCH = 8
-# A likelier token that is less than this much likelier (nats) may lose by rounding alone, by the target's dtype.
+# Log-probabilities (nats) this close are a tie: rounding of the target's dtype decides between the tokens.
 TIE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
 class Cause(NamedTuple):
-    """``name``: drafts, target, precision, positions, hidden state, u or head."""
+    """Why served and expected tokens/step differ."""
 
-    name: str
+    name: str  # drafts, target, precision, hidden state, u or head
     sentence: str
 
 
 class Asked(NamedTuple):
-    """What vLLM was asked."""
+    """The requests that vLLM answered."""
 
     prompts: Sequence[Sequence[int]]
     num_drafts: int
     top_k: int = 0
     top_p: float = 1.0
     seeds: Sequence[int] | None = None  # of the requests, where the family needs them
-    draft_pass: str | None = None  # as --draft-pass
+    draft_pass: str | None = None  # of --draft-pass
 
 
 @dataclass(frozen=True)
@@ -62,19 +59,19 @@ class Chain:
     """Whether the served text is the Hugging Face target's."""
 
     tokens: int
-    differing: int  # greedy: tokens that are not its likeliest one, ties set apart
+    differing: int  # greedy: tokens that are neither its most likely one nor tied with it
     ties: int
-    surprise: float  # sampled: (-log p of the text - entropy) in standard errors; 0 for text of the target's own
+    surprise: float  # sampled: (-log p of the text - entropy) in standard errors; 0 on average for the target's text
 
     @property
     def other_target(self) -> bool:
-        """More than one token in a hundred is not the target's, or a sampled text is not of its distribution."""
+        """More than 1 % of the tokens are not the target's, or a sampled text is not of its distribution."""
         return self.differing > max(1, 0.01 * self.tokens) or abs(self.surprise) > 5
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One temperature."""
+    """Served and predicted tokens/step at one temperature."""
 
     served: Served
     sampling: Sampling
@@ -82,71 +79,71 @@ class Comparison:
     predicted: Metrics
     noise: float  # standard error of the served tokens/step given the text
     chain: Chain
-    recorded: str = ""  # prefix of the names of the metrics in a head's provenance that are of the kind served
+    recorded: str = ""  # prefix of the metrics in the head's provenance that describe this way of serving
 
     @property
     def difference(self) -> float:
-        """Served by predicted tokens/step, less one; both over the steps that drafted: those are the head's."""
+        """Served divided by predicted tokens/step, minus one; both over the steps that drafted."""
         return self.served.acceptance.tokens_per_drafted_step / self.predicted.tokens_per_step - 1
 
     @property
     def differs(self) -> bool:
-        """By more than the tolerance and more than noise."""
+        """Whether the difference exceeds both the tolerance and the noise."""
         return not self.agrees(self.predicted)
 
     def agrees(self, predicted: Metrics) -> bool:
-        """Whether the served tokens/step is that of ``predicted``, up to tolerance or noise."""
+        """Whether the served tokens/step equals ``predicted`` up to tolerance or noise."""
         off = abs(self.served.acceptance.tokens_per_drafted_step - predicted.tokens_per_step)
         return off <= max(TOLERANCE * predicted.tokens_per_step, ERRORS * self.noise)
 
     def distance(self, predicted: Metrics) -> float:
-        """Largest difference between the served acceptance and the predicted one over the positions."""
+        """Return the largest difference of served and predicted acceptance over the positions."""
         pairs = zip(self.served.acceptance.per_position, predicted.per_position, strict=False)
         return max((abs(served - expected) for served, expected in pairs), default=0.0)
 
 
 class Evaluator(Protocol):
-    """A head on its target."""
+    """A head attached to its target."""
 
     folder: Path
-    config: Any  # the family's
+    config: Any  # of the family
     target: Target
-    step_note: ClassVar[str | None] = None  # what ``generate`` says of a step
-    seeded: ClassVar[bool] = False  # whether served text is compared draft by draft, so that requests need seeds
-    refusal: ClassVar[str | None] = None  # beginning of the line with which vLLM may refuse the family on a machine
+    step_note: ClassVar[str | None] = None  # note that ``generate`` prints about a step
+    seeded: ClassVar[bool] = False  # served text is compared draft by draft, so requests need seeds
+    refusal: ClassVar[str | None] = None  # text in vLLM's log where the family cannot be served on this machine
 
     @classmethod
     def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = ...) -> Evaluator:
-        """The head of a folder on a target that is loaded and has its sizes."""
+        """Load the head of a folder for a loaded target of matching sizes."""
 
     @staticmethod
     def check_options(args: Namespace) -> None:
-        """Raises UsageError for options of a command that the family does not have."""
+        """Raise UsageError for options that the family does not support."""
 
     @staticmethod
     def default_sampling(config: Any) -> tuple[float, int, float]:
-        """Temperature, top-k and top-p of a command that names none."""
+        """Return the default temperature, top-k and top-p."""
         return 1.0, 0, 1.0
 
     @staticmethod
     def serving(args: Namespace, config: Any, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
-        """More of `speculative_config`, with which every draft is verified."""
+        """Return the options of `speculative_config` with which vLLM verifies every draft."""
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
-        """How tokens are picked, drafts as the head is served by default."""
+        """Return the sampling of text and drafts, as the head is served by default."""
         return Sampling(temperature, top_p, top_k=top_k)
 
     def check_decoding(self, what: str) -> None:
-        """Raises UsageError where ``what`` cannot run the head."""
+        """Raise UsageError where the command or option ``what`` cannot run the head."""
 
     def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Drafting:
-        """The head's part of a decoding loop."""
+        """Return the drafting of a decoding loop."""
 
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> Any:
-        """Results of one temperature on text of the target; ``measure`` adds what is ``simulated``."""
+        """Evaluate the head at one temperature on text of the target; ``measure`` sets ``simulated``."""
 
     def measure(self, prompts: Sequence[Tensor], temperature: float, num_drafts: int, args: Namespace) -> Any:
-        """Results of one temperature: the target's text is written, the head evaluated on it."""
+        """Let the target write text at one temperature, and evaluate the head on it."""
         target, sampling = self.target, self.sampling(temperature, args.top_p, args.top_k)
         generator, label = torch.Generator(target.device).manual_seed(args.seed), f"T={temperature:g}"
         with tqdm(total=len(prompts), desc=f"{label} text", unit="text", disable=None) as bar:
@@ -160,50 +157,52 @@ class Evaluator(Protocol):
         return replace(found, simulated=counted(texts))
 
     def title(self, num_drafts: int) -> str:
-        """The head in a line."""
+        """Describe the head in one line."""
 
     def rows(self, results: Sequence[Any]) -> list[tuple[str, Callable[[Any], str]]]:
-        """Rows of the table of results: their names, and what is shown of the result of one temperature."""
+        """Return the rows of the table: name, and the function that formats the result of one temperature."""
 
     def warnings(self, results: Sequence[Any]) -> list[str]:
-        """What the results say against the head, a line each."""
+        """Return warnings about the head that follow from the results, a line each."""
         return []
 
     def compare(self, asked: Asked, served: Served) -> Comparison:
-        """What the head should have counted along the served text."""
+        """Compute the counters that are expected along the served text."""
 
     def find_cause(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
-        """The likeliest cause of a difference; asked where one of the comparisons differs."""
+        """Return the most likely cause where one of the comparisons differs."""
         return (
             first_cause(comparisons, lambda one: _other_number_of_drafts(one, num_drafts))
             or first_cause(comparisons, lambda one: _other_target(one, self.target))
-            or self.wrong_drafting(comparisons, num_drafts)
+            or self.find_drafting_fault(comparisons, num_drafts)
             or first_cause(comparisons, _lost_positions)
-            or self.other_head(comparisons, num_drafts)
+            or self.find_head_fault(comparisons, num_drafts)
         )
 
-    def wrong_drafting(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
-        """The mistake with which the head does what was served; None where none is near."""
+    def find_drafting_fault(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
+        """Return the fault of drafting that explains the served counters, if one does."""
 
-    def other_head(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
-        """The cause where nothing else is wrong."""
+    def find_head_fault(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
+        """Return the cause that remains after every other one was excluded."""
 
-    def knows_nothing(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
-        """The cause where the head is served as predicted, but predicted to know nothing of the text."""
+    def find_untrained_head(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
+        """Return the cause where the head is served as predicted, but its drafts are no better than chance."""
 
     def notes(self, comparisons: Sequence[Any]) -> list[str]:
-        """More on the comparisons, a line each."""
+        """Return notes about the comparisons, a line each."""
         return []
 
     def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
-        """Prints what can be said without vLLM, which answered with ``refusal``; returns what to type."""
+        """Print the check that needs no vLLM where vLLM answered with ``refusal``; return the error message."""
 
 
-def continued(target: Target, asked: Asked, served: Served, sampling_of: Callable[[int, list[int]], Any]) -> Samples:
-    """The served texts as samples of the target.
+def continue_served(
+    target: Target, asked: Asked, served: Served, sampling_of: Callable[[int, list[int]], Any]
+) -> Samples:
+    """Return the served texts as samples of the target.
 
-    The last step of a text looks at drafts past its end, and vLLM counts them although their tokens are cut: the target
-    continues the text for that step. ``sampling_of`` (number of the first text, lengths): how a batch is continued.
+    vLLM counts the drafts of a text's last step also past its end, where their tokens are dropped: the target continues
+    the text for that step, with the sampling that ``sampling_of`` returns for (number of the first text, lengths).
     """
     texts = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(asked.prompts, served.outputs, strict=True)]
     generator = torch.Generator(target.device).manual_seed(0)
@@ -217,7 +216,7 @@ def continued(target: Target, asked: Asked, served: Served, sampling_of: Callabl
 
 @torch.inference_mode()
 def check_chain(target: Target, samples: Samples, sampling: Sampling) -> Chain:
-    """Compares every token of the continuations with the target's distribution of it."""
+    """Compare every token of the continuations with the target's distribution."""
     tie = TIE.get(target.dtype, max(TIE.values()))
     count = differing = ties = 0
     excess = variance = 0.0
@@ -238,6 +237,7 @@ def check_chain(target: Target, samples: Samples, sampling: Sampling) -> Chain:
 
 
 def first_cause(comparisons: Iterable[Comparison], cause_of: Callable[[Any], Cause | None]) -> Cause | None:
+    """Return the first cause that ``cause_of`` finds."""
     return next(filter(None, map(cause_of, comparisons)), None)
 
 
@@ -254,24 +254,24 @@ def _other_target(comparison: Comparison, target: Target) -> Cause | None:
     shown = f"the sampled text is {chain.surprise:+.1f} standard errors from its distribution"
     if comparison.sampling.greedy:
         wrong = f"{chain.differing} of {chain.tokens} greedy tokens"
-        shown = f"{wrong} are not its likeliest ones ({chain.ties} ties apart)"
+        shown = f"{wrong} are not its most likely ones ({chain.ties} ties apart)"
     sentence = f"the served text is not that of {target.name}: {shown}"
     other = f"{sentence}; another target, revision, dtype or tokenizer is served"
     return Cause("target", other) if chain.other_target else None
 
 
 def _lost_positions(comparison: Comparison) -> Cause | None:
-    """Where drafts 1..k are accepted, and of the next 10 or more were to be expected behind them but none is."""
+    """Drafts 1..k are accepted, and of the next ones none, although 10 or more are expected."""
     counts, predicted = comparison.served.acceptance.accepted_per_position, comparison.predicted.per_position
     k = next((k for k in range(1, len(counts)) if not counts[k]), 0)
     if not k or not predicted[k - 1] or counts[k - 1] * predicted[k] / predicted[k - 1] < 10:
         return None
-    lost = f"no draft beyond position {k} was ever accepted: drafts are lost or cut before verification"
+    lost = f"no draft beyond position {k} was ever accepted: drafts are lost or pruned before verification"
     return Cause("drafts", lost)
 
 
 def nearest(comparisons: Sequence[Any], rivals: Iterable[tuple[Cause, Callable[[Any], Metrics]]]) -> Cause | None:
-    """The rival way of drafting whose prediction is what was served, the nearest one; None where none is near."""
+    """Return the cause whose prediction is nearest to the served counters; None where none explains them."""
     found: list[tuple[float, Cause]] = []
     for cause, predict in rivals:
         distance, explains = 0.0, True

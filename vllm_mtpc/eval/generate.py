@@ -1,4 +1,4 @@
-"""`vllm-mtpc generate`: one prompt continued on the Hugging Face target, plainly, unverified or as a server does it."""
+"""`vllm-mtpc generate`: continue one prompt on the Hugging Face target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from vllm_mtpc.report import console
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
     from vllm_mtpc.hf import Target
 
@@ -46,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         given = args.temperature[0]
         raise UsageError(f"--argmax with --temperature {given}: greedy is temperature 0; drop one of them")
     import torch
+    from transformers import TextStreamer
 
     from vllm_mtpc.eval.decode import decode
     from vllm_mtpc.eval.loading import load, prepare
@@ -63,23 +63,23 @@ def run(args: argparse.Namespace) -> int:
     check_length(target.name, target.config, [prompt], args.num_tokens + drafts, "--num-tokens")
     drafting = evaluator.drafting(evaluator.sampling(temperature, args.top_p, args.top_k), drafts, args.seed)
     stops = set() if args.ignore_eos else stop_ids(target)
-    printer = _Printer(target)
-    show = (lambda tokens: None) if args.quiet or args.json else printer.show
+    streamer = None if args.quiet or args.json else TextStreamer(target.tokenizer, skip_special_tokens=True)
+    show = (lambda tokens: streamer.put(torch.tensor(tokens))) if streamer else (lambda tokens: None)
     decoded = decode(args.mode, Session(target), prompt, drafting, args.num_tokens, stops, show)
     if args.json:
         assert target.tokenizer is not None  # it has read the prompt
         text = target.tokenizer.decode(decoded.tokens)
         print(json.dumps({"text": text, "tokens": decoded.tokens, **decoded.statistics()}, indent=1))
         return 0
-    if not args.quiet:
-        printer.show((), is_last=True)
+    if streamer:
+        streamer.end()
     note = evaluator.step_note if args.mode == "speculative" else None
     _print(f"{args.mode}, T={temperature:g}", decoded.statistics(), note)
     return 0
 
 
 def encode(target: Target, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a prompt. Raises UsageError where the target cannot read text, or has no chat template."""
+    """Return the token ids of a prompt. Raises UsageError without a tokenizer or a chat template."""
     if target.tokenizer is None:
         raise UsageError(f"target {target.name} has no tokenizer, so it cannot read --prompt; name one that has")
     if not chat:
@@ -90,24 +90,8 @@ def encode(target: Target, prompt: str, chat: bool) -> list[int]:
         turn = [{"role": "user", "content": prompt}]
         ids = target.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
     if not ids:
-        raise UsageError("--prompt is empty; give it at least one token")
+        raise UsageError("--prompt is empty; give it a token or more")
     return list(ids)
-
-
-class _Printer:
-    """Writes text as its tokens come; a character that is not complete yet waits."""
-
-    def __init__(self, target: Target) -> None:
-        self.tokenizer: Any = target.tokenizer
-        self.tokens: list[int] = []
-        self.printed = 0
-
-    def show(self, tokens: Sequence[int], is_last: bool = False) -> None:
-        self.tokens += tokens
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if is_last or not text.endswith("\ufffd"):
-            print(text[self.printed :], end="\n\n" if is_last else "", flush=True)
-            self.printed = len(text)
 
 
 def _print(title: str, found: dict[str, Any], note: str | None) -> None:

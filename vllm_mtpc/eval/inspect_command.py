@@ -1,4 +1,4 @@
-"""`vllm-mtpc inspect`: what a head is, and the memory that serving it takes."""
+"""`vllm-mtpc inspect`: describe a head, and compute the memory for serving it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_model(path: str) -> list[str]:
-    """Lines about a model that has no head in its folder; none for a head, and for what is neither."""
+    """Describe a model without a head in its folder; empty for anything else."""
     folder = resolve_head(path)
     is_read = os.path.isfile(folder / CONFIG_FILE) and not is_head(folder)  # os.path: False, not an error, if shut
     values = read_json(folder / CONFIG_FILE) if is_read else {}
@@ -63,7 +63,7 @@ def _of_model(path: str) -> list[str]:
 
 
 def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
-    """MiB on each GPU of Model Runner V2: target in bfloat16, head_dtype auto, default schedule of drafts.
+    """Return MiB on each GPU of Model Runner V2: target in bfloat16, head_dtype auto, default schedule of drafts.
 
     Raises CheckpointError for a PTP head, whose rows are the target's own.
     """
@@ -94,7 +94,7 @@ def _print_table(report: Report) -> None:
     out = console()
 
     def plain(text: str) -> Text:
-        """Files are not to be trusted with the terminal: no markup, no control characters, no end of lines."""
+        """Remove markup, control characters and line ends: the file is not trusted."""
         shown = printable(text, MAX_CELL)
         return Text(shown.encode(out.encoding, "backslashreplace").decode(out.encoding), overflow="fold")
 

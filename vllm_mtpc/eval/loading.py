@@ -1,4 +1,4 @@
-"""What the commands work on: the evaluator of a head on its target, and prompts out of data."""
+"""Load heads with their targets, and take prompts from data, for the commands of evaluation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from vllm_mtpc.hf import Target, choose_device, load_target
 
 
 def resolve(name: str) -> tuple[Path, AnyHeadConfig]:
-    """Folder and config of a head, nothing loaded yet. Raises CheckpointError or HeadConfigError."""
+    """Return folder and config of a head without loading it. Raises CheckpointError or HeadConfigError."""
     folder = resolve_head(name)
     return folder, read_config(folder)
 
 
 def target_of(folder: Path, config: AnyHeadConfig, given: str | None) -> str:
-    """The target's name: as given, or the head's verifier."""
+    """Return the target's name: ``given``, or the head's verifier."""
     return given or resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
 
 
 def prepare(args: Namespace) -> AnyHeadConfig:
-    """The config of ``args.head``; a temperature (a list), top_k and top_p not given become its family's defaults.
+    """Return the config of ``args.head``; set temperature (a list), top_k and top_p to the family's defaults.
 
-    Raises UsageError for what the family does not have or is not allowed: nothing is loaded yet.
+    Raises UsageError for options that the family does not support and values that are not allowed, before loading.
     """
     config = resolve(args.head)[1]
     family = FAMILIES[config.speculators_model_type].evaluator
@@ -47,7 +47,7 @@ def prepare(args: Namespace) -> AnyHeadConfig:
 
 
 def load(name: str, target: str | None = None, dtype: str = "auto", device: str = "auto") -> Evaluator:
-    """A head with its target, which computes in ``dtype``. Raises what loading either and ``attach`` raise."""
+    """Load a head and its target, which computes in ``dtype``. Raises MtpcError where either cannot be loaded."""
     folder, config = resolve(name)
     target_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     model = load_target(target_of(folder, config, target), target_dtype, choose_device(device), attention="torch")
@@ -55,7 +55,7 @@ def load(name: str, target: str | None = None, dtype: str = "auto", device: str 
 
 
 def attach(folder: Path, target: Target) -> Evaluator:
-    """The head of a folder on a target that is loaded. Raises UsageError where they do not fit."""
+    """Load the head of a folder for a loaded target. Raises UsageError where their sizes differ."""
     config = read_config(folder)
     for name in ("vocab_size", "hidden_size"):
         ours, theirs = getattr(config, name), getattr(target, name)
@@ -68,11 +68,10 @@ def attach(folder: Path, target: Target) -> Evaluator:
 
 
 def prompts(documents: Documents, count: int, prompt_tokens: int, seed: int) -> list[Tensor]:
-    """``count`` prompts (1-D int64): what stands before a document's first trained token, else a crop of its text.
+    """Return ``count`` prompts (1-D int64): the tokens before a document's first trained one, else a crop of its text.
 
-    Crops have ``prompt_tokens`` tokens and start anywhere; documents shorter than that are passed over. Documents are
-    taken in an order fixed by the seed, again from the start where there are too few. Raises UsageError where no
-    document gives a prompt.
+    Crops have ``prompt_tokens`` tokens and start anywhere; shorter documents are skipped. The seed fixes the order of
+    documents, which are used again where there are too few. Raises UsageError where no document gives a prompt.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[Tensor] = []

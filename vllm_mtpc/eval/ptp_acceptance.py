@@ -1,26 +1,27 @@
-"""PTP heads under the serving rule: tokens/step, computed on the target's own text, and the rule carried out.
+"""Expected tokens/step of PTP heads, computed on the target's own text, and coupled decoding.
 
 A server picks token x_k by u_k: x_k = Pick(u_k, Q_k), Q_k the target's processed distribution (Parallel Token
 Prediction, section 2.1). Given the text, u_k is uniform on the interval of x_k and independent of everything else; so a
-text of the target with u_k drawn uniformly inside the interval of x_k is distributed as what a server does, and which
-drafts it accepts is known without a further pass of the target. Greedy: the text is the argmax, rows carry 0.5.
+text of the target with u_k drawn uniformly inside the interval of x_k has the joint distribution of a server, and the
+accepted drafts follow without a further pass of the target. Greedy: the text is the argmax, rows carry 0.5.
 
 A window at position t (visible: tokens up to t) drafts x_2..x_(1+K), tokens t + 2..t + 1 + K; x_1 is the target's own.
-o-ptp and the independent baseline: the argmax of rows 1..K. c-ptp: Pick(u, P), P what rows 0..K - 1 give (greedy: its
-argmax). late: as `vllm_mtpc.heads.ptp.distribution` says. The step accepts the leading drafts that are the text.
+o-ptp and the independent baseline: the argmax of rows 1..K. c-ptp: Pick(u, P), P the distributions of rows 0..K - 1
+(greedy: argmax). late: see `vllm_mtpc.heads.ptp.distribution`. The step accepts the leading drafts that equal the text.
 
-Steps follow each other through each continuation, and tokens/step is the number of tokens by the number of steps:
+Steps follow each other through each continuation; tokens/step is the number of tokens divided by that of steps:
 
     merged pass   window at t; the next step is at t + 1 + accepted; every group of rows long enough (ideal)
-    two passes    window at t + 1, behind x_1, whose own row gives x_2 for certain; the student drafts K - 1 behind it
+    two passes    window at t + 1, after x_1, whose row gives x_2 exactly; the student drafts the K - 1 tokens after it
 
-A server starts no step once a text has ended and counts the drafts of its last step also past the end: so it is here.
+A server starts no step once a text has ended and counts the drafts of its last step also past the end: so do these
+metrics.
 
-The rule carried out (``Coupling``): u_k is a hash of (seed, k - 1), so the text is a function of prompt and seed,
-whatever is drafted. A step is two passes: x_1 is read, its row gives x_2, the student the drafts behind (pass 1; here
-x_1 and the rows of u are two calls, which read one cache), then the target reads the drafts (pass 2); they are accepted
-while they are what it picks, and what it picks behind them is the next x_1. ``Written`` carries it out with several
-candidates per step, of which one is kept.
+``Coupling`` carries the serving rule out: u_k is a hash of (seed, k - 1), so the text is a function of prompt and seed
+and independent of the drafts. A step is two passes: x_1 is read, its row gives x_2, the student drafts the tokens after
+it (pass 1; here two calls that read one cache), then the target reads the drafts (pass 2). Drafts are accepted while
+they equal the target's picks, and its next pick is the next x_1. ``Written`` decodes with several candidates per step,
+of which one is kept.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ PREFIX_ELEMENTS = 2**26  # keys and values kept at once
 
 @dataclass(frozen=True, kw_only=True)
 class PtpMetrics(StepMetrics):
-    """Of a PTP head; the steps are those of a merged pass, ideal."""
+    """Metrics of a PTP head; the steps are those of an ideal merged pass."""
 
     histogram: list[float]  # P(exactly g of K drafts are accepted), g = 0..K, over steps
     two_pass_tokens_per_step: float
     two_pass_standard_error: float
-    accuracy: float  # drafts that are the text's token, of all drafts of all windows, whatever those before them are
+    accuracy: float  # share of right drafts over all windows, whether or not those before them are right
     shuffled_accuracy: float  # the same where rows carry the u of another window
     shuffled_tokens_per_step: float  # merged, likewise
     anywhere: float  # expected tokens of a step started at a uniformly chosen position
@@ -63,13 +64,13 @@ class PtpMetrics(StepMetrics):
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateMetrics(StepMetrics):
-    """Of M candidates per step."""
+    """Metrics of decoding with M candidates per step."""
 
     candidates: int
 
 
 class Windows(NamedTuple):
-    """Drafts at every position of some texts where a step may start, and one behind; S texts, T positions, K drafts."""
+    """Drafts at every position of S texts where a step may start, and one more; T positions, K drafts."""
 
     right: Tensor  # [S, T + 1, K] bool: the draft is the text's token
     shuffled: Tensor  # [S, T + 1, K] bool: the same with the u of other windows
@@ -82,7 +83,7 @@ class Windows(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Steps of some texts counted, as ``StepMetrics.of`` takes them."""
+    """Counted steps of texts, the arguments of ``StepMetrics.of``."""
 
     count: Tensor  # [S] float64
     tokens: Tensor  # [S] float64, the drafts of a last step included where they pass the end
@@ -92,9 +93,10 @@ class Steps(NamedTuple):
 def measure_ptp(
     student: Student, samples: Samples, sampling: Sampling, num_drafts: int | None = None, seed: int = 0
 ) -> PtpMetrics:
-    """Metrics of a head on texts that its target wrote with the same ``sampling``; ``num_drafts``: K (None: as served).
+    """Return the metrics of a head on texts that its target wrote with the same ``sampling``.
 
-    ``seed``: of the u inside their intervals. Raises UsageError where no text is long enough for a step.
+    ``num_drafts``: K (None: as served); ``seed``: of the u inside their intervals. Raises UsageError where no text is
+    long enough for a step.
     """
     return summarise(collect(student, samples, sampling, num_drafts, seed))
 
@@ -110,11 +112,12 @@ def collect(
     carried: Tensor | None = None,
     shuffles: bool = True,
 ) -> Windows:
-    """Drafts at every position where a server may start a step (``Samples.starts``), and at one more of each text.
+    """Draft at every position where a server may start a step (``Samples.starts``), and at one more of each text.
 
-    ``u`` [S, L]: those the text was picked by, where they are known (u[:, k] picked tokens[:, k]). ``carried`` [S, L]:
-    what rows carry in their place. ``shuffles``: also with the u of other windows, as long again; else nothing is right
-    there.
+    Args:
+        u: [S, L], u[:, k] picked tokens[:, k]; None: drawn inside the intervals.
+        carried: [S, L], the numbers on the rows where they differ from ``u``.
+        shuffles: also draft with the u of other windows, at twice the time; else ``shuffled`` is False.
     """
     config = student.config
     drafts = check_drafts(config.window, num_drafts, config.num_speculative_tokens)
@@ -124,7 +127,7 @@ def collect(
     shape = (len(count), int(count.max()) + 1, drafts)
     right, shuffled = torch.zeros(2, *shape, dtype=torch.bool)
     generator, rows = torch.Generator().manual_seed(seed), draft_rows(student, drafts)
-    # Where rows carry no u, a foreign one has to be foreign to what picks from their distributions.
+    # Where rows do not carry u, the numbers that pick from their distributions are shuffled as well.
     is_plain = config.variant != "late"
     prefix_elements = 2 * student.target.config.num_hidden_layers * student.target.hidden_size * samples.tokens.shape[1]
     for texts in _parts(len(count), PREFIX_ELEMENTS, prefix_elements):
@@ -134,7 +137,7 @@ def collect(
             continue
         start = first[texts][row] + column
         prefix = student.prefix(tokens.clamp(min=0))
-        own = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K), what picks
+        own = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K), which pick
         on_rows = _shifted(carried[texts], row, start, drafts + 2)
         wanted, x_1 = _shifted(tokens, row, start + 1, drafts), tokens[row, start + 1]  # [B, K], [B]
         order = torch.randperm(len(on_rows), generator=generator)
@@ -150,7 +153,7 @@ def collect(
 
 
 def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int) -> Tensor:
-    """u [S, L] float32, on the CPU: uniform inside the intervals of the tokens behind each prompt; greedy: 0.5."""
+    """Draw u [S, L] float32, on the CPU, uniform inside the intervals of the tokens after each prompt; greedy: 0.5."""
     u = torch.full(samples.tokens.shape, UNINFORMED)
     if sampling.greedy:
         return u
@@ -168,7 +171,7 @@ def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int)
 
 
 def draft(student: Student, hidden: Tensor, u: Tensor, greedy: bool, first: Tensor) -> Tensor:
-    """Drafts [B, K] from the states hidden[B, K, D] of the rows that give them, behind x_1 first[B].
+    """Return drafts [B, K] from the states hidden[B, K, D] of their rows, after x_1 = first[B].
 
     u[B, K] picks them (c-ptp, late).
     """
@@ -183,32 +186,33 @@ def draft(student: Student, hidden: Tensor, u: Tensor, greedy: bool, first: Tens
 
 
 def draft_rows(student: Student, num_drafts: int) -> slice:
-    """The rows of a window that give its drafts: the first of o-ptp says which token x_1 is."""
+    """Return the rows of a window that give its drafts; the first row of o-ptp gives x_1."""
     return slice(student.first_row, student.first_row + num_drafts)
 
 
 def chunks(student: Student, length: int, rows: int, count: int) -> Iterator[slice]:
-    """``count`` windows of ``rows`` rows behind up to ``length`` tokens, in parts that fit in memory."""
+    """Split ``count`` windows of ``rows`` rows after up to ``length`` tokens into parts that fit in memory."""
     scores = (length + rows) * student.target.config.num_attention_heads
     return _parts(count, CHUNK_ELEMENTS, rows * max(scores, student.target.vocab_size))
 
 
 def _parts(count: int, elements: int, each: int) -> Iterator[slice]:
-    """``count`` things of so many elements ``each``, in parts of at most ``elements``."""
+    """Split ``count`` items of ``each`` elements into parts of up to ``elements`` elements."""
     size = max(1, elements // each)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _shifted(values: Tensor, row: Tensor, start: Tensor, count: int) -> Tensor:
-    """values[row, start + 1 .. start + count], [B, count]; past the end the last one."""
+    """Return values[row, start + 1 .. start + count], [B, count]; past the end the last one."""
     at = start[:, None] + 1 + torch.arange(count)
     return values[row[:, None], at.clamp(max=values.shape[1] - 1)]
 
 
 def follow(windows: Windows, two_pass: bool = False, after: Tensor | None = None) -> Steps:
-    """Steps through each text. ``after``[K + 1]: drafts of the next step behind each number of accepted ones.
+    """Count the steps through each text.
 
-    ``after`` None: always K. The first step of a text has those behind none, as if a step had ended with the prompt.
+    ``after``[K + 1]: drafts of the next step by the number of accepted drafts (None: always K). The first step of a
+    text has ``after``[0] drafts, as if the step before it had accepted none.
     """
     leading, valid = windows.leading, torch.nn.functional.pad(windows.valid, (0, 1))
     texts, drafts = len(leading), windows.right.shape[-1]
@@ -230,7 +234,7 @@ def follow(windows: Windows, two_pass: bool = False, after: Tensor | None = None
 
 
 def summarise(windows: Windows) -> PtpMetrics:
-    """Metrics of all texts together."""
+    """Return the metrics of all texts."""
     merged, valid = follow(windows), windows.valid
     two_pass = follow(windows, two_pass=True)
     shuffled = follow(windows._replace(right=windows.shuffled))
@@ -249,14 +253,14 @@ def summarise(windows: Windows) -> PtpMetrics:
 
 
 def uses_u(metrics: PtpMetrics) -> bool:
-    """Whether a head that should read u does: its drafts are clearly worse with the u of other windows."""
+    """Return whether a head reads u: its drafts are clearly worse with the u of other windows."""
     accuracy, shuffled = metrics.accuracy, metrics.shuffled_accuracy
     noise = math.sqrt(max(accuracy * (1 - accuracy), 1e-12) / max(1, metrics.contexts))
     return accuracy - shuffled > max(0.02 * accuracy, 5 * noise)
 
 
 def request_u(sampling: Sampling, seeds: Sequence[int], first: int, count: int, device: torch.device) -> Tensor:
-    """u [B, count] float32 of the tokens at first .. first + count - 1 of B requests with seeds; greedy: 0.5."""
+    """Return u [B, count] float32 of the tokens first .. first + count - 1 of B requests with seeds; greedy: 0.5."""
     if sampling.greedy:
         return torch.full((len(seeds), count), UNINFORMED, device=device)
     at = torch.arange(first - 1, first + count - 1, device=device)
@@ -264,7 +268,7 @@ def request_u(sampling: Sampling, seeds: Sequence[int], first: int, count: int, 
 
 
 def picked(sampling: Sampling, log_q: Tensor, u: Tensor) -> Tensor:
-    """The target's choice [m] by log_q[m, V] of ``sampling`` and u[m]."""
+    """Return the target's tokens [m] for log_q[m, V] of ``sampling`` and u[m]."""
     return log_q.argmax(-1) if sampling.greedy else pick(log_q, u)
 
 
@@ -293,7 +297,7 @@ class Coupling:
         return drafts, kept, chosen[kept : kept + 1], states
 
     def draft(self, state: Tensor) -> Tensor:
-        """Drafts [K] behind the tokens that are read, the last of them with state[1, D]."""
+        """Return drafts [K] after the tokens that were read, the last of them with state[1, D]."""
         sure = self._picked(state)
         if self.num_drafts == 1:
             return sure
@@ -303,16 +307,16 @@ class Coupling:
         return torch.cat([sure, draft(self.student, hidden, u[:, 1:], self.sampling.greedy, sure)[0]])
 
     def _u(self, count: int) -> Tensor:
-        """u [1, count] of the next tokens."""
+        """Return u [1, count] of the next tokens."""
         return request_u(self.sampling, self.request, self.length, count, self.student.target.device)
 
     def _picked(self, states: Tensor) -> Tensor:
-        """What the target picks behind states[m, D], the first of which belongs to the last token that is read."""
+        """Return the target's tokens [m] after states[m, D]; states[0] belongs to the last token that was read."""
         log_q = self.sampling.log_probs(self.student.logits(states))
         return picked(self.sampling, log_q, self._u(len(log_q))[0])
 
     def _prefix(self) -> Prefix:
-        """What is in the cache, as the student's windows read it."""
+        """Return the contents of the cache as a prefix of the student's windows."""
         layers = self.session.cache.layers
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
         at = torch.arange(self.length, device=keys[0].device)[None]
@@ -320,28 +324,28 @@ class Coupling:
 
 
 def choose(off: Tensor, accepted: Tensor) -> Tensor:
-    """The candidate [R] that is kept, by the criterion off[R, M]; accepted[R, M] drafts must play no part."""
+    """Return the candidate [R] to keep by the criterion off[R, M]; depending on accepted[R, M] would bias the text."""
     return off.argmin(1)
 
 
 class Written:
     """Texts written with several candidates per step, of which one is kept (PTP paper, appendix E).
 
-    A step knows the text up to x_1 and the u that picked it. Each of M candidates draws u of its own for the tokens
-    behind, drafts x_2..x_(1+K) from them, and has them verified in one pass of the target: t_k = Pick(u_k, Q_k(. |
-    drafts before k)). The candidate that is kept is the one whose u lie nearest to the middle of their intervals,
+    A step starts from the text up to x_1 and the u that picked it. Each of M candidates draws u for the next tokens,
+    drafts x_2..x_(1+K) from them, and is verified in one pass of the target: t_k = Pick(u_k, Q_k(. | drafts before k)).
+    The candidate whose u are nearest to the middle of their intervals is kept,
 
         argmin_m sum_k |f_k - 1/2|,   f_k = (u_k - F_left) / (F_right - F_left) of t_k
 
-    (the paper's equation 18 has argmax and the ends exchanged). Its accepted drafts and the t_k behind them, which is
-    the next x_1, become text; every u behind that is drawn again.
+    (the paper's equation 18 has argmax and the ends exchanged). Its accepted drafts and the t_k after them, which is
+    the next x_1, become text; every later u is drawn again.
 
     The distribution of the text is the target's: given all drafts and tokens before k, f_k is uniform and independent
     of t_k. So the f of a candidate are independent of the text it writes, and choosing by any function of the f does
-    not change its distribution. Choosing by anything that looks at tokens does, and so would the u behind the first
-    wrong draft if they were kept: their f belong to another text.
+    not change its distribution. A choice that depends on tokens does, and so would the u after the first wrong draft if
+    they were kept: their f belong to another text.
 
-    tokens: [S, L] int64, prompts included, -1 behind the end; histogram: [S, K + 1] float64, steps by accepted drafts.
+    tokens: [S, L] int64, prompts included, -1 after the end; histogram: [S, K + 1] float64, steps by accepted drafts.
     """
 
     def __init__(
@@ -371,7 +375,7 @@ class Written:
 
     @torch.inference_mode()
     def run(self) -> Written:
-        """Writes all texts, whatever their tokens are."""
+        """Write all texts; no token ends one."""
         running = torch.arange(len(self.tokens))
         hidden = self.student.prefix(self.tokens[:, : int(self.lengths.max())]).hidden
         states = hidden[running.to(hidden.device), (self.lengths - 1).to(hidden.device)]
@@ -388,19 +392,19 @@ class Written:
         return self
 
     def metrics(self) -> CandidateMetrics:
-        """Tokens/step over all texts."""
+        """Return tokens/step over all texts."""
         steps, drafts = self.histogram.sum(1), torch.arange(self.drafts + 1, dtype=torch.float64)
         tokens = steps + self.histogram @ drafts
         return CandidateMetrics.of(steps, tokens, self.histogram.sum(0), candidates=self.candidates)
 
     def _step(self, running: Tensor) -> None:
-        """One step of the texts in running[R]."""
+        """Carry out one step of the texts in running[R]."""
         count, candidates, drafts = len(running), self.candidates, self.drafts
         prefix = self.student.prefix(self.tokens[running, : int(self.lengths[running].max())])
         row = torch.arange(count).repeat_interleave(candidates)  # [R * M]
         u = self._numbers(count, candidates, drafts + 1)  # of x_2..x_(2+K)
         u = torch.cat([self.u[running, None, None].expand(-1, candidates, 1), u], 2).flatten(0, 1)  # [R * M, K + 2]
-        start = self.lengths[running][row] - 2  # x_1 is behind it
+        start = self.lengths[running][row] - 2  # x_1 follows
         parts = []
         for part in chunks(self.student, prefix.hidden.shape[1], drafts + 1, len(row)):
             first = self.tokens[running[row[part]], start[part] + 1]
@@ -410,7 +414,7 @@ class Written:
         accepted = accepted[at, best]
         self.u[running] = u.unflatten(0, (count, candidates))[at, best, accepted + 1]
         columns = self.lengths[running][:, None] + torch.arange(drafts + 1)
-        # What is behind the accepted ones is overwritten or cut.
+        # Tokens after the accepted drafts are overwritten or dropped.
         self.tokens[running[:, None], columns] = tokens[at, best]
         self.lengths[running] += 1 + accepted
         self.histogram[running, accepted] += 1
@@ -418,7 +422,7 @@ class Written:
     def _verified(
         self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor, first: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of candidates with u[B, K + 2] (of x_1 on): tokens picked [B, K + 1], accepted drafts [B], criterion [B]."""
+        """Return picked tokens [B, K + 1], accepted drafts [B] and criterion [B] of candidates with u[B, K + 2]."""
         student, rows = self.student, draft_rows(self.student, self.drafts)
         hidden = student.aux(prefix, row, start, u[:, : rows.stop])[:, rows]
         drafted = draft(student, hidden, u[:, 1 : self.drafts + 1], False, first).cpu()

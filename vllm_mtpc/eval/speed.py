@@ -1,4 +1,4 @@
-"""What a head is worth on a machine: default serving compared with plain vLLM, kept in the head's folder, in a line."""
+"""Time default serving against plain vLLM, and summarise the rows that `doctor` kept in a head's folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from vllm_mtpc.files import read_json
 
 CLIENTS = (1, 4, 16)
 SLOWER = 0.97  # of plain vLLM: noise of a machine is below it
-MAX_TOKENS, ROUNDS, SECONDS = 64, 3, 90.0  # of an answer; of passes; after which no pass begins
+MAX_TOKENS, ROUNDS = 64, 3  # tokens of an answer; rounds of passes
+SECONDS = 90.0  # no pass starts after this time
 Row = dict[str, Any]
 
 
@@ -78,7 +79,7 @@ def _row(cell: Setting, pairs: Sequence[tuple[Measured, Measured]]) -> Row:
 
 
 def read_served(folder: Path) -> dict[str, Any] | None:
-    """What `doctor` has kept in a head's folder: rows of `measure` and where; None where nothing can be read."""
+    """Read the rows of `measure` and the hardware from a head's folder; None where they cannot be read."""
     try:
         record = read_json(folder / SERVED_FILE)
         rows = [{key: float(row[key]) for key in ("temperature", "clients", "speedup")} for row in record["rows"]]
@@ -90,18 +91,18 @@ def read_served(folder: Path) -> dict[str, Any] | None:
 
 
 def rows_here(folder: Path) -> list[Row]:
-    """The rows that `doctor` has kept in a head's folder, if it was on this machine."""
+    """Return the rows in a head's folder if they were measured on this machine."""
     record = read_served(folder)
     return record["rows"] if record and record.get("hardware") == provenance.hardware() else []
 
 
 def is_slower(rows: Sequence[Row]) -> bool:
-    """Whether plain vLLM is faster in one of the cells."""
+    """Return whether plain vLLM is faster in one of the cells."""
     return any(row["speedup"] < SLOWER for row in rows)
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """With how many clients the head should be served, by its slowest temperature."""
+    """Return the recommended numbers of clients, by the slowest temperature of each."""
     worst = {c: min(row["speedup"] for row in rows if row["clients"] == c) for c in {row["clients"] for row in rows}}
     losing, paying = ([f"{c:g}" for c in sorted(worst) if (worst[c] < SLOWER) is slow] for slow in (True, False))
     if not paying:
@@ -114,15 +115,15 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def worth(expected: Mapping[str, float], folder: Path) -> str:
-    """A head's worth in a line: tokens/step `expected` by temperature ("T=1"), what was served here, a verdict."""
+    """Summarise in a line: tokens/step `expected` by temperature ("T=1"), measured speed-ups, a verdict."""
     totals = ", ".join(f"{value:.2f} at {name}" for name, value in expected.items())
-    said = [f"expected with all drafts: {totals} tokens/step" if totals else "tokens/step: not measured"]
+    parts = [f"expected with all drafts: {totals} tokens/step" if totals else "tokens/step: not measured"]
     record, hint = read_served(folder), f"type: vllm-mtpc doctor {folder}"
     if record is None:
-        return "; ".join([*said, f"served by default compared with plain vLLM: not measured on this machine, {hint}"])
+        return "; ".join([*parts, f"served by default compared with plain vLLM: not measured on this machine, {hint}"])
     rows, is_here = record["rows"], bool(rows_here(folder))
-    said.append(f"served by default on {'this' if is_here else 'another'} machine compared with plain vLLM")
+    parts.append(f"served by default on {'this' if is_here else 'another'} machine compared with plain vLLM")
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         mine = [f"{row['speedup']:.2f}x at {row['clients']:g}" for row in rows if row["temperature"] == temperature]
-        said.append(f"T={temperature:g}: {', '.join(mine)} clients")
-    return "; ".join([*said, verdict(rows) if is_here else f"not measured on this machine, {hint}"])
+        parts.append(f"T={temperature:g}: {', '.join(mine)} clients")
+    return "; ".join([*parts, verdict(rows) if is_here else f"not measured on this machine, {hint}"])

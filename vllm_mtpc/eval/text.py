@@ -1,7 +1,7 @@
-"""The target's own text: how its tokens are picked, and its continuations of prompts with every hidden state.
+"""Text that the target writes: sampling, and continuations of prompts with every hidden state.
 
-A head is served on the target's own output, so that is what it is measured on. Generation computes every hidden state
-anyway; keeping them makes the measurement free of further target forwards.
+Served heads draft on the target's output, so they are measured on it. Generation computes every hidden state; they are
+kept, and the measurement needs no further forward pass of the target.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ GREEDY_BELOW = 1e-5  # vLLM's own threshold
 
 @dataclass(frozen=True)
 class Sampling:
-    """How next tokens are picked: temperature (0: greedy), top-p (1: off) and top-k (0: off).
+    """How next tokens are sampled: temperature (0: greedy), top-p (1: off) and top-k (0: off).
 
-    ``greedy_drafts``: drafts are the likeliest tokens of the circuit whatever the temperature. A circuit's tokens know
-    no top-p and top-k. Raises UsageError where a value is not allowed.
+    ``greedy_drafts``: drafts are the most likely tokens of the circuit at every temperature. Top-p and top-k do not
+    apply to drafts of circuits. Raises UsageError where a value is not allowed.
     """
 
     temperature: float = 1.0
@@ -50,19 +50,19 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """log p [..., V] float32 of logits[..., V]; -inf outside top-k and top-p. Greedy: the untempered one."""
+        """Return log p [..., V] float32 of logits[..., V]; -inf outside top-k and top-p. Greedy: at temperature 1."""
         if self.greedy:
             return logits.float().log_softmax(-1)
         return processed(logits, self.temperature, self.top_k, self.top_p)
 
     def draft_log_probs(self, log_q: Tensor) -> Tensor:
-        """log [..., V] of what a draft is drawn from: softmax(log_q / T), or all on one token for greedy drafts."""
+        """Return the log-distribution [..., V] of a draft: softmax(log_q / T), or one token for greedy drafts."""
         if self.greedy_drafts:
             return torch.full_like(log_q, -torch.inf).scatter(-1, log_q.argmax(-1, keepdim=True), 0.0)
         return (log_q if self.greedy or self.temperature == 1 else log_q / self.temperature).log_softmax(-1)
 
     def pick(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One token per row of log_probs[B, V], [B] int64: the likeliest one if greedy, a draw otherwise."""
+        """Return a token [B] int64 per row of log_probs[B, V]: the most likely one if greedy, else a draw."""
         if self.greedy:
             return log_probs.argmax(-1)
         return torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
@@ -70,22 +70,22 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Samples:
-    """S texts, each a prompt and a continuation; the hidden state that has read tokens[:, : t + 1] is hidden[:, t].
+    """S texts, each a prompt and a continuation; hidden[:, t] is the hidden state after tokens[:, : t + 1].
 
-    What stands behind the end of a text (``lengths``) is how the target would have gone on: a server drafts past the
-    end in its last step, and whether those drafts are accepted is counted.
+    Tokens after the end of a text (``lengths``) are the target's continuation: a server drafts past the end in its last
+    step, and counts whether those drafts are accepted.
     """
 
     tokens: Tensor  # [S, L] int64, on the CPU; -1: not known
     hidden: Tensor  # [S, L - 1, D] in the target's dtype, on the CPU, after the final norm; 0 where not known
     prompt_lengths: Tensor  # [S] int64
     lengths: Tensor  # [S] int64, prompt and continuation, an end-of-text token included
-    bytes_per_token: float | None = None  # UTF-8 bytes of the continuations by their tokens
-    draft: Tensor | None = None  # [S, L - 1, ...] what the head reads, where it has draft layers of its own
+    bytes_per_token: float | None = None  # UTF-8 bytes per token of the continuations
+    draft: Tensor | None = None  # [S, L - 1, ...] states of a head's draft layers
 
     @property
     def read(self) -> Tensor:
-        """What the head reads, [S, L - 1, D] or as the head says."""
+        """Input states of the head, [S, L - 1, D] or the shape of its draft layers."""
         return self.hidden if self.draft is None else self.draft
 
     @property
@@ -93,30 +93,30 @@ class Samples:
         return [row[:length] for row, length in zip(self.tokens, self.prompt_lengths.tolist(), strict=True)]
 
     def starts(self, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """Where a server may start a step of K drafts: the first position [S] of each text, and how many follow [S].
+        """Return where a server may start a step of K drafts: first position [S] and number of positions [S].
 
-        Those are the positions from the end of the prompt on whose x_1 does not end the text and whose window of 1 + K
-        tokens is known. Raises UsageError where there is none.
+        From the end of the prompt on, x_1 must not end the text, and the window of 1 + K tokens must be known. Raises
+        UsageError where there is no such position.
         """
         first, known = self.prompt_lengths - 1, (self.tokens >= 0).sum(1)
         last = torch.minimum(self.lengths - 3, known - num_drafts - 2)
         count = (last - first + 1).clamp(min=0)
         if not count.any():
             raise UsageError(
-                f"no continuation has the {num_drafts + 1} known tokens behind its prompt that a step of {num_drafts} "
+                f"no continuation has the {num_drafts + 1} known tokens after its prompt that a step of {num_drafts} "
                 "drafts looks at; raise the number of new tokens"
             )
         return first, count
 
     def continuations(self, target: Target) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of each text: where its continuation is, the continuation [C], and the target's logits [C, V] of it."""
+        """Yield for each text the place of its continuation, the continuation [C], and the target's logits [C, V]."""
         for row, (start, end) in enumerate(zip(self.prompt_lengths.tolist(), self.lengths.tolist(), strict=True)):
             logits = target.logits(self.hidden[row, start - 1 : end - 1].to(target.device))
             yield slice(start, end), self.tokens[row, start:end].to(target.device), logits
 
 
 def stop_ids(target: Target) -> set[int]:
-    """Tokens at which a server ends a text: the model's end-of-text ids and the tokenizer's."""
+    """Return the tokens at which a server ends a text: the end-of-text ids of model and tokenizer."""
     found: set[int] = set()
     generation = getattr(target.model, "generation_config", None)
     for source in (generation, target.config, target.tokenizer):
@@ -126,7 +126,7 @@ def stop_ids(target: Target) -> set[int]:
 
 
 def ends(tokens: Tensor, lengths: Tensor, longest: Tensor, stops: set[int]) -> Tensor:
-    """Where texts end [S]: behind the first stop token from ``lengths``[S] on, at most at ``longest``[S]."""
+    """Return where texts end [S]: after the first stop token from ``lengths``[S] on, else at ``longest``[S]."""
     if not stops:
         return longest
     at = torch.arange(tokens.shape[1])
@@ -148,10 +148,10 @@ def generate(
     batch: int = 64,
     progress: Callable[[int], object] = lambda count: None,
 ) -> Samples:
-    """Continues 1-D ``prompts`` by up to ``new_tokens`` tokens, and by ``overhang`` tokens past the end.
+    """Continue 1-D ``prompts`` by up to ``new_tokens`` tokens, and by ``overhang`` tokens past the end.
 
-    ``stops``: tokens that end a text (None: those of the target; empty: none). ``progress`` is told how many texts are
-    done. A generator with a fixed seed (on the target's device) gives the same text.
+    ``stops``: tokens that end a text (None: those of the target; empty: none). ``progress`` receives the number of
+    texts of each finished batch. A generator with a fixed seed (on the target's device) gives the same text.
     """
     stops, pieces = stop_ids(target) if stops is None else stops, []
     for start in range(0, len(prompts), batch):
@@ -174,14 +174,14 @@ def _continued(
     states = [session.start(prompts)]  # [B, P, D]
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
     is_stop = torch.tensor(sorted(stops), device=target.device)
-    behind = torch.zeros(len(prompts), dtype=torch.long, device=target.device)  # tokens past the end of each row
+    past_end = torch.zeros(len(prompts), dtype=torch.long, device=target.device)  # tokens of each row
     columns: list[Tensor] = []
     for made in range(1, new_tokens + overhang + 1):
         step = sampling.pick(sampling.log_probs(session.logits(states[-1][:, -1])), generator)
         columns.append(step)
-        ended = (behind > 0) | (made > new_tokens)  # such a row goes on until the longest one has its overhang
-        behind = torch.where(ended, behind + 1, torch.isin(step, is_stop).long())
-        if made == new_tokens + overhang or bool((behind > overhang).all()):
+        ended = (past_end > 0) | (made > new_tokens)  # such a row continues until all rows have their overhang
+        past_end = torch.where(ended, past_end + 1, torch.isin(step, is_stop).long())
+        if made == new_tokens + overhang or bool((past_end > overhang).all()):
             break
         states.append(session.read(step[:, None]))
     written, hidden = torch.stack(columns, 1).cpu(), torch.cat(states, 1).cpu()
@@ -194,9 +194,9 @@ def _continued(
 
 
 def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
-    """One set out of several.
+    """Concatenate samples.
 
-    ``target``'s tokenizer counts the UTF-8 bytes (a character torn by the end counts as its replacement).
+    The tokenizer of ``target`` counts the UTF-8 bytes (an incomplete character counts as its replacement).
     """
     joined = Samples(
         tokens=pad_sequence([row for piece in pieces for row in piece.tokens], True, -1),
@@ -213,7 +213,7 @@ def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
 
 
 def bits_per_token(samples: Samples, target: Target, count: int) -> float:
-    """Bits per token of the first ``count`` texts that the target wrote itself, under it at temperature 1."""
+    """Return the bits per token of the first ``count`` texts under the target at temperature 1."""
     nats, written = 0.0, 0
     for _, (_, tokens, logits) in zip(range(count), samples.continuations(target), strict=False):
         nats -= logits.log_softmax(-1).gather(-1, tokens[:, None]).sum().item()
@@ -223,7 +223,7 @@ def bits_per_token(samples: Samples, target: Target, count: int) -> float:
 
 @torch.inference_mode()
 def with_backbone(samples: Samples, head: BackboneHead, target: Target, batch: int = 8) -> Samples:
-    """The samples with the states [S, L - 1, n, D] that a backbone gives behind every token, the next one being x_1."""
+    """Add the states [S, L - 1, n, D] of a backbone after every token, conditioned on the next one as x_1."""
     pieces = []
     for tokens in samples.tokens.clamp(min=0).to(target.device).split(batch):
         document = torch.zeros_like(tokens[:, :-1])
@@ -242,7 +242,7 @@ def with_backbone(samples: Samples, head: BackboneHead, target: Target, batch: i
 
 @torch.inference_mode()
 def with_draft_layers(samples: Samples, layers: DraftLayers, batch: int = 8) -> Samples:
-    """The samples with the states that a head behind draft ``layers`` reads."""
+    """Add the states of draft ``layers``, which the head reads."""
     pieces = []
     for tokens in samples.tokens[:, :-1].clamp(min=0).split(batch):
         pieces.append(layers.draft(layers.trunk(tokens)).to(samples.hidden.dtype).cpu())

@@ -1,8 +1,7 @@
-"""Attention of a target over packed rows, several documents in a row, none of which reads another.
+"""Attention of a target over packed rows: several documents in a row, each attending only to itself.
 
-`torch` leaves it to transformers: from position ids that restart, it builds a block-diagonal causal mask for PyTorch's
-scaled dot-product attention. `xformers` computes each block on its own, without a mask of S x S. The numbers are the
-same up to rounding.
+`torch`: transformers builds a block-diagonal causal mask from position ids that restart, for PyTorch's scaled
+dot-product attention. `xformers`: each block is computed without a mask of S x S. Results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = {"torch": "sdpa", "xformers": "mtpc_xformers"}  # transformers' names (`attn_implementation`)
 NAMES = ("auto", *IMPLEMENTATIONS)
-CAPABILITY = (7, 0)  # the oldest GPUs xformers is built for
 
 
 def choose_attention(name: str, device: torch.device | str) -> str:
-    """The attention for a device: torch or xformers.
+    """Return the attention for a device: "torch" or "xformers".
 
-    `auto` is xformers where it is installed and `device` is a CUDA device of compute capability 7.0 or more for which
-    it has a kernel, else torch. Raises UsageError for another name, and for xformers where it cannot run.
+    `auto` selects xformers where it is installed and has a kernel for the CUDA device, else
+    torch. Raises UsageError for an unknown name, and for xformers where it cannot run.
     """
     if name not in NAMES:
         raise UsageError(f"attention {name!r} is not known; allowed: {', '.join(NAMES)}")
@@ -46,11 +44,14 @@ def choose_attention(name: str, device: torch.device | str) -> str:
 
 
 def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
-    """Keyword arguments of a transformers backbone that keep the documents of packed rows apart.
+    """Return keyword arguments of a transformers backbone that keep the documents of packed rows apart.
 
-    documents: [B, S] integers, the document each token belongs to; the tokens of one are neighbours; -1: padding, at
-    the end. Positions restart at each document. Padding is a document of its own, so its states are finite and
-    nothing reads them. attention: "torch" or "xformers". Needs `use_cache=False` and no attention mask.
+    Needs `use_cache=False` and no attention mask.
+
+    Args:
+        documents: [B, S] integers, the document of each token; tokens of a document are contiguous. -1: padding at the
+            end, treated as one more document.
+        attention: "torch" or "xformers".
     """
     arguments: dict[str, Any] = {"position_ids": (positions := document_positions(documents))}
     if attention == "xformers":
@@ -61,7 +62,7 @@ def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """Positions [B, S] int64 of the tokens of documents[B, S]: from 0 on in each."""
+    """Return positions [B, S] int64 of the tokens of documents[B, S], restarting at 0 in each document."""
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
@@ -70,20 +71,20 @@ def document_positions(documents: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_packing(backbone: nn.Module, attention: str, device: torch.device | str = "cpu") -> None:
-    """Runs two short documents in a row; raises UsageError if the second reads the first.
+    """Run two short documents in a row; raise UsageError if the second one attends to the first.
 
-    Attention layers of transformers keep packed documents apart; recurrent layers and some models' own code do not.
+    Attention layers of transformers keep packed documents apart; recurrent layers and some models do not.
     """
     documents = torch.tensor([[0] * 4 + [1] * 4], device=device)
     tokens = torch.tensor([[0, 1, 0, 1, 0, 1, 1, 0], [1, 0, 1, 1, 0, 1, 1, 0]], device=device)
     packed = packed_arguments(documents, attention)
     one, other = (backbone(input_ids=row[None], use_cache=False, **packed).last_hidden_state[0, 4:] for row in tokens)
-    # Rounding may differ where work is grouped by token (experts); a leak of four tokens is far larger than that.
+    # Rounding may differ where work is grouped by token (experts); a leak of four tokens is far larger.
     allowed = max(1e-3, 8 * torch.finfo(one.dtype).eps)
     if (one - other).float().norm() > allowed * one.float().norm():
         raise UsageError(
-            f"{type(backbone).__name__} does not keep the documents of a packed row apart (recurrent layers, or a mask "
-            "of its own): name a target of attention layers that transformers implements"
+            f"{type(backbone).__name__} does not keep the documents of a packed row apart (recurrent layers, or a "
+            "custom mask): name a target of attention layers that transformers implements"
         )
 
 
@@ -107,7 +108,7 @@ class Packing:
 
 
 class DeferredMask:
-    """The dense mask of transformers, built when a layer asks for it: a packed forward never does."""
+    """The dense mask of transformers, built on first use: a packed forward pass does not use it."""
 
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
@@ -132,14 +133,14 @@ def xformers_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of transformers. query: [B, H, S, D]; key, value: [B, G, S, D]. Returns [B, S, H, D].
 
-    Without packing (generation with a cache, padded batches), with what xformers cannot compute (attention sinks, a
-    soft cap), or where it has no kernel for a type or size, PyTorch's attention does it.
+    PyTorch's attention is used without packing (generation with a cache, padded batches), with attention sinks or a
+    soft cap, and where xformers has no kernel for the dtype or size.
     """
     if packing is not None and kwargs.get("s_aux") is None and kwargs.get("softcap") is None:
         try:
             return _packed(query, key, value, scaling, dropout, packing.mask(kwargs.get("sliding_window"))), None
-        except NotImplementedError:  # what xformers raises where no kernel of its fits
-            _say_fallback(query.dtype, query.shape[-1])
+        except NotImplementedError:  # raised by xformers where no kernel fits
+            _warn_fallback(query.dtype, query.shape[-1])
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     dense = attention_mask.dense if isinstance(attention_mask, DeferredMask) else attention_mask
@@ -149,7 +150,7 @@ def xformers_attention(
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, mask: BlockDiagonalCausalMask
 ) -> Tensor:
-    """Attention within the blocks of `mask` over all rows in one."""
+    """Attend within the blocks of `mask` over the flattened rows."""
     from xformers.ops import memory_efficient_attention
 
     batch, heads, length, _ = query.shape
@@ -163,21 +164,15 @@ def _packed(
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Why xformers cannot run on a device, and what to type; None if it can."""
+    """Return the reason why xformers cannot run on a device, and what to type; None if it can."""
     if importlib.util.find_spec("xformers") is None:
         return f"it is not installed; type: {install('train-cuda')}, or --attention torch"
     if device.type != "cuda":
         return f"the device is {device}, and it runs on CUDA only; type --attention torch"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < CAPABILITY:
-        return (
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, at least "
-            f"{CAPABILITY[0]}.{CAPABILITY[1]} is needed; type --attention torch"
-        )
     try:
         tiny = torch.zeros(1, 2, 8, 16, device=device, dtype=torch.float16)  # [B, H, S, D]
         _packed(tiny, tiny, tiny, None, 0.0, Packing([3, 5], device).mask(None))
-    except Exception as error:  # a build for another torch or CUDA fails in many ways, all with the same consequence
+    except Exception as error:  # a build for another torch or CUDA raises many types
         return f"it fails on {device} ({next(iter(str(error).splitlines()), '')}); type --attention torch"
     return None
 
@@ -190,5 +185,5 @@ def _register() -> None:
 
 
 @cache
-def _say_fallback(dtype: torch.dtype, size: int) -> None:
+def _warn_fallback(dtype: torch.dtype, size: int) -> None:
     logger.warning("xformers has no kernel for %s with heads of %d here; PyTorch's attention is used", dtype, size)

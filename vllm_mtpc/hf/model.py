@@ -1,7 +1,6 @@
-"""A target on transformers: config and tokenizer of a name, backbone, lm_head, and a session that reads on.
+"""A target on transformers: config, tokenizer, backbone, lm_head, and a session with a key-value cache.
 
-What a head reads and is verified by, without vLLM: training and evaluation use this; serving uses vLLM's own model.
-Code that a repository bundles is never run.
+Training and evaluation use it; serving uses vLLM's model. Code in a model's repository is never run.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 UNREADABLE = (OSError, ValueError, KeyError)  # transformers raises all of these on bad input
 NO_REMOTE_CODE = {"trust_remote_code": False}  # unset, transformers asks on the terminal
-EVABYTE = "evabyte"  # whose attention and tokenizer are this package's
-CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # can forget their last tokens
+EVABYTE = "evabyte"  # attention and tokenizer are implemented here
+CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # their last tokens can be cropped
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Target:
 
     @property
     def config(self) -> Any:
-        """The config of the language model itself, also inside a composite model."""
+        """The config of the language model, also inside a composite model."""
         return self.model.config.get_text_config()
 
     @property
@@ -51,7 +50,7 @@ class Target:
 
     @property
     def unembedding(self) -> Tensor:
-        """The weight [heads * V, D] of the lm_head with all prediction heads that the model has; most have one."""
+        """The weight [heads * V, D] of the lm_head with all prediction heads; most models have one."""
         return self.model.get_output_embeddings().weight
 
     @property
@@ -68,7 +67,7 @@ class Target:
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Post-final-norm states [B, S, D] of tokens[B, S]; state t has read the tokens of its document up to t.
+        """Return post-final-norm states [B, S, D] of tokens[B, S]; state t depends on its document up to token t.
 
         documents[B, S] numbers the document of each token (-1: padding); neither attention nor positions cross one.
         """
@@ -77,10 +76,10 @@ class Target:
 
     @torch.no_grad()
     def hidden_with(self, layers: Sequence[int], tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """`hidden`, with the residual stream behind the first `layers` decoder layers next to it: [B, S, (m + 1) D].
+        """Return the residual stream after the first `layers` decoder layers and `hidden`, [B, S, (m + 1) D].
 
-        Of each of m layers, in this order, what enters the next one (of all layers: the final norm; 0: the
-        embeddings); the post-final-norm states stand last. One forward pass.
+        For each of m layers, in this order, the input of the next one (all layers: of the final norm; 0: the
+        embeddings); the post-final-norm states are last. One forward pass.
         """
         modules, taken = [*self.backbone.layers, self.backbone.norm] if layers else [], {}
 
@@ -103,11 +102,11 @@ class Target:
         return self.model.get_input_embeddings()(tokens.to(self.device))
 
     def packed(self, documents: Tensor | None) -> dict[str, Any]:
-        """Arguments of the backbone for rows that hold several documents; none where there is one per row."""
+        """Return arguments of the backbone for packed rows; empty for one document per row."""
         return {} if documents is None else packed_arguments(documents.to(self.device), self.attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of hidden[..., D], float32, with the model's own scale and soft cap."""
+        """Return next-token logits [..., V] of hidden[..., D], float32, with the model's scale and soft cap."""
         logits = self.lm_head(hidden.to(self.dtype)).float()
         if scale := getattr(self.config, "logit_scale", None):  # Cohere multiplies
             logits = logits * scale
@@ -119,7 +118,7 @@ class Target:
 
 
 def bind(head: Head, target: Target) -> None:
-    """Lend a head what it needs of the target: its lm_head, its embeddings."""
+    """Give a head access to the target's lm_head and embeddings where it uses them."""
     if head.needs_lm_head:
         head.bind_lm_head(target.logits)
     if isinstance(head, BackboneHead):
@@ -129,14 +128,14 @@ def bind(head: Head, target: Target) -> None:
 def load_target(
     name: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", attention: str = "auto"
 ) -> Target:
-    """The target named by a folder or hub name. Raises UsageError in one line."""
+    """Load the target in a folder or hub repository. Raises UsageError where it cannot verify drafts."""
     from transformers import AutoModelForCausalLM
 
     name, attention, config = str(name), choose_attention(attention, device), target_config(name)
-    # transformers' PyTorch attention leaves out the soft cap of attention logits (Gemma 2); its own does not
+    # transformers' SDPA attention omits the soft cap of attention logits (Gemma 2); its eager attention does not
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    has_own = config.model_type == EVABYTE  # attention of its own
-    implementation = "eager" if capped else IMPLEMENTATIONS["torch" if has_own else attention]
+    is_evabyte = config.model_type == EVABYTE  # implements EVA attention
+    implementation = "eager" if capped else IMPLEMENTATIONS["torch" if is_evabyte else attention]
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
@@ -152,18 +151,21 @@ def load_target(
             f"target {name}: {kind} has no lm_head, so it cannot verify drafts; "
             "name a causal language model (…ForCausalLM)"
         )
-    if missing:  # transformers makes up weights that are not in the files; a target with such weights is none
+    if missing:  # transformers initialises missing weights at random
         raise UsageError(
             f"target {name}: its files have no {missing[0]} ({len(missing)} tensors of {kind} are missing), "
             "so it cannot verify drafts; name a causal language model (…ForCausalLM) with all its weights"
         )
     model = model.to(device).eval().requires_grad_(False)
-    lm_head, attention = first_head(model.get_output_embeddings(), config), "torch" if capped or has_own else attention
+    lm_head, attention = (
+        first_head(model.get_output_embeddings(), config),
+        "torch" if capped or is_evabyte else attention,
+    )
     return Target(name, model, tokenizer_if_any(name), model.base_model, lm_head, attention)
 
 
 def first_head(lm_head: nn.Module, config: Any) -> nn.Module:
-    """The next token's part of an lm_head that has a block of rows for each of several tokens ahead."""
+    """Return the next-token rows of an lm_head that predicts several tokens."""
     if getattr(config, "num_pred_heads", 1) == 1:
         return lm_head
     first = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
@@ -172,7 +174,7 @@ def first_head(lm_head: nn.Module, config: Any) -> nn.Module:
 
 
 def target_config(name: str | Path) -> Any:
-    """The whole config of a target. Raises UsageError."""
+    """Return the whole config of a target. Raises UsageError where transformers cannot read one."""
     from transformers import AutoConfig
 
     register()
@@ -186,7 +188,7 @@ def target_config(name: str | Path) -> Any:
 
 
 def target_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target. Raises UsageError where transformers has none for it."""
+    """Return the tokenizer of a target. Raises UsageError where transformers has none."""
     from transformers import AutoTokenizer, PretrainedConfig
 
     from vllm_mtpc.hf.bytes.tokenizer import DEFAULT_EOS, build_tokenizer
@@ -198,13 +200,13 @@ def target_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name, **NO_REMOTE_CODE)
     except UNREADABLE as error:
         raise UsageError(
-            f"target {name}: no tokenizer to be had ({_reason(error)}); "
+            f"target {name}: no tokenizer that transformers can load ({_reason(error)}); "
             "correct the name, or name a target with a tokenizer that transformers has"
         ) from None
 
 
 def tokenizer_if_any(name: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a target, or None: token ids can be trained on and continued without one."""
+    """Return the tokenizer of a target, or None: token ids need none."""
     try:
         return target_tokenizer(name)
     except UsageError:
@@ -212,14 +214,14 @@ def tokenizer_if_any(name: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def _reason(error: Exception) -> str:
-    """Why transformers refuses, in a few words."""
+    """Shorten an error of transformers."""
     if "trust_remote_code" in str(error):
-        return "it needs Python code of its own repository, which is never run here"
+        return "it needs Python code of its repository, which is never run here"
     return first_line(error)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name; `auto` is CUDA where there is one. Raises UsageError."""
+    """Return the device of a name; `auto` is CUDA if available. Raises UsageError for an unavailable device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -236,7 +238,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_length(name: str, config: Any, tokens: Sequence[Sequence[int] | Tensor], new_tokens: int, flag: str) -> None:
-    """Raises UsageError where a text would be longer than a target of this name and text config can read."""
+    """Raise UsageError where a text would exceed the positions of the target with this name and text config."""
     limit, longest = getattr(config, "max_position_embeddings", None), max(map(len, tokens))
     if limit is not None and longest + new_tokens > limit:
         raise UsageError(
@@ -246,9 +248,9 @@ def check_length(name: str, config: Any, tokens: Sequence[Sequence[int] | Tensor
 
 
 class Session:
-    """A target that reads a batch of texts bit by bit, with a key-value cache that can be cut back.
+    """A target with a key-value cache that reads a batch of texts in pieces and can crop their last tokens.
 
-    Texts of different lengths stand at the right, padded at the left.
+    Texts of different lengths are padded at the left.
     """
 
     def __init__(self, target: Target) -> None:
@@ -261,22 +263,22 @@ class Session:
                 "back; generation here needs attention layers only; measure this head with vLLM instead"
             )
         self.target, self.logits = target, target.logits
-        # Without the model's config every layer keeps all tokens, so that a sliding window can be cut back as well.
+        # Without the model's config every layer keeps all tokens, so that a sliding window can be cropped as well.
         self.cache = DynamicCache()
         self.mask: Tensor | None = None  # [B, tokens so far] where texts are padded
 
     def start(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Reads prompts (1-D, at least one token each); returns their states [B, P, D], padded at the left."""
+        """Read prompts (1-D, not empty); return their states [B, P, D], padded at the left."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         if not lengths.all():
-            raise UsageError("an empty prompt has no hidden state to draft from; give it at least one token")
+            raise UsageError("an empty prompt has no hidden state to draft from; give it a token or more")
         longest = int(lengths.max())
         if (lengths < longest).any():
             self.mask = (torch.arange(longest) >= longest - lengths[:, None]).long().to(self.target.device)
         return self._forward(nn.utils.rnn.pad_sequence(list(prompts), True, padding_side="left"))
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Appends tokens[B, m]; returns the post-final-norm states [B, m, D] after each of them."""
+        """Append tokens[B, m]; return the post-final-norm states [B, m, D] after each of them."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, torch.ones_like(tokens).to(self.mask)], 1)
         return self._forward(tokens)
@@ -292,7 +294,7 @@ class Session:
         return output.last_hidden_state
 
     def crop(self, forget: int) -> None:
-        """Forgets the last ``forget`` tokens."""
+        """Remove the last ``forget`` tokens."""
         if forget:
-            self.cache.crop(-forget)  # negative: so many tokens fewer, in every release of transformers 5
+            self.cache.crop(-forget)  # negative: the number of tokens to remove
             self.mask = None if self.mask is None else self.mask[:, :-forget]

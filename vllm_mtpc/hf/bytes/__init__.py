@@ -1,7 +1,6 @@
-"""Byte-level targets that transformers does not have, as models of its kind: EvaByte and Byte-Llama.
+"""Byte-level targets that transformers does not have: EvaByte and Byte-Llama.
 
-vLLM serves them by `vllm_mtpc.models`; these are for training and evaluation. Their repositories' own code is never
-run.
+Training and evaluation use these models; vLLM serves `vllm_mtpc.models`. Code in a model's repository is never run.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from functools import cache
 
 @cache
 def register() -> None:
-    """Lets transformers' Auto classes find both."""
+    """Register both models with transformers' Auto classes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from vllm_mtpc.hf.bytes.byte_llama import ByteLlamaForCausalLM

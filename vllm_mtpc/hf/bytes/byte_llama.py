@@ -15,12 +15,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from vllm_mtpc.config.byte_llama import TABLE, ByteLlamaConfig, check_config
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.hf.bytes.past import grown, positions_of
+from vllm_mtpc.hf.bytes.past import append_cached, positions_of
 from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
 
 
 class ByteLlamaModel(LlamaModel):
-    """Differs from the parent by its input embedding alone."""
+    """Llama with subword embeddings added to the input embeddings."""
 
     config_class = ByteLlamaConfig
 
@@ -31,7 +31,7 @@ class ByteLlamaModel(LlamaModel):
 
     @cached_property
     def suffixes(self) -> SuffixTable:
-        """The table of the folder or repository that the config came from, which does not hold it."""
+        """The subword table, read from the raw config.json: the config object does not store it."""
         values, _ = PretrainedConfig.get_config_dict(self.config.name_or_path)
         subwords, short = read_table(values.get(TABLE))
         if max(subwords.values(), default=0) >= self.config.expand_input_ids_vocab_size:
@@ -39,8 +39,8 @@ class ByteLlamaModel(LlamaModel):
         return SuffixTable(subwords, short, self.config.expand_input_ids_maxlen)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
-        """Embeddings [B, m, D] of input_ids[B, m] at position_ids[B, m], behind the cached tokens."""
-        ids = grown(cache, "token_ids", input_ids)  # [B, past + m]
+        """Return embeddings [B, m, D] of input_ids[B, m] at position_ids[B, m], after the cached tokens."""
+        ids = append_cached(cache, "token_ids", input_ids)  # [B, past + m]
         length, longest = input_ids.shape[1], self.config.expand_input_ids_maxlen
         back = torch.arange(longest, device=ids.device)
         at = torch.arange(ids.shape[1] - length, ids.shape[1], device=ids.device)[:, None] - back  # [m, L]
@@ -65,7 +65,7 @@ class ByteLlamaModel(LlamaModel):
 
 
 class ByteLlamaForCausalLM(LlamaForCausalLM):
-    """Differs from the parent by its backbone alone."""
+    """Llama with the backbone above."""
 
     config_class = ByteLlamaConfig
 

@@ -1,4 +1,4 @@
-"""EvaByte on transformers, in its closed form: every row reads its window as it is, and summaries of those before.
+"""EvaByte on transformers, in closed form: every row attends to its window and to summaries of earlier windows.
 
     out_t = softmax over { s q_t.k_j : window(t) W <= j <= t } and { s q_t.kbar_c : c before window(t) }
 
@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from vllm_mtpc.config.evabyte import EvaByteConfig, check_config
-from vllm_mtpc.hf.bytes.past import grown, positions_of
+from vllm_mtpc.hf.bytes.past import append_cached, positions_of
 
 
 class Reads(NamedTuple):
-    """What rows of a forward read; alike in all layers."""
+    """Indices and masks of a forward pass, shared by all layers."""
 
     cos: Tensor  # [B, 1, m, D / H], of the rows
     sin: Tensor
@@ -31,13 +31,13 @@ class Reads(NamedTuple):
 
 
 def plan(positions: Tensor, rows: int, config: EvaByteConfig, dtype: torch.dtype) -> Reads:
-    """What the last `rows` of the tokens at positions[B, S] read."""
+    """Return the `Reads` of the last `rows` of the tokens at positions[B, S]."""
     window, size = config.window_size, config.chunk_size
     token = torch.arange(positions.shape[1], device=positions.device)
     document = (positions == 0).cumsum(1)  # [B, S]
     is_end = positions % size == size - 1  # of a chunk
-    most = int(is_end.sum(1).max())
-    end = is_end.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, M] in order
+    max_chunks = int(is_end.sum(1).max())
+    end = is_end.int().argsort(dim=1, descending=True, stable=True)[:, :max_chunks]  # [B, M] in order
     chunk = (end[..., None] - torch.arange(size - 1, -1, -1, device=end.device)).clamp(min=0)
 
     row, at = token[-rows:], positions[:, -rows:, None]  # [m], [B, m, 1]
@@ -79,7 +79,7 @@ class EvaByteAttention(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(1, self.heads, 1, 1, width // self.heads)))
 
     def forward(self, x: Tensor, reads: Reads, cache: Any = None) -> Tensor:
-        """[B, m, D] of x[B, m, D]."""
+        """Return [B, m, D] for x[B, m, D]."""
         query, key, value = (
             proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -92,7 +92,7 @@ class EvaByteAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def summaries(self, key: Tensor, value: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, M, D / H] of the chunks[B, M, C] of key, value[B, H, S, D / H]."""
+        """Return keys and values [B, H, M, D / H] of the chunks[B, M, C] of key, value[B, H, S, D / H]."""
         batch = torch.arange(len(key), device=key.device)[:, None, None]
         keys, values = (states.transpose(1, 2)[batch, chunk].movedim(3, 1).float() for states in (key, value))
         scale = key.shape[-1] ** -0.5
@@ -160,11 +160,11 @@ class EvaByteModel(_EvaByte):
         inputs_embeds: Tensor | None = None,
         **_unread: Any,
     ) -> BaseModelOutputWithPast:
-        """Padding needs no mask: a token at position 0 begins a document, which nothing before it is read in."""
+        """Padding needs no mask: a token at position 0 starts a document, which does not attend to earlier tokens."""
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = positions_of(hidden, past_key_values)
-        positions = grown(past_key_values, "positions", position_ids)
+        positions = append_cached(past_key_values, "positions", position_ids)
         reads = plan(positions, hidden.shape[1], self.config, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, reads, past_key_values)

@@ -1,4 +1,4 @@
-"""What a byte-level model needs of the tokens before those it is given, kept next to transformers' key-value cache."""
+"""Token ids and positions that byte-level models store on transformers' key-value cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-def grown(cache: Any, name: str, new: Tensor) -> Tensor:
-    """`new`[B, m] behind what the cache holds of the tokens before, [B, past + m]; the cache holds it from now on.
+def append_cached(cache: Any, name: str, new: Tensor) -> Tensor:
+    """Append `new`[B, m] to the values stored as `name` on the cache, and return all of them, [B, past + m].
 
-    A cache that was cut back has fewer tokens than were kept: what is beyond them is forgotten. None: nothing is kept.
+    Values of tokens that were cropped from the cache are dropped. Without a cache nothing is stored.
     """
     if cache is None:
         return new
@@ -23,6 +23,6 @@ def grown(cache: Any, name: str, new: Tensor) -> Tensor:
 
 
 def positions_of(tokens: Tensor, cache: Any) -> Tensor:
-    """Positions [B, m] of tokens[B, m, ...] behind what is cached, where none are given."""
+    """Return the default positions [B, m] of tokens[B, m, ...] after the cached ones."""
     past = 0 if cache is None else cache.get_seq_length()
     return torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])

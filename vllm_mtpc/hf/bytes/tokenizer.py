@@ -1,9 +1,9 @@
-"""EvaByte's tokenizer, fast: the ids and the text of the original, which is slow and needs remote code.
+"""A fast tokenizer for EvaByte, with the ids and text of the original, which is slow and needs remote code.
 
     0..63        special tokens, found in text as themselves
     64 + b       the byte b of UTF-8
 
-A text begins with <bos> and ends with nothing. Bytes that are not UTF-8 are shown as U+FFFD; the original drops them.
+A text starts with <bos>; no token is added at its end. Invalid UTF-8 decodes to U+FFFD; the original drops it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPECIAL_TOKENS = (
 )
 DEFAULT_EOS = 2
 
-# A system turn always, empty where there is none; then users and assistants.
+# Starts with a system turn, which may be empty.
 CHAT_TEMPLATE = """
 {{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}

@@ -1,4 +1,4 @@
-"""The evaluator of circuits."""
+"""The evaluator of circuit heads."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vllm_mtpc.checkpoint import load_head
-from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.config.mtpc import HeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import Contexts, Rejection, collect, exact_counts, step_starts, summarise
 from vllm_mtpc.eval.decode import bits, continue_all
-from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, check_chain, continued, first_cause, nearest
+from vllm_mtpc.eval.evaluator import (
+    Asked,
+    Cause,
+    Comparison,
+    Evaluator,
+    check_chain,
+    continue_served,
+    first_cause,
+    nearest,
+)
 from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares, shown_tokens
 from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, with_backbone, with_draft_layers
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -27,26 +35,26 @@ from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf import Target, bind
 
-UNVERIFIED = 16  # texts that the unverified ceiling is measured on, one after the other
-NEAR_CHANCE = 0.15  # of the way from chance to what is predicted
+UNVERIFIED = 16  # texts of mode mtp, written one after the other
+NEAR_CHANCE = 0.15  # fraction of the distance from chance to the prediction
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One temperature. ``unverified_bits``: of the text of the mtp ceiling, per token, under the target."""
+    """Results of one temperature."""
 
     temperature: float
-    expected: Metrics  # sum of overlaps
-    along_text: Metrics  # the expectation given these very texts
+    expected: Metrics  # last factor of each product averaged over the target's distribution
+    along_text: Metrics  # the expectation given these texts
     simulated: Metrics | None
-    ceiling: float | None
-    own_bits: float | None
-    unverified_bits: float | None
+    ceiling: float | None  # tokens/step of mode mtp
+    own_bits: float | None  # per token of the target's text, under the target
+    unverified_bits: float | None  # per token of the text of mode mtp, under the target
 
 
 @dataclass(frozen=True)
 class MtpcEvaluator(Evaluator):
-    """A head in float32 on its target's device, ready to be called."""
+    """A circuit head in float32 on its target's device."""
 
     folder: Path
     config: HeadConfig
@@ -104,7 +112,7 @@ class MtpcEvaluator(Evaluator):
     def rows(self, results: Sequence[Evaluation]) -> list[tuple[str, Callable[[Evaluation], str]]]:
         return [
             ("tokens/step, expected ± s.e.", lambda r: shown_tokens(r.expected)),
-            ("  given these very texts", lambda r: shown_tokens(r.along_text)),
+            ("  given these texts", lambda r: shown_tokens(r.along_text)),
             ("  simulated", lambda r: shown_tokens(r.simulated)),
             ("  from any position", lambda r: shown(r.expected.anywhere)),
             ("acceptance per position", lambda r: shown_shares(r.expected.per_position)),
@@ -120,22 +128,22 @@ class MtpcEvaluator(Evaluator):
 
     def compare(self, asked: Asked, served: Served) -> Comparison:
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
-        samples = self._read(continued(self.target, asked, served, lambda *_: sampling))
+        samples = self._read(continue_served(self.target, asked, served, lambda *_: sampling))
         contexts = collect(self.head, self.target, samples, sampling, asked.num_drafts)
         chain = check_chain(self.target, samples, sampling)
         predicted = summarise(contexts, overlap=False)
         return Comparison(served, sampling, samples, predicted, noise_given_text(contexts), chain)
 
     def _read(self, samples: Samples) -> Samples:
-        """The samples with what the head reads of them."""
+        """Add the states that the head reads."""
         if isinstance(self.head, BackboneHead):
             return with_backbone(samples, self.head, self.target)
         return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)
 
-    def wrong_drafting(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
+    def find_drafting_fault(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
         return nearest(comparisons, self._rivals(num_drafts))
 
-    def other_head(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
+    def find_head_fault(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
         def wrong_state(comparison: Comparison) -> Cause | None:
             floor = self._chance(comparison, num_drafts)
             served, predicted = comparison.served.acceptance.per_position[0], comparison.predicted.per_position[0]
@@ -154,8 +162,8 @@ class MtpcEvaluator(Evaluator):
             "speculative_config",
         )
 
-    def knows_nothing(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
-        """A head whose *predicted* drafts are no better than chance was not trained for these weights."""
+    def find_untrained_head(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause | None:
+        """The predicted drafts are no better than chance: the head was not trained for these weights."""
         for comparison in comparisons:
             floor, predicted = self._chance(comparison, num_drafts), comparison.predicted.per_position[0]
             noise = (floor * (1 - floor) / max(1.0, comparison.predicted.steps)) ** 0.5
@@ -169,63 +177,40 @@ class MtpcEvaluator(Evaluator):
         )
 
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[Comparison], Metrics]]]:
-        """Ways to draft wrongly, and what each should have counted."""
+        """Yield faults of drafting, each with a function that predicts the counters under it."""
 
         def rival(
             name: str, sentence: str, head: nn.Module, change: Callable[[Samples], Samples] = lambda same: same
         ) -> tuple[Cause, Callable[[Comparison], Metrics]]:
-            sentence = f"what is served is what the head does {sentence}"
+            sentence = f"the served counters are those of the head {sentence}"
             return Cause(name, sentence), lambda one: self._predict(one, head, change(one.samples), num_drafts)
 
         for name in ("bfloat16", "float16"):
             sentence = f"in {name}: precision costs this head its drafts; serve it in float32"
             yield rival("precision", sentence, self.attach(self.folder, self.target, getattr(torch, name)).head)
-        for shift, side in ((1, "before"), (-1, "behind")):
+        for shift, side in ((1, "before"), (-1, "after")):
             sentence = f"with the hidden state of the position {side} the right one"
             moved = lambda samples, by=shift: replace(samples, draft=samples.read.roll(by, 1))  # noqa: E731
             yield rival("hidden state", sentence, self.head, moved)
         if self.draft_layers is not None:
             sentence = "with the target's own hidden state, without its draft layers"
             yield rival("hidden state", sentence, self.head, lambda samples: replace(samples, draft=None))
-        window = self.config.window
-        orders = {f"shifted by {by}": [(k + by) % window for k in range(window)] for by in range(1, window)}
-        for name, order in {**orders, "reversed": list(range(window))[::-1]}.items():
-            sentence = f"with its positions {name}: its weights are read in another order"
-            yield rival("positions", sentence, _Reordered(self.head, order))
 
     def _predict(self, comparison: Comparison, head: nn.Module, samples: Samples, num_drafts: int) -> Metrics:
         return summarise(collect(head, self.target, samples, comparison.sampling, num_drafts), overlap=False)
 
     def _chance(self, comparison: Comparison, num_drafts: int) -> float:
-        """Acceptance at position 1 of drafts from hidden states of unrelated contexts, along the same text."""
+        """Return the acceptance at position 1 of drafts from hidden states of unrelated contexts."""
         samples, generator = comparison.samples, torch.Generator().manual_seed(0)
         known, states = (samples.tokens >= 0)[:, :-1], samples.read.clone()
         states[known] = samples.read[known][torch.randperm(int(known.sum()), generator=generator)]
         return self._predict(comparison, self.head, replace(samples, draft=states), num_drafts).per_position[0]
 
 
-class _Reordered(torch.nn.Module):
-    """A head whose position k has the leaves of position order[k]."""
-
-    def __init__(self, head: nn.Module, order: list[int]) -> None:
-        super().__init__()
-        self.head, self.order, self.circuit = head, order, head.circuit
-
-    def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-        params = self.head(hidden)
-        order = self.order[: num_positions or len(self.order)]
-        bigram = params.bigram
-        if bigram is not None:  # the first position has none: what moves there keeps that of the second
-            moved = [max(k - 1, 0) for k in self.order[1:]]
-            bigram = bigram._replace(target=bigram.target[moved])
-        return params._replace(leaf=params.leaf[:, order], bigram=bigram)
-
-
 def noise_given_text(contexts: Contexts) -> float:
-    """Standard error of the tokens/step that a server counts, the text being given: only its steps are random.
+    """Return the standard error of the tokens/step that a server counts, given the text: only its steps are random.
 
-    The variance of sum over steps of (accepted - mean accepted), by its first two moments along the steps; exact. 0
-    for greedy text.
+    Exact, by the first two moments of the sum over steps of (accepted - mean accepted). 0 for greedy text.
     """
     alive, valid = contexts.text, contexts.valid
     starts = step_starts(alive) * valid

@@ -1,7 +1,7 @@
 """The evaluator of PTP heads.
 
-``doctor`` serves requests with seeds, so every u is known and with it, up to rounding, which drafts a server accepts:
-nothing is left to chance, the predicted counters are the counters.
+``doctor`` serves requests with seeds. Every u is known, and with it, up to rounding, the drafts that a server accepts:
+the predicted counters equal the served ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.eval import ptp_acceptance as rule
-from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, check_chain, continued, first_cause, nearest
+from vllm_mtpc.eval.evaluator import (
+    Asked,
+    Cause,
+    Comparison,
+    Evaluator,
+    check_chain,
+    continue_served,
+    first_cause,
+    nearest,
+)
 from vllm_mtpc.eval.metrics import Metrics, ratio, shown, shown_shares, shown_tokens
 from vllm_mtpc.eval.ptp_acceptance import CandidateMetrics, Coupling, PtpMetrics, Windows
 from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, generate
@@ -30,11 +39,11 @@ from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.config.plan import VARIANTS, GroupTable, choose_groups, drafts_of_rows
 
-ROWS_PER_DRAFT = (2, 4)  # budgets shown: so many auxiliary rows per draft of a step
-NOT_PICKED = 0.01  # of the tokens may be others than u picks, by rounding
+ROWS_PER_DRAFT = (2, 4)  # budgets in the table: auxiliary rows per draft of a step
+NOT_PICKED = 0.01  # share of tokens that may differ from the token u picks, by rounding
 SHIFTS = {
     "the u of the position before the right one": 1,
-    "the u of the position behind the right one": -1,
+    "the u of the position after the right one": -1,
     "the u of other requests or positions": None,
 }
 
@@ -44,7 +53,7 @@ class Merged:
     """The merged pass with a budget of auxiliary rows per request."""
 
     rows: int
-    table: GroupTable  # chosen from this head's histogram, with what it expects
+    table: GroupTable  # chosen from this head's histogram, with its expected tokens/step
     tokens_per_step: float  # along the texts
     standard_error: float
 
@@ -81,7 +90,7 @@ class PtpEvaluator(Evaluator):
     student: Student
     target: Target
 
-    step_note = "here a step is two passes: one of the student behind x_1, one of the target behind its drafts."
+    step_note = "here a step is two passes: one of the student after x_1, one of the target over its drafts."
     refusal = "method 'ptp' on Model Runner V1"
     seeded = True
 
@@ -92,12 +101,12 @@ class PtpEvaluator(Evaluator):
 
     @staticmethod
     def default_sampling(config: PtpConfig) -> tuple[float, int, float]:
-        """What the head was trained for: u means other tokens elsewhere."""
+        """Return the sampling that the head was trained for: with another one u picks other tokens."""
         return config.trained_temperature, config.trained_top_k, config.trained_top_p
 
     @staticmethod
     def serving(args: Namespace, config: PtpConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
-        rows = num_drafts + 1  # of a request, with which nothing is cut
+        rows = num_drafts + 1  # of a request: no draft is pruned
         if args.draft_pass == "merged":
             rows *= num_drafts + VARIANTS[config.variant]
         return {"draft_pass": args.draft_pass or "two-pass", "max_aux_rows": max_num_seqs * rows}
@@ -176,18 +185,18 @@ class PtpEvaluator(Evaluator):
         return found
 
     def compare(self, asked: Asked, served: Served) -> PtpComparison:
-        """The text is continued as the server would have continued it."""
+        """Compute the expected counters; the target continues each text with the u of its request."""
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
         pairs = zip(asked.prompts, served.outputs, strict=True)
         longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + asked.num_drafts
         assert asked.seeds is not None  # `seeded`
-        # of the tokens behind the first one of each text
+        # of the tokens after the first one of each text
         numbers = rule.request_u(sampling, asked.seeds, 1, longest, self.target.device)
 
         def coupled(first: int, lengths: list[int]) -> _Coupled:
             return _Coupled(sampling, numbers[first : first + len(lengths)], torch.tensor(lengths) - 1)
 
-        samples = continued(self.target, asked, served, coupled)
+        samples = continue_served(self.target, asked, served, coupled)
         u = torch.nn.functional.pad(numbers.cpu(), (1, 0), value=UNINFORMED)[:, : samples.tokens.shape[1]]
         windows = rule.collect(self.student, samples, sampling, asked.num_drafts, u=u)
         two_pass = asked.draft_pass != "merged"
@@ -215,7 +224,7 @@ class PtpEvaluator(Evaluator):
             count += len(tokens)
         return wrong / max(1, count)
 
-    def wrong_drafting(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
+    def find_drafting_fault(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
         def other_numbers(comparison: PtpComparison) -> Cause | None:
             wrong = f"{comparison.not_picked:.0%} of the sampled tokens are not what their u picks"
             sentence = f"{wrong}: the server draws other numbers, or does not verify by u"
@@ -229,7 +238,7 @@ class PtpEvaluator(Evaluator):
             return None
         return nearest(sampled, self._rivals(num_drafts))
 
-    def other_head(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause:
+    def find_head_fault(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause:
         return Cause(
             "head",
             "the target's text, its u and the number of drafts are as they should be, so the weights that were served "
@@ -237,8 +246,8 @@ class PtpEvaluator(Evaluator):
             "speculative_config, or serve in float32",
         )
 
-    def knows_nothing(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
-        """A head that is served as predicted, but whose drafts are no better than with the u of other windows."""
+    def find_untrained_head(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
+        """The drafts are served as predicted, but are no better than with the u of other windows."""
         sampled = _sampled(comparisons) if self.config.uses_u else []
         if not sampled or any(rule.uses_u(rule.summarise(one.windows)) for one in sampled):
             return None
@@ -255,7 +264,7 @@ class PtpEvaluator(Evaluator):
         ]
 
     def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
-        """Prints the shuffled-u check on text that the Hugging Face target writes."""
+        """Print the shuffled-u check on text that the Hugging Face target writes."""
         sampling = self.sampling(temperature or self.config.trained_temperature, asked.top_p, asked.top_k)
         generator = torch.Generator(self.target.device).manual_seed(args.seed)
         prompts, drafts = [torch.tensor(prompt) for prompt in asked.prompts], asked.num_drafts
@@ -270,7 +279,7 @@ class PtpEvaluator(Evaluator):
         )
 
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[PtpComparison], Metrics]]]:
-        """Wrong numbers on the rows, and what each should have counted."""
+        """Yield wrong numbers on the rows, each with a function that predicts the counters under it."""
         for what, shift in SHIFTS.items():
 
             def predicted(one: PtpComparison, shift: int | None = shift) -> Metrics:
@@ -281,11 +290,11 @@ class PtpEvaluator(Evaluator):
                     windows = rule.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
                 return predict(windows, one.two_pass)
 
-            yield Cause("u", f"what is served is what the student does with {what} on its rows"), predicted
+            yield Cause("u", f"the served counters are those of the student with {what} on its rows"), predicted
 
 
 class _Coupled:
-    """A ``Sampling`` whose tokens are picked by u[B, L], those of the first tokens by the columns at[B]."""
+    """A ``Sampling`` that picks tokens by u[B, L], starting at the columns at[B]."""
 
     def __init__(self, sampling: Sampling, u: Tensor, at: Tensor) -> None:
         self.sampling, self.log_probs, self.u, self.at = sampling, sampling.log_probs, u, at.to(u.device)
@@ -297,7 +306,7 @@ class _Coupled:
 
 
 def predict(windows: Windows, two_pass: bool) -> Metrics:
-    """Counters of a server with rows for every group."""
+    """Predict the counters of a server that has rows for every group."""
     return Metrics.of(*rule.follow(windows, two_pass), anywhere=math.nan, contexts=int(windows.valid.sum()))
 
 
