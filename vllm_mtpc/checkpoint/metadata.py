@@ -23,7 +23,7 @@ TASK = "text-generation"
 PLOTS = {
     "loss.png": "Loss and expected tokens/step over the run",
     "acceptance.png": "Acceptance and tokens/step per position",
-    "frontier.png": "Tokens/step over the latency of a step",
+    "tokens-per-step.png": "Tokens/step by head",
 }  # figures in the card, by file of the folder
 
 
