@@ -13,7 +13,7 @@ from vllm_mtpc.checkpoint.locate import SERVED_FILE
 from vllm_mtpc.cli import main
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.eval.inspect_command import served_memory
-from vllm_mtpc.publish.folder import PUBLISHED
+from vllm_mtpc.publish.head_card import PUBLISHED
 
 
 @pytest.fixture

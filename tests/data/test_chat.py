@@ -135,7 +135,7 @@ def test_turns_that_are_rendered_differently_later_become_documents() -> None:
 
 def test_a_template_whose_turns_do_not_begin_with_their_prompt_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"message 3, an assistant's, so that it does not begin.*generation %\} markers"
+        UsageError, match=r"message 3, an assistant's, without its generation prompt.*generation %\} markers"
     ):
         encode_chat(CHAT, tokenizer(INCONSISTENT))
 

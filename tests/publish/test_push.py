@@ -1,4 +1,4 @@
-"""`vllm-mtpc push` against a stand-in hub: what arrives is the head and nothing else; what fails says so in a line."""
+"""`vllm-mtpc push` against a fake hub: it sends the head's files only, and every failure is one line."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import yaml
 from tests.support.hub import TOKEN, Hub, hub_server
 from vllm_mtpc import demo
 from vllm_mtpc.cli import main
+from vllm_mtpc.publish.head_card import complete_card, published_files
 
 TARGET = "someone/target"
 HEAD_FILES = {"README.md", "config.json", "model.safetensors", "provenance.json", "loss.png", "acceptance.png"}
@@ -58,7 +59,7 @@ def front(card: bytes) -> dict:
     return yaml.safe_load(card.decode().split("---\n")[1])
 
 
-def test_the_bytes_of_the_head_arrive_as_one_commit(hub: Hub, head: Path, tmp_path: Path) -> None:
+def test_push_sends_head_files_as_one_commit(hub: Hub, head: Path, tmp_path: Path) -> None:
     text = (head / "README.md").read_text().replace("license: apache-2.0\n", "language: code\n")
     (head / "README.md").write_text(text)
     hub.cards[TARGET] = "---\nlicense: other\nlicense_name: theirs\n---\n# Target\n"
@@ -88,7 +89,7 @@ def test_the_bytes_of_the_head_arrive_as_one_commit(hub: Hub, head: Path, tmp_pa
         ("/api/models/me/head/preupload", 404, "no such place"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(
+def test_push_prints_one_line_for_hub_errors(
     hub: Hub, head: Path, tmp_path: Path, place: str, status: int, said: str
 ) -> None:
     hub.refuse[place] = status
@@ -99,14 +100,14 @@ def test_what_the_hub_refuses_is_one_line(
     assert not hub.commits and any(place in one for one in hub.asked)
 
 
-def test_no_connection_is_one_line(hub: Hub, head: Path, tmp_path: Path) -> None:
+def test_push_prints_one_line_without_connection(hub: Hub, head: Path, tmp_path: Path) -> None:
     hub.url = "http://127.0.0.1:9"  # discard: nothing listens
     done = push(hub, tmp_path / "home", head, "me/head")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "no connection to http://127.0.0.1:9" in done.stderr.splitlines()[-1]
 
 
-def test_a_dry_run_and_a_missing_token_ask_nothing_of_the_hub(hub: Hub, head: Path, tmp_path: Path) -> None:
+def test_push_sends_no_request_for_dry_run_or_missing_token(hub: Hub, head: Path, tmp_path: Path) -> None:
     done = push(hub, tmp_path / "home", head, "me/head", "--dry-run", "--license", "mit", token="")
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in done.stdout and "license: mit" in done.stdout and "nothing was sent" in done.stdout
@@ -122,14 +123,16 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["head", "me/head/more", "me/he ad", "me/head.git", "me/" + "a" * 97, "../head"])
-def test_a_name_that_is_none_of_the_hubs(head: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_push_refuses_invalid_repository_names(head: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert "OWNER/NAME" in refused(capsys, head, name)
 
 
-def test_what_is_no_head_stays_here(head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_push_refuses_folders_without_a_valid_head(
+    head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "no head's folder" in refused(capsys, tmp_path, "me/head")
     assert "no head's folder" in refused(capsys, demo.path("target"), "me/head")
-    assert "'../target', which nobody else has" in refused(capsys, demo.path("btree"), "me/head")
+    assert "its target is the local folder '../target'" in refused(capsys, demo.path("btree"), "me/head")
     data = bytearray((head / "model.safetensors").read_bytes())
     data[-2:] = b"\xff\x7f"  # NaN
     (head / "model.safetensors").write_bytes(data)
@@ -138,13 +141,11 @@ def test_what_is_no_head_stays_here(head: Path, tmp_path: Path, capsys: pytest.C
     assert "pickled weights are never loaded" in refused(capsys, head, "me/head")
 
 
-def test_a_card_is_written_where_there_is_none(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm_mtpc.publish.folder import gather
-
+def test_push_writes_a_card_if_the_folder_has_none(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (head / "README.md").unlink()
     assert main(["push", str(head), "me/head", "--dry-run"]) == 0
-    assert "no licence, so nobody may use the head" in capsys.readouterr().out
-    card = gather(head, "me/head", None, is_online=False).card
+    assert "no licence, so others may not use the head" in capsys.readouterr().out
+    card = complete_card(head, "me/head", None, is_online=False)
     assert f"A draft head for `{TARGET}`" in card.text and card.data.license is None
     assert "](acceptance.png)" in card.text and "](loss.png)" in card.text and "frontier" not in card.text
     (result, greedy) = card.data.eval_results
@@ -152,7 +153,7 @@ def test_a_card_is_written_where_there_is_none(head: Path, capsys: pytest.Captur
     assert (greedy.metric_name, greedy.dataset_name) == ("Tokens/step at T=0", "build/demo/heldout.jsonl")
 
 
-def test_a_card_that_cannot_be_read_is_one_line(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_push_refuses_an_unreadable_card(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (head / "README.md").write_text("---\ntags: [\n---\n# Mine\n")
     assert "README.md: cannot be read" in refused(capsys, head, "me/head")
     (head / "README.md").write_text("---\nmodel-index: nothing\ntags: mine\n---\n# Mine\n")  # the hub's own view of it
@@ -160,11 +161,10 @@ def test_a_card_that_cannot_be_read_is_one_line(head: Path, capsys: pytest.Captu
     assert "Tokens/step at T=1" in capsys.readouterr().out
 
 
-def test_a_ptp_head_goes_with_its_adapters(tmp_path: Path) -> None:
-    from vllm_mtpc.publish.folder import gather
-
+def test_push_sends_adapters_of_a_ptp_head(tmp_path: Path) -> None:
     folder = of_hub_target("o-ptp", tmp_path / "head")
-    upload = gather(folder, "me/head", "mit", is_online=False)
-    weights = {name for name in upload.sizes if name.endswith(".safetensors")}
-    assert weights == {"u_embed.safetensors", "adapter_model.safetensors"} and "adapter_config.json" in upload.sizes
-    assert upload.card.data.license == "mit" and "ptp" in upload.card.data.tags
+    names = {file.name for file in published_files(folder)}
+    weights = {name for name in names if name.endswith(".safetensors")}
+    assert weights == {"u_embed.safetensors", "adapter_model.safetensors"} and "adapter_config.json" in names
+    card = complete_card(folder, "me/head", "mit", is_online=False)
+    assert card.data.license == "mit" and "ptp" in card.data.tags

@@ -1,1 +1,1 @@
-"""Training data: from what the user names to packed rows of tokens."""
+"""Training data: names of data to packed rows of tokens."""

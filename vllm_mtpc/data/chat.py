@@ -12,20 +12,20 @@ from vllm_mtpc.errors import UsageError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GENERATION = re.compile(r"\{%-?\s*generation\b")  # the template says itself what the assistant wrote
-Document = tuple[list[int], list[bool]]  # token ids; which of them are targets of the loss
+GENERATION = re.compile(r"\{%-?\s*generation\b")  # the template marks the assistant's text
+Document = tuple[list[int], list[bool]]  # token ids; which of them are trained
 
 
 def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    """A conversation in the target's chat template, as documents; usually one.
+    """Return the documents of a conversation in the target's chat template, usually one.
 
-    Trained are the tokens that the target would have had to generate: those of the assistant's turns with the token
-    that ends each, and nothing after it. Some templates render an earlier turn differently from the last one (they
-    drop its reasoning); then each assistant's turn is a document of its own, led by what serving would send. Of a
-    conversation without an assistant's turn nothing is trained.
+    Trained are the tokens that the target generates: the assistant's turns, each with the token that ends it. Some
+    templates render an earlier turn differently from the last one (they drop its reasoning); then every assistant's
+    turn becomes a document with the prompt that serving sends.
 
-    Raises UsageError if there is no template, if it refuses the messages, or if a turn does not begin with what the
-    template gives as its prompt (`add_generation_prompt`), so that serving would see another text.
+    Raises:
+        UsageError: There is no template, it refuses the messages, or a turn does not start with the template's
+            generation prompt.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -45,18 +45,19 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeniz
         documents = [(list(rendered["input_ids"]), [bool(part) for part in rendered["assistant_masks"]])]
     else:
         documents = _by_prefixes(messages, turns, tokenizer)
-    return [(tokens, _to_end(tokens, trained, ends, tokenizer, marked)) for tokens, trained in documents]
+    return [(tokens, _end_turns(tokens, trained, ends, tokenizer, marked)) for tokens, trained in documents]
 
 
 def is_chat(messages: object) -> bool:
-    """Whether these are messages with a role each."""
+    """Return whether these are messages with a role each."""
     return isinstance(messages, list) and all(isinstance(turn, dict) and "role" in turn for turn in messages)
 
 
 def chat_prompt(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "") -> list[int]:
-    """Token ids of a conversation that the assistant is to go on with, as serving sends them.
+    """Return the token ids of a conversation with the generation prompt, as serving sends them.
 
-    Raises UsageError, behind `origin`, where the template refuses the messages.
+    Raises:
+        UsageError: The template refuses the messages; the message starts with `origin`.
     """
     return list(_render(messages, tokenizer, origin, add_generation_prompt=True)["input_ids"])
 
@@ -76,7 +77,7 @@ def _render(
 def _by_prefixes(
     messages: Sequence[dict[str, Any]], turns: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[Document]:
-    """Spans of the turns, from what the template renders before and up to each."""
+    """Find the assistant's turns by rendering the conversation up to each of them."""
     whole = list(_render(messages, tokenizer)["input_ids"])
     trained, single, agrees = [False] * len(whole), [], True
     for turn in turns:
@@ -84,9 +85,9 @@ def _by_prefixes(
         upto = list(_render(messages[: turn + 1], tokenizer)["input_ids"])
         if upto[: len(prompt)] != prompt or len(upto) == len(prompt):
             raise UsageError(
-                f"the chat template renders message {turn + 1}, an assistant's, so that it does not begin with its "
-                "prompt (add_generation_prompt): what the assistant wrote cannot be told; put {% generation %} "
-                "markers in the template, or give prompt_ids and response_ids"
+                f"the chat template renders message {turn + 1}, an assistant's, without its generation prompt "
+                "(add_generation_prompt); put {% generation %} markers in the template, or give prompt_ids and "
+                "response_ids"
             )
         single.append((upto, [index >= len(prompt) for index in range(len(upto))]))
         trained[len(prompt) : len(upto)] = [True] * (len(upto) - len(prompt))
@@ -94,18 +95,18 @@ def _by_prefixes(
     return [(whole, trained)] if agrees else single
 
 
-def _to_end(
+def _end_turns(
     tokens: list[int], trained: list[bool], ends: set[int], tokenizer: PreTrainedTokenizerBase, marked: bool
 ) -> list[bool]:
-    """`trained` with each turn up to the special token that ends it.
+    """Return `trained` with every turn up to the special token that ends it.
 
-    White space that templates write after it goes: nobody generates it. Markers often close before it: it comes in.
+    White space after this token is left out. Template markers often end before it; it is then included.
     """
     exact, begin = list(trained), 0
     for wanted, run in groupby(trained):
         stop = begin + len(list(run))
         if wanted:
-            last = next((place for place in range(stop - 1, begin - 1, -1) if tokens[place] in ends), None)
+            last = next((index for index in range(stop - 1, begin - 1, -1) if tokens[index] in ends), None)
             if last is not None and not tokenizer.decode(tokens[last + 1 : stop]).strip():
                 exact[last + 1 : stop] = [False] * (stop - last - 1)
             elif marked and stop < len(tokens) and tokens[stop] in ends:

@@ -1,7 +1,4 @@
-"""Prompts of a measurement, as token ids: Spec-Bench, jsonl, text files, or the demo's own.
-
-The demo's are openings of functions in the library text that its models were not trained on.
-"""
+"""Prompts of a measurement as token ids: Spec-Bench, .jsonl, text files, or held-out functions of the demo's text."""
 
 from __future__ import annotations
 
@@ -13,26 +10,26 @@ from typing import Any
 from vllm_mtpc.data.chat import chat_prompt
 from vllm_mtpc.errors import UsageError
 
-DEMO_PROMPTS = 512  # there are some 900 openings
+DEMO_PROMPTS = 512  # of about 900 definitions
 _OPENING = re.compile(rb"^ *(?:def|class) ", re.MULTILINE)
 
 
 def held_out(count: int, length: int = 200) -> list[str]:
-    """``count`` snippets of ``length`` ASCII bytes, spread over the held-out documents, always the same ones.
+    """Return ``count`` snippets of ``length`` ASCII bytes that start at a definition of the demo's held-out documents.
 
-    Each begins at a definition; the first definition of every document is passed over in favour of one in its middle.
+    They are always the same, taken in turn from every document, from its middle on.
     """
     from vllm_mtpc import demo
 
     snippets: list[list[str]] = []
     for document in demo.held_out(demo.texts()):
-        cuts = [document[found.start() : found.start() + length] for found in _OPENING.finditer(document)]
-        usable = [cut.decode("ascii") for cut in cuts if len(cut) == length and cut.isascii()]
+        parts = [document[found.start() : found.start() + length] for found in _OPENING.finditer(document)]
+        usable = [part.decode("ascii") for part in parts if len(part) == length and part.isascii()]
         middle = len(usable) // 2
         snippets.append(usable[middle:] + usable[:middle])
     mixed = [found for turn in zip_longest(*snippets) for found in turn if found is not None]
     if len(mixed) < count:
-        raise ValueError(f"{count} prompts asked for, the held-out text has {len(mixed)} openings of {length} bytes")
+        raise ValueError(f"{count} prompts of {length} bytes; the held-out text has {len(mixed)} of them")
     return mixed[:count]
 
 
@@ -40,11 +37,18 @@ FORMS = '{"turns": [...]} (Spec-Bench), {"messages": [...]}, {"prompt": ...}, {"
 
 
 def load(data: list[str], target: str, count: int, length: int, longest: int) -> list[list[int]]:
-    """At most ``count`` prompts, token ids, of ``data``: files and folders as for training, none for the demo's.
+    """Return at most ``count`` prompts, as token ids, evenly spread over the data.
 
-    Conversations and Spec-Bench's first turns go through the target's chat template where it has one; text is cut into
-    pieces of ``length`` tokens, spread evenly. Prompts of more than ``longest`` tokens are left out. Where there are
-    more than ``count``, those taken are spread evenly. Raises UsageError without a tokenizer and where none is left.
+    Args:
+        data: Names as for training; empty: the demo's held-out text. Conversations and Spec-Bench's first turns are
+            rendered by the target's chat template if it has one.
+        target: Folder or hub name of the target, whose tokenizer is used.
+        count: Number of prompts.
+        length: Tokens of a prompt taken from text.
+        longest: Longer prompts are left out, tokens.
+
+    Raises:
+        UsageError: The target has no tokenizer, or no prompt is left.
     """
     from vllm_mtpc.data.sources import read_records
     from vllm_mtpc.hf.model import target_tokenizer
@@ -63,20 +67,20 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most ``count`` of the items, at even distances, in order."""
+    """Return at most ``count`` of the items, evenly spaced, in order."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
 
 
 def _prompts(origin: str, record: dict[str, Any], tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Prompts of a record: one, or pieces of a text, which is one piece where it is shorter than two."""
+    """Return the prompt of a record, or pieces of its text."""
     if isinstance(record.get("prompt_ids"), list):
         return [record["prompt_ids"]]
     if isinstance(messages := record.get("messages"), list):
-        return [_of_chat(origin, messages, tokenizer)]
+        return [_render_chat(origin, messages, tokenizer)]
     if turns := record.get("turns") or record.get("prompt"):
         text = turns if isinstance(turns, str) else str(turns[0])
-        return [_of_chat(origin, [{"role": "user", "content": text}], tokenizer)]
+        return [_render_chat(origin, [{"role": "user", "content": text}], tokenizer)]
     if not isinstance(record.get("text"), str):
         raise UsageError(f"{origin}: keys {', '.join(record)}; a line must be one of {FORMS}")
     tokens = tokenizer(record["text"], verbose=False)["input_ids"]
@@ -84,8 +88,8 @@ def _prompts(origin: str, record: dict[str, Any], tokenizer: Any, count: int, le
     return [tokens[start : start + length] for start in spread(starts, count)]
 
 
-def _of_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
-    """A conversation up to the turn that is to be written, in the chat template; without one, its last text alone."""
+def _render_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
+    """Render a conversation up to the assistant's turn; without a chat template, return its last text."""
     while messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages or not isinstance(messages[-1].get("content"), str):

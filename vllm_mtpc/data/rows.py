@@ -14,35 +14,52 @@ from vllm_mtpc.errors import UsageError
 
 
 class Rows(NamedTuple):
-    """Packed rows."""
+    """Packed rows.
 
-    tokens: Tensor  # [N, S] int32, padding 0
-    document: Tensor  # [N, S] int32, number of the document within its row from 0, -1: padding
-    trained: Tensor  # [N, S] bool
+    Attributes:
+        tokens: [N, S] int32, 0 in padding.
+        document: [N, S] int32, number of the document within its row, -1 in padding.
+        trained: [N, S] bool, whether the token is a target of the loss.
+    """
+
+    tokens: Tensor
+    document: Tensor
+    trained: Tensor
 
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What became of the documents."""
+    """Counts of a packing.
 
-    documents: int  # that are in the rows
-    dropped: int  # documents in which no window can start
-    tokens: int  # in the rows
+    Attributes:
+        documents: Documents in the rows.
+        dropped: Documents in which no window can start.
+        tokens: Tokens in the rows.
+        rows: Number of rows.
+        padding: Share of padding in the rows.
+        warning: Set if no document is long enough for a whole window.
+    """
+
+    documents: int
+    dropped: int
+    tokens: int
     rows: int
-    padding: float  # share of the places in the rows
-    warning: str | None  # set if no document is long enough for a whole window
+    padding: float
+    warning: str | None
 
 
 def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Rows, PackingReport]:
-    """Rows of `seq_len` tokens, each document whole in one; the order of the rows depends on the seed.
+    """Pack documents into rows of `seq_len` tokens, best fit by decreasing length.
 
-    A document longer than a row is cut into pieces, each a document of its own in the rows. Pieces in which no window
-    can start (nothing trained after the first token) are dropped. Best-fit by decreasing length. Raises UsageError if
-    nothing is left.
+    A document is whole in one row; a longer one becomes several documents of `seq_len` tokens. Documents without a
+    trained token after their first are dropped. The seed decides the order of the rows.
+
+    Raises:
+        UsageError: No document is left, or `seq_len` is below 2.
     """
     if seq_len < 2:
-        raise UsageError(f"rows of {seq_len} token(s) hold no window; give seq_len of at least 2")
-    document, start, length = _cut(documents, seq_len)
+        raise UsageError(f"seq_len={seq_len}: a window needs two tokens; give seq_len of at least 2")
+    document, start, length = _split_to_rows(documents, seq_len)
     if not len(document):
         raise UsageError(
             f"none of {len(documents)} document(s) has a token to train on after its first; "
@@ -62,13 +79,16 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     rows = Rows(torch.from_numpy(tokens), torch.from_numpy(number), torch.from_numpy(trained))
     whole, packed = len(np.unique(document)), int(length.sum())
     padding = 1 - packed / (count * seq_len)
-    return rows, PackingReport(whole, len(documents) - whole, packed, count, padding, _short(rows, window))
+    return rows, PackingReport(whole, len(documents) - whole, packed, count, padding, _warn_short(rows, window))
 
 
 def split_validation(documents: Documents, share: float, seed: int) -> tuple[Documents, Documents]:
-    """Documents to train on and held-out ones, each in their order: `share` of them, at least one, chosen by the seed.
+    """Return training documents and held-out ones: a share of them, one or more, chosen by the seed.
 
-    Of a single document the last `share` of its tokens is held out. Raises UsageError if a part would be empty.
+    Of a single document the last `share` of its tokens is held out.
+
+    Raises:
+        UsageError: One of the parts would be empty.
     """
     if not 0 < share < 1:
         raise UsageError(f"share {share} of held-out documents must be between 0 and 1")
@@ -83,25 +103,26 @@ def split_validation(documents: Documents, share: float, seed: int) -> tuple[Doc
         raise UsageError(
             f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give at least two documents"
         )
-    cut = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - share))))
-    first, rest = (Documents.join([(tokens[part], trained[part])]) for part in (slice(cut), slice(cut, None)))
+    size = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - share))))
+    first, rest = (Documents.join([(tokens[part], trained[part])]) for part in (slice(size), slice(size, None)))
     return first, rest
 
 
 def eligible(rows: Rows) -> Tensor:
-    """Where a window may start, [N, S] bool: the next token is in the same document and trained."""
+    """Return where a window may start, [N, S] bool: the next token is in the same document and trained."""
     starts = torch.zeros_like(rows.trained, dtype=torch.bool)
     same = (rows.document[:, 1:] == rows.document[:, :-1]) & (rows.document[:, 1:] >= 0)
     starts[:, :-1] = same & rows.trained[:, 1:]
     return starts
 
 
-def _cut(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces of at most seq_len tokens that a window can start in, each [P] int64: the number of the document they are
-    cut from, their first token in Documents.tokens, and how many they have."""
+def _split_to_rows(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return document, first token and length, [P] int64 each, of the pieces of at most seq_len tokens with a window."""
     counts = -(-documents.lengths // seq_len)
     document = np.repeat(np.arange(len(documents)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
+    number = np.arange(len(document)) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )  # of the piece within its document
     start = documents.offsets[document] + number * seq_len
     length = np.minimum(documents.offsets[document + 1] - start, seq_len)
     usable = length > 1
@@ -112,9 +133,9 @@ def _cut(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
-    """Row and first place of each piece, and the number of rows: best-fit by decreasing length.
+    """Return row and first position of each piece, and the number of rows: best fit by decreasing length.
 
-    Rows are kept by the space that is left in them; `open_spaces` has bit s set if there is one with s places left.
+    `by_space` lists rows by their free positions; `open_spaces` has bit s set if a row has s free positions.
     """
     order = generator.permutation(len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
@@ -137,10 +158,10 @@ def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) ->
     return generator.permutation(count)[row_of], at, count
 
 
-def _short(rows: Rows, window: int) -> str | None:
-    """A warning if no window of the rows is whole: the positions beyond the longest are then not trained."""
-    flat = np.concatenate([[False], eligible(rows).numpy().ravel()])  # in the last place of a row none may start
-    edges = np.flatnonzero(flat[1:] != flat[:-1])  # begin and end of each run of targets
+def _warn_short(rows: Rows, window: int) -> str | None:
+    """Return a warning if no window of the rows is whole."""
+    flat = np.concatenate([[False], eligible(rows).numpy().ravel()])  # no window starts at the end of a row
+    edges = np.flatnonzero(flat[1:] != flat[:-1])  # first and last position of each run of targets
     longest = int((edges[1::2] - edges[::2]).max())
     if longest >= window:
         return None

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ValidationError, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
-from vllm_mtpc.data.names import is_path
+from vllm_mtpc.data.sources import is_path
 from vllm_mtpc.errors import UsageError, one_line
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import head_options, option_fields

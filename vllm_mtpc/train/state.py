@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from vllm_mtpc.data.names import resolved
+from vllm_mtpc.data.sources import resolve_path
 from vllm_mtpc.errors import CheckpointError, first_line
 from vllm_mtpc.files import replacing
 from vllm_mtpc.train.options import STATE_FILE as FILE
@@ -52,7 +52,7 @@ def paths(values: dict[str, Any]) -> dict[str, Any]:
     """Those of an identity's values that may be paths, in full."""
     given = {key: values.get(key) for key in NAMES}
     return {
-        key: [resolved(name) for name in value] if isinstance(value, list) else value and resolved(value)
+        key: [resolve_path(name) for name in value] if isinstance(value, list) else value and resolve_path(value)
         for key, value in given.items()
     }
 
