@@ -31,21 +31,20 @@ from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 DEFAULT_WINDOW = 16  # auxiliary rows that the authors train
 # prefixes of the model that drafts and of its u-embedding
 LAYOUTS = {"official": ("model.", "model.u_embed."), "fork": ("student.", "student.u_adapter.")}
-ROUND_ROWS = 32  # rows of their "round"; they interpolate between fewer
+ROUND_ROWS = 32  # rows of their embedding `round`, which is not supported; `interpolation` has fewer
 
 
 class _Layout(NamedTuple):
     """Tensors of the authors' u-embeddings."""
 
-    fitting: tuple[str, ...]  # embeddings of these tensors, by our names
+    name: str  # our name of the embedding
     names: dict[str, str]  # of tensors: theirs -> ours
     counted: int | None  # dimension of `embedding.weight` that counts features or rows
 
 
 _EMBEDDINGS = (
-    _Layout(("ieee",), {"u_adapter.weight": "outer.weight", "u_adapter.bias": "outer.bias"}, None),
-    _Layout(("sawtooth", "quarter-cos"), {"embedding.weight": "outer.weight", "embedding.bias": "outer.bias"}, 1),
-    _Layout(("interpolation", "round"), {"embedding.weight": "rows"}, 0),
+    _Layout("ieee", {"u_adapter.weight": "outer.weight", "u_adapter.bias": "outer.bias"}, None),
+    _Layout("interpolation", {"embedding.weight": "rows"}, 0),
 )
 
 
@@ -158,16 +157,17 @@ def _read_embedding(
             f"{options.ckpt}: u-embedding of {', '.join(sorted(given))} below {prefix}; allowed: {known}"
         )
     count = None if layout.counted is None else given["embedding.weight"].shape[layout.counted]
-    fitting = layout.fitting
-    if fitting == ("interpolation", "round") and count != ROUND_ROWS:
-        fitting = ("interpolation",)
-    name = options.u_embedding or fitting[0]
-    if name not in fitting or (len(fitting) > 1 and options.u_embedding is None):
+    if layout.name == "interpolation" and count == ROUND_ROWS:
         raise CheckpointError(
-            f"{options.ckpt}: the u-embedding's tensors are those of {' or '.join(fitting)}; "
-            f"type --u-embedding {' or --u-embedding '.join(fitting)}"
+            f"{options.ckpt}: a u-embedding of {count} rows is their `round`, which is not supported; convert a "
+            "checkpoint with another u-embedding"
         )
-    return name, count, {ours: given[name] for name, ours in layout.names.items()}
+    if options.u_embedding not in (None, layout.name):
+        raise CheckpointError(
+            f"{options.ckpt}: the u-embedding's tensors are those of {layout.name}, not {options.u_embedding}; type "
+            f"--u-embedding {layout.name}"
+        )
+    return layout.name, count, {ours: given[name] for name, ours in layout.names.items()}
 
 
 def _build_embedding(path: Path, config: PtpConfig, tensors: dict[str, Tensor]) -> AuxEmbedding:

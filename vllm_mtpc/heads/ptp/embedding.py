@@ -1,22 +1,19 @@
-"""Embeddings of the auxiliary variable u in [0, 1), which auxiliary rows carry instead of a token's embedding.
+"""Embeddings of the auxiliary variable u in [0, 1), which auxiliary rows carry in place of a token's embedding.
 
-Features of u, then a linear layer or (names in -mlp) a small network. Features of the PTP paper (arXiv 2512.21323),
-section 3 and appendix C.1:
+Features of u, then a linear layer or (names in -mlp) a small network. Of the PTP paper (arXiv 2512.21323), section 3
+and appendix C.1:
 
     ieee         the 32 bits of u as a float32, most significant first
     scalar       u itself
     threshold    e_i = 1{u <= i / n}
-    arithmetic   e_i = 1{u 2^(i-1) mod 1 <= 0.5}, the bits an arithmetic coder reads
+    arithmetic   e_i = 1{u 2^(i-1) mod 1 <= 0.5}, the bits of an arithmetic coder
 
-and those of the authors' code, so that its checkpoints can be converted:
+The default of the authors' code, so that their checkpoints can be converted:
 
     interpolation   n learned rows, linear between the two next to u (n - 1)
-    round           n learned rows, the one at floor(u n)
-    sawtooth        u mod 1 / i
-    quarter-cos     cos(pi i u)
 
-u is float32 for any dtype of the weights: half precision does not separate two values of u on either side of an edge of
-the target's distribution. To add an embedding, add its name to EMBEDDINGS and its features to _FEATURES.
+u is used in float32 for weights of any dtype: in half precision, two values of u on either side of an edge of the
+target's distribution are equal. To add an embedding, add its name to EMBEDDINGS and its features to _FEATURES.
 """
 
 from __future__ import annotations
@@ -32,33 +29,33 @@ MAX_FEATURES = 4096
 EMBEDDING = "ieee"
 EMBEDDINGS = (
     *("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp"),  # of the paper
-    *("interpolation", "round", "sawtooth", "quarter-cos"),
+    "interpolation",
 )
-# Default number of features or rows; the config cannot change that of _FIXED.
+# Default number of features or rows; that of _FIXED cannot be set.
 _COUNTS = dict.fromkeys(EMBEDDINGS, 32) | {"scalar": 1, "scalar-mlp": 1, "interpolation": 3}
 _FIXED = ("ieee", "scalar", "scalar-mlp")
 
 
 class AuxEmbedding(nn.Module):
-    """u -> embedding of an auxiliary row; subclasses define `embed`."""
+    """Embedding of u for auxiliary rows; subclasses define `embed`, in float32."""
 
     def embed(self, u: Tensor) -> Tensor:
-        """Return [..., D] float32 of u [...] float32."""
+        """Return the embeddings, [..., D] float32, of u [...] float32."""
         raise NotImplementedError
 
     def forward(self, u: Tensor) -> Tensor:
-        """Return [..., D] of u [...], in the dtype of the weights."""
+        """Return the embeddings, [..., D] in the dtype of the weights, of u [...]."""
         with torch.autocast(u.device.type, enabled=False):
             return self.embed(u.float()).to(next(self.parameters()).dtype)
 
     def table(self) -> Tensor:
-        """Return the embeddings [256, D] at the centres of 256 equal bins, for `lookup`."""
+        """Return the embeddings at the centres of 256 equal bins, [256, D], for `lookup`."""
         device = next(self.parameters()).device
         return self((torch.arange(TABLE_SIZE, dtype=torch.float32, device=device) + 0.5) / TABLE_SIZE)
 
 
 def lookup(table: Tensor, u: Tensor) -> Tensor:
-    """Return the row [..., D] of each u [...] in `AuxEmbedding.table()`; only drafts read u rounded to bins."""
+    """Return the row of `AuxEmbedding.table()` for the bin of u [...], [..., D]; for drafts only."""
     return table[(u.float() * TABLE_SIZE).long().clamp(0, TABLE_SIZE - 1)]
 
 
@@ -79,21 +76,19 @@ class _Features(AuxEmbedding):
 
 
 class _Rows(AuxEmbedding):
-    """Learned rows; u selects one, or interpolates between two."""
+    """Learned rows with linear interpolation between the two next to u."""
 
-    def __init__(self, between: bool, count: int, size: int) -> None:
+    def __init__(self, count: int, size: int) -> None:
         super().__init__()
-        self.between, self.count = between, count
+        self.count = count
         self.rows = nn.Parameter(torch.empty(count, size))
         nn.init.normal_(self.rows)
 
     def embed(self, u: Tensor) -> Tensor:
-        place = u * (self.count - 1 if self.between else self.count)
-        first = place.long().clamp(0, self.count - 1)
-        if not self.between:
-            return self.rows[first].float()
+        position = u * (self.count - 1)
+        first = position.long().clamp(0, self.count - 1)
         second = (first + 1).clamp(max=self.count - 1)
-        return torch.lerp(self.rows[first].float(), self.rows[second].float(), (place - first)[..., None])
+        return torch.lerp(self.rows[first].float(), self.rows[second].float(), (position - first)[..., None])
 
 
 def _linear(values: Tensor, layer: nn.Linear) -> Tensor:
@@ -101,7 +96,7 @@ def _linear(values: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def _steps(u: Tensor, count: int) -> Tensor:
-    """1 to count, float32[count]."""
+    """Return 1 to count, [count] float32."""
     return torch.arange(1, count + 1, dtype=torch.float32, device=u.device)
 
 
@@ -115,27 +110,16 @@ def _arithmetic(u: Tensor, count: int) -> Tensor:
     return (shifted - shifted.floor() <= 0.5).float()
 
 
-_FEATURES = {  # (u[..., 1] float32, n) -> [..., n]; other embeddings have learned rows
+_FEATURES = {  # (u [..., 1] float32, n) -> [..., n]; the other embeddings have learned rows
     "ieee": _ieee,
     "scalar": lambda u, count: u,
     "threshold": lambda u, count: (u <= _steps(u, count) / count).float(),
     "arithmetic": _arithmetic,
-    "sawtooth": lambda u, count: torch.remainder(u, 1 / _steps(u, count)),
-    "quarter-cos": lambda u, count: torch.cos(torch.pi * _steps(u, count) * u),
 }
 
 
 def check_embedding(name: str, features: int | None, hidden: int | None) -> None:
-    """Validate the options of an embedding.
-
-    Args:
-        name: one of EMBEDDINGS.
-        features: `u_features`; None: not set.
-        hidden: `u_hidden`; None: not set.
-
-    Raises:
-        HeadConfigError: the name is unknown, an option is missing, out of range or of another embedding.
-    """
+    """Raise HeadConfigError unless `name` is known and has the given options; None: not given."""
     if name not in _COUNTS:
         raise HeadConfigError(f"unknown u_embedding {name!r}; allowed: {', '.join(EMBEDDINGS)}; set it to one of them")
     own = default_options(name, 64)
@@ -161,21 +145,11 @@ def default_options(name: str, hidden_size: int) -> dict[str, int]:
 def build_embedding(
     name: str, hidden_size: int, features: int | None = None, hidden: int | None = None
 ) -> AuxEmbedding:
-    """Return an untrained embedding on the current default device and dtype.
-
-    Args:
-        name: one of EMBEDDINGS.
-        hidden_size: D.
-        features: `u_features`; None: the default.
-        hidden: `u_hidden`; None: the default.
-
-    Raises:
-        HeadConfigError: as in `check_embedding`.
-    """
+    """Return an untrained embedding on the default device and dtype; options that are None have their defaults."""
     given = {key: value for key, value in (("u_features", features), ("u_hidden", hidden)) if value is not None}
     options = default_options(name, hidden_size) | given
     check_embedding(name, options.get("u_features"), options.get("u_hidden"))
     count, plain = options.get("u_features", _COUNTS[name]), name.removesuffix("-mlp")
     if plain not in _FEATURES:
-        return _Rows(name == "interpolation", count, hidden_size)
+        return _Rows(count, hidden_size)
     return _Features(plain, count, options.get("u_hidden"), hidden_size)
