@@ -29,11 +29,10 @@ from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import with_backbone
 from vllm_mtpc.hf import bind
 from vllm_mtpc.report import check_file, print_table, write_json
-from vllm_mtpc.train.job import held_out_prompts
-from vllm_mtpc.train.loop import BETAS, learning_rate
 from vllm_mtpc.train.losses import step_loss
 from vllm_mtpc.train.options import TrainOptions, parse
 from vllm_mtpc.train.run import read_data, read_target
+from vllm_mtpc.train.trainer import BETAS, held_out_prompts, learning_rate
 
 CIRCUITS = ("ff", "cp", "hmm", "btree")
 TOKEN_RANK = 32
@@ -83,16 +82,16 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args, "ff", 0, window)
     target = read_target(options, torch.device("cpu"))
     rows, _, held_out = read_data(options, target, print)
-    job = options.job(options, target)
+    job = options.trainer(options, target)
     prompts = held_out_prompts(options, target, held_out)
     with torch.no_grad():
         steps = list(islice(states_of(job, rows), max(1, args.steps // args.passes)))
-    texts = {name: with_backbone(some, job.head, target) for name, some in job.held_out(prompts).items()}
+    texts = {name: with_backbone(some, job.head, target) for name, some in job.continuations(prompts).items()}
     results = []
     for circuit in CIRCUITS:
         for token_rank in (0, TOKEN_RANK):
             options = options_of(args, circuit, token_rank, window)
-            job, started = options.job(options, target), time.monotonic()
+            job, started = options.trainer(options, target), time.monotonic()
             trained = learn(job.head, steps, options) if circuit != "ff" or token_rank else 0
             results.append(
                 {
@@ -119,9 +118,10 @@ def run(args: argparse.Namespace) -> int:
 
 def states_of(job: Any, rows: Any) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Of each step: states [B, n, D] of the backbone, tokens [B, n], counts [n], the target's log p_k [B, n, V]."""
-    drafter, whole = job.drafter(), slice(None)
-    for batch in job.windows(job.source(rows)).batches():
-        read, tokens, counts, log_p = drafter._read(batch)
+    job.setup_data(rows)
+    whole = slice(None)
+    for batch in job.windows.batches():
+        read, tokens, counts, log_p = job.model._read(batch)
         yield read(whole), tokens, counts, log_p(whole)
 
 

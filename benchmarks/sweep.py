@@ -22,8 +22,8 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.counters import DEFINITIONS
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, print_table, write_json
-from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
-from vllm_mtpc.train.state import NAMES, changed_option, identity, read_state
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse, read_yaml
+from vllm_mtpc.train.state import NAMES, changed_option, identity, latest_state, read_state
 
 KEYS = {"title", "common", "runs"}
 BITS = ("target", "joint")
@@ -120,7 +120,7 @@ def done(options: TrainOptions) -> dict[str, Any] | None:
 def is_begun(options: TrainOptions) -> bool:
     """Whether a run with these options was interrupted: it has a state and no head."""
     folder = options.out / STATE_FOLDER
-    has_state = (folder / STATE_FILE).is_file() and not (options.out / "provenance.json").exists()
+    has_state = latest_state(folder) is not None and not (options.out / "provenance.json").exists()
     return has_state and changed_option(read_state(folder), options) is None
 
 

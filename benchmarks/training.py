@@ -156,7 +156,7 @@ def measure(shape: Shape, device_name: str = "auto") -> dict[str, Any]:
     """Build the head and take steps; returns a row: the shape, seconds, memory in bytes, losses (nats)."""
     import torch
 
-    from vllm_mtpc.train.loop import peak_memory_bytes
+    from vllm_mtpc.train.trainer import peak_memory_bytes
 
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name
     device = torch.device(name)
@@ -206,8 +206,8 @@ class Job:
 
         from vllm_mtpc.config.mtpc import HeadConfig
         from vllm_mtpc.heads import build_head
-        from vllm_mtpc.train.loop import BETAS
         from vllm_mtpc.train.options import parse
+        from vllm_mtpc.train.trainer import BETAS
 
         self.shape = shape
         r, n, sizes = shape.components, shape.window, {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size}

@@ -19,7 +19,7 @@ class Family:
     load: (folder, dtype, device) -> the head as it is on disk
     facts: (folder, config) -> what only such heads have for `vllm-mtpc inspect`, and the names of their weight files
     evaluator: the Evaluator of `vllm-mtpc eval`, `generate` and `doctor`
-    job: what `vllm-mtpc train` runs, (options, target)
+    trainer: the Trainer of `vllm-mtpc train`
     serving: the class of vLLM's speculative config, which names its speculator
     """
 
@@ -39,7 +39,7 @@ FAMILIES = {
         load="vllm_mtpc.checkpoint.load:load_head",
         facts="vllm_mtpc.checkpoint.inspect:mtpc_facts",
         evaluator="vllm_mtpc.eval.circuit_evaluator:MtpcEvaluator",
-        job="vllm_mtpc.train.circuit:CircuitJob",
+        trainer="vllm_mtpc.train.circuit_trainer:CircuitTrainer",
         serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
     ),
     "ptp": Family(
@@ -48,7 +48,7 @@ FAMILIES = {
         load="vllm_mtpc.checkpoint.ptp_head:load_ptp",
         facts="vllm_mtpc.checkpoint.inspect:ptp_facts",
         evaluator="vllm_mtpc.eval.ptp_evaluator:PtpEvaluator",
-        job="vllm_mtpc.train.ptp.run:PtpJob",
+        trainer="vllm_mtpc.train.ptp.ptp_trainer:PtpTrainer",
         serving="vllm_mtpc.proposers.config.ptp:PtpSpeculativeConfig",
     ),
 }

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.train.circuit import CircuitJob
+from vllm_mtpc.train.circuit_trainer import CircuitTrainer
 from vllm_mtpc.train.options import TrainOptions
 
 
@@ -34,7 +34,7 @@ def _uniform(head: Head) -> None:
 
 
 def _kind(prepare: Callable[[Head], None]) -> type[TrainOptions]:
-    class Prepared(CircuitJob):
+    class Prepared(CircuitTrainer):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             self.prepare(self.head)
@@ -42,7 +42,7 @@ def _kind(prepare: Callable[[Head], None]) -> type[TrainOptions]:
     Prepared.prepare = staticmethod(prepare)
 
     class Options(TrainOptions):
-        job: ClassVar[type[CircuitJob]] = Prepared
+        trainer: ClassVar[type[CircuitTrainer]] = Prepared
 
     return Options
 

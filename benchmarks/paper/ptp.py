@@ -21,11 +21,11 @@ from vllm_mtpc.eval.ptp_acceptance import Written
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.train.ptp.run import PtpJob
+from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
 WINDOW, STEPS, OF_BYTES = 8, 300, 300
-JOBS: dict[str, type[PtpJob]] = {
-    "lora": PtpJob,
+JOBS: dict[str, type[PtpTrainer]] = {
+    "lora": PtpTrainer,
     "first half": on_layers(lambda count: list(range(count // 2))),
     "last half": on_layers(lambda count: list(range(count // 2, count))),
     "own": own_weights(scratch=False),
@@ -58,7 +58,7 @@ def _grown(made: toy.Toy, variant: str, steps: int) -> Student:
     """The length curriculum: half of the steps with half of the window, the other half with all of it."""
     short = toy.train(made, WINDOW // 2, steps // 2, variant=variant)
 
-    class Job(PtpJob):
+    class Job(PtpTrainer):
         @staticmethod
         def student_class(*given: Any) -> Student:
             begun = Student(*given)

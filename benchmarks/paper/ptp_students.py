@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.train.ptp.run import PtpJob
+from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
 INIT_STD = 0.02  # as transformers starts a Llama
 
 
-def on_layers(choose: Callable[[int], list[int]]) -> type[PtpJob]:
+def on_layers(choose: Callable[[int], list[int]]) -> type[PtpTrainer]:
     """A job whose student has adapters on `choose(number of layers)` alone."""
 
     class Some(Student):
@@ -24,8 +24,8 @@ def on_layers(choose: Callable[[int], list[int]]) -> type[PtpJob]:
     return _job(Some)
 
 
-def own_weights(scratch: bool) -> type[PtpJob]:
-    """A job whose rows have their own layers with all weights trained, from the target's or from scratch.
+def own_weights(scratch: bool) -> type[PtpTrainer]:
+    """A trainer whose rows have their own layers with all weights trained, from the target's or from scratch.
 
     They still read the keys and values that the plain target left of the text, and its norm and lm_head.
     """
@@ -49,8 +49,8 @@ def _learning(layer: nn.Module, scratch: bool) -> nn.Module:
     return made
 
 
-def _job(student: type[Student]) -> type[PtpJob]:
-    class Job(PtpJob):
+def _job(student: type[Student]) -> type[PtpTrainer]:
+    class Job(PtpTrainer):
         student_class = student
 
     return Job

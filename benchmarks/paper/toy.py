@@ -33,9 +33,8 @@ from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import Target
-from vllm_mtpc.train.loop import Trainer
 from vllm_mtpc.train.options import parse
-from vllm_mtpc.train.ptp.run import PtpJob
+from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
 DISTRICTS, KEEP = 5, 0.4
 SIDES, PHRASE = 8, 8
@@ -107,7 +106,7 @@ def make(name: str, window: int, layers: int = 2, hidden: int = 64) -> Toy:
     return Toy(name, teacher, documents, texts[1])
 
 
-def train(toy: Toy, window: int, steps: int, job: type[PtpJob] = PtpJob, **changes: Any) -> Student:
+def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrainer, **changes: Any) -> Student:
     """A student of the teacher, trained by the package's own trainer; `changes`: options of vllm-mtpc train."""
     values = {
         "target": toy.name, "data": ["none"], "head": "ptp", "window": window, "u_embedding": "threshold",
@@ -118,10 +117,11 @@ def train(toy: Toy, window: int, steps: int, job: type[PtpJob] = PtpJob, **chang
         values["u_features"] = 128
     with tempfile.TemporaryDirectory() as out:
         options = parse(values | changes | {"out": Path(out)})
-        run = job(options, toy.teacher)
+        run = trainer(options, toy.teacher, Accelerator(cpu=True))
         rows, _ = pack(toy.documents, options.seq_len, window, options.seed)
-        windows = run.windows(run.source(rows), 0, 1)
-        Trainer(options, Accelerator(cpu=True), run.drafter(), windows, steps).run()
+        run.setup_data(rows)
+        run.setup_optimizer()
+        run.train()
     return run.student.eval()
 
 

@@ -77,7 +77,7 @@ def test_a_second_turn_has_the_first_answer_before_it():
 def test_hmms_stay_what_they_are_called(what):
     torch.manual_seed(0)
     head = LinearHead(get_circuit("hmm", 4, 3), 7, 5)
-    HMMS[what].job.prepare(head)
+    HMMS[what].trainer.prepare(head)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], 0.1)
     for _ in range(3):
         params = head(torch.randn(6, 5))

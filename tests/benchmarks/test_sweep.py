@@ -10,7 +10,7 @@ import pytest
 from benchmarks import sweep
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_head
-from vllm_mtpc.train.loop import Trainer
+from vllm_mtpc.train.trainer import Trainer
 
 FILE = """
 title: Two circuits
@@ -89,7 +89,7 @@ def test_runs_are_trained_once_and_told(tmp_path, capsys, monkeypatch):
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     file = plan(tmp_path, PTP)
     words = [str(file), "--runs", str(tmp_path / "runs"), "--set", "save_minutes=0", "max_steps=3"]
-    save, steps = Trainer.save, []
+    save, steps = Trainer.save_state, []
 
     def interrupted(trainer):
         save(trainer)
@@ -97,7 +97,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
         if len(steps) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trainer, "save", interrupted)
+    monkeypatch.setattr(Trainer, "save_state", interrupted)
     assert sweep.main(words) == 130
     assert sweep.main(words) == 0
     assert steps == [1, 2, 3, 1, 2, 3]  # the first run goes on after its step 2

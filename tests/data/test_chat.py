@@ -1,4 +1,4 @@
-"""Conversations: exactly what the target would have had to generate is trained, its end of turn included."""
+"""Conversations: trained are the tokens that the target generates, with the end of each turn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REASONING = (
     + "{{ '<|end|>\n' }}"
     + END
 )
-# Its prompt for a reply is not what the reply begins with.
+# Its generation prompt differs from the start of its replies.
 INCONSISTENT = PLAIN.replace("{{ '<|assistant|>' }}", "{{ '<|reply|>' }}")
 
 CHAT = [
@@ -68,7 +68,7 @@ def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 
 def shown(document: tuple[list[int], list[bool]], tok: PreTrainedTokenizerFast) -> str:
-    """The text with what is trained in [brackets]."""
+    """The text with the trained tokens in [brackets]."""
     text, inside = "", False
     for token, trained in zip(*document, strict=True):
         if trained != inside:
@@ -85,7 +85,7 @@ EXPECTED = (
 
 
 @pytest.mark.parametrize("template", [PLAIN, *MARKED.values()], ids=["no markers", *MARKED])
-def test_assistant_turns_with_their_end_are_trained(template: str) -> None:
+def test_assistant_turns_are_trained_with_their_end(template: str) -> None:
     tok = tokenizer(template)
     documents = encode_chat(CHAT, tok)
     assert [shown(document, tok) for document in documents] == [EXPECTED]
@@ -94,7 +94,7 @@ def test_assistant_turns_with_their_end_are_trained(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", [PLAIN, *MARKED.values()], ids=["no markers", *MARKED])
-def test_what_precedes_a_turn_is_what_serving_sends(template: str) -> None:
+def test_prompt_of_a_turn_equals_served_prompt(template: str) -> None:
     tok = tokenizer(template)
     [(tokens, trained)] = encode_chat(CHAT[:3], tok)
     prompt = tok.apply_chat_template(CHAT[:2], tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -120,7 +120,7 @@ def test_special_tokens_inside_a_turn_do_not_end_it() -> None:
     assert shown(encode_chat(chat, tok)[0], tok).endswith("<|assistant|>[a<|user|>b\n]")
 
 
-def test_turns_that_are_rendered_differently_later_become_documents() -> None:
+def test_turns_rendered_differently_become_documents() -> None:
     tok = tokenizer(REASONING)
     first, second = (shown(document, tok) for document in encode_chat(CHAT, tok))
     assert first == (
@@ -133,19 +133,19 @@ def test_turns_that_are_rendered_differently_later_become_documents() -> None:
     assert len(encode_chat(CHAT[:3], tok)) == 1
 
 
-def test_a_template_whose_turns_do_not_begin_with_their_prompt_is_refused() -> None:
+def test_template_without_generation_prompt_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"message 3, an assistant's, without its generation prompt.*generation %\} markers"
     ):
         encode_chat(CHAT, tokenizer(INCONSISTENT))
 
 
-def test_no_template() -> None:
+def test_missing_template_is_refused() -> None:
     with pytest.raises(UsageError, match=r"has no chat template.*give text or prompt_ids"):
         encode_chat(CHAT, tokenizer(None))
 
 
-def test_a_template_that_refuses_the_messages() -> None:
+def test_template_error_is_one_line() -> None:
     tok = tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="the chat template refuses the messages: roles must alternate"):
         encode_chat(CHAT, tok)
@@ -154,7 +154,7 @@ def test_a_template_that_refuses_the_messages() -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "at least one"),
+        ([], "one message or more"),
         (None, "must be a list"),
         ({"role": "assistant"}, "must be a list"),
         (["hello"], "must be a list"),
@@ -162,6 +162,6 @@ def test_a_template_that_refuses_the_messages() -> None:
         ([{"role": "assistant"}], "refuses the messages"),
     ],
 )
-def test_bad_messages(messages: object, message: str) -> None:
+def test_bad_messages_are_refused(messages: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         encode_chat(messages, tokenizer(PLAIN))  # type: ignore[arg-type]

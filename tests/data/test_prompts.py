@@ -25,7 +25,7 @@ def write(file: Path, *records: dict) -> Path:
     return file
 
 
-def test_every_form_of_a_line(tmp_path: Path) -> None:
+def test_prompts_of_every_form_of_a_line(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "answer"}]
     records = [
         {"question_id": 81, "category": "writing", "turns": ["Spec-Bench", "second turn"]},
@@ -37,7 +37,7 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     assert loaded([write(tmp_path / "d.jsonl", *records)]) == ["Spec-Bench", "a prompt", "as ids", "first", "last"]
 
 
-def test_text_is_cut_into_pieces_over_all_of_it(tmp_path: Path) -> None:
+def test_text_prompts_are_spread_over_the_text(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("0123456789abcdefghijKLMNOPQRSTuvwxyz....")
     pieces = loaded([tmp_path / "t.txt"], count=2)
     assert len(pieces) == 2 and all(len(piece) >= 9 for piece in pieces)  # one place may be begin of text
@@ -45,13 +45,13 @@ def test_text_is_cut_into_pieces_over_all_of_it(tmp_path: Path) -> None:
     assert pieces == loaded([tmp_path / "t.txt"], count=2)
 
 
-def test_too_many_are_thinned_out_evenly_and_long_ones_left_out(tmp_path: Path) -> None:
+def test_prompts_are_thinned_out_evenly(tmp_path: Path) -> None:
     file = write(tmp_path / "d.jsonl", *({"prompt_ids": [index] * (index + 1)} for index in range(10)))
     assert [len(prompt) for prompt in load([str(file)], TARGET, 3, 10, 6)] == [1, 3, 5]
     assert spread(list("abc"), 9) == list("abc") and spread(list("abcdefgh"), 4) == list("aceg")
 
 
-def test_the_demo_has_prompts_of_its_own() -> None:
+def test_demo_has_prompts() -> None:
     found = loaded([], count=4, longest=300)
     assert len(found) == 4 and all("def " in text or "class " in text for text in found)
 
@@ -67,7 +67,7 @@ def test_data_without_prompts_is_refused(tmp_path: Path) -> None:
         loaded([str(tmp_path / "none.txt")])
 
 
-def test_spec_bench(shared_dir: Path) -> None:
+def test_spec_bench_prompts_are_read(shared_dir: Path) -> None:
     file = shared_dir / "data" / "spec_bench.jsonl"
     if not file.is_file():
         pytest.skip("data/spec_bench.jsonl is not in the shared folder next to the checkout: its prompts are read here")

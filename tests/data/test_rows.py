@@ -43,7 +43,7 @@ masks = st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=25)
 @settings(max_examples=300, deadline=None)
 def test_every_token_of_every_kept_document_once_and_in_order(masks: list[list[bool]], seq_len: int, seed: int) -> None:
     documents = numbered(masks)
-    pieces = []  # by the definition: cut every seq_len tokens, keep those with something trained after the first token
+    pieces = []  # by definition: split every seq_len tokens, keep pieces with a trained token after the first
     for index in range(len(documents)):
         tokens, mask = documents[index]
         for at in range(0, len(tokens), seq_len):
@@ -111,12 +111,12 @@ def test_a_long_document_is_cut_into_documents() -> None:
     assert (report.tokens, report.dropped) == (8, 0)
 
 
-def test_what_cannot_be_packed() -> None:
+def test_unpackable_documents_are_refused() -> None:
     with pytest.raises(UsageError, match="none of 3 document"):
         pack(trained(1, 1, 0), 8, 4, 0)
     with pytest.raises(UsageError, match="assistant's turn"):
-        pack(numbered([[True, False, False]]), 8, 4, 0)  # trained, but as a first token it is nobody's next
-    with pytest.raises(UsageError, match="seq_len of at least 2"):
+        pack(numbered([[True, False, False]]), 8, 4, 0)  # only the first token is trained
+    with pytest.raises(UsageError, match="seq_len of 2 or more"):
         pack(trained(5), 1, 4, 0)
     with pytest.raises(UsageError, match="none of 0 document"):
         pack(trained(), 8, 4, 0)
@@ -125,7 +125,7 @@ def test_what_cannot_be_packed() -> None:
 # --- nothing leaks: other tokens in one document change no state and no window of its neighbours
 
 
-def test_a_neighbour_changes_nothing() -> None:
+def test_neighbour_document_changes_no_state() -> None:
     """Bit for bit: the kernels and their sizes are the same, and masked scores weigh exactly zero."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -157,7 +157,7 @@ def test_a_neighbour_changes_nothing() -> None:
         assert torch.equal(window_states(after, r, t, 4)[read], window_states(before, r, t, 4)[read])
 
 
-def test_the_leak_test_notices_a_leak() -> None:
+def test_leak_between_documents_is_found() -> None:
     """Injected fault: two documents of a row under one number."""
     documents = trained(6, 6)
     rows, _ = pack(documents, 12, 4, 0)
@@ -185,20 +185,20 @@ def test_held_out_documents(count: int, share: float, seed: int) -> None:
     assert np.array_equal(again.tokens, valid.tokens)
 
 
-def test_the_seed_chooses_what_is_held_out() -> None:
+def test_seed_selects_held_out_documents() -> None:
     documents = trained(*range(1, 41))
     chosen = {tuple(split_validation(documents, 0.1, seed)[1].lengths) for seed in range(5)}
     assert len(chosen) == 5
 
 
-def test_of_one_document_the_end_is_held_out() -> None:
+def test_end_of_single_document_is_held_out() -> None:
     train, valid = split_validation(trained(100), 0.1, 0)
     assert (train.tokens.tolist(), valid.tokens.tolist()) == (list(range(90)), list(range(90, 100)))
     train, valid = split_validation(trained(4), 0.01, 0)
     assert (len(train.tokens), len(valid.tokens)) == (2, 2)
 
 
-def test_what_cannot_be_split() -> None:
+def test_unsplittable_documents_are_refused() -> None:
     for documents in (trained(), trained(3)):
         with pytest.raises(UsageError, match="cannot be split for validation"):
             split_validation(documents, 0.1, 0)

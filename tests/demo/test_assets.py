@@ -14,7 +14,7 @@ from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, resolve_verifier
 from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
 from vllm_mtpc.hf import load_target
-from vllm_mtpc.train.ptp.run import SHUFFLE_COST
+from vllm_mtpc.train.ptp.ptp_trainer import SHUFFLE_COST
 
 
 def figures(name: str) -> dict[str, dict]:

@@ -75,7 +75,7 @@ def fit(target: Target, documents: Documents, out: Path, kind: dict) -> None:
     trainer = make_trainer(options, target, documents)
     trainer.run()
     assert losses(out)[-1] < 0.02, kind
-    config = options.job(options, target).config
+    config = options.trainer(options, target).config
     head = build_head(config)
     head.load_state_dict(trainer.weights())
     save_head(out, config, head, {}, "memorised", torch.float32)

@@ -1,4 +1,4 @@
-"""A stand-in for the hub: the addresses that an upload or a download asks for, and what it was sent."""
+"""A fake hub: the endpoints of an upload and a download, with a record of the requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMMIT = "c" * 40
 
 @dataclass
 class Hub:
-    """What the server has, and what it is told to refuse."""
+    """State of the server: its files, the received ones, and the paths it refuses."""
 
     cards: dict[str, str] = field(default_factory=dict)  # README.md by repository
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by name, by repository
     sizes: dict[str, int] = field(default_factory=dict)  # that it claims of files, by name
     refuse: dict[str, int] = field(default_factory=dict)  # HTTP status by the start of a path
-    created: dict[str, dict] = field(default_factory=dict)  # what was asked for, by repository
+    created: dict[str, dict] = field(default_factory=dict)  # requests to create a repository, by name
     objects: dict[str, bytes] = field(default_factory=dict)  # by SHA-256
     commits: list[dict[str, bytes]] = field(default_factory=list)  # files by name, of each commit
     asked: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def read(self) -> bytes | None:
-        """What was sent; None where the request was answered with a refusal."""
+        """Return the body of a request; None if it was refused."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.hub.asked.append(f"{self.command} {self.path}")
         status = next((code for start, code in self.hub.refuse.items() if self.path.startswith(start)), None)
@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *args: object) -> None:
-        """Nothing on stderr: what was asked is in the hub."""
+        """Keep stderr empty: `Hub.asked` has the requests."""
 
 
 @contextmanager

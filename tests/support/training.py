@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.hf import Target
-from vllm_mtpc.train.loop import METRICS_FILE, UNLIMITED, Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, parse
+from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, read_metrics
 
 V = 12
 
@@ -71,13 +71,14 @@ def options_for(target: Target, out: Path, **changes) -> TrainOptions:
 
 def make_trainer(options: TrainOptions, target: Target, documents: Documents | None = None) -> Trainer:
     rows, _ = pack(documents or random_documents(), options.seq_len, options.window, options.seed)
-    job = options.job(options, target)
-    windows = job.windows(job.source(rows))
-    return Trainer(options, Accelerator(cpu=True), job.drafter(), windows, options.max_steps or UNLIMITED)
+    trainer = options.trainer(options, target, Accelerator(cpu=True))
+    trainer.setup_data(rows)
+    trainer.setup_optimizer()
+    return trainer
 
 
 def save_every(trainer: Trainer, steps: int) -> Trainer:
-    """The trainer, which saves its state after every so many steps in place of minutes."""
+    """Make the trainer save its state every `steps` steps in place of minutes."""
     trainer.stopping.due = lambda: trainer.step % steps == 0
     return trainer
 

@@ -1,4 +1,4 @@
-"""Training a head with a backbone: what windows read, chunks, what is learnt, what stays frozen, what is measured."""
+"""Training of a head with a backbone: inputs of windows, chunks, frozen parts, results."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from vllm_mtpc.eval.loading import load
 from vllm_mtpc.eval.text import Sampling, generate, with_backbone
 from vllm_mtpc.hf.attention import document_positions
 from vllm_mtpc.train.cache import Computed, write_cache
-from vllm_mtpc.train.circuit import CircuitJob
+from vllm_mtpc.train.circuit_trainer import CircuitTrainer
 
 torch.set_num_threads(1)
 BACKBONE = {"head": "backbone", "backbone_layers": 1, "backbone_width": 32, "component_rank": 4}
 LOSS = {"beta": 1.0, "acceptance": 0.9, "train_first": False}
 
 
-def job_for(target, out, **changes) -> CircuitJob:
-    return CircuitJob(options_for(target, out, **BACKBONE | LOSS | changes), target)
+def trainer_for(target, out, **changes) -> CircuitTrainer:
+    return CircuitTrainer(options_for(target, out, **BACKBONE | LOSS | changes), target)
 
 
 def rows_of(options) -> Rows:
     return pack(random_documents(), options.seq_len, options.window, options.seed)[0]
 
 
-def test_layers_of_one_pass_are_the_model_s_own(tiny_target):
+def test_layer_states_match_the_model(tiny_target):
     tokens = torch.randint(0, 12, (2, 9))
     given = tiny_target.model(input_ids=tokens, output_hidden_states=True)
     found = tiny_target.hidden_with([0, 1, 2], tokens).split(tiny_target.hidden_size, -1)
@@ -45,7 +45,7 @@ def test_layers_of_one_pass_are_the_model_s_own(tiny_target):
     assert torch.equal(tiny_target.hidden_with([], tokens), tiny_target.hidden(tokens))
 
 
-def test_several_layers_on_disk_are_the_computed_ones(tiny_target, tmp_path):
+def test_cached_layer_states_match_computed_ones(tiny_target, tmp_path):
     options = options_for(tiny_target, tmp_path, **BACKBONE | LOSS)
     rows = rows_of(options)
     computed = Computed(tiny_target, rows, layers=[1, 2])
@@ -53,15 +53,16 @@ def test_several_layers_on_disk_are_the_computed_ones(tiny_target, tmp_path):
     some = torch.tensor([2, 0])
     assert written.hidden_size == computed.hidden_size == 3 * tiny_target.hidden_size
     torch.testing.assert_close(written.hidden(some), computed.hidden(some), rtol=0, atol=1e-5)
-    with pytest.raises(UsageError, match=r"layers \[1, 2\] \(asked for: \[2\]\)"):
+    with pytest.raises(UsageError, match=r"layers \[1, 2\] \(requested: \[2\]\)"):
         write_cache(tmp_path / "cache", tiny_target, rows, layers=[2])
 
 
-def test_a_window_reads_its_text_alone(tiny_target, tmp_path):
-    """What a step's windows read, against each document up to the window's start by itself."""
-    job = job_for(tiny_target, tmp_path)
+def test_window_reads_only_its_document(tiny_target, tmp_path):
+    """The input of every window equals that of its document alone, up to the start of the window."""
+    job = trainer_for(tiny_target, tmp_path)
     rows = rows_of(job.options)
-    drafter, batch = job.drafter(), next(job.windows(job.source(rows)).batches())
+    job.setup_data(rows)
+    drafter, batch = job.model, next(job.windows.batches())
     first = batch.tokens[:, 0]
     read, verified = drafter._reader(batch.hidden, batch.document, batch.row, batch.start, first)
     assert verified.shape[-1] == tiny_target.hidden_size
@@ -77,11 +78,12 @@ def test_a_window_reads_its_text_alone(tiny_target, tmp_path):
         torch.testing.assert_close(found[b], alone, rtol=0, atol=1e-5)  # sums over other numbers of masked terms
 
 
-def test_chunks_change_nothing(tiny_target, tmp_path):
+def test_chunks_give_the_same_loss_and_gradient(tiny_target, tmp_path):
     found = []
     for chunk in (None, 7, 1):
-        job = job_for(tiny_target, tmp_path, chunk_windows=chunk)
-        drafter, batch = job.drafter(), next(job.windows(job.source(rows_of(job.options))).batches())
+        job = trainer_for(tiny_target, tmp_path, chunk_windows=chunk)
+        job.setup_data(rows_of(job.options))
+        drafter, batch = job.model, next(job.windows.batches())
         loss, watched = drafter(batch, watch=True)
         loss.backward()
         assert watched[1] > 0
@@ -92,17 +94,17 @@ def test_chunks_change_nothing(tiny_target, tmp_path):
             torch.testing.assert_close(gradient, found[0][1][name], atol=1e-6, rtol=1e-3)
 
 
-def test_it_learns_a_small_text_by_heart(tiny_target, tmp_path):
+def test_backbone_learns_a_small_text(tiny_target, tmp_path):
     changes = BACKBONE | LOSS | {"max_steps": 60, "circuit": "ff", "components": 1, "component_rank": 0}
     options = options_for(tiny_target, tmp_path, **changes, windows_per_step=32, learning_rate=5e-3)
     trainer = make_trainer(options, tiny_target, random_documents(4))
-    trainer.run()
+    trainer.train()
     found = losses(tmp_path)
-    # random text that the target does not predict: what it says at each place is all there is to learn
+    # random text: the head can only learn it by heart
     assert sum(found[-5:]) / 5 < 0.6 * found[0]
 
 
-def test_a_start_at_fused_projections_is_split_and_what_is_not_copied_is_reported(place, tmp_path, capsys):
+def test_backbone_splits_fused_projections_and_reports_missing_weights(place, tmp_path, capsys):
     """Phi-3: one projection for queries, keys and values, one for gate and up; no norms of queries and keys."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
@@ -131,8 +133,8 @@ def test_a_start_at_fused_projections_is_split_and_what_is_not_copied_is_reporte
     assert "and last layers (copied: norm, self_attn.q_proj" in (place / "card" / "README.md").read_text()
 
 
-def test_what_is_measured_is_each_window_by_itself(tiny_target, tmp_path):
-    head = job_for(tiny_target, tmp_path, circuit="ff", components=1).head
+def test_measured_backbone_states_match_single_windows(tiny_target, tmp_path):
+    head = trainer_for(tiny_target, tmp_path, circuit="ff", components=1).head
     prompts, sampling = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])], Sampling(1.0)
     samples = generate(tiny_target, prompts, 8, sampling, torch.Generator().manual_seed(0), overhang=4)
     found = with_backbone(samples, head, tiny_target).draft
@@ -147,7 +149,7 @@ def test_what_is_measured_is_each_window_by_itself(tiny_target, tmp_path):
             torch.testing.assert_close(found[text, t], alone[0], rtol=0, atol=1e-4)  # rounding of other shapes
 
 
-def test_a_circuit_on_a_frozen_backbone(place, capsys):
+def test_circuit_trains_on_frozen_backbone(place, capsys):
     """From text to a head, then another circuit with tokens on the same draft layers; measured, shown, and refused."""
     mine = BACKBONE | {"circuit": "ff", "components": 1, "component_rank": 0, "max_steps": 2}
     assert main(["train", *flags(place, "drafter", **mine)]) == 0
@@ -177,13 +179,13 @@ def test_a_circuit_on_a_frozen_backbone(place, capsys):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"freeze_backbone": True}, "the backbone that stays as it is must be named"),
+        ({"freeze_backbone": True}, "freeze_backbone needs a trained backbone"),
         ({"train_first": True}, "train_first with head backbone"),
         ({"component_rank": 0}, "components=3 needs component_rank"),
         ({"aux_hidden_state_layer_ids": [3]}, "rising numbers from 0 to 2"),
         ({"lora_layers": 1}, "lora_layers=1 with head 'backbone'"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(tiny_target, tmp_path, changes, words):
+def test_invalid_backbone_options_are_refused(tiny_target, tmp_path, changes, words):
     with pytest.raises(MtpcError, match=words):
-        job_for(tiny_target, tmp_path, **changes)
+        trainer_for(tiny_target, tmp_path, **changes)

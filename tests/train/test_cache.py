@@ -61,7 +61,7 @@ def write(folder: Path, target: Target, rows: Rows, **arguments: object) -> Hidd
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-def test_cache_is_computed_to_the_bit(folder, target, rows, dtype):
+def test_cache_equals_computed_states_bit_for_bit(folder, target, rows, dtype):
     # The same groups of rows in both: a matrix product of another height may round otherwise.
     computed = Computed(target, rows, batch_rows=2, dtype=dtype)
     written = write(folder, target, rows, dtype=dtype)
@@ -72,7 +72,7 @@ def test_cache_is_computed_to_the_bit(folder, target, rows, dtype):
         assert torch.equal(source.hidden(ALL), computed.hidden(ALL))
 
 
-def test_any_rows_in_any_order(folder, target, rows):
+def test_cache_reads_rows_in_any_order(folder, target, rows):
     written = write(folder, target, rows)
     some = torch.tensor([9, 0, 3, 4, 10, 3])
     assert torch.equal(written.hidden(some), written.hidden(ALL)[some])
@@ -82,7 +82,7 @@ def test_any_rows_in_any_order(folder, target, rows):
     assert written.hidden(nothing).shape == Computed(target, rows).hidden(nothing).shape == (0, SEQ, 64)
 
 
-def test_states_are_those_of_each_document_alone(target, rows):
+def test_packed_states_equal_single_documents(target, rows):
     states = Computed(target, rows).hidden(torch.tensor([2]))[0]
     for number in (0, 1):
         place = rows.document[2] == number
@@ -91,8 +91,8 @@ def test_states_are_those_of_each_document_alone(target, rows):
     assert not states[rows.document[2] < 0].any()
 
 
-def test_layer_states_give_the_final_ones(target, rows):
-    """What enters the last layer, put through it and the norm, is what a head reads."""
+def test_layer_input_gives_the_final_states(target, rows):
+    """The input of the last layer, through this layer and the norm, gives the final states."""
     unpacked = Rows(rows.tokens, torch.zeros_like(rows.document), rows.trained)
     entering = Computed(target, unpacked, layer=1).hidden(ALL)
     backbone = target.backbone
@@ -150,7 +150,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int, error: Exception) -
     monkeypatch.setattr(cache, "save_tensors", save)
 
 
-def test_an_interrupted_run_continues(folder, tmp_path, target, rows, monkeypatch):
+def test_interrupted_cache_continues(folder, tmp_path, target, rows, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupted(patch, 1, KeyboardInterrupt())
         write(folder, target, rows)
@@ -161,7 +161,7 @@ def test_an_interrupted_run_continues(folder, tmp_path, target, rows, monkeypatc
     assert not list(folder.glob("*.partial"))
 
 
-def test_a_finished_cache_is_not_computed_again(folder, target, rows, monkeypatch):
+def test_finished_cache_is_not_computed_again(folder, target, rows, monkeypatch):
     write(folder, target, rows)
     monkeypatch.setattr(Computed, "hidden", lambda *_: pytest.fail("computed again"))
     write(folder, target, rows)
@@ -179,7 +179,7 @@ def test_a_finished_cache_is_not_computed_again(folder, target, rows, monkeypatc
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_full_disk(folder, target, rows, monkeypatch, error):
+def test_full_disk_keeps_finished_shards(folder, target, rows, monkeypatch, error):
     with monkeypatch.context() as patch:
         real = cache.save_file
 
@@ -191,14 +191,14 @@ def test_full_disk(folder, target, rows, monkeypatch, error):
 
         patch.setattr(cache, "save_file", save)
         with pytest.raises(
-            UsageError, match=r"the disk is full\); finished shards are intact: make room and run again"
+            UsageError, match=r"the disk is full\); finished shards are intact: free space and run again"
         ):
             write(folder, target, rows)
     assert sorted(path.name for path in folder.iterdir()) == ["index.json", "shard-00000.safetensors"]
     assert torch.equal(write(folder, target, rows).hidden(ALL), Computed(target, rows, batch_rows=2).hidden(ALL))
 
 
-def test_no_room_is_said_before_anything_is_computed(folder, target, rows, monkeypatch):
+def test_missing_space_is_refused_before_computing(folder, target, rows, monkeypatch):
     needed = ROWS * SEQ * 64 * 4
     usage = shutil.disk_usage(folder.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
@@ -208,11 +208,11 @@ def test_no_room_is_said_before_anything_is_computed(folder, target, rows, monke
     assert not folder.exists()
 
 
-def test_another_run_is_refused(folder, target, rows, tmp_path):
+def test_cache_of_other_states_is_refused(folder, target, rows, tmp_path):
     write(folder, target, rows)
     with pytest.raises(UsageError, match=r"holds other hidden states: data .{12}… "):
         write(folder, target, rows._replace(tokens=rows.tokens ^ 1))
-    with pytest.raises(UsageError, match=r"dtype 'float32' \(asked for: 'float16'\); name another folder"):
+    with pytest.raises(UsageError, match=r"dtype 'float32' \(requested: 'float16'\); name another folder"):
         write(folder, target, rows, dtype=torch.float16)
     make_target(tmp_path / "other", vocab_size=32, seed=7)  # the same config, other weights
     other = load_target(tmp_path / "other", attention="torch")
@@ -243,7 +243,7 @@ def damage(kind: str, shard: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["truncated", "header", "empty", "shape", "foreign"])
-def test_damaged_shard(folder, target, rows, kind):
+def test_damaged_shard_is_refused(folder, target, rows, kind):
     write(folder, target, rows)
     shard = folder / "shard-00001.safetensors"
     damage(kind, shard)
@@ -254,7 +254,7 @@ def test_damaged_shard(folder, target, rows, kind):
     assert torch.equal(write(folder, target, rows).hidden(ALL), Computed(target, rows, batch_rows=2).hidden(ALL))
 
 
-def test_a_damaged_index(folder, target, rows):
+def test_damaged_index_is_refused(folder, target, rows):
     write(folder, target, rows)
     index = folder / "index.json"
     for change, message in (
@@ -276,7 +276,7 @@ def test_a_damaged_index(folder, target, rows):
         write(folder, target, rows)
 
 
-def test_states_that_do_not_fit_the_dtype(folder, target, rows, monkeypatch):
+def test_states_beyond_the_dtype_are_refused(folder, target, rows, monkeypatch):
     real = Target.hidden
     monkeypatch.setattr(Target, "hidden", lambda *arguments: real(*arguments) * 1e6)  # beyond float16
     with pytest.raises(UsageError, match=r"rows 0 to 1 hold NaN or infinity as float16; .*give dtype bfloat16"):
@@ -284,14 +284,14 @@ def test_states_that_do_not_fit_the_dtype(folder, target, rows, monkeypatch):
     assert bool(write(folder.with_name("wider"), target, rows, dtype=torch.bfloat16).hidden(ALL).isfinite().all())
 
 
-def test_rows_and_dtypes_that_are_not_allowed(folder, target, rows):
+def test_invalid_rows_and_dtypes_are_refused(folder, target, rows):
     with pytest.raises(UsageError, match="allowed: one shape"):
         write(folder, target, rows._replace(trained=rows.trained[1:]))
     with pytest.raises(UsageError, match="allowed: float16, bfloat16, float32"):
         write(folder, target, rows, dtype=torch.int8)
 
 
-def test_the_command(tmp_path, target, capsys, monkeypatch):
+def test_cache_command_writes_rows_of_training(tmp_path, target, capsys, monkeypatch):
     (tmp_path / "model").symlink_to(target.name)
     generator = torch.Generator().manual_seed(4)
     data = tmp_path / "d.jsonl"

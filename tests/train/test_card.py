@@ -1,4 +1,4 @@
-"""What is written about a run: provenance, the model card made from it, and the page that names every option."""
+"""provenance.json, the model card made from it, and the table of options in the docs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from tests.support.docs_rows import row
 from vllm_mtpc.engine.provenance import public
-from vllm_mtpc.train.card import circuit_card, loss_sentence, provenance
+from vllm_mtpc.train.card import circuit_card, provenance
 from vllm_mtpc.train.options import TrainOptions, parse
 
 T1 = {
@@ -62,17 +62,17 @@ def test_a_record_holds_what_repeats_the_run(tmp_path: Path, monkeypatch: pytest
     assert {"commit", "hardware"} <= set(values)
 
 
-def test_a_worker_takes_the_command_of_the_process_that_started_it(tmp_path: Path) -> None:
+def test_worker_records_the_command_of_its_starter(tmp_path: Path) -> None:
     values = make(tmp_path, {}, {**RUN, "command": "vllm-mtpc train --data '/data/a b.txt'"})
     assert values["command"] == "vllm-mtpc train --data 'a b.txt'" and "command" not in values["run"]
 
 
-def test_a_module_is_named_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_command_is_recorded_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/lib/vllm_mtpc/__main__.py", "train"])
     assert make(tmp_path, {}, RUN)["command"] == "python -m vllm_mtpc train"
 
 
-def test_absolute_paths_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absolute_paths_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "target").mkdir()
     monkeypatch.chdir(tmp_path)
     target, words = str(tmp_path / "target"), ["--target", f"{tmp_path}/target", f"--out={tmp_path}/head", "/etc/x.txt"]
@@ -84,7 +84,7 @@ def test_absolute_paths_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert public(["a/b", "../c", 3, None, "--x=1"]) == ["a/b", "../c", 3, None, "--x=1"]
 
 
-def test_the_card_states_figures_definitions_and_training(tmp_path: Path) -> None:
+def test_card_has_results_definitions_and_training(tmp_path: Path) -> None:
     card = circuit_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN, components=8, beta=0.25))
     lines = card.splitlines()
     assert "|  | T=1 | T=0 |" in lines
@@ -96,11 +96,11 @@ def test_the_card_states_figures_definitions_and_training(tmp_path: Path) -> Non
     assert "includes the target's own token" in card and "s.e.: standard error over sequences" in card
     for part in ("54,321 tokens of 9 documents", "1,300 steps of 4,096 windows", "5,031 window tokens/s", "1.50 GiB"):
         assert part in card
-    assert "3.2 minutes" in card and "2 processes" in card and "seed 0" in card
+    assert "3.2 minutes" in card and "2 process(es)" in card and "seed 0" in card
     assert "untrained" not in card and "Not measured" not in card
 
 
-def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_front_matter_has_the_keys_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def front(card: str) -> dict:
         return yaml.safe_load(card.split("---\n")[1])
 
@@ -119,7 +119,7 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, monkeypatch: pyt
     assert found == [("Tokens/step at T=1", 1.75), ("Tokens/step at T=0", 2.5)] and measured.license == "mit"
 
 
-def test_the_card_says_how_to_serve(tmp_path: Path) -> None:
+def test_card_has_the_commands_to_serve(tmp_path: Path) -> None:
     card = circuit_card(make(tmp_path, {}, RUN))
     assert "\nvllm serve head\n" in card
     typed = next(line for line in card.splitlines() if "--speculative-config" in line)
@@ -129,7 +129,7 @@ def test_the_card_says_how_to_serve(tmp_path: Path) -> None:
     assert "last 2 layers" in layers and "Model Runner V2 alone" in layers and "vllm serve head" in layers
 
 
-def test_a_head_that_was_not_measured_or_not_trained_says_so(tmp_path: Path) -> None:
+def test_card_states_missing_measurement_or_training(tmp_path: Path) -> None:
     unmeasured, untrained = (circuit_card(make(tmp_path, {}, run)) for run in (RUN, {"steps": 0}))
     assert "**Not measured**" in unmeasured and "vllm-mtpc eval head --data DATA" in unmeasured
     assert "## Training" in unmeasured and "untrained" not in unmeasured
@@ -137,7 +137,7 @@ def test_a_head_that_was_not_measured_or_not_trained_says_so(tmp_path: Path) -> 
     assert "vllm serve head" in untrained and "| Tokens/step" not in untrained
 
 
-def test_plots_are_linked_when_they_exist(tmp_path: Path) -> None:
+def test_card_links_existing_plots(tmp_path: Path) -> None:
     assert "](loss.png)" not in circuit_card(make(tmp_path, {}, RUN))
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "loss.png").touch()
@@ -146,27 +146,7 @@ def test_plots_are_linked_when_they_exist(tmp_path: Path) -> None:
     assert "loss.png" not in circuit_card(make(tmp_path, {}, {"steps": 0}))  # left by an earlier run
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({}, "conditional negative log-likelihood of the text; position k weighted by 0.9^(k-1)."),
-        ({"beta": 1.0, "kl": "reverse"}, "KL(draft || target) over the vocabulary; position k weighted by 0.9^(k-1)."),
-        ({"acceptance": 1.0}, "expected number of accepted drafts (maximised)."),
-        (
-            {"beta": 0.5, "kl_form": "binary", "acceptance": 0.2, "gamma": 1.0, "train_first": False},
-            "40 % conditional negative log-likelihood of the text + 40 % KL(target || draft) over the text's token "
-            "against the rest + 20 % expected number of accepted drafts (maximised); position k of the other terms "
-            "weighted by 1^(k-1), the first token left out.",
-        ),
-    ],
-)
-def test_the_loss_is_told_by_its_shares(changes: dict, sentence: str) -> None:
-    plain = {"beta": 0.0, "acceptance": 0.0, "acceptance_form": "length", "train_first": True}
-    options = parse({"target": "t", "data": ["d"], "out": "o", **plain, **changes})
-    assert loss_sentence(options.model_dump(mode="json")) == sentence
-
-
-def test_every_option_is_in_the_docs_and_every_one_there_exists(root: Path) -> None:
+def test_docs_list_exactly_the_options(root: Path) -> None:
     text = (root / "docs" / "training.md").read_text(encoding="utf-8")
     table = text.split("## Options\n")[1].split("\n## ")[0]
     lines = set(table.splitlines())
@@ -176,7 +156,7 @@ def test_every_option_is_in_the_docs_and_every_one_there_exists(root: Path) -> N
     assert sorted(named) == sorted(TrainOptions.model_fields)
 
 
-def test_commands_and_flags_in_the_docs_exist(root: Path) -> None:
+def test_docs_name_existing_commands_and_flags(root: Path) -> None:
     from vllm_mtpc.cli import COMMANDS
 
     text = "".join((root / "docs" / name).read_text(encoding="utf-8") for name in ("training.md", "heads.md"))
@@ -184,7 +164,3 @@ def test_commands_and_flags_in_the_docs_exist(root: Path) -> None:
     typed = [line for line in text.splitlines() if re.search(r"(vllm-mtpc|vllm_mtpc) train", line)]
     flags = {flag.replace("-", "_") for line in typed for flag in re.findall(r"--([a-z][a-z-]+)", line)}
     assert flags - {"nproc_per_node", "config"} <= set(TrainOptions.model_fields)
-
-
-def test_the_docs_stay_short(root: Path) -> None:
-    assert len((root / "docs" / "training.md").read_text(encoding="utf-8").splitlines()) <= 290

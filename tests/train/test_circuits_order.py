@@ -1,4 +1,4 @@
-"""A short training on the demo corpus puts the circuits in the order of what they can express."""
+"""A short training on the demo corpus orders the circuits by their expressiveness."""
 
 from __future__ import annotations
 

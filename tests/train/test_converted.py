@@ -20,7 +20,7 @@ from vllm_mtpc.hf import bind, load_target
 torch.set_num_threads(1)
 BYTES = 257
 DRAFTERS = ("speculators dflash", "original dspark")
-# nats; the same numbers summed over latents that all say the same, in float32
+# nats; the same numbers, summed over equal latents in float32
 TOLERANCE = 1e-5
 
 
@@ -46,7 +46,7 @@ def train(place: Path, source: str, out: str, **changes: object) -> None:
 
 @torch.no_grad()
 def log_probs(place: Path, head: str, windows: torch.Tensor) -> torch.Tensor:
-    """log p of every token of windows[B, n - 1] but x_1, by the head in `place`, each behind the same text."""
+    """log p of every token of windows[B, n - 1] but x_1, by the head in `place`, each after the same text."""
     target = load_target(place / "target", torch.float32)
     _, made = load_head(place / head)
     bind(made, target)

@@ -1,22 +1,25 @@
-"""The training loop: it learns, repeats, resumes bit for bit, and what it is split into does not matter."""
+"""The training loop: it learns, repeats, resumes bit for bit, and gives the same losses in any number of chunks."""
 
 from __future__ import annotations
 
 import errno
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.training import losses, make_trainer, options_for, random_documents, save_every
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import state
-from vllm_mtpc.train.loop import METRICS_FILE, Trainer, learning_rate, read_metrics
+from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, learning_rate, read_metrics
 
 
 def run(options, target, documents=None) -> Trainer:
     trainer = make_trainer(options, target, documents)
-    trainer.run()
+    trainer.train()
     return trainer
 
 
@@ -34,7 +37,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_learns_and_repeats(tiny_target, tmp_path, case):
+def test_training_learns_and_repeats(tiny_target, tmp_path, case):
     few = random_documents(4)
     first = run(options_for(tiny_target, tmp_path / "a", max_steps=30, **CASES[case]), tiny_target, few)
     second = run(options_for(tiny_target, tmp_path / "b", max_steps=30, **CASES[case]), tiny_target, few)
@@ -45,20 +48,20 @@ def test_it_learns_and_repeats(tiny_target, tmp_path, case):
 
 
 @pytest.mark.parametrize("case", ["nll", "acceptance", "layers"])
-def test_a_killed_run_goes_on_bit_for_bit(tiny_target, tmp_path, case, monkeypatch):
+def test_killed_run_resumes_bit_for_bit(tiny_target, tmp_path, case, monkeypatch):
     whole = run(options_for(tiny_target, tmp_path / "whole", **CASES[case]), tiny_target)
     killed = make_trainer(options_for(tiny_target, tmp_path / "killed", **CASES[case]), tiny_target)
     save_every(killed, 6)
-    update = killed._update
+    update = killed.train_step
 
     def until_the_ninth(*args, **kwargs):
         if killed.step == 8:
             raise KeyboardInterrupt
         return update(*args, **kwargs)
 
-    monkeypatch.setattr(killed, "_update", until_the_ninth)
+    monkeypatch.setattr(killed, "train_step", until_the_ninth)
     with pytest.raises(KeyboardInterrupt):
-        killed.run()
+        killed.train()
     assert len(losses(tmp_path / "killed")) == 8  # two of them after the state of step 6
     again = run(options_for(tiny_target, tmp_path / "killed", resume=True, **CASES[case]), tiny_target)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
@@ -66,7 +69,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny_target, tmp_path, case, monkeypat
 
 
 @pytest.mark.parametrize("change", [{"grad_accumulation": 3}, {"chunk_windows": 7}, {"checkpoint_circuit": True}])
-def test_splitting_a_step_changes_nothing(tiny_target, tmp_path, change):
+def test_chunks_of_a_step_give_the_same_losses(tiny_target, tmp_path, change):
     case = {"beta": 1.0, "acceptance": 0.5}
     run(options_for(tiny_target, tmp_path / "one", max_steps=5, **case), tiny_target)
     run(options_for(tiny_target, tmp_path / "other", max_steps=5, **case, **change), tiny_target)
@@ -74,7 +77,7 @@ def test_splitting_a_step_changes_nothing(tiny_target, tmp_path, change):
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "one"), abs=2e-5)
 
 
-def test_neighbours_in_a_row_do_not_matter(tiny_target, tmp_path):
+def test_documents_of_a_row_do_not_influence_each_other(tiny_target, tmp_path):
     """Another document next to it, the same windows: the loss of a document's windows is its own."""
     documents = random_documents(2)
     found = []
@@ -84,9 +87,9 @@ def test_neighbours_in_a_row_do_not_matter(tiny_target, tmp_path):
         tokens[first:] = (tokens[first:] + shift) % 12
         changed = type(documents)(tokens, documents.trained, documents.offsets)
         trainer = make_trainer(options_for(tiny_target, tmp_path, seq_len=80), tiny_target, changed)
-        batch = next(trainer.source.batches())
-        rows = trainer.source.source.rows
-        own = (rows.tokens[0] == torch.tensor(documents.tokens[0])).nonzero()[0]  # its first token, wherever it is
+        batch = next(trainer.windows.batches())
+        rows = trainer.windows.source.rows
+        own = (rows.tokens[0] == torch.tensor(documents.tokens[0])).nonzero()[0]
         assert len(rows.tokens) == 1 and own is not None
         length = documents.lengths[0]
         number = next(
@@ -97,97 +100,99 @@ def test_neighbours_in_a_row_do_not_matter(tiny_target, tmp_path):
         part = batch._replace(
             tokens=batch.tokens[mine][order], row=batch.row[mine][order], start=batch.start[mine][order]
         )
-        loss, _ = trainer.drafter(part)
+        loss, _ = trainer.model(part)
         found.append((loss.item(), part.tokens.tolist()))
     # the sums run in the order of places in the row, which the neighbour's length alone decides: bit for bit
     assert found[0] == found[1]
 
 
-def test_another_run_s_state_is_refused(tiny_target, tmp_path):
+def test_state_of_another_run_is_refused(tiny_target, tmp_path):
     run(options_for(tiny_target, tmp_path, max_steps=2), tiny_target)
     with pytest.raises(CheckpointError, match=r"run with gamma=0.9, not 0.8; resume with the options"):
         run(options_for(tiny_target, tmp_path, resume=True, gamma=0.8), tiny_target)
     longer = run(options_for(tiny_target, tmp_path, resume=True, max_steps=4), tiny_target)  # how long is free
     assert longer.step == 4
-    (tmp_path / "state" / state.FILE).write_bytes(b"torn")
+    (tmp_path / "state" / "step-4" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"damaged .*; delete it and train again without --resume"):
         run(options_for(tiny_target, tmp_path, resume=True), tiny_target)
     with pytest.raises(CheckpointError, match=r"run without --resume to start one"):
         run(options_for(tiny_target, tmp_path / "new", resume=True), tiny_target)
 
 
-def test_a_full_disk_keeps_the_state_before(tiny_target, tmp_path, monkeypatch):
+def test_full_disk_keeps_the_state_before(tiny_target, tmp_path, monkeypatch):
     trainer = run(options_for(tiny_target, tmp_path, max_steps=6), tiny_target)
-    kept = (tmp_path / "state" / state.FILE).read_bytes()
+    kept = {file.name: file.read_bytes() for file in (tmp_path / "state" / "step-6").iterdir()}
 
-    def full(values, file):
-        file.write(b"half of it")
+    def full(folder):
+        (Path(folder) / "model.safetensors").write_bytes(b"half of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"no space left.*saved before is intact.*--resume"):
-        trainer.save()
-    assert (tmp_path / "state" / state.FILE).read_bytes() == kept
-    assert [path.name for path in (tmp_path / "state").iterdir()] == [state.FILE]
-    (tmp_path / "state" / state.FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"no space left.*none was saved before: free space and run the same"):
-        trainer.save()
-    monkeypatch.undo()
-    (tmp_path / "state" / state.FILE).write_bytes(kept)
+    (tmp_path / "state" / "partial").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.accelerator, "save_state", lambda folder: Path(folder).mkdir() or full(folder))
+        with pytest.raises(CheckpointError, match=r"no space left.*saved before is intact.*--resume"):
+            trainer.save_state()
+        assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-6"]
+        assert {file.name: file.read_bytes() for file in (tmp_path / "state" / "step-6").iterdir()} == kept
+        shutil.move(tmp_path / "state" / "step-6", tmp_path)
+        with pytest.raises(CheckpointError, match=r"no space left.*none was saved before: free space and run the same"):
+            trainer.save_state()
+    shutil.move(tmp_path / "step-6", tmp_path / "state")
     run(options_for(tiny_target, tmp_path, max_steps=7, resume=True), tiny_target)
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-7"]
 
 
-def test_a_diverged_run_stops(tiny_target, tmp_path):
+def test_diverged_run_stops(tiny_target, tmp_path):
     trainer = make_trainer(options_for(tiny_target, tmp_path), tiny_target)
     with torch.no_grad():
-        trainer.drafter.head.leaf_weight.fill_(float("nan"))
+        trainer.model.head.leaf_weight.fill_(float("nan"))
     with pytest.raises(CheckpointError, match="the loss is nan at step 1: lower learning_rate"):
-        trainer.run()
+        trainer.train()
 
 
 @pytest.mark.parametrize("what", ["weights", "moments"])
-def test_a_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, monkeypatch, what):
+def test_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, monkeypatch, what):
     """NaN in the update of step 4: the loss of that step, from the weights before, is still finite."""
     trainer = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=2), tiny_target), 2)
-    update = trainer._update
+    update = trainer.train_step
 
     def injected(*args, **kwargs):
         found = update(*args, **kwargs)
         if trainer.step == 3:
-            moments = trainer.optimizer.state[trainer.drafter.head.leaf_weight]
+            moments = trainer.optimizer.state[trainer.model.head.leaf_weight]
             with torch.no_grad():
-                held = trainer.drafter.head.leaf_weight if what == "weights" else moments["exp_avg"]
+                held = trainer.model.head.leaf_weight if what == "weights" else moments["exp_avg"]
                 held.view(-1)[-1] = float("nan")
         return found
 
-    monkeypatch.setattr(trainer, "_update", injected)
+    monkeypatch.setattr(trainer, "train_step", injected)
     with pytest.raises(CheckpointError, match=r"NaN or infinite at step 4: .*; the state of step 2 is intact"):
-        trainer.run()
-    kept = state.read_state(tmp_path / "state")
-    assert kept["step"] == 2
-    assert all(value.isfinite().all() for value in kept["weights"].values())
+        trainer.train()
+    assert state.read_state(tmp_path / "state")["step"] == 2
+    kept = load_file(tmp_path / "state" / "step-2" / "model.safetensors")
+    assert all(value.isfinite().all() for value in kept.values())
 
 
-def test_a_diverged_loss_is_seen_where_it_is_saved(tiny_target, tmp_path, monkeypatch):
+def test_diverged_loss_is_not_saved(tiny_target, tmp_path, monkeypatch):
     """Saved at step 3, logged at step 10: nothing of the loss's step is kept."""
     trainer = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=10), tiny_target), 3)
-    update = trainer._update
-    monkeypatch.setattr(trainer, "_update", lambda *args, **more: (update(*args, **more)[0] * float("nan"), None))
+    update = trainer.train_step
+    monkeypatch.setattr(trainer, "train_step", lambda *args, **more: (update(*args, **more)[0] * float("nan"), None))
     with pytest.raises(CheckpointError, match=r"the loss is nan at step 3: .*; no state was saved before"):
-        trainer.run()
+        trainer.train()
     assert not (tmp_path / "state").exists()
 
 
-def test_the_device_is_waited_for_only_to_log_or_save(tiny_target, tmp_path, monkeypatch):
+def test_loss_is_read_only_to_log_or_save(tiny_target, tmp_path, monkeypatch):
     trainer, steps = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=6), tiny_target), 3), []
     finite = trainer._finite_loss
     monkeypatch.setattr(trainer, "_finite_loss", lambda share: steps.append(trainer.step) or finite(share))
-    trainer.run()
+    trainer.train()
     assert steps == [3, 6, 9, 12]
     assert [line["step"] for line in read_metrics(tmp_path / METRICS_FILE)] == [6, 12]
 
 
-def test_paths_may_be_written_otherwise(tiny_target, tmp_path, monkeypatch):
+def test_resume_accepts_the_same_paths_in_another_form(tiny_target, tmp_path, monkeypatch):
     """The same text, named from another folder or in full, as on Ray; other text is another run's."""
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
@@ -209,7 +214,7 @@ def test_paths_may_be_written_otherwise(tiny_target, tmp_path, monkeypatch):
 def test_time_left_counts_hidden_states_once_per_block(tiny_target, tmp_path, monkeypatch, limit):
     """By a clock on which a step takes 1 s and the hidden states of a block 10 s; 3 blocks are read."""
     trainer = make_trainer(options_for(tiny_target, tmp_path, max_steps=24, minutes=limit), tiny_target)
-    now, hidden, update, left = [0.0], trainer.source.source.hidden, trainer._update, []
+    now, hidden, update, left = [0.0], trainer.windows.source.hidden, trainer.train_step, []
 
     def later(seconds, call):
         def timed(*args, **kwargs):
@@ -219,26 +224,25 @@ def test_time_left_counts_hidden_states_once_per_block(tiny_target, tmp_path, mo
         return timed
 
     monkeypatch.setattr(state.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(trainer.source.source, "hidden", later(10, hidden))
-    monkeypatch.setattr(trainer, "_update", later(1, update))
+    monkeypatch.setattr(trainer.windows.source, "hidden", later(10, hidden))
+    monkeypatch.setattr(trainer, "train_step", later(1, update))
     trainer.stopping._began = 0.0
-    with Bar(total=24, disable=True) as bar:
-        monkeypatch.setattr(bar, "update", lambda: left.append((now[0], bar.seconds_left, bar.total)))
-        trainer._steps(bar)
+    monkeypatch.setattr(Bar, "update", lambda bar: left.append((now[0], bar.seconds_left, bar.total)))
+    trainer.train()
     assert len(left) == trainer.step
     for time, seconds, total in left:  # blocks differ by a step or two
         assert time + seconds == pytest.approx(now[0], abs=12)
         assert total == pytest.approx(trainer.step, abs=6)
 
 
-def test_bar_shows_the_seconds_left_it_is_given(capsys):
+def test_bar_shows_given_seconds_left(capsys):
     with Bar(total=10, desc="b", unit="step", mininterval=0) as bar:
         bar.seconds_left = 90
         bar.update(5)
         assert "b: 5/10 step, 00:00 so far, 01:30 left" in str(bar)
 
 
-def test_rate_rises_and_falls(tiny_target, tmp_path):
+def test_learning_rate_rises_and_falls(tiny_target, tmp_path):
     o = options_for(tiny_target, tmp_path, warmup_steps=10, learning_rate=1.0)
     rates = [learning_rate(o, step, 1000) for step in range(1000)]
     assert rates[0] == pytest.approx(0.1)
@@ -248,7 +252,7 @@ def test_rate_rises_and_falls(tiny_target, tmp_path):
     assert {learning_rate(constant, step, 1000) for step in range(1000)} == {1.0}
 
 
-def test_torn_metrics_are_read_up_to_the_tear(tmp_path):
+def test_incomplete_metrics_line_is_left_out(tmp_path):
     (tmp_path / METRICS_FILE).write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 1}, {"step": 2}]
     assert read_metrics(tmp_path / "none") == []

@@ -1,4 +1,4 @@
-"""Options of a training run: file and flags are the same keys, and what is wrong is said in one line."""
+"""Options of a training run: file and flags have the same keys, and errors are one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def typed(*words: str) -> TrainOptions:
     return command.read_options(parser.parse_args(words))
 
 
-def test_every_option_is_a_flag_and_described():
+def test_every_option_has_flag_and_help():
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
@@ -30,7 +30,7 @@ def test_every_option_is_a_flag_and_described():
     assert "--max-steps" in parser.format_help()
 
 
-def test_help_has_groups_and_begins_with_what_is_required(monkeypatch):
+def test_help_starts_with_required_options(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     parser = argparse.ArgumentParser(prog="train")
     command.add_arguments(parser)
@@ -51,7 +51,7 @@ def test_flags_are_converted():
     assert (o.cache, o.dry_run, o.out) == (Path("c"), True, Path("o"))
 
 
-def test_flags_go_before_the_file(tmp_path):
+def test_flags_take_precedence_over_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("target: t\ndata: [d]\nout: o\nwindow: 8\ncircuit: hmm\n")
     o = typed("--config", str(file), "--window", "4")
@@ -69,9 +69,9 @@ def test_flags_go_before_the_file(tmp_path):
             "target: t\ndata: [d]\nout: o\nhead: medusa\n",
             "'medusa'; allowed: linear, shared, mlp, transformer, backbone, ptp;",
         ),
-        ("target: t\ndata: [d]\nout: o\nptp_loss: ce\n", "a circuit's loss is what beta and acceptance say"),
+        ("target: t\ndata: [d]\nout: o\nptp_loss: ce\n", "beta and acceptance choose the loss of a circuit"),
         ("target: [\n", "cannot be read as YAML"),
-        ("- a\n", "holds list; expected are lines"),
+        ("- a\n", "holds list; lines 'option: value' are expected"),
         ("target: t\n", "--data, --out missing; type: vllm-mtpc train"),
         ("target: t\ndata: [d]\nout: o\ncircuit: tree\n", "tree"),
         ("target: t\ndata: [d]\nout: o\nhead: cubic\n", "cubic"),
@@ -82,7 +82,7 @@ def test_flags_go_before_the_file(tmp_path):
         ("target: t\ndata: [d]\nout: o\nlora_layers: 3\n", "lora_layers"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path, text, message):
+def test_errors_are_one_line(tmp_path, text, message):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(MtpcError, match=message) as caught:
@@ -95,18 +95,18 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, message):
     [
         ({"lora_rank": 8}, "lora_rank is of draft layers: remove lora_rank, or set lora_layers to 1, 2 or 4"),
         ({"lora_alpha": 8}, "lora_alpha is of draft layers"),
-        ({"init": "random", "init_from": "head"}, "init='random' next to init_from, .*: remove one"),
+        ({"init": "random", "init_from": "head"}, "init='random' and init_from both choose the start: remove one"),
         (
             {"validation_data": ["v"], "validation_share": 0.1},
-            "validation_share next to validation_data, .*: remove one",
+            "validation_share and validation_data both choose the held-out text: remove one",
         ),
         ({"regenerate_tokens": 64}, "regenerate_tokens without regenerate: remove regenerate_tokens, or set"),
         ({"regenerate_greedy_share": 0.5}, "regenerate_greedy_share without regenerate"),
         ({"head": "ptp", "regenerate_crops": 2}, "regenerate_crops without regenerate"),
-        ({"data": ["a.txt", "b/*.jsonl"], "split": "test"}, "split='test' is of names of the datasets library"),
+        ({"data": ["a.txt", "b/*.jsonl"], "split": "test"}, "split='test' is an option of data sets"),
     ],
 )
-def test_an_option_without_effect_is_refused(values, message):
+def test_option_without_effect_is_refused(values, message):
     with pytest.raises(UsageError, match=message) as caught:
         parse(REQUIRED | values)
     assert "\n" not in str(caught.value)
@@ -124,12 +124,12 @@ def test_an_option_without_effect_is_refused(values, message):
         {"data": ["."], "split": "test"},  # a folder may be of parquet files
     ],
 )
-def test_an_option_with_effect_is_taken(values):
+def test_option_with_effect_is_accepted(values):
     options = parse(REQUIRED | values)
     assert parse(options.model_dump(mode="json")) == options
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_yaml_file_is_refused(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         typed("--config", str(tmp_path / "none.yaml"))
 
@@ -143,3 +143,19 @@ def test_regeneration_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="type vllm-mtpc regenerate first"):
         command.with_responses(parse(REQUIRED | {"regenerate": 4}))
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [("law_trust", 0.5, {"distribution_trust": 0.5}), ("acceptance_form", "tv", {})],
+)
+def test_old_option_is_read_with_a_warning(old, value, new):
+    family = {"head": "ptp", "variant": "late"} if new else {}
+    with pytest.warns(UserWarning, match=f"{old} "):
+        options = parse(REQUIRED | family | {old: value})
+    assert options == parse(REQUIRED | family | new)
+
+
+def test_removed_loss_form_is_refused():
+    with pytest.raises(UsageError, match="acceptance_form='log' was removed; 'tv' is always used"):
+        parse(REQUIRED | {"acceptance_form": "log"})

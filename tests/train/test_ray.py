@@ -48,7 +48,7 @@ def relative(place: Path, out: str, **changes: object) -> list[str]:
 
 
 @pytest.mark.usefixtures("worker_elsewhere")
-def test_relative_paths_and_states_go_both_ways(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_and_single_process_share_states(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     assert main(relative(place, "whole", max_steps=4, schedule="constant")) == 0
     case = {"schedule": "constant", "save_minutes": 0}
@@ -60,7 +60,7 @@ def test_relative_paths_and_states_go_both_ways(place: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("worker_elsewhere")
-def test_a_worker_s_error_is_one_line(place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_worker_error_is_one_line(place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     assert main(relative(place, "failed", ray_workers=1, seq_len=1024)) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -69,9 +69,9 @@ def test_a_worker_s_error_is_one_line(place: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_worker_s_error_that_can_be_mended_is_raised() -> None:
-    mend, full = CheckpointError("mend it"), OSError(errno.ENOSPC, "No space left on device")
+    fixable, full = CheckpointError("fix it"), OSError(errno.ENOSPC, "No space left on device")
     lost = RuntimeError("several lines\nconnection closed by peer")
-    assert cause(ray_train.WorkerGroupError("long", {0: lost, 1: mend})) is mend
+    assert cause(ray_train.WorkerGroupError("long", {0: lost, 1: fixable})) is fixable
     assert cause(ray_train.WorkerGroupError("long", {0: full, 1: lost})) is full
     for error in (ray_train.WorkerGroupError("long", {1: lost}), ray_train.ControllerError(lost)):
         found = cause(error)

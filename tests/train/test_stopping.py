@@ -1,4 +1,4 @@
-"""A run that is told to end, or killed: it saves first where it can, and goes on as if nothing had been."""
+"""A run that a signal or its minutes end: it saves its state and resumes with the same losses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from tests.support.training import flags, losses, make_trainer, options_for
 from vllm_mtpc.cli import main
 from vllm_mtpc.train import state
-from vllm_mtpc.train.loop import read_metrics
 from vllm_mtpc.train.state import Stopping
+from vllm_mtpc.train.trainer import read_metrics
 
 STEPS = 120  # of some milliseconds each: a child is caught in the midst of them
 DEADLINE = 120
@@ -42,7 +42,7 @@ def kill_at(place: Path, out: str, step: int, number: int, **changes: object) ->
     return child.wait(DEADLINE), child.stderr.read()
 
 
-def test_a_run_killed_at_random_steps_goes_on_bit_for_bit(place: Path) -> None:
+def test_run_killed_at_random_steps_resumes_bit_for_bit(place: Path) -> None:
     """SIGKILL, which leaves the last saved state, then SIGTERM, which saves one; both in children."""
     assert main(words(place, "whole")) == 0
     steps = random.Random(15)
@@ -66,9 +66,9 @@ def test_a_run_killed_at_random_steps_goes_on_bit_for_bit(place: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_signal_ends_a_run_after_the_step_at_hand(tiny_target, tmp_path: Path, monkeypatch) -> None:
+def test_signal_ends_run_after_current_step(tiny_target, tmp_path: Path, monkeypatch) -> None:
     trainer = make_trainer(options_for(tiny_target, tmp_path), tiny_target)
-    update = trainer._update
+    update = trainer.train_step
 
     def told(*args, **kwargs):
         found = update(*args, **kwargs)
@@ -77,42 +77,42 @@ def test_a_signal_ends_a_run_after_the_step_at_hand(tiny_target, tmp_path: Path,
         return found
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(trainer, "_update", told)
-    trainer.run()
+    monkeypatch.setattr(trainer, "train_step", told)
+    trainer.train()
     assert trainer.stopping.signal == signal.SIGINT and trainer.step == 5 and len(losses(tmp_path)) == 5
     assert state.read_state(tmp_path / "state")["step"] == 5
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_another_signal_ends_at_once(monkeypatch) -> None:
+def test_second_signal_ends_process_at_once(monkeypatch) -> None:
     ended = []
     monkeypatch.setattr(os, "kill", lambda process, number: ended.append(number))
     with Stopping(10, 1) as told:
-        told._tell(signal.SIGTERM, None)
-        told._tell(signal.SIGTERM, None)  # the same one: torchrun's agent passes on what its group was sent
+        told._receive(signal.SIGTERM, None)
+        told._receive(signal.SIGTERM, None)  # the same one: torchrun's agent passes on what its group was sent
         assert not ended and told.due() and told.signal == signal.SIGTERM
         monkeypatch.setattr(state, "SAME_SECONDS", -1.0)
-        told._tell(signal.SIGTERM, None)
+        told._receive(signal.SIGTERM, None)
         assert ended == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_states_are_saved_by_minutes(tiny_target, tmp_path: Path, monkeypatch) -> None:
     """A step takes a minute by this clock: at three minutes a state, after every third step, and the last one."""
     trainer = make_trainer(options_for(tiny_target, tmp_path, save_minutes=3, max_steps=7), tiny_target)
-    trainer.stopping._saved_at, saved, save = 0.0, [], trainer.save
+    trainer.stopping._saved_at, saved, save = 0.0, [], trainer.save_state
     monkeypatch.setattr(state.time, "monotonic", lambda: 60.0 * trainer.step)
-    monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step) or save())
-    trainer.run()
+    monkeypatch.setattr(trainer, "save_state", lambda: saved.append(trainer.step) or save())
+    trainer.train()
     assert saved == [3, 6, 7]
 
 
-def test_minutes_end_a_run_with_its_state_and_a_rate_that_has_fallen(tiny_target, tmp_path: Path, monkeypatch) -> None:
+def test_minutes_end_run_with_state_and_lowered_rate(tiny_target, tmp_path: Path, monkeypatch) -> None:
     """A step takes a minute by this clock."""
     options = options_for(tiny_target, tmp_path, minutes=5, epochs=None, max_steps=None, warmup_steps=30)
     trainer = make_trainer(options, tiny_target)
     trainer.stopping._began = 0.0
     monkeypatch.setattr(state.time, "monotonic", lambda: 60.0 * trainer.step)
-    trainer.run()
+    trainer.train()
     assert trainer.step == 5 and trainer.stopping.signal == 0
     assert state.read_state(tmp_path / "state")["step"] == 5
     rates = [line["learning_rate"] / options.learning_rate for line in read_metrics(tmp_path / "metrics.jsonl")]
@@ -129,12 +129,12 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 stop = Stopping(10, 2)
 print(stop.due(), stop.signal)
 if rank == 1:
-    stop._tell(signal.SIGTERM, None)
+    stop._receive(signal.SIGTERM, None)
 print(stop.due(), int(stop.signal))
 """
 
 
-def test_all_processes_end_for_a_signal_that_one_got(tmp_path: Path) -> None:
+def test_signal_to_one_process_ends_all(tmp_path: Path) -> None:
     start = [sys.executable, "-c", RANK, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*start, rank], stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
     for rank in ranks:

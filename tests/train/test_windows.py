@@ -1,4 +1,4 @@
-"""Windows of packed rows: what they hold, that their order is the seed's, and that processes share every step."""
+"""Windows of packed rows: their content, their order by the seed, and their division among processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ documents = st.lists(st.lists(st.integers(1, S), max_size=4).filter(lambda d: su
 
 @given(documents, st.sets(st.tuples(st.integers(0, 4), st.integers(0, S - 1)), max_size=8), st.integers(2, 6))
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_window_is_what_follows_in_the_document(lengths, untrained, window):
+def test_window_holds_following_tokens_of_the_document(lengths, untrained, window):
     """Against a loop over tokens written from the definition."""
     rows = make_rows(lengths, {(row, at) for row, at in untrained if row < len(lengths)})
     starts = eligible(rows)
@@ -89,7 +89,7 @@ def source(**changes) -> WindowSource:
     return WindowSource(Numbered(make_rows(ROWS)), **arguments)
 
 
-def test_every_window_once_an_epoch_but_for_the_rest_of_a_block():
+def test_epoch_contains_every_window_once():
     one = source(windows_per_step=1)
     total = int(eligible(make_rows(ROWS)).sum())
     assert one.steps_per_epoch() == total
@@ -100,7 +100,7 @@ def test_every_window_once_an_epoch_but_for_the_rest_of_a_block():
     assert steps != seen(source(windows_per_step=1, seed=2).batches(), total)
 
 
-def test_a_resumed_run_sees_what_follows_and_computes_nothing_before():
+def test_resumed_windows_skip_earlier_states():
     whole = source()
     steps = seen(whole.batches(), 30)
     for first in (0, 1, 7, whole.steps_per_epoch(), 17):
@@ -112,7 +112,7 @@ def test_a_resumed_run_sees_what_follows_and_computes_nothing_before():
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_the_steps_of_one(world):
+def test_processes_divide_every_step(world):
     steps = seen(source().batches(), 12)
     shares = [seen(source(rank=rank, world=world).batches(), 12) for rank in range(world)]
     for number, step in enumerate(steps):
@@ -126,12 +126,12 @@ def test_processes_share_the_steps_of_one(world):
     assert all(count == counts[0] for count in counts)  # every process knows the counts of the whole step
 
 
-def test_one_block_is_computed_once():
+def test_block_is_computed_once():
     one = source(block_rows=100)
     seen(one.batches(), 3 * one.steps_per_epoch())
     assert len(one.source.asked) == 1
 
 
-def test_data_without_a_window_is_refused():
+def test_data_without_window_is_refused():
     with pytest.raises(MtpcError, match="documents of two tokens or more"):
         WindowSource(Numbered(make_rows([[1] * S])), 3, 5, 3, 0)

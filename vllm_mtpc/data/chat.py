@@ -35,7 +35,7 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeniz
             "response_ids, or name a target with a chat template"
         ) from None
     if not messages or not is_chat(messages):
-        raise UsageError('messages must be a list of {"role": ..., "content": ...} with at least one in it')
+        raise UsageError('messages must be a list of {"role": ..., "content": ...} of one message or more')
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     messages = messages[: turns[-1] + 1] if turns else messages
     ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
@@ -67,7 +67,7 @@ def _render(
 ) -> dict[str, list[int]]:
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
-    except Exception as error:  # templates are programs: they raise what they like
+    except Exception as error:  # templates are programs that raise any exception
         raise UsageError(
             f"{origin}the chat template refuses the messages: {first_line(error)}; correct them, or give text or "
             "token ids"

@@ -58,7 +58,7 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
         UsageError: No document is left, or `seq_len` is below 2.
     """
     if seq_len < 2:
-        raise UsageError(f"seq_len={seq_len}: a window needs two tokens; give seq_len of at least 2")
+        raise UsageError(f"seq_len={seq_len}: a window needs two tokens; give seq_len of 2 or more")
     document, start, length = _split_to_rows(documents, seq_len)
     if not len(document):
         raise UsageError(
@@ -101,7 +101,7 @@ def split_validation(documents: Documents, share: float, seed: int) -> tuple[Doc
     tokens, trained = documents[0] if count else (np.empty(0), np.empty(0))
     if len(tokens) < 4:
         raise UsageError(
-            f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give at least two documents"
+            f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give two documents or more"
         )
     size = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - share))))
     first, rest = (Documents.join([(tokens[part], trained[part])]) for part in (slice(size), slice(size, None)))
@@ -117,7 +117,7 @@ def eligible(rows: Rows) -> Tensor:
 
 
 def _split_to_rows(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return document, first token and length, [P] int64 each, of the pieces of at most seq_len tokens with a window."""
+    """Return document, first token and length, [P] int64 each, of pieces of at most seq_len tokens with a window."""
     counts = -(-documents.lengths // seq_len)
     document = np.repeat(np.arange(len(documents)), counts)
     number = np.arange(len(document)) - np.repeat(

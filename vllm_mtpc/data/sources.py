@@ -214,7 +214,7 @@ def _file_records(path: Path, most_bytes: int | None) -> Iterator[Source]:
 def _load_dataset(name: str, config: str | None = None, **options: Any) -> Any:
     import datasets
 
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it then raises
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also logs the errors that it raises
     return datasets.load_dataset(name, config, **options)
 
 

@@ -71,8 +71,8 @@ def complete_card(folder: Path, repo: str, license: str | None, is_online: bool)
     results = eval_results(measured, measured_on(record))
     own = card_data(tags_of(config), target, terms, results, repo.rpartition("/")[2])
     kept = {key: value for key, value in card.data.to_dict().items() if key not in (*LICENSE_KEYS, "model-index")}
-    tags = kept.get("tags") if isinstance(kept.get("tags"), list) else []
-    card.data = type(own)(**kept | own.to_dict() | {"tags": list(dict.fromkeys([*tags, *own.tags]))})
+    tags = [*(kept["tags"] if isinstance(kept.get("tags"), list) else []), *tags_of(config)]
+    card.data = type(own)(**kept | own.to_dict() | {"tags": list(dict.fromkeys(tags))})
     return card
 
 

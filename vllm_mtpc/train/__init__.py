@@ -1,1 +1,1 @@
-"""Training of heads (`vllm-mtpc train`): options, data, losses, the loop, and what is written. See docs/training.md."""
+"""Training of heads (`vllm-mtpc train`): options, losses, trainers, saved states and cards. See docs/training.md."""

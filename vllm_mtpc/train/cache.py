@@ -1,13 +1,12 @@
-"""Hidden states of packed rows: computed on the spot, or kept on disk and memory-mapped.
+"""Hidden states of packed rows: computed on the fly, or kept on disk and memory-mapped.
 
-`Computed` and `HiddenCache` answer the same calls with the same numbers, so a trainer takes either. A cache is
-a folder:
+`Computed` and `HiddenCache` have the same methods and return the same numbers. A cache is a folder:
 
-    index.json                 what was computed: target, data, sizes
+    index.json                 target, data, sizes
     shard-00000.safetensors    hidden [R, S, D] of rows 0..R-1, and so on; the last shard may be shorter
 
-Shards are written one after the other, each complete or absent, and an interrupted run continues with the first one
-that is absent. States of padding are zero.
+Shards are written one after the other, each complete or absent; an interrupted run continues with the first absent one.
+States of padding are zero.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from vllm_mtpc.progress import Bar
 if TYPE_CHECKING:
     from vllm_mtpc.hf import Target
 
-SHARD_BYTES = 1 << 29  # of one shard where rows_per_shard is not given: the work an interruption may lose
-SLOW_BATCHES = 8  # from so many on, computing them is shown
+SHARD_BYTES = 1 << 29  # default size of a shard: the work that an interruption may lose
+SLOW_BATCHES = 8  # number of batches from which on progress is shown
 SAMPLED_WEIGHTS = 64  # of each parameter, in a target's fingerprint
 INDEX_FILE = "index.json"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def data_fingerprint(rows: Rows) -> str:
-    """sha256 over shape and content of the rows, the same for every way they are stored."""
+    """Return the sha256 of shape and content of the rows, for any dtype they are stored in."""
     digest = hashlib.sha256(json.dumps(list(rows.tokens.shape)).encode())
     for tensor, dtype in zip(rows, (torch.int32, torch.int32, torch.bool), strict=True):
         for part in tensor.split(4096):
@@ -52,9 +51,9 @@ def data_fingerprint(rows: Rows) -> str:
 
 @torch.no_grad()
 def target_fingerprint(target: Target) -> str:
-    """sha256 over the target's config and up to 64 evenly spread values of each parameter.
+    """Return the sha256 of the target's config and of up to 64 evenly spaced values of each parameter.
 
-    The values are rounded to bfloat16, so that loading a model in another dtype leaves the fingerprint as it is.
+    The values are rounded to bfloat16, so that the fingerprint does not depend on the dtype of the model.
     """
     config = target.config.to_dict()
     for key in ("transformers_version", "_name_or_path", "dtype", "torch_dtype"):
@@ -68,7 +67,7 @@ def target_fingerprint(target: Target) -> str:
 
 
 class HiddenSource(Protocol):
-    """What a trainer needs: rows, and the states of some of them."""
+    """Rows and the states of some of them."""
 
     rows: Rows
 
@@ -76,7 +75,7 @@ class HiddenSource(Protocol):
 
 
 class Index(BaseModel):
-    """`index.json`; every key is explicit."""
+    """Content of `index.json`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -89,7 +88,7 @@ class Index(BaseModel):
     hidden_size: PositiveInt
     dtype: Literal["float16", "bfloat16", "float32"]
     layer: None  # states after the final norm
-    layers: list[int] = []  # and in front of them, behind so many layers of the target, as of `Computed`
+    layers: list[int] = []  # states after these numbers of layers come first, as of `Computed`
     rows_per_shard: PositiveInt
 
     @property
@@ -108,11 +107,15 @@ class Index(BaseModel):
 
 
 class Computed:
-    """States computed by the target each time they are asked for, `batch_rows` rows at a time.
+    """States that the target computes at every call.
 
-    `dtype` None: the target's own. `layer` None: states after the final norm, what a head reads; i: states that enter
-    decoder layer i (0 is the first), what a copy of the layers from i on reads. `layers`: in front of the states after
-    the final norm those behind so many layers each, what draft layers of their own read: [B, S, (m + 1) D].
+    Args:
+        target: The target.
+        rows: Packed rows, [N, S].
+        batch_rows: Rows of one forward pass.
+        dtype: Of the states; None: the target's.
+        layer: Return the input of this decoder layer (0 is the first) in place of the states after the final norm.
+        layers: Return the states after these numbers of layers in front of the final ones: [B, S, (m + 1) D].
     """
 
     def __init__(
@@ -126,9 +129,7 @@ class Computed:
     ) -> None:
         shapes = {tuple(tensor.shape) for tensor in rows}
         if len(shapes) != 1 or rows.tokens.ndim != 2 or not rows.tokens.numel():
-            raise UsageError(
-                f"rows have shapes {sorted(shapes)}; allowed: one shape [N, S] with at least one row and token"
-            )
+            raise UsageError(f"rows have shapes {sorted(shapes)}; allowed: one shape [N, S] with N, S >= 1")
         if layer is not None and not 0 <= layer < len(target.backbone.layers):
             last = len(target.backbone.layers) - 1
             raise UsageError(f"layer {layer}: target {target.name} has layers 0 to {last}; name one of them")
@@ -138,7 +139,7 @@ class Computed:
         self.hidden_size = (len(self.layers) + 1) * target.hidden_size
 
     def hidden(self, row_indices: Tensor) -> Tensor:
-        """States [B, S, D] of rows[row_indices[B]] on the target's device; hidden[b, t] predicts token t + 1."""
+        """Return the states, [B, S, D], of rows[row_indices [B]] on the target's device; state t predicts t + 1."""
         parts = [part for part in row_indices.cpu().split(self.batch_rows) if len(part)]
         quick = len(parts) < SLOW_BATCHES
         batches = [self._batch(part) for part in Bar(parts, "hidden states", leave=False, unit="batch", disable=quick)]
@@ -156,22 +157,22 @@ class Computed:
 
 
 class HiddenCache:
-    """States of a folder, as `write_cache` returns them; reads only the rows that are asked for."""
+    """States of a cache folder; only the requested rows are read."""
 
     def __init__(self, index: Index, rows: Rows, shards: list[Tensor], device: torch.device) -> None:
         self.index, self.rows, self.device = index, rows, device
         self.dtype = DTYPES[index.dtype]
         self.num_rows, self.seq_len, self.hidden_size = index.num_rows, index.seq_len, index.hidden_size
-        self._shards = shards  # memory maps: pages are read when rows are taken from them
+        self._shards = shards  # memory maps: pages are read on access
 
     def hidden(self, row_indices: Tensor) -> Tensor:
-        """States [B, S, D] of rows[row_indices[B]] on `device`; hidden[b, t] predicts token t + 1."""
+        """Return the states, [B, S, D], of rows[row_indices [B]] on `device`; hidden[b, t] predicts token t + 1."""
         row_indices = row_indices.cpu().long()
         states = torch.empty(len(row_indices), self.seq_len, self.hidden_size, dtype=self.dtype)
         shards = row_indices // self.index.rows_per_shard
         for shard in shards.unique().tolist():
-            places = (shards == shard).nonzero().squeeze(1)
-            states[places] = self._shards[shard][row_indices[places] - shard * self.index.rows_per_shard]
+            chosen = shards == shard
+            states[chosen] = self._shards[shard][row_indices[chosen] - shard * self.index.rows_per_shard]
         return states.to(self.device)
 
 
@@ -184,12 +185,20 @@ def write_cache(
     batch_rows: int = 8,
     layers: Sequence[int] = (),
 ) -> HiddenCache:
-    """Computes the states of `rows` into `folder`, or what is left of them there; shows progress and the time left.
+    """Write the states of `rows` into `folder`, or the missing ones, and return the cache. Call it in one process.
 
-    `rows_per_shard`, `dtype` None: as in a folder that is there, else about 0.5 GiB a shard and the target's dtype;
-    `layers`: as of `Computed`. Call it on one process. Targets are compared by config and a sample of their weights:
-    attach adapters afterwards. Raises UsageError for a folder made otherwise, a damaged shard, states that are not
-    finite in `dtype`, and a file system without room; finished shards stay as they are.
+    Args:
+        folder: Folder of the cache.
+        target: The target without adapters: it is compared by config and a sample of its weights.
+        rows: Packed rows.
+        rows_per_shard: Default: that of the folder, else about 0.5 GiB.
+        dtype: Of the states on disk. Default: that of the folder, else the target's.
+        batch_rows: Rows of one forward pass.
+        layers: As of `Computed`.
+
+    Raises:
+        UsageError: The folder holds other states, a shard is damaged, states are not finite in `dtype`, or the disk is
+            full. Finished shards are kept.
     """
     folder = Path(folder)
     given = read_index(folder) if (folder / INDEX_FILE).is_file() else None
@@ -197,31 +206,34 @@ def write_cache(
         rows_per_shard, dtype = rows_per_shard or given.rows_per_shard, dtype or DTYPES[given.dtype]
     source = Computed(target, rows, batch_rows, dtype, layers=layers)
     index = _index(source, rows_per_shard)
+    if given is not None:
+        _check_same(folder, given, index)
+    elif stray := sorted(path.name for path in folder.glob("shard-*.safetensors")):
+        raise UsageError(f"{folder} has no {INDEX_FILE} but holds {stray[0]}; name another folder, or delete this one")
     try:
-        if given is None:
-            _start(folder, index)
-        else:
-            _check_same(folder, given, index)
         shards = [_shard(folder, index, shard) for shard in range(len(index.shards))]
         missing = [shard for shard, states in enumerate(shards) if states is None]
         left = sum(len(index.shards[shard]) for shard in missing)
         _check_room(folder, left * index.row_bytes)
+        if given is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / INDEX_FILE, (index.model_dump_json(indent=2) + "\n").encode())
         with Bar(total=index.num_rows, initial=index.num_rows - left, desc="hidden states", unit="row") as bar:
             for shard in missing:
                 states = _finite_states(source, torch.tensor(index.shards[shard]), bar)
                 save_tensors(folder / shard_name(shard), {"hidden": states}, index.identity)
                 shards[shard] = _shard(folder, index, shard)
-    except (OSError, SafetensorError) as error:  # safetensors reports those of the system under its own name
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
         full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         raise UsageError(
-            f"{folder}: hidden states could not be written ({'the disk is full' if full else error}); finished shards "
-            "are intact: make room and run again, it continues there"
+            f"{folder}: hidden states cannot be written ({'the disk is full' if full else error}); finished shards "
+            "are intact: free space and run again to continue"
         ) from None
     return HiddenCache(index, rows, shards, target.device)
 
 
 def read_index(folder: Path) -> Index:
-    """What a cache holds; raises UsageError."""
+    """Return the index of a cache; raises UsageError."""
     path = folder / INDEX_FILE
     try:
         return Index.model_validate_json(path.read_bytes())
@@ -234,7 +246,7 @@ def shard_name(shard: int) -> str:
 
 
 def _index(source: Computed, rows_per_shard: int | None) -> Index:
-    """The index of a folder that holds these states."""
+    """Return the index of a folder of these states."""
     dtype: Any = str(source.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise UsageError(f"hidden states as {source.dtype}; allowed: {', '.join(DTYPES)}; give one of them as dtype")
@@ -255,13 +267,13 @@ def _index(source: Computed, rows_per_shard: int | None) -> Index:
 
 
 def _check_same(folder: Path, given: Index, wanted: Index) -> None:
-    """Raises UsageError where the folder's index is of another run; a target's name is no identity."""
+    """Raise UsageError if the folder's index is of other states; the target's name is not compared."""
 
     def shown(value: object) -> str:
         return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)  # sha256
 
     differing = [
-        f"{key.removesuffix('_fingerprint')} {shown(value)} (asked for: {shown(getattr(wanted, key))})"
+        f"{key.removesuffix('_fingerprint')} {shown(value)} (requested: {shown(getattr(wanted, key))})"
         for key, value in given.model_dump(exclude={"target"}).items()
         if value != getattr(wanted, key)
     ]
@@ -271,35 +283,27 @@ def _check_same(folder: Path, given: Index, wanted: Index) -> None:
         )
 
 
-def _start(folder: Path, index: Index) -> None:
-    if stray := sorted(path.name for path in folder.glob("shard-*.safetensors")):
-        raise UsageError(f"{folder} has no {INDEX_FILE} but holds {stray[0]}; name another folder, or delete this one")
-    _check_room(folder, index.num_rows * index.row_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / INDEX_FILE, (index.model_dump_json(indent=2) + "\n").encode())
-
-
 def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
-    """States of some rows on the host; raises UsageError where one is not finite."""
+    """Compute the states of some rows; raises UsageError if one is not finite."""
     states = torch.empty(len(rows), source.seq_len, source.hidden_size, dtype=source.dtype)
-    for places in torch.arange(len(rows)).split(source.batch_rows):
-        part = source.hidden(rows[places])
+    for batch in torch.arange(len(rows)).split(source.batch_rows):
+        part = source.hidden(rows[batch])
         if not bool(torch.isfinite(part).all()):
             raise UsageError(
-                f"the target's states of rows {rows[places[0]]} to {rows[places[-1]]} hold NaN or infinity as "
+                f"the target's states of rows {rows[batch[0]]} to {rows[batch[-1]]} hold NaN or infinity as "
                 f"{str(source.dtype).removeprefix('torch.')}; allowed: finite values; give dtype bfloat16 or float32"
             )
-        states[places] = part.cpu()
-        bar.update(len(places))
+        states[batch] = part.cpu()
+        bar.update(len(batch))
     return states
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file next to `path` and moves it there once it is on the disk."""
+    """Write a safetensors file, complete or not at all."""
     with replacing(path) as (partial,):
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, partial, {"format": "pt", **metadata})
-        partial.chmod(0o644)  # safetensors writes for the owner alone
+        partial.chmod(0o644)  # safetensors gives access to the owner only
 
 
 def _check_room(folder: Path, needed: int) -> None:
@@ -307,13 +311,13 @@ def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise UsageError(
-            f"{folder}: hidden states need {needed / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free there; "
-            "make room, name a folder elsewhere, use dtype bfloat16 or fewer rows, or train without a cache"
+            f"{folder}: hidden states need {needed / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free; "
+            "free space, name a folder elsewhere, use dtype bfloat16 or fewer rows, or train without a cache"
         )
 
 
 def _shard(folder: Path, index: Index, shard: int) -> Tensor | None:
-    """The states of a shard, memory-mapped; None where it is not there. Raises UsageError where it cannot be used."""
+    """Return the memory-mapped states of a shard, None if it is absent; raises UsageError if it is damaged."""
     path, shape = folder / shard_name(shard), (len(index.shards[shard]), index.seq_len, index.hidden_size)
     if not path.is_file():
         return None

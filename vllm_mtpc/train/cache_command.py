@@ -21,7 +21,7 @@ SHARED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="continued if it is there")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="continued if it exists")
     add_flags(parser, TrainOptions, only=SHARED)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="on disk")
     parser.add_argument("--rows-per-shard", type=int, metavar="R", help="rows of a file (default: about 0.5 GiB)")

@@ -1,7 +1,4 @@
-"""What is written about a head: provenance.json, and the model card made from it. Every number comes from the run.
-
-Absolute paths stay out of both: they say something about a machine and nothing about a head.
-"""
+"""provenance.json of a head, and the model card made from it. Absolute paths are left out of both."""
 
 from __future__ import annotations
 
@@ -9,12 +6,14 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, front_matter, measured_on, target_license
+from huggingface_hub import ModelCard
+
+from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, measured_on, target_license
 from vllm_mtpc.engine.provenance import commit, hardware, public
 from vllm_mtpc.report import markdown
 
@@ -22,23 +21,88 @@ if TYPE_CHECKING:
     from vllm_mtpc.train.options import TrainOptions
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-UNTRAINED = (
-    "**This head is untrained** (written by `--dry-run`, or with no steps): it can be served, the output is "
-    "the target's, but drafts come from initial weights and few are accepted. Nothing was measured.\n"
-)
-DEFINITIONS = """\
-- *Tokens/step* includes the target's own token of every step; plain decoding is 1.0, the most is the window.
+TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{% for paragraph in about %}{{ paragraph }}
+
+{% endfor %}
+{% if not run.steps %}
+**This head is untrained** (written by `--dry-run`, or with no steps): the output is the target's, but drafts come from
+initial weights and few are accepted. Nothing was measured.
+{% elif not table %}
+**Not measured**: type `vllm-mtpc eval {{ folder }} --data DATA` for its results.
+{% else %}
+## Results
+
+{{ table }}
+
+- *Tokens/step* includes the target's own token of every step; plain decoding is 1.0, the maximum is the window.
 - *Accepted up to k* is unconditional: the share of steps in which drafts 1 to k are all accepted.
-- T=1 samples from the target, T=0 is greedy. Contexts are the target's own continuations of held-out prompts.
+- Contexts are the target's continuations of held-out prompts; T=0 is greedy. s.e.: standard error over sequences.
+{{ definitions }}
+{% endif %}
+
+{% for file, caption in plots.items() %}![{{ caption }}]({{ file }})
+
+{% endfor %}
+## Serve it
+
+{% if needs_v2 %}{{ needs_v2 }}, served on vLLM's Model Runner V2 alone.
+
+{% endif %}
+With `vllm_mtpc` installed next to vLLM:
+
+```bash
+vllm serve {{ folder }}
+{{ serve }}
+```
+
+The first form finds the target by the name in `config.json`{{ relative }}; it drafts {{ head.drafts }} tokens per step.
+
+{% if run.steps %}
+## Training
+
+- Data: `{{ data.names | join("`, `") }}`{% if data.tokens %}; {{ "{:,}".format(data.tokens) }} tokens of {{
+  "{:,}".format(data.documents) }} documents, SHA-256 of the packed rows `{{ data.sha256 }}`{% endif %}
+{% if settings.regenerate %}- {{ settings.regenerate }} responses written by the target{% endif %}
+- {{ "{:,}".format(run.steps) }} steps of {{ settings.windows_per_step }} windows in {{ settings.precision }}, seed {{
+  settings.seed }}; start: {{ start }}
+{% if run.minutes is defined %}- {{ run.minutes }} minutes on {{ machine }}, {{ run.processes }} process(es), {{
+  "{:,.0f}".format(run.tokens_per_second) }} window tokens/s, {{
+  "{:.2f}".format(run.peak_memory_bytes / 2**30) }} GiB of memory{% endif %}
+
+All settings are in `provenance.json`. The command:
+{% else %}
+## Command
+{% endif %}
+
+```bash
+{{ command }}
+```
+"""
+CIRCUIT_DEFINITIONS = """\
 - Steps are weighted as in serving: an accepted draft is skipped over, so steps start more often where drafting is hard.
   *Anywhere* weights all positions alike.
-- s.e.: standard error over sequences. They are computed on transformers; `vllm-mtpc doctor` compares them with what
-  vLLM serves.
-"""
-ACCEPTANCE = {
-    "length": "expected number of accepted drafts (maximised)",
-    "tv": "total variation between target and draft",
-    "log": "-log of the overlap of target and draft",
+- Results are computed on transformers; `vllm-mtpc doctor` compares them with what vLLM serves."""
+CIRCUIT_ROWS = {
+    "anywhere": "Tokens of a step started anywhere",
+    "target_bits": "Bits per token of that text, target",
+    "joint_bits": "Bits per token, the head's joint",
+}
+PTP_DEFINITIONS = """\
+- Results are those of one target pass per step, with all drafts of a full chain, computed on transformers. With T=0,
+  u = 0.5 on every row.
+- *With the u of other windows* checks that drafts follow u: it is clearly lower."""
+PTP_ROWS = {
+    "baseline_tokens_per_step": "Tokens/step of the independent baseline, trained alike",
+    "shuffled_tokens_per_step": "Tokens/step with the u of other windows",
+    "accuracy": "Drafts that are right",
+    "shuffled_accuracy": "With the u of other windows",
 }
 
 
@@ -49,30 +113,30 @@ def provenance(
     results: Mapping[str, Any],
     run: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Content of provenance.json, less the package versions, which saving a head adds.
+    """Return the content of provenance.json without the package versions, which saving a head adds.
 
-    head: what it is. results: {"t1": ..., "t0": ...}, as `vllm-mtpc eval` measures them; empty where nothing was
-    measured. run: `steps` done (0: untrained) and, of a trained head, `minutes`, `tokens`, `documents`, `data_sha256`,
-    `tokens_per_second`, `peak_memory_bytes`, `processes`; `command` in place of this process's own, for workers that
-    another process started. Plots are listed if they lie in the out folder.
+    Args:
+        options: Options of the run.
+        head: Facts of the head.
+        verifier: The target's name in the head.
+        results: {"t1": ..., "t0": ...} as `vllm-mtpc eval` measures them; empty if nothing was measured.
+        run: `steps` (0: untrained) and, of a trained head, `minutes`, `tokens`, `documents`, `data_sha256`,
+            `tokens_per_second`, `peak_memory_bytes`, `processes`; `command` if another process started this one.
     """
     run = dict(run)
-    words = shlex.split(run.pop("command")) if "command" in run else typed()
+    words = shlex.split(run.pop("command")) if "command" in run else command_line()
     settings = {key: public(value) for key, value in options.model_dump(mode="json").items()}
-    facts = {
-        name.removeprefix("data_"): run.pop(name) for name in ("tokens", "documents", "data_sha256") if name in run
-    }
-    base_model = next(filter(is_hub_name, (verifier, options.target)), None)
+    data = {name.removeprefix("data_"): run.pop(name) for name in ("tokens", "documents", "data_sha256") if name in run}
     return {
         "command": shlex.join(public(word) for word in words),
         "commit": commit(),
         "hardware": hardware(),
         "seed": options.seed,
-        "data": {"names": settings["data"], **facts},
+        "data": {"names": settings["data"], **data},
         "head": {
             **head,
             "target": public(verifier),
-            "base_model": base_model,
+            "base_model": next(filter(is_hub_name, (verifier, options.target)), None),
             "license": target_license(options.target),
         },
         "settings": settings,
@@ -83,167 +147,124 @@ def provenance(
 
 
 def is_hub_name(target: str) -> bool:
-    """Whether a target is named by its repository on the hub; a folder is not, whatever it is called."""
+    """Return whether a target is named by its repository on the hub, and not by a folder."""
     return HUB_NAME.fullmatch(target) is not None and not os.path.exists(target)
 
 
-def typed() -> list[str]:
-    """The command that runs: `vllm-mtpc`, `python -m vllm_mtpc` or a script's name, and its words."""
+def command_line() -> list[str]:
+    """Return the words of the running command: `vllm-mtpc`, `python -m vllm_mtpc` or a script, and its arguments."""
     file = Path(sys.argv[0])
     return [*(["python", "-m", file.parent.name] if file.name == "__main__.py" else [file.name]), *sys.argv[1:]]
 
 
-class Words(NamedTuple):
-    """What a card says of one family's head."""
-
-    method: str
-    tags: list[str]
-    title: str
-    about: Sequence[str]  # paragraphs
-    columns: Mapping[str, str]  # header by key of the results
-    rows: Mapping[str, str]  # of the table: label by key of a number in the results; left out where none has it
-    definitions: str
-    loss: str
-    start: str  # where training began
-    serving: str = ""  # in front of how it is served
-
-
-def card(record: Mapping[str, Any], words: Words) -> str:
-    """README.md of a head, from what `provenance` returned: Markdown with a YAML front matter."""
-    head, results, run = record["head"], record["figures"], record["run"]
-    name = Path(record["settings"]["out"]).name or "HEAD"
-    measured = {words.columns[key]: values["tokens_per_step"] for key, values in results.items()}
-    license, scores = head.get("license"), eval_results(measured, measured_on(record))
-    data = card_data(words.tags, head["base_model"], license, scores, words.title)
-    parts = [front_matter(data), f"# {words.title}\n", *(f"{one}\n" for one in words.about)]
-    if not run["steps"]:
-        parts.append(UNTRAINED)
-    elif not results:
-        parts.append(f"**Not measured**: type `vllm-mtpc eval {shlex.quote(name)} --data DATA` for its results.\n")
-    else:
-        parts += ["## Results\n", _table(results, words), words.definitions]
-    parts += [f"![{PLOTS[plot]}]({plot})\n" for plot in record["plots"]]
-    options = shlex.quote(f'{{"method": "{words.method}", "model": "{name}"}}')
-    serve = f"vllm serve {head['base_model'] or 'TARGET'} --speculative-config {options}"
-    relative = ", relative to this folder" if head["target"].startswith(".") else ""
-    parts += [
-        f"## Serve it\n\n{words.serving}With `vllm_mtpc` installed next to vLLM:\n",
-        _code(f"vllm serve {shlex.quote(name)}", serve),
-        f"The first form finds the target by the name in `config.json`{relative}; it drafts {head['drafts']} tokens "
-        "per step.\n",
-    ]
-    if run["steps"]:
-        parts += ["## Training\n", _training(record, words)]
-    else:
-        parts += ["## Command\n", _code(record["command"])]
-    return "\n".join(parts)
-
-
-def _table(results: Mapping[str, Mapping[str, Any]], words: Words) -> str:
-    columns = list(results.values())
-    totals = [f"**{values['tokens_per_step']:.3f}** (s.e. {values['standard_error']:.3f})" for values in columns]
-    rows = [["Tokens/step", *totals]]
-    accepted = zip_longest(*(values["per_position"] for values in columns))
-    numbers = [(f"Accepted up to {k}", list(values)) for k, values in enumerate(accepted, 1)]
-    numbers += [(label, [values.get(key) for values in columns]) for key, label in words.rows.items()]
-    for label, values in numbers:
-        if any(value is not None for value in values):
-            rows.append([label, *("" if value is None else f"{value:.3f}" for value in values)])
-    rows.append(["Sequences / contexts", *(f"{values['sequences']} / {values['contexts']}" for values in columns)])
-    return markdown(["", *(words.columns[key] for key in results)], rows) + "\n"
-
-
-def _training(record: Mapping[str, Any], words: Words) -> str:
-    """What a head was trained on and how."""
-    settings, run = record["settings"], record["run"]
-    processes = run.get("processes", 1)
-    lines = [
-        f"- Data: {_data(settings, record['data'])}",
-        f"- Loss: {words.loss}",
-        f"- {run['steps']:,} steps of {settings['windows_per_step']:,} windows, AdamW, learning rate "
-        f"{settings['learning_rate']:g} ({settings['schedule']}), {settings['precision']}, "
-        f"seed {record['seed']}" + (f", {processes} processes" if processes > 1 else "") + f"; start: {words.start}.",
-    ]
-    if "minutes" in run:
-        hosts = record["hardware"]
-        machine = ", ".join(dict.fromkeys(hosts["gpus"])) or f"{hosts['cores']} cores of {hosts['cpu']}"
-        lines.append(
-            f"- {run['minutes']:.1f} minutes on {machine}: {run['tokens_per_second']:,.0f} window tokens/s, at most "
-            f"{run['peak_memory_bytes'] / 2**30:.2f} GiB of memory in a process."
-        )
-    lines += ["- Command:\n", _code(record["command"]), "All settings are in `provenance.json`.\n"]
-    return "\n".join(lines)
-
-
-def _data(settings: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    names = ", ".join(f"`{name}`" for name in data["names"])
-    size = f"; {data['tokens']:,} tokens of {data['documents']:,} documents" if "tokens" in data else ""
-    sha = f", SHA-256 of the packed rows `{data['sha256']}`" if "sha256" in data else ""
-    if settings["regenerate"]:
-        share = settings.get("regenerate_greedy_share")  # of circuits alone
-        greedy = "" if share is None else f"{share:.0%} greedy, "
-        names = (
-            f"{settings['regenerate']:,} responses that the target wrote ({greedy}{settings['regenerate_tokens']} "
-            f"tokens at most): {names}"
-        )
-    return f"{names}{size}{sha}."
-
-
-def _code(*lines: str) -> str:
-    return "```bash\n" + "\n".join(lines) + "\n```\n"
-
-
 def circuit_card(record: Mapping[str, Any]) -> str:
-    """README.md of a circuit's head."""
+    """Return the README.md of a circuit's head, from its provenance."""
     head, settings = record["head"], record["settings"]
-    r, layers = head["num_components"], head["lora_layers"]
+    r, is_backbone = head["num_components"], head["head"] == "backbone"
     kind = "" if head["head"] == "linear" else f", head `{head['head']}`"
-    is_backbone, read, serving = head["head"] == "backbone", "the target's last hidden state", ""
     start = "the target's final norm and last layers" if is_backbone else "the target's lm_head"
     start += f" ({head['partial_start']})" if head.get("partial_start") else ""
     start = start if settings["init"] == "lm-head" else "random weights"
-    if layers:
-        serving = f"It comes with adapters for the target's last {layers} layers, which are"
+    reads, needs_v2 = "the target's last hidden state", ""
+    if head["lora_layers"]:
+        needs_v2 = f"It has adapters for the target's last {head['lora_layers']} layers"
     if is_backbone:
-        read, serving = "several of the target's layers, read by draft layers of its own", "It has draft layers,"
-    words = Words(
-        method="mtpc",
-        tags=["mtpc", "speculative-decoding"],
-        title=f"MtPC head: {head['circuit']}, n={head['window']}, r={r}",
-        about=[
-            f"A probabilistic-circuit head (circuit `{head['circuit']}`, window {head['window']}, {r} "
-            f"component{'s' * (r > 1)}{kind}) for the target `{head['target']}`. From {read}, and given the target's "
-            f"own next token, it drafts up to {head['drafts']} tokens at once; the target verifies them in one pass, "
-            "so the output is the target's own."
-        ],
-        columns={"t1": "T=1", "t0": "T=0"},
-        rows={
-            "anywhere": "Tokens of a step started anywhere",
-            "target_bits": "Bits per token of that text, target",
-            "joint_bits": "Bits per token, the head's joint",
-        },
-        definitions=DEFINITIONS,
-        loss=loss_sentence(settings),
-        start=f"the head `{settings['init_from']}`" if settings["init_from"] else start,
-        serving=serving and f"{serving} served on vLLM's Model Runner V2 alone.\n\n",
+        reads, needs_v2 = "several of the target's layers, through draft layers", "It has draft layers"
+    about = (
+        f"A probabilistic-circuit head (circuit `{head['circuit']}`, window {head['window']}, {r} "
+        f"component{'s' * (r > 1)}{kind}) for the target `{head['target']}`. From {reads} and the target's next token "
+        f"it drafts up to {head['drafts']} tokens at once; the target verifies them in one pass, so the output is the "
+        "target's own."
     )
-    return card(record, words)
+    return _render(
+        record,
+        title=f"MtPC head: {head['circuit']}, n={head['window']}, r={r}",
+        tags=["mtpc", "speculative-decoding"],
+        about=[about],
+        columns={"t1": "T=1", "t0": "T=0"},
+        rows=CIRCUIT_ROWS,
+        definitions=CIRCUIT_DEFINITIONS,
+        start=f"the head `{settings['init_from']}`" if settings["init_from"] else start,
+        needs_v2=needs_v2,
+    )
 
 
-def loss_sentence(settings: Mapping[str, Any]) -> str:
-    """The loss of a circuit in a sentence, from the options of a run."""
-    beta, share = settings["beta"], settings["acceptance"]
-    kl = "KL(target || draft)" if settings["kl"] == "forward" else "KL(draft || target)"
-    over = "the vocabulary" if settings["kl_form"] == "full" else "the text's token against the rest"
-    shares = {
-        "conditional negative log-likelihood of the text": (1 - share) * (1 - beta),
-        f"{kl} over {over}": (1 - share) * beta,
-        ACCEPTANCE[settings["acceptance_form"]]: share,
+def ptp_card(record: Mapping[str, Any]) -> str:
+    """Return the README.md of a PTP head, from its provenance."""
+    head, start = record["head"], record["settings"]["init_from"]
+    if greedy := record["figures"].get("t0"):  # every greedy row has u = 0.5: shuffling does nothing
+        greedy = {**greedy, "shuffled_accuracy": None, "shuffled_tokens_per_step": None}
+        record = {**record, "figures": {**record["figures"], "t0": greedy}}
+    sampling = [f"temperature {head['temperature']:g}"]
+    sampling += [f"top-k {head['top_k']}"] if head["top_k"] else []
+    sampling += [f"top-p {head['top_p']:g}"] if head["top_p"] < 1 else []
+    rows = {
+        "o-ptp": "Rows carry them and predict the selected token.",
+        "c-ptp": "Rows carry them and give the distribution of the next token, from which its own number selects it.",
+        "late": f"Not of the paper: rows carry 0.5, a network of width {head['late_width']} drafts token by token, "
+        f"and the numbers select drafts from its distributions, trusted to {head['distribution_trust'] or 0:g}.",
+        "independent": "Rows carry 0.5 instead: it is a baseline that predicts every token alone.",
     }
-    terms = [("" if part == 1 else f"{100 * part:g} % ") + term for term, part in shares.items() if part > 0]
-    is_length = share > 0 and settings["acceptance_form"] == "length"  # its positions weigh alike
-    if share == 1 and is_length:
-        return f"{terms[0]}."
-    which = "position k of the other terms" if is_length else "position k"
-    first = "" if settings["train_first"] else ", the first token left out"
-    return f"{' + '.join(terms)}; {which} weighted by {settings['gamma']:g}^(k-1){first}."
+    about = (
+        f"A head for parallel token prediction (arXiv 2512.21323) with the target `{head['target']}`: adapters of the "
+        f"target (rank {head['lora_rank']}) for auxiliary rows, and an embedding (`{head['u_embedding']}`) of the "
+        f"random numbers that select the target's tokens. It drafts up to {head['drafts']} tokens at once; the target "
+        "verifies them with the same random numbers, so the output is the target's own. Trained for "
+        f"{', '.join(sampling)}; with other settings fewer drafts are accepted."
+    )
+    return _render(
+        record,
+        title=f"PTP head: {head['variant']}, n={head['window']}, LoRA rank {head['lora_rank']}",
+        tags=["mtpc", "ptp", "speculative-decoding"],
+        about=[about, rows[head["variant"]]],
+        columns={"t1": f"T={head['temperature']:g}", "t0": "T=0"},
+        rows=PTP_ROWS,
+        definitions=PTP_DEFINITIONS,
+        start=f"the head `{start}`" if start else "adapters of zero effect",
+        method="ptp",
+    )
+
+
+def _render(
+    record: Mapping[str, Any], *, title: str, tags: list[str], columns: dict[str, str], rows: dict[str, str],
+    method: str = "mtpc", **texts: Any,
+) -> str:  # fmt: skip
+    """Fill TEMPLATE; `texts` are its other variables."""
+    head, results, run, settings = record["head"], record["figures"], record["run"], record["settings"]
+    hosts = record["hardware"]
+    folder = Path(settings["out"]).name or "HEAD"
+    measured = {columns[key]: values["tokens_per_step"] for key, values in results.items()}
+    scores = eval_results(measured, measured_on(record))
+    draft = shlex.quote(f'{{"method": "{method}", "model": "{folder}"}}')
+    card = ModelCard.from_template(
+        card_data(tags, head["base_model"], head.get("license"), scores, title),
+        template_str=TEMPLATE,
+        title=title,
+        head=head,
+        run=run,
+        folder=shlex.quote(folder),
+        table=_table(results, columns, rows),
+        plots={name: PLOTS[name] for name in record["plots"]},
+        serve=f"vllm serve {head['base_model'] or 'TARGET'} --speculative-config {draft}",
+        relative=", relative to this folder" if head["target"].startswith(".") else "",
+        data=record["data"],
+        settings=settings,
+        machine=", ".join(dict.fromkeys(hosts["gpus"])) or f"{hosts['cores']} cores of {hosts['cpu']}",
+        command=record["command"],
+        **texts,
+    )
+    return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
+
+
+def _table(results: Mapping[str, Mapping[str, Any]], names: dict[str, str], rows: dict[str, str]) -> str:
+    columns = list(results.values())
+    totals = [f"**{values['tokens_per_step']:.3f}** (s.e. {values['standard_error']:.3f})" for values in columns]
+    lines = [["Tokens/step", *totals]]
+    accepted = zip_longest(*(values["per_position"] for values in columns))
+    numbers = [(f"Accepted up to {k}", list(values)) for k, values in enumerate(accepted, 1)]
+    numbers += [(label, [values.get(key) for values in columns]) for key, label in rows.items()]
+    for label, values in numbers:
+        if any(value is not None for value in values):
+            lines.append([label, *("" if value is None else f"{value:.3f}" for value in values)])
+    lines.append(["Sequences / contexts", *(f"{values['sequences']} / {values['contexts']}" for values in columns)])
+    return markdown(["", *(names[key] for key in results)], lines) if results else ""

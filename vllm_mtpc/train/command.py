@@ -17,13 +17,16 @@ from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, is_head
 from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.files import read_json
 from vllm_mtpc.flags import add_flags, typed
-from vllm_mtpc.train.options import STATE_FILE, STATE_FOLDER, TrainOptions, parse, read_yaml
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse, read_yaml
+from vllm_mtpc.train.state import latest_state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=34)
     parser.usage = "%(prog)s --target MODEL --data DATA... --out FOLDER [options]"
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the same keys; flags go first")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with the same keys; flags take precedence"
+    )
     add_flags(parser, TrainOptions, required=False)
 
 
@@ -41,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        resume = " with --resume" if has_state(options) and not options.dry_run else ""
+        resume = " with --resume" if latest_state(options.out / STATE_FOLDER) and not options.dry_run else ""
         raise UsageError(
             f"{options.out}: no space left; a head or trainer's state written before is intact: free space and type "
             f"the same command{resume}"
@@ -49,32 +52,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def has_state(options: TrainOptions) -> bool:
-    """Whether a run into the out folder has saved its state."""
-    return (options.out / STATE_FOLDER / STATE_FILE).is_file()
-
-
 def check_out(options: TrainOptions) -> None:
-    """Raises UsageError where the run would replace, before it has anything better, what another one learnt."""
+    """Raise UsageError if the run would overwrite the head or the state of another run."""
     out = options.out
     if options.dry_run and is_head(out):
-        what = "a head"  # converted, or saved by other code
+        what = "a head"  # without a record of training
         with suppress(CheckpointError, LookupError, TypeError):
             steps = read_json(out / PROVENANCE_FILE)["run"]["steps"]
-            what = f"a head of {steps:,} steps" if steps else ""  # none: it was never trained
+            what = f"a head of {steps:,} steps" if steps else ""  # none: it is untrained
         if what:
             raise UsageError(
                 f"out={out} holds {what}, which --dry-run would replace with an untrained one; type another --out"
             )
-    if not options.dry_run and not options.resume and has_state(options):
+    if not options.dry_run and not options.resume and latest_state(options.out / STATE_FOLDER):
         raise UsageError(
-            f"out={out} holds the state of another run ({STATE_FOLDER}/{STATE_FILE}); type --resume to go on with it, "
+            f"out={out} holds the state of another run ({STATE_FOLDER}); type --resume to go on with it, "
             f"or another --out, or delete {out / STATE_FOLDER} to start again"
         )
 
 
 def read_options(args: argparse.Namespace) -> TrainOptions:
-    """The options of a command line and its file. Raises UsageError."""
+    """Return the options of a command line and its YAML file; raises UsageError."""
     values = (read_yaml(args.config) if args.config else {}) | typed(args, TrainOptions)
     if missing := [f"--{name}" for name in ("target", "data", "out") if name not in values]:
         raise UsageError(
@@ -84,7 +82,7 @@ def read_options(args: argparse.Namespace) -> TrainOptions:
 
 
 def with_responses(options: TrainOptions) -> TrainOptions:
-    """Have vLLM write the responses (or the missing ones of them); the options then name their files as data."""
+    """Let vLLM write the missing responses and return the options with their files as data."""
     from vllm_mtpc.batch.options import RegenerateOptions
     from vllm_mtpc.batch.regenerate import regenerate
 
@@ -93,7 +91,7 @@ def with_responses(options: TrainOptions) -> TrainOptions:
             "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
             "the file it writes"
         )
-    greedy = round(options.regenerate * options.job.greedy_share(options))
+    greedy = round(options.regenerate * options.trainer.greedy_share(options))
     sampled: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
     shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")} | {

@@ -1,29 +1,21 @@
 """Losses of a window, from the circuit's exact conditionals and the target's distribution.
 
-With q_k = q(. | x_<k, h) the draft's conditionals, p_k the target's distribution at the same place and weights
+With q_k = q(. | x_<k, h) the draft's conditionals, p_k the target's distribution of the same token and weights
 w_k = gamma^(k-1) / sum:
 
     CE_k  = -log q_k(x_k)                                               (MtPC paper, eq. 4 and section 4)
     KL_k  = KL(p_k || q_k) or KL(q_k || p_k), over the vocabulary or over {x_k, the rest} (appendix G)
-    L     = (1 - a) sum_k w_k mean[(1 - beta) CE_k + beta KL_k] + a A
+    L     = (1 - a) sum_k w_k mean[(1 - beta) CE_k + beta KL_k] + a sum_{k>=2} w_k mean[TV_k]
 
-Serving gives x_1 and accepts a draft v with probability min(1, p/q), so draft k survives, given the ones before it,
-with probability overlap_k = sum_v min(p_k(v), q_k(v)), 1 - overlap_k being the total variation. A is one of
+When serving, x_1 is known and a draft v is accepted with probability min(1, p/q). Draft k is then accepted with
+probability 1 - TV_k = sum_v min(p_k(v), q_k(v)), given that the drafts before it are.
 
-    length  -sum_{k>=2} mean[ prod_{1<j<k} min(1, q_j(x_j) / p_j(x_j)) overlap_k ] / (n - 1)
-    tv       sum_{k>=2} w_k mean[1 - overlap_k]
-    log      sum_{k>=2} w_k mean[-log overlap_k]
-
-On text x of the target itself, `length` is minus the expected number of accepted drafts, exactly: a token that came
-out as x_j was an accepted draft with probability min(1, q_j/p_j)(x_j) (see eval/acceptance.py).
-
-Means are over windows with a token at k; positions without one are marginalised and carry no loss.
+Means are over windows with a token at k; positions without a token are marginalised and have no loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,60 +28,35 @@ from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf import Target
 from vllm_mtpc.hf.attention import document_positions
-from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.options import LossOptions, TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
-COPIES = 4  # logits, log-softmax, its exponential and a gradient exist at once
+COPIES = 4  # logits, log-softmax, its exponential and a gradient are in memory at the same time
 WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
-Reader = Callable[[slice], Tensor]  # something of some of the windows
-TINY = torch.finfo(torch.float32).tiny
+Reader = Callable[[slice], Tensor]  # values of some of the windows
 
 
-def position_weights(options: TrainOptions) -> Tensor:
-    """w_k [n], summing to 1; the first is 0 where x_1 is not learnt."""
-    weights = options.gamma ** torch.arange(options.window, dtype=torch.float64)
+def position_weights(options: LossOptions, window: int) -> Tensor:
+    """Return w_k, [n] float64, with sum 1; w_1 is 0 unless x_1 is trained."""
+    weights = options.gamma ** torch.arange(window, dtype=torch.float64)
     if not options.train_first:
         weights[0] = 0
     return weights / weights.sum()
 
 
-class Overlaps(NamedTuple):
-    """What acceptance losses are made of, for drafts 2 .. n of B windows."""
-
-    overlap: Tensor  # [B, n - 1], sum_v min(p_k(v), q_k(v))
-    kept: Tensor  # [B, n - 1] bool, there is a token
-    ratio: Tensor  # [B, n - 1], log q_k(x_k) - log p_k(x_k)
-    weights: Tensor  # [n - 1], w_k by the windows of the step that have a token at k
-    mean: Tensor  # scalar, 1 by the windows that have a second token
-
-
-def length_loss(of: Overlaps) -> Tensor:
-    """Minus the expected number of accepted drafts, by n - 1."""
-    survived = of.ratio[:, :-1].clamp(max=0).masked_fill(~of.kept[:, :-1], 0).cumsum(1).exp()
-    alive = torch.nn.functional.pad(survived, (1, 0), value=1.0)  # [B, n - 1]
-    return -(alive * of.overlap).masked_fill(~of.kept, 0).sum() * of.mean / of.overlap.shape[1]
-
-
-def tv_loss(of: Overlaps) -> Tensor:
-    """Total variation between the target and the draft."""
-    return ((1 - of.overlap).masked_fill(~of.kept, 0) * of.weights).sum()
-
-
-def log_loss(of: Overlaps) -> Tensor:
-    """-log of the overlap."""
-    return (-of.overlap.clamp(min=TINY).log().masked_fill(~of.kept, 0) * of.weights).sum()
-
-
-LOSSES = {"length": length_loss, "tv": tv_loss, "log": log_loss}  # A, by `acceptance_form`
-
-
 def window_loss(
-    circuit: Circuit, params: CircuitParams, tokens: Tensor, log_p: Tensor | None, options: TrainOptions, counts: Tensor
+    circuit: Circuit, params: CircuitParams, tokens: Tensor, log_p: Tensor | None, options: LossOptions, counts: Tensor
 ) -> Tensor:
-    """This batch's share of L: terms summed over windows, divided by counts[n] (of the whole step). Scalar, nats.
+    """Return this batch's share of L in nats, a scalar: terms summed over windows, divided by `counts`.
 
-    tokens: [B, n] int64 with -1; log_p: the target's log p_k [B, n, V], None where the options need none.
+    Args:
+        circuit: The circuit over n tokens.
+        params: Its parameters for B windows.
+        tokens: [B, n] int64, -1 where there is no token.
+        log_p: [B, n, V], log p_k of the target; None if the options do not need it.
+        options: Weights and form of the loss.
+        counts: [n], windows of the whole step with a token at k.
     """
     kept = tokens >= 0
     if log_p is None:
@@ -98,8 +65,9 @@ def window_loss(
     else:
         log_q = conditionals(circuit, params, tokens)  # [B, n, V]
         chosen = _at(log_q, tokens)
+    of_positions = position_weights(options, tokens.shape[1])
     means = 1 / counts.clamp(min=1).to(chosen)  # [n]
-    weights = position_weights(options).to(chosen) * means
+    weights = of_positions.to(chosen) * means
     terms = -(1 - options.beta) * chosen
     if options.beta > 0:
         terms = terms + options.beta * _kl(log_q, log_p, tokens, options)
@@ -107,13 +75,13 @@ def window_loss(
     if options.acceptance == 0:
         return loss
     overlap = torch.minimum(log_q, log_p).exp().sum(-1)
-    rest = weights[1:] / position_weights(options)[1:].sum()
-    parts = Overlaps(overlap[:, 1:], kept[:, 1:], (chosen - _at(log_p, tokens))[:, 1:], rest, means[1])
-    return loss + options.acceptance * LOSSES[options.acceptance_form](parts)
+    drafted = weights[1:] / of_positions[1:].sum()
+    variation = (1 - overlap[:, 1:]).masked_fill(~kept[:, 1:], 0)
+    return loss + options.acceptance * (variation * drafted).sum()
 
 
-def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: TrainOptions) -> Tensor:
-    """KL_k [B, n] in nats."""
+def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: LossOptions) -> Tensor:
+    """Return KL_k, [B, n], in nats."""
     if options.kl_form == "binary":
         log_q, log_p = _against_rest(_at(log_q, tokens)), _against_rest(_at(log_p, tokens))  # [B, n, 2]
     first, second = (log_p, log_q) if options.kl == "forward" else (log_q, log_p)
@@ -121,18 +89,18 @@ def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: TrainOptions) -> 
 
 
 def _at(log_probs: Tensor, tokens: Tensor) -> Tensor:
-    """log_probs[B, n, V] at tokens[B, n] -> [B, n]."""
+    """Return log_probs[B, n, V] of tokens[B, n], [B, n]."""
     return log_probs.gather(-1, tokens.clamp(min=0).unsqueeze(-1))[..., 0]
 
 
 def _against_rest(log_prob: Tensor) -> Tensor:
-    """log of (p, 1 - p), [..., 2]; 1 - p is kept above the smallest that float32 tells from 0."""
+    """Return log (p, 1 - p), [..., 2]; 1 - p >= epsilon of the dtype."""
     p = log_prob.exp()
     return torch.stack([log_prob, (1 - p).clamp(min=torch.finfo(p.dtype).eps).log()], -1)
 
 
 def chunk_size(options: TrainOptions, head: Head) -> int:
-    """Windows whose logits, and states of draft layers of their own, exist at once."""
+    """Return the number of windows whose logits and backbone states are in memory at the same time."""
     if options.chunk_windows:
         return options.chunk_windows
     logits = options.window * options.num_components * head.vocab_size * 4 * COPIES
@@ -147,15 +115,20 @@ def step_loss(
     log_p: Reader,
     options: TrainOptions,
 ) -> Tensor:
-    """L of the windows of a step, chunk by chunk, each recomputed in the backward pass where there are several.
+    """Return L of the windows of a step, computed in chunks; several chunks are recomputed in the backward pass.
 
-    read(windows): what the head reads of some windows, [., D] or as it says; tokens: [B, n]; counts: [n];
-    log_p(windows): the target's log p_k [., n, V], asked for only where the options need it.
+    Args:
+        head: The head.
+        read: Returns the input of the head for a slice of the windows, [., D] or as the head defines it.
+        tokens: [B, n] int64, -1 where there is no token.
+        counts: [n], windows of the whole step with a token at k.
+        log_p: Returns the target's log p_k, [., n, V], for a slice; called only if the options need it.
+        options: Loss, precision and size of the chunks.
     """
 
     def chunk_loss(piece: slice) -> Tensor:
         target = log_p(piece) if options.needs_distribution else None
-        # The head's products alone are cast: its logits return as float32, and so the circuit is.
+        # Only the head's products are cast: its logits and the circuit are float32.
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
             params = head(read(piece))
         return window_loss(head.circuit, params, tokens[piece], target, options, counts)
@@ -165,29 +138,31 @@ def step_loss(
 
 
 def in_chunks(loss: Callable[[slice], Tensor], windows: int, size: int, recompute: bool = False) -> Tensor:
-    """The sum of a loss over chunks of `size` windows; each is computed again in the backward pass where there are
-    several, so that one exists at a time, or with `recompute`."""
+    """Return the sum of a loss over chunks of `size` windows.
+
+    With several chunks, or `recompute`, each chunk is computed again in the backward pass to save memory.
+    """
     pieces = [slice(first, min(first + size, windows)) for first in range(0, windows, size)]
     recompute = recompute or len(pieces) > 1
     return sum(checkpoint(loss, piece, use_reentrant=False) if recompute else loss(piece) for piece in pieces)
 
 
 class Drafter(nn.Module):
-    """The head, with draft layers where it has some. The target stays outside: it is neither trained nor sharded."""
+    """The trained module: the head and its draft layers. The target is no submodule: it is not trained or sharded."""
 
     def __init__(self, head: Head, target: Target, options: TrainOptions, layers: DraftLayers | None = None) -> None:
         super().__init__()
         self.head = head
         self.layers = layers
         self.options = options
-        self._target = [target]  # in a list, so that it is no submodule
+        self._target = [target]  # a list, so that it is not registered
 
     @property
     def target(self) -> Target:
         return self._target[0]
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The loss (nats, scalar) and, when watched, the expected tokens of a step started at these windows."""
+        """Return the loss in nats and, if watched, the sums of `watched_tokens`."""
         read, tokens, counts, log_p = self._read(batch)
         loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
         if not watch:
@@ -197,11 +172,11 @@ class Drafter(nn.Module):
             return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
 
     def _read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
-        """What the head reads of some of the windows, tokens [B, n], counts [n], and log p_k [., n, V] of some."""
+        """Return the reader of the head's input, tokens [B, n], counts [n], and the reader of log p_k [., n, V]."""
         device, window = self.target.device, self.options.window
-        if not len(batch.row):  # other processes have windows in this step, and wait for this one's gradient
+        if not len(batch.row):  # other processes have windows in this step and wait for this gradient
             batch = _masked(batch, window)
-        if isinstance(self.head, BackboneHead):  # the windows of a row side by side: chunks then have few rows
+        if isinstance(self.head, BackboneHead):  # sort by row: chunks then have few rows
             order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
             batch = batch.each(lambda value: value[order])
         tokens, counts, row, start = (part.to(device) for part in (batch.tokens, batch.counts, batch.row, batch.start))
@@ -217,10 +192,7 @@ class Drafter(nn.Module):
     def _reader(
         self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor
     ) -> tuple[Reader, Tensor]:
-        """What the head reads of some windows, and the target's states [R, S, D], from what is held of the rows.
-
-        In the head's dtype, as when it is served; autocast takes care of the products.
-        """
+        """Return the reader of the head's input, in the head's dtype, and the target's states [R, S, D]."""
         dtype = self.head.hidden_dtype
         if isinstance(self.head, BackboneHead):
             size = self.target.hidden_size
@@ -231,14 +203,14 @@ class Drafter(nn.Module):
             first = first.clamp(min=0)
             return lambda some: self.head.read(context, own[some], start[some], first[some]), hidden[..., -size:]
         drafted = verified = hidden
-        if self.layers is not None:  # `hidden` is what enters the draft layers
+        if self.layers is not None:  # `hidden` is the input of the draft layers
             drafted, verified = self.layers.draft(hidden, document), self.layers.verifier(hidden, document)
         drafted = drafted[row, start].to(dtype)
         return lambda some: drafted[some], verified
 
 
 def _masked(batch: Windows, window: int) -> Windows:
-    """A batch without windows as one window without tokens: no loss, a gradient of zero."""
+    """Return one window without tokens in place of no window: no loss, a gradient of zero."""
     hidden, document = batch.hidden, batch.document
     if not len(hidden):
         hidden, document = hidden.new_zeros(1, *hidden.shape[1:]), document.new_zeros(1, *document.shape[1:])
@@ -247,9 +219,16 @@ def _masked(batch: Windows, window: int) -> Windows:
 
 
 def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, log_p: Tensor) -> Tensor:
-    """Sums [2] over windows [B]: tokens a step started there is expected to gain at T=1 on this text, and windows."""
+    """Return sums [2] over windows: expected tokens at T=1 of a step that starts there, and windows.
+
+    Args:
+        head: The head.
+        hidden: Its input for B windows.
+        tokens: [B, n] int64, the text of the target.
+        log_p: [B, n, V], log p_k of the target.
+    """
     log_q = conditionals(head.circuit, head(hidden), tokens)
     ratio = (_at(log_q, tokens) - _at(log_p, tokens))[:, 1:].clamp(max=0).exp()
-    alive = ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)  # [B, n - 1], P(drafts 2 .. k are accepted | the text)
+    alive = ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)  # [B, n - 1], P(drafts 2 .. k are accepted)
     windows = (tokens[:, 0] >= 0).sum()
     return torch.stack([alive.sum() + windows, windows.to(alive.dtype)])

@@ -1,38 +1,27 @@
-"""What a training run is: one flat set of options, the same as a YAML file and as flags; unknown keys are refused."""
+"""Options of a training run: typed sections, the same keys in a YAML file and as flags; unknown keys are refused."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.data.sources import is_path
 from vllm_mtpc.errors import UsageError, one_line
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import head_options, option_fields
+from vllm_mtpc.heads import option_fields
 
-STATE_FOLDER, STATE_FILE = "state", "trainer.pt"  # in the out folder
-GROUPS = {  # of --help
-    "target": "target, data, output (--target, --data and --out are required)",
-    "circuit": "head",
-    next(iter(head_options())): "options of some heads",
-    "variant": "PTP head (--head ptp)",
-    "gamma": "loss",
-    "epochs": "steps",
-    "seq_len": "text and hidden states",
-    "parallel": "processes",
-    "save_minutes": "saving and measuring",
-}
-DEFAULT_METHOD = "mtpc"  # of heads by their own names; `head` names any other family itself
+STATE_FOLDER = "state"  # in the out folder
+DEFAULT_METHOD = "mtpc"  # family of the heads that are named by their own names; `head` names any other family
+RENAMED = {"law_trust": "distribution_trust"}  # old name -> new name, read for one release
+REMOVED = {"acceptance_form": "tv"}  # old option -> the only value that is left, read for one release
 
 
-class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ignore[misc]  # made of the registry
-    """Every option of `vllm-mtpc train`. A field is a key of the YAML file and, with dashes, a flag."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    groups: ClassVar[dict[str, str]] = GROUPS
+class DataOptions(BaseModel):
+    """Target, data and output; --target, --data and --out are required."""
 
     target: str = Field(min_length=1, description="causal language model on transformers: folder or hub name")
     data: list[str] = Field(min_length=1, description="text, folder, glob, .jsonl, .bin, or datasets name NAME:CONFIG")
@@ -43,6 +32,10 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     verifier: str | None = Field(None, description="the target's name in the head (default: relative path, or name)")
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
     dry_run: bool = Field(False, description="write the untrained head and stop")
+
+
+class HeadOptions(BaseModel):
+    """Head."""
 
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
@@ -56,31 +49,49 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
     num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
 
-    variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field("o-ptp", description="what drafts: docs/ptp.md")
+
+KindOptions = create_model("KindOptions", __doc__="Options of some heads.", **option_fields())
+
+
+class PtpOptions(BaseModel):
+    """PTP head (--head ptp)."""
+
+    variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
+        "o-ptp", description="kind of drafts: docs/ptp.md"
+    )
     baseline: str | None = Field(None, description="head of variant independent, trained alike, to compare with")
-    u_embedding: str = Field("ieee", description="how u is embedded: ieee, scalar, threshold, arithmetic, ...")
-    u_features: int | None = Field(None, ge=1, description="features of u, where the embedding leaves it open")
+    u_embedding: str = Field("ieee", description="embedding of u: ieee, scalar, threshold, arithmetic, ...")
+    u_features: int | None = Field(None, ge=1, description="features of u, for embeddings with a free number")
     u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
     late_width: int | None = Field(None, ge=1, description="variant late: width of its network (default: D)")
     distribution_trust: float | None = Field(
         None, gt=0, lt=1, description="variant late: trust in its network (default: 0.85)"
     )
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
-        None, description="of its rows (default: by variant)"
+        None, description="loss of the rows (default: by variant)"
     )
-    proposals: Literal["teacher", "dataset", "student"] = Field("teacher", description="whose text is learnt")
+    proposals: Literal["teacher", "dataset", "student"] = Field("teacher", description="text that is trained on")
     u_beta: float = Field(1.0, gt=0, description="place of u in its token's interval: Beta(b, b)")
     temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")
 
+
+class LossOptions(BaseModel):
+    """Loss."""
+
     gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
     beta: float = Field(1.0, ge=0, le=1, description="share of KL to the target; the rest is likelihood of the text")
     kl: Literal["forward", "reverse"] = Field("forward", description="direction: KL(target||draft) or the reverse")
     kl_form: Literal["full", "binary"] = Field("full", description="over all tokens, or this one against the rest")
-    acceptance: float = Field(0.9, ge=0, le=1, description="share of the acceptance loss in the whole")
-    acceptance_form: Literal["length", "tv", "log"] = Field("tv", description="of the acceptance loss")
-    train_first: bool = Field(False, description="also learn x_1, which serving is given by the target")
+    acceptance: float = Field(
+        0.9, ge=0, le=1, description="share of the total variation between target and draft in the loss"
+    )
+    train_first: bool = Field(False, description="also train x_1, which the target samples when it serves")
+
+
+class OptimizerOptions(BaseModel):
+    """Steps and optimiser."""
 
     epochs: float | None = Field(None, gt=0, description="passes over the data (default: 1; no limit with minutes)")
     max_steps: int | None = Field(None, ge=1, description="optimiser steps, in place of epochs")
@@ -97,8 +108,12 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
     seed: int = Field(0, ge=0, description="the run repeats with it")
 
+
+class TextOptions(BaseModel):
+    """Text and hidden states."""
+
     seq_len: int | None = Field(None, ge=4, description="tokens of a packed row (default: 1,024, or the most possible)")
-    cache: Path | None = Field(None, description="folder of hidden states on disk; written if it is not there")
+    cache: Path | None = Field(None, description="folder of hidden states on disk; written if it does not exist")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
     regenerate_prompt_tokens: int = Field(32, ge=1, description="tokens of a prompt cut from text")
@@ -110,8 +125,16 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
 
+
+class ProcessOptions(BaseModel):
+    """Processes."""
+
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="with several processes (torchrun, Ray)")
     ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
+
+
+class RecordOptions(BaseModel):
+    """Saving and measuring."""
 
     save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
@@ -121,69 +144,101 @@ class TrainOptions(create_model("HeadOptions", **option_fields())):  # type: ign
     evaluation_prompt_tokens: int = Field(32, ge=1, description="tokens of a held-out prompt cut from text")
     evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
 
+
+SECTIONS = (
+    DataOptions, HeadOptions, KindOptions, PtpOptions, LossOptions, OptimizerOptions, TextOptions, ProcessOptions,
+    RecordOptions,
+)  # fmt: skip
+
+
+class TrainOptions(*reversed(SECTIONS)):  # type: ignore[misc]  # pydantic takes the fields of the last base first
+    """Every option of `vllm-mtpc train`: a field is a key of the YAML file and, with dashes, a flag.
+
+    A function that reads one section only is annotated with the class of that section.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    groups: ClassVar[dict[str, str]] = {
+        next(iter(part.model_fields)): str(part.__doc__).rstrip(".") for part in SECTIONS
+    }
+
     @model_validator(mode="before")
     @classmethod
-    def _own_defaults(cls, values: Any) -> Any:
-        return {**_job(values.get("head")).defaults, **values} if isinstance(values, dict) else values
+    def _read_old_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        for old, new in RENAMED.items():
+            if old in values:
+                warnings.warn(f"{old} is now {new}; the old name is read for one more release", stacklevel=2)
+                values[new] = values.pop(old)
+        for old, left in REMOVED.items():
+            if old in values:
+                if values[old] != left:
+                    raise ValueError(f"{old}={values[old]!r} was removed; {left!r} is always used: remove {old}")
+                warnings.warn(f"{old} was removed: {left!r} is always used; remove it", stacklevel=2)
+                del values[old]
+        return {**_trainer(values.get("head")).defaults, **values}
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainOptions:
-        for job in self._other_jobs():
-            if name := self.given(*job.own):
-                hint = self.job.hints.get(name, "")
-                raise ValueError(f"{name} is an option of {job.noun}: remove {name}, or set {job.chosen_by}{hint}")
+        for trainer in self._other_trainers():
+            if name := self.given(*trainer.own):
+                hint = self.trainer.hints.get(name, "")
+                advice = f"remove {name}, or set {trainer.chosen_by}{hint}"
+                raise ValueError(f"{name} is an option of {trainer.noun}: {advice}")
         if self.init_from and self.given("init"):
-            raise ValueError(f"init={self.init!r} next to init_from, whose weights the head starts with: remove one")
+            raise ValueError(f"init={self.init!r} and init_from both choose the start: remove one")
         if self.validation_data and self.given("validation_share"):
-            raise ValueError("validation_share next to validation_data, which is all that is held out: remove one")
+            raise ValueError("validation_share and validation_data both choose the held-out text: remove one")
         of_responses = [name for name in type(self).model_fields if name.startswith("regenerate_")]
         if not self.regenerate and (name := self.given(*of_responses)):
             raise ValueError(f"{name} without regenerate: remove {name}, or set regenerate to a number of responses")
         names = [*self.data, *self.validation_data]
         if self.given("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
             raise ValueError(
-                f"split={self.split!r} is of names of the datasets library, and data are files: remove split, or name "
-                "the files of that split"
+                f"split={self.split!r} is an option of data sets, and data are files: remove split, or name the files "
+                "of that split"
             )
-        self.job.check(self)
+        self.trainer.check(self)
         return self
 
     def given(self, *names: str) -> str | None:
-        """The first of the options that was given another value than its default."""
+        """Return the first of the options that was given a value other than its default."""
         given, fields = self.model_fields_set.intersection(names), type(self).model_fields
         return next((name for name in names if name in given and getattr(self, name) != fields[name].default), None)
 
     @property
-    def job(self) -> Any:
-        """The class that trains a head of this family (`vllm_mtpc.train.job`)."""
-        return _job(self.head)
+    def trainer(self) -> Any:
+        """The `Trainer` of the head's family."""
+        return _trainer(self.head)
 
     @property
     def of_others(self) -> set[str]:
-        """Options of other families, which say nothing about this run."""
-        return {name for job in self._other_jobs() for name in job.own}
+        """Names of the options of other families."""
+        return {name for trainer in self._other_trainers() for name in trainer.own}
 
-    def _other_jobs(self) -> list[Any]:
-        return [family.job for family in FAMILIES.values() if not issubclass(self.job, family.job)]
+    def _other_trainers(self) -> list[Any]:
+        return [family.trainer for family in FAMILIES.values() if not issubclass(self.trainer, family.trainer)]
 
     @property
     def num_components(self) -> int:
-        """r, with its default."""
+        """r, the number of components, with its default."""
         return self.components or min(32, circuit_class(self.circuit).max_components)
 
     @property
     def needs_distribution(self) -> bool:
-        """Whether a circuit's loss reads the target's distribution over the vocabulary, not just the text."""
+        """Whether the loss of a circuit needs the target's distribution over the vocabulary."""
         return self.beta > 0 or self.acceptance > 0
 
 
-def _job(head: Any) -> Any:
+def _trainer(head: Any) -> Any:
     is_family = isinstance(head, str) and head in FAMILIES
-    return FAMILIES[head if is_family else DEFAULT_METHOD].job
+    return FAMILIES[head if is_family else DEFAULT_METHOD].trainer
 
 
 def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:
-    """Validated options; raises UsageError, one line."""
+    """Return validated options; raises UsageError."""
     try:
         return TrainOptions.model_validate(values)
     except ValidationError as error:
@@ -191,7 +246,7 @@ def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The keys of a YAML file; raises UsageError."""
+    """Return the keys of a YAML file; raises UsageError."""
     import yaml
 
     try:
@@ -199,5 +254,5 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{file}: cannot be read as YAML ({' '.join(str(error).split())}); correct the file") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{file}: holds {type(values).__name__}; expected are lines 'option: value'")
+        raise UsageError(f"{file}: holds {type(values).__name__}; lines 'option: value' are expected")
     return values

@@ -1,18 +1,19 @@
-"""Windows of packed rows, in the order they are trained on.
+"""Windows of packed rows, in the order of training.
 
-A window starts at (row, t): h = hidden[row, t] parameterises the circuit over x_k = tokens[row, t + k], k = 1 .. n.
-Training starts windows where serving does: x_1 must be a token of the loss (assistant turns, responses), in the same
-document. From the first x_k on that is not, positions are -1: they are marginalised and carry no loss.
+A window starts at (row, t): h = hidden[row, t] parameterises the circuit over x_k = tokens[row, t + k], k = 1 .. n. As
+when serving, x_1 is a trained token of the same document. From the first x_k on that is not, positions are -1: they are
+marginalised and have no loss.
 
-The order depends on the seed alone, not on the number of processes: rows are shuffled by epoch and cut into blocks;
-the windows of a block are shuffled and cut into steps. A process computes the hidden states of its own rows only
-(every world-th row of a block) and takes the windows of a step that lie in them.
+The order depends on the seed only, not on the number of processes: rows are shuffled by epoch and split into blocks;
+the windows of a block are shuffled and split into steps. A process computes the hidden states of its rows (every
+world-th row of a block) and takes the windows of a step that start in them.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import chain, count
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,24 +27,34 @@ if TYPE_CHECKING:
 
 
 class Windows(NamedTuple):
-    """The windows of one step that this process trains on."""
+    """The windows of one step in this process.
 
-    tokens: Tensor  # [B, n] int64, x_1 .. x_n; -1: marginalised, no loss
-    row: Tensor  # [B] int64, row within `hidden`
-    start: Tensor  # [B] int64, t
-    hidden: Tensor  # [R, S, D], this process's rows of the block
-    document: Tensor  # [R, S] int32, of those rows
-    counts: Tensor  # [n] int64, windows of the whole step, over all processes, with a token at k
-    draws: Tensor | None = None  # [B, ...] float32, random numbers of each window, where the head asks for some
+    Attributes:
+        tokens: [B, n] int64, x_1 .. x_n; -1: marginalised, no loss.
+        row: [B] int64, row of `hidden`.
+        start: [B] int64, t.
+        hidden: [R, S, D], states of this process's rows of the block.
+        document: [R, S] int32, documents of these rows.
+        counts: [n] int64, windows of the whole step, over all processes, with a token at k.
+        draws: [B, ...] float32, random numbers of each window, or None.
+    """
+
+    tokens: Tensor
+    row: Tensor
+    start: Tensor
+    hidden: Tensor
+    document: Tensor
+    counts: Tensor
+    draws: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Windows:
-        """The same step with what is of each window changed: moved, or only some of them taken."""
+        """Apply a function (a move, an index) to every tensor that has one entry per window."""
         own = {name: getattr(self, name) for name in ("tokens", "row", "start", "draws")}
         return self._replace(**{name: change(value) for name, value in own.items() if value is not None})
 
 
 def window_tokens(rows: Rows, row: Tensor, start: Tensor, window: int) -> Tensor:
-    """x_1 .. x_n [B, n] int64 of windows at (row, start); -1 from the first position on that is not trained."""
+    """Return x_1 .. x_n, [B, n] int64, of windows at (row, start); -1 from the first untrained position on."""
     length = rows.tokens.shape[1]
     at = start[:, None] + torch.arange(1, window + 1)  # [B, n]
     inside, at = at < length, at.clamp(max=length - 1)
@@ -53,13 +64,27 @@ def window_tokens(rows: Rows, row: Tensor, start: Tensor, window: int) -> Tensor
 
 
 def window_states(hidden: Tensor, row: Tensor, start: Tensor, window: int) -> Tensor:
-    """The target's states [B, n, D] that predict x_1 .. x_n; beyond the row, the last one (those are masked)."""
+    """Return the target's states, [B, n, D], that predict x_1 .. x_n; past the row's end its last one (masked)."""
     at = (start[:, None] + torch.arange(window, device=start.device)).clamp(max=hidden.shape[1] - 1)
     return hidden[row[:, None], at]
 
 
 class WindowSource:
-    """The steps of a run; `world` processes share each, this one is `rank`."""
+    """The steps of a run, shared by `world` processes, of which this one is `rank`.
+
+    Args:
+        source: Rows and their hidden states.
+        window: n, tokens of a window.
+        windows_per_step: Windows of a step, over all processes.
+        block_rows: Rows whose windows are shuffled together.
+        seed: Seed of the order.
+        rank: This process.
+        world: Number of processes.
+        draw: (seed, windows of a step) -> their random numbers, [windows, ...].
+
+    Raises:
+        MtpcError: No window can start in the data.
+    """
 
     def __init__(
         self,
@@ -72,44 +97,51 @@ class WindowSource:
         world: int = 1,
         draw: Callable[[int, int], Tensor] | None = None,
     ) -> None:
-        self.draw = draw  # (seed, windows of the step) -> their random numbers
+        self.draw = draw
         self.source, self.window, self.windows_per_step, self.seed = source, window, windows_per_step, seed
         self.rank, self.world = rank, world
         self.starts = eligible(source.rows)  # [N, S]
         self.per_row = self.starts.sum(1)  # [N]
         if not int(self.per_row.sum()):
-            raise MtpcError("no window can start anywhere in the data: give documents of two tokens or more")
-        self.block_rows, self.steps_read = block_rows, 0  # steps whose hidden states were read so far
-        self._held: tuple[Tensor, Tensor] | None = None  # rows of the block at hand, and their hidden states
+            raise MtpcError("the data has no window: give documents of two tokens or more")
+        self.block_rows, self.steps_read = block_rows, 0  # steps whose hidden states have been read
+        self._held: tuple[Tensor, Tensor] | None = None  # rows of the current block, and their hidden states
 
     def blocks(self, epoch: int) -> list[Tensor]:
-        """Rows of each block of an epoch, sorted within a block."""
+        """Return the rows of each block of an epoch, sorted within a block."""
         rows = self.per_row.nonzero()[:, 0]
         order = rows[torch.randperm(len(rows), generator=self._generator(epoch, 0))]
         return [block.sort().values for block in order.split(self.block_rows)]
 
     def steps_of(self, block: Tensor) -> int:
-        """Full steps in a block; a block too small for one still makes one."""
+        """Return the full steps in a block, 1 or more."""
         return max(1, int(self.per_row[block].sum()) // self.windows_per_step)
 
     def steps_per_epoch(self) -> int:
+        """Return the steps of the first epoch."""
         return sum(self.steps_of(block) for block in self.blocks(0))
 
+    def epochs(self, first_step: int = 0) -> Iterator[Iterator[Windows]]:
+        """Yield the steps of each epoch, without end, from step `first_step` of the run on."""
+        for epoch in count():
+            steps = sum(map(self.steps_of, self.blocks(epoch)))
+            if first_step < steps:
+                yield self._epoch_batches(epoch, first_step)
+            first_step = max(0, first_step - steps)
+
     def batches(self, first_step: int = 0) -> Iterator[Windows]:
-        """Steps without end, from step `first_step` on; earlier ones cost no hidden state."""
-        epoch = 0
-        while True:
-            for number, block in enumerate(self.blocks(epoch)):
-                steps = self.steps_of(block)
-                if first_step >= steps:
-                    first_step -= steps
-                    continue
-                yield from self._block_batches(block, (epoch, number + 1), range(first_step, steps))
-                first_step = 0
-            epoch += 1
+        """Yield the steps of all epochs; the steps before `first_step` compute no hidden states."""
+        return chain.from_iterable(self.epochs(first_step))
+
+    def _epoch_batches(self, epoch: int, first_step: int) -> Iterator[Windows]:
+        for number, block in enumerate(self.blocks(epoch), 1):
+            steps = self.steps_of(block)
+            if first_step < steps:
+                yield from self._block_batches(block, (epoch, number), range(first_step, steps))
+            first_step = max(0, first_step - steps)
 
     def _block_batches(self, block: Tensor, place: tuple[int, int], steps: range) -> Iterator[Windows]:
-        """place: the epoch, and the number of the block in it from 1 on."""
+        """Yield steps of a block; place: its epoch and its number in it, from 1."""
         row, start = self.starts[block].nonzero(as_tuple=True)  # [windows of the block] each
         order = torch.randperm(len(row), generator=self._generator(*place))
         held = block[self.rank :: self.world]
@@ -120,15 +152,15 @@ class WindowSource:
             tokens = window_tokens(self.source.rows, block[row[chosen]], start[chosen], self.window)
             own = row[chosen] % self.world == self.rank
             draws = None
-            if self.draw is not None:  # for the whole step, whatever the number of processes
+            if self.draw is not None:  # for the whole step, for any number of processes
                 draws = self.draw(self._seed(*place, step), len(chosen))[own]
             mine = row[chosen][own] // self.world, start[chosen][own]
             yield Windows(tokens[own], *mine, hidden, document, (tokens >= 0).sum(0), draws)
 
     def states(self, rows: Tensor) -> Tensor:
-        """Hidden states of rows; kept while the same rows are asked for, so data of one block is read once."""
+        """Return the hidden states of rows; kept until other rows are asked for."""
         if self._held is None or not torch.equal(self._held[0], rows):
-            self._held = None  # two blocks never exist at once
+            self._held = None  # free the last block first
             self._held = rows, self.source.hidden(rows)
         return self._held[1]
 
@@ -136,5 +168,5 @@ class WindowSource:
         return torch.Generator().manual_seed(self._seed(epoch, block))
 
     def _seed(self, *place: int) -> int:
-        text = "/".join(map(str, (self.seed, *place)))  # sums of them would collide
+        text = "/".join(map(str, (self.seed, *place)))  # sums would collide
         return random.Random(text).getrandbits(63)

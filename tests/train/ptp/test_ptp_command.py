@@ -1,4 +1,4 @@
-"""`vllm-mtpc train --head ptp` as it is typed: what it writes, what it starts from, and how it refuses."""
+"""`vllm-mtpc train --head ptp`: its files, its start and its errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.hf import load_target
-from vllm_mtpc.train import command, job
+from vllm_mtpc.train import command, trainer
 from vllm_mtpc.train.options import parse
-from vllm_mtpc.train.ptp.drafter import loss_name
-from vllm_mtpc.train.ptp.run import u_lines
+from vllm_mtpc.train.ptp.ptp_drafter import loss_name
+from vllm_mtpc.train.ptp.ptp_trainer import u_lines
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ def ptp_flags(place: Path, out: str, **changes: object) -> list[str]:
     return [word for at, word in enumerate(words) if at not in dropped]
 
 
-def test_a_run_writes_a_head_with_its_figures(place: Path, capsys: pytest.CaptureFixture) -> None:
+def test_ptp_run_writes_head_with_results(place: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["train", *ptp_flags(place, "ptp", u_embedding="arithmetic", temperature=0.9, top_k=40)]) == 0
     out, printed = place / "ptp", capsys.readouterr().out
     config = load_ptp(out).config
@@ -55,14 +55,14 @@ def test_a_run_writes_a_head_with_its_figures(place: Path, capsys: pytest.Captur
     card = (out / "README.md").read_text()
     assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
     assert "# PTP head: o-ptp, n=4, LoRA rank 3" in card and "temperature 0.9, top-k 40" in card
-    assert f"**{figures['t1']['tokens_per_step']:.3f}**" in card and "cross entropy of the token that u picks" in card
+    assert f"**{figures['t1']['tokens_per_step']:.3f}**" in card
     assert str(place) not in card + json.dumps(record)
-    state = torch.load(out / "state" / "trainer.pt", weights_only=True)["weights"]
+    state = load_file(out / "state" / "step-4" / "model.safetensors")
     written = load_file(out / "u_embed.safetensors")["outer.weight"]
     assert torch.equal(written, state["head.embedding.outer.weight"].half())
 
 
-def test_what_to_type_is_what_serves_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_command_depends_on_gpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Path(__file__).parents[3] / "scripts" / "v2_on_cpu.sh"
     for has_gpu, needs_v2, typed in (
         (False, True, f"scripts/{script.name} vllm serve head"),
@@ -70,12 +70,12 @@ def test_what_to_type_is_what_serves_here(place: Path, monkeypatch: pytest.Monke
         (False, False, "vllm serve head"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        line = job.serve_line(Path("head"), needs_v2)
+        line = trainer.serve_line(Path("head"), needs_v2)
         assert line.startswith(f"serve it: {typed}") and ("Model Runner V2" in line) == (typed != "vllm serve head")
     assert script.is_file()
 
 
-def test_a_dry_run_writes_what_can_be_loaded(place: Path) -> None:
+def test_ptp_dry_run_can_be_loaded(place: Path) -> None:
     assert main(["train", *ptp_flags(place, "dry", variant="c-ptp", dry_run=True)]) == 0
     student = load_student(place / "dry", load_target(place / "target"))
     assert student.config.variant == "c-ptp" and student.config.accepted is None
@@ -84,7 +84,7 @@ def test_a_dry_run_writes_what_can_be_loaded(place: Path) -> None:
     assert not (place / "dry" / "metrics.jsonl").exists()
 
 
-def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) -> None:
+def test_ptp_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) -> None:
     main(["train", *ptp_flags(place, "one", evaluation_sequences=0, learning_rate=3e-2)])
     assert main(["train", *ptp_flags(place, "two", init_from=place / "one", dry_run=True)]) == 0
     one, two = (load_ptp(place / name) for name in ("one", "two"))
@@ -112,7 +112,7 @@ def test_a_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) 
         assert message in capsys.readouterr().err
 
 
-def test_a_card_has_the_baseline_beside_it(place: Path, capsys: pytest.CaptureFixture) -> None:
+def test_card_compares_with_the_baseline(place: Path, capsys: pytest.CaptureFixture) -> None:
     """Measured on the same texts, from a head that was trained alike; another one is refused."""
     assert main(["train", *ptp_flags(place, "baseline", variant="independent")]) == 0
     assert main(["train", *ptp_flags(place, "next to", baseline=place / "baseline")]) == 0
@@ -133,7 +133,7 @@ def test_a_card_has_the_baseline_beside_it(place: Path, capsys: pytest.CaptureFi
         assert message in capsys.readouterr().err
 
 
-def test_a_circuit_is_no_start(place: Path, capsys: pytest.CaptureFixture) -> None:
+def test_circuit_as_start_is_refused(place: Path, capsys: pytest.CaptureFixture) -> None:
     main(["train", *flags(place, "circuit", dry_run=True)])
     assert main(["train", *ptp_flags(place, "four", init_from=place / "circuit", dry_run=True)]) != 0
     assert "a PTP head starts from a PTP head" in capsys.readouterr().err
@@ -144,7 +144,7 @@ def test_a_circuit_is_no_start(place: Path, capsys: pytest.CaptureFixture) -> No
     [
         ({"circuit": "hmm"}, "circuit is an option of circuits: remove circuit, or set another head"),
         ({"components": 8}, "components is an option of circuits"),
-        ({"acceptance_form": "log"}, "acceptance_form is an option of circuits"),
+        ({"acceptance": 0.5}, "acceptance is an option of circuits"),
         ({"lora_layers": 2}, "lora_layers is an option of circuits"),
         ({"cache": "c"}, "cache is an option of circuits"),
         ({"head": "linear", "variant": "c-ptp"}, "variant is an option of PTP heads: remove variant, or set head ptp"),
@@ -158,23 +158,23 @@ def test_a_circuit_is_no_start(place: Path, capsys: pytest.CaptureFixture) -> No
         ({"temperature": 0}, "temperature"),
     ],
 )
-def test_options_that_do_not_go_together(changes: dict, message: str) -> None:
+def test_conflicting_options_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(MtpcError, match=message) as caught:
         parse(REQUIRED | changes)
     assert "\n" not in str(caught.value)
 
 
-def test_defaults_are_the_kinds_own() -> None:
+def test_defaults_depend_on_the_family() -> None:
     ptp, circuit = parse(REQUIRED), parse(REQUIRED | {"head": "linear"})
     assert (ptp.windows_per_step, ptp.learning_rate, loss_name(ptp)) == (512, 1e-3, "ce")
     assert (circuit.windows_per_step, circuit.learning_rate) == (4096, None)  # None: by the width of the target
-    assert (ptp.job.kind(ptp), circuit.job.kind(circuit)) == ("o-ptp", "btree")
+    assert (ptp.trainer.kind(ptp), circuit.trainer.kind(circuit)) == ("o-ptp", "btree")
     assert loss_name(parse(REQUIRED | {"windows_per_step": 4096, "variant": "c-ptp"})) == "kl"
     again = parse(ptp.model_dump(mode="json"))  # as options reach a Ray worker: every one of them is given
     assert again == ptp and parse(circuit.model_dump(mode="json")) == circuit
 
 
-def test_responses_are_written_at_the_trained_distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_responses_are_sampled_as_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
     monkeypatch.setattr(
         "vllm_mtpc.batch.regenerate.regenerate", lambda settings: asked.append(settings) or settings.out
@@ -185,7 +185,7 @@ def test_responses_are_written_at_the_trained_distribution(monkeypatch: pytest.M
     assert [(one.temperature, one.top_k, one.top_p, one.limit) for one in asked] == [(0.7, 50, 0.95, 10)]
 
 
-def test_u_that_is_not_used_is_said() -> None:
+def test_unused_u_is_reported() -> None:
     options, baseline = parse(REQUIRED), parse(REQUIRED | {"variant": "independent"})
     figure = {"tokens_per_step": 2.0, "standard_error": 0.1, "sequences": 4, "accuracy": 0.5}
     used, unused = ({"t1": figure | {"shuffled_accuracy": value}} for value in (0.2, 0.49))

@@ -1,4 +1,4 @@
-"""What a PTP head is trained on and how: u inside intervals, masks, losses, and the loop as for every head."""
+"""Training of PTP heads: u inside intervals, masks, losses, and the training loop."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from vllm_mtpc.data.rows import pack
 from vllm_mtpc.heads.ptp.distribution import conditional, edges, u_inside
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train.loop import Trainer, read_metrics
 from vllm_mtpc.train.options import TrainOptions, parse
-from vllm_mtpc.train.ptp.drafter import PtpDrafter, distribution_of, drafts, drawing, row_losses
-from vllm_mtpc.train.ptp.run import PtpJob
+from vllm_mtpc.train.ptp.ptp_drafter import PtpDrafter, distribution_of, drafts, drawing, row_losses
+from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
+from vllm_mtpc.train.trainer import read_metrics
 from vllm_mtpc.train.windows import Windows, WindowSource
 
 torch.set_num_threads(1)
 
-# Low bits of u follow the rounding of what it is computed from, and "ieee" reads them: not where a pass of the student
-# or of a batch of another size decides u.
+# "ieee" reads the low bits of u, which are rounding noise where a forward pass of another batch size decides u.
 CASES = {
     "ce": {},
     "bce": {"ptp_loss": "bce", "u_embedding": "arithmetic"},
@@ -55,28 +54,25 @@ def options_for(target: Target, out: Path, **changes: object) -> TrainOptions:
     return parse(values | changes)
 
 
-def parts(options: TrainOptions, target: Target, count: int = 10) -> tuple[PtpJob, WindowSource]:
+def make_trainer(options: TrainOptions, target: Target, count: int = 10) -> PtpTrainer:
     rows, _ = pack(random_documents(count), options.seq_len, options.window, options.seed)
-    job = PtpJob(options, target)
-    return job, job.windows(job.source(rows), 0, 1)
-
-
-def make_trainer(options: TrainOptions, target: Target, count: int = 10) -> Trainer:
-    job, windows = parts(options, target, count)
-    return Trainer(options, Accelerator(cpu=True), job.drafter(), windows, options.max_steps)
+    trainer = PtpTrainer(options, target, Accelerator(cpu=True))
+    trainer.setup_data(rows)
+    trainer.setup_optimizer()
+    return trainer
 
 
 def first(options: TrainOptions, target: Target) -> tuple[PtpDrafter, Windows]:
-    job, windows = parts(options, target)
-    return job.drafter(), next(windows.batches())
+    trainer = make_trainer(options, target)
+    return trainer.model, next(trainer.windows.batches())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_learns_and_repeats(tiny_target: Target, tmp_path: Path, case: str) -> None:
+def test_ptp_training_learns_and_repeats(tiny_target: Target, tmp_path: Path, case: str) -> None:
     found = []
     for name in ("a", "b"):
         trainer = make_trainer(options_for(tiny_target, tmp_path / name, max_steps=25, **CASES[case]), tiny_target, 3)
-        trainer.run()
+        trainer.train()
         found.append(trainer.weights())
     loss = losses(tmp_path / "a")
     # Its own continuations change as it learns: their loss need not fall from one step to the next.
@@ -87,17 +83,19 @@ def test_it_learns_and_repeats(tiny_target: Target, tmp_path: Path, case: str) -
 
 
 @pytest.mark.parametrize("case", ["ce", "own c-ptp"])
-def test_a_killed_run_goes_on_bit_for_bit(tiny_target: Target, tmp_path: Path, case: str) -> None:
-    for name, changes in (("whole", {}), ("cut", {"max_steps": 4}), ("cut", {"resume": True})):
+def test_ptp_run_resumes_bit_for_bit(tiny_target: Target, tmp_path: Path, case: str) -> None:
+    for name, changes in (("whole", {}), ("parts", {"max_steps": 4}), ("parts", {"resume": True})):
         changes |= {"schedule": "constant", "warmup_steps": 0}
         options = options_for(tiny_target, tmp_path / name, **CASES[case], **changes)
-        make_trainer(options, tiny_target).run()
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+        make_trainer(options, tiny_target).train()
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("change", [{"grad_accumulation": 3}, {"chunk_windows": 7}])
 @pytest.mark.parametrize("case", ["ce", "kl", "inverse", "own", "trust"])
-def test_splitting_a_step_changes_nothing(tiny_target: Target, tmp_path: Path, case: str, change: dict) -> None:
+def test_chunks_of_a_ptp_step_give_the_same_gradients(
+    tiny_target: Target, tmp_path: Path, case: str, change: dict
+) -> None:
     gradients = []
     for changes in ({}, change):
         drafter, batch = first(options_for(tiny_target, tmp_path, **CASES[case], **changes), tiny_target)
@@ -112,24 +110,26 @@ def test_splitting_a_step_changes_nothing(tiny_target: Target, tmp_path: Path, c
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
-def test_a_step_is_the_same_for_two_processes(tiny_target: Target, tmp_path: Path) -> None:
+def test_two_processes_share_a_ptp_step(tiny_target: Target, tmp_path: Path) -> None:
     options = options_for(tiny_target, tmp_path)
-    job, windows = parts(options, tiny_target)
+    trainer = make_trainer(options, tiny_target)
+    windows = trainer.windows
     whole = next(windows.batches())
-    halves = [next(job.windows(windows.source, rank, 2).batches()) for rank in range(2)]
+    sizes = windows.window, windows.windows_per_step, windows.block_rows, windows.seed
+    halves = [next(WindowSource(windows.source, *sizes, rank, 2, windows.draw).batches()) for rank in range(2)]
     assert sum(len(half.row) for half in halves) == len(whole.row) and min(len(half.row) for half in halves) > 0
     together = torch.cat([half.draws for half in halves])
     assert torch.equal(together.flatten(1).sort(0).values, whole.draws.flatten(1).sort(0).values)
-    total = sum(job.drafter()(half)[0] for half in halves)
-    torch.testing.assert_close(total, job.drafter()(whole)[0])
+    total = sum(trainer.model(half)[0] for half in halves)
+    torch.testing.assert_close(total, trainer.model(whole)[0])
     empty = whole._replace(row=whole.row[:0], start=whole.start[:0], tokens=whole.tokens[:0], draws=whole.draws[:0])
-    loss, watched = job.drafter()(empty, watch=True)
+    loss, watched = trainer.model(empty, watch=True)
     loss.backward()
     assert loss == 0 and watched.tolist() == [0, 0]
-    assert all(value.grad is not None and not value.grad.any() for value in job.student.parameters())
+    assert all(value.grad is not None and not value.grad.any() for value in trainer.student.parameters())
 
 
-def test_u_of_a_window_picks_its_text(tiny_target: Target, tmp_path: Path) -> None:
+def test_u_of_a_window_selects_its_text(tiny_target: Target, tmp_path: Path) -> None:
     drafter, batch = first(options_for(tiny_target, tmp_path, top_k=6, windows_per_step=80), tiny_target)
     text = drafter._text(batch)
     states = batch.hidden.prefix.hidden[:, :-1]
@@ -151,8 +151,8 @@ def test_u_of_a_window_picks_its_text(tiny_target: Target, tmp_path: Path) -> No
 def test_rows_without_a_token_carry_no_loss(tiny_target: Target, tmp_path: Path) -> None:
     for case in ("ce", "kl"):
         drafter, batch = first(options_for(tiny_target, tmp_path, **CASES[case]), tiny_target)
-        cut = torch.cat([batch.tokens[:, :2], torch.full_like(batch.tokens[:, 2:], -1)], 1)
-        loss = drafter(batch._replace(tokens=cut))[0]
+        short_tokens = torch.cat([batch.tokens[:, :2], torch.full_like(batch.tokens[:, 2:], -1)], 1)
+        loss = drafter(batch._replace(tokens=short_tokens))[0]
         assert loss > 0
         full = drafter.head.aux
 
@@ -161,12 +161,12 @@ def test_rows_without_a_token_carry_no_loss(tiny_target: Target, tmp_path: Path)
             return torch.cat([states[:, :length], torch.zeros_like(states[:, length:])], 1)
 
         drafter.head.aux = short
-        torch.testing.assert_close(drafter(batch._replace(tokens=cut))[0], loss)
+        torch.testing.assert_close(drafter(batch._replace(tokens=short_tokens))[0], loss)
         drafter.head.aux = lambda *args: full(*args) * 0.5  # noqa: B023
-        assert drafter(batch._replace(tokens=cut))[0] != loss
+        assert drafter(batch._replace(tokens=short_tokens))[0] != loss
 
 
-def test_losses_are_what_they_are_called() -> None:
+def test_ptp_losses_match_their_definitions() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, distribution = torch.randn(3, 4, 6, generator=generator), torch.randn(3, 4, 6, generator=generator)
     distribution[..., 0] = -torch.inf
@@ -203,7 +203,7 @@ def test_inverse_u_lies_inside_the_students_own_intervals(tiny_target: Target, t
     assert torch.equal(made[text.usable], text.tokens[text.usable])
 
 
-def test_own_text_is_judged_by_the_target(tiny_target: Target, tmp_path: Path) -> None:
+def test_u_of_student_text_lies_in_target_intervals(tiny_target: Target, tmp_path: Path) -> None:
     """u of the student's continuation lies where the target, reading that continuation, picks it."""
     drafter, batch = first(options_for(tiny_target, tmp_path, **CASES["own"]), tiny_target)
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""Training of PTP heads: what the one trainer (`vllm_mtpc.train.loop`) is given for them."""
+"""Training of PTP heads: their trainer and their training step."""

@@ -1,4 +1,4 @@
-"""The results a run prints are those of the rule it names: T=1 is not judged by argmax, nor T=0 by overlap."""
+"""Validation of a trained head: results by temperature, and their number in limited time."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from tests.support.tiny import acceptance
 from tests.support.training import options_for, random_documents
 from vllm_mtpc.eval.text import Sampling
-from vllm_mtpc.train.circuit import CircuitJob
-from vllm_mtpc.train.job import held_out_prompts
+from vllm_mtpc.train.circuit_trainer import CircuitTrainer
+from vllm_mtpc.train.trainer import held_out_prompts
 
 
-def test_results_follow_their_temperature(tiny_target, tmp_path):
+def test_results_use_the_rule_of_their_temperature(tiny_target, tmp_path):
     """Against the mean over all positions, written out: `anywhere` weights them alike."""
     options = options_for(
         tiny_target, tmp_path, evaluation_sequences=6, evaluation_prompt_tokens=4, evaluation_tokens=20, dtype="float32"
     )
-    job = CircuitJob(options, tiny_target)
-    job.write({}, {"steps": 0})
-    samples = job.held_out(held_out_prompts(options, tiny_target, random_documents()))
-    found = job.measure(samples)
+    trainer = CircuitTrainer(options, tiny_target)
+    trainer.save({}, {"steps": 0})
+    samples = trainer.continuations(held_out_prompts(options, tiny_target, random_documents()))
+    found = trainer.measure(samples)
     values = {}
     for name, some in samples.items():
         total = []
@@ -30,7 +30,7 @@ def test_results_follow_their_temperature(tiny_target, tmp_path):
             for t in range(int(first), int(last) + 1):
                 at = torch.arange(t, t + options.window)
                 sampling = Sampling(0.0 if name == "t0" else 1.0)
-                kept = acceptance(job.head, tiny_target, hidden[at][None], text[at + 1][None], sampling)
+                kept = acceptance(trainer.head, tiny_target, hidden[at][None], text[at + 1][None], sampling)
                 total.append(1 + kept.sum().item())
         values[name] = sum(total) / len(total)
     assert found["t0"]["anywhere"] == pytest.approx(values["t0"], abs=1e-5)
@@ -42,9 +42,13 @@ def test_results_follow_their_temperature(tiny_target, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "seconds", "measured"), [(None, 4, [8]), (None, 20, [8, 32]), (None, 1000, [8, 64]), (64, 4, [64])]
 )
-def test_unasked_evaluation_ends_within_its_seconds(tiny_target, tmp_path, monkeypatch, asked, seconds, measured):
+def test_default_evaluation_ends_within_its_seconds(tiny_target, tmp_path, monkeypatch, asked, seconds, measured):
     """A text takes half a second by this clock."""
-    job, now, found = CircuitJob(options_for(tiny_target, tmp_path, evaluation_sequences=asked), tiny_target), [0.0], []
+    trainer, now, found = (
+        CircuitTrainer(options_for(tiny_target, tmp_path, evaluation_sequences=asked), tiny_target),
+        [0.0],
+        [],
+    )
 
     def measure(texts):
         now[0] += len(texts) / 2
@@ -52,12 +56,12 @@ def test_unasked_evaluation_ends_within_its_seconds(tiny_target, tmp_path, monke
         return {"t1": {"sequences": len(texts)}}
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr(job, "held_out", lambda texts: texts)
-    monkeypatch.setattr(job, "measure", measure)
-    assert job.results(list(range(64)), seconds)["t1"]["sequences"] == measured[-1]
+    monkeypatch.setattr(trainer, "continuations", lambda texts: texts)
+    monkeypatch.setattr(trainer, "measure", measure)
+    assert trainer.validate(list(range(64)), seconds)["t1"]["sequences"] == measured[-1]
     assert found == measured
 
 
-def test_no_sequences_no_prompts(tiny_target, tmp_path):
+def test_no_prompts_without_sequences(tiny_target, tmp_path):
     options = options_for(tiny_target, tmp_path, evaluation_sequences=0)
     assert held_out_prompts(options, tiny_target, random_documents()) == []

@@ -1,4 +1,4 @@
-"""Training of circuit heads: what the run is given for them."""
+"""Training of circuit heads, with or without draft layers."""
 
 from __future__ import annotations
 
@@ -23,31 +23,29 @@ from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, in
 from vllm_mtpc.hf import bind
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.card import circuit_card
-from vllm_mtpc.train.job import Job
 from vllm_mtpc.train.losses import Drafter
 from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from vllm_mtpc.data.rows import Rows
     from vllm_mtpc.eval.text import Samples
-    from vllm_mtpc.hf import Target
 
 STEPS_OF_A_BLOCK = 8  # of a backbone, or with minutes
 
 
-class CircuitJob(Job):
-    """A circuit's head, with draft layers or without."""
+class CircuitTrainer(Trainer):
+    """Trains a circuit's head."""
 
     own = (
         "circuit", "components", *head_options(), "init", "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
-        "acceptance", "acceptance_form", "train_first", "checkpoint_circuit", "regenerate_greedy_share",
-        "cache",
+        "acceptance", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
-    hints = {"ptp_loss": "; a circuit's loss is what beta and acceptance say"}  # noqa: RUF012
+    hints = {"ptp_loss": "; beta and acceptance choose the loss of a circuit"}  # noqa: RUF012
 
-    def __init__(self, options: TrainOptions, target: Target) -> None:
-        super().__init__(options, target)
+    def setup_model(self) -> None:
+        options, target = self.options, self.target
         self.head, self.layers = build_head(self.config), None
         if options.init_from:
             init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
@@ -62,22 +60,20 @@ class CircuitJob(Job):
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
             self.layers = DraftLayers(target, layers=options.lora_layers, **sizes)
         self.needs_v2 = self.config.has_draft_layers
+        self.model = Drafter(self.head, target, options, self.layers)
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
         if not options.lora_layers and (name := options.given("lora_rank", "lora_alpha")):
             raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
         get_circuit(options.circuit, options.window, options.num_components)
-        check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.job is not cls])
+        check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.trainer is not cls])
         if options.beta == 0 and (options.kl, options.kl_form) != ("forward", "full"):
-            raise ValueError("kl and kl_form say which KL, but beta is 0: give it a share, e.g. beta: 0.5")
+            raise ValueError("kl and kl_form choose the KL, but beta is 0: give it a share, e.g. beta: 0.5")
         if options.freeze_backbone and (options.head != "backbone" or not options.init_from):
-            raise ValueError(
-                "freeze_backbone: the backbone that stays as it is must be named; set head: backbone and init_from to "
-                "a head that has one"
-            )
+            raise ValueError("freeze_backbone needs a trained backbone: set head: backbone and init_from to its head")
         if options.head == "backbone" and options.train_first:
-            raise ValueError("train_first with head backbone, which is given x_1: remove train_first")
+            raise ValueError("train_first with head backbone, which is conditioned on x_1: remove train_first")
         if options.lora_layers and options.cache:
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
         if options.lora_layers and options.parallel == "fsdp":
@@ -87,13 +83,13 @@ class CircuitJob(Job):
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> HeadConfig:
         own = {name: getattr(options, name) for name in head_options()}
         source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
-        if source and source.head == options.head:  # what is not named is as there
+        if source and source.head == options.head:  # options that are not given are those of the source
             own = {name: getattr(source, name) if value is None else value for name, value in own.items()}
         return HeadConfig.create(
             circuit=options.circuit,
             window=options.window,
             num_components=options.num_components,
-            # of a composite model the sizes of its language model
+            # of a composite model, the sizes of its language model
             target=target.get_text_config().to_dict() | target.to_dict() | sizes,
             verifier=verifier,
             head=options.head,
@@ -120,55 +116,53 @@ class CircuitJob(Job):
 
     @staticmethod
     def loss_unit(options: TrainOptions) -> str:
-        form = {"tv": "total variation", "length": "-accepted / (n - 1)", "log": "nats"}[options.acceptance_form]
-        if not options.acceptance or form == "nats":
+        if not options.acceptance:
             return "nats per token"
-        return form if options.acceptance == 1 else f"{100 * options.acceptance:g} % {form}, the rest nats"
+        share = f"{100 * options.acceptance:g} % "
+        return "total variation" if options.acceptance == 1 else f"{share}total variation, the rest nats"
 
     @staticmethod
     def greedy_share(options: TrainOptions) -> float:
         return options.regenerate_greedy_share
 
-    def drafter(self) -> Drafter:
-        return Drafter(self.head, self.target, self.options, self.layers)
-
     def source(self, rows: Rows) -> HiddenSource:
-        """Hidden states of the rows: from the cache folder (written if need be), or computed when they are needed."""
+        """Return the rows' states: of the cache folder, which is written if it is incomplete, or computed."""
         cache = self.options.cache
         if self.options.lora_layers:
             return Computed(self.target, rows, layer=self.target.config.num_hidden_layers - self.options.lora_layers)
         layers = self.head.aux_layers if isinstance(self.head, BackboneHead) else ()
-        if cache is None:
-            return Computed(self.target, rows, layers=layers)
-        return write_cache(cache, self.target, rows, layers=layers)
+        return (
+            write_cache(cache, self.target, rows, layers=layers)
+            if cache
+            else Computed(self.target, rows, layers=layers)
+        )
 
-    def numbers_held(self) -> int:
+    def state_size(self) -> int:
         layers = len(self.head.aux_layers) if isinstance(self.head, BackboneHead) else 0
         return (layers + 1) * self.target.hidden_size
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
-        """Rows of a block: about one step's windows with draft layers, which run over whole rows; those of
-        `STEPS_OF_A_BLOCK` steps with a backbone, whose context costs less than its windows, and with minutes, since the
-        states of a large block may take longer than these."""
+        """Return the rows of about one step with draft layers, which run over whole rows; of a few steps with a
+        backbone or minutes, where the states of a large block take too long."""
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
         of_a_step = max(world, self.options.windows_per_step // per_row)
         if self.options.lora_layers:
             return of_a_step
-        most = super().block_rows(source, world)
+        largest = super().block_rows(source, world)
         is_bounded = self.options.head == "backbone" or self.options.minutes
-        return min(most, STEPS_OF_A_BLOCK * of_a_step) if is_bounded else most
+        return min(largest, STEPS_OF_A_BLOCK * of_a_step) if is_bounded else largest
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         names = ("circuit", "window", "num_components", "head", "lora_layers")
         facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
         return facts | ({"partial_start": self.partial_start} if self.partial_start else {})
 
-    def save(self, record: dict[str, Any]) -> None:
+    def write_head(self, record: dict[str, Any]) -> None:
         record["settings"]["num_components"] = self.options.num_components
         dtype = getattr(torch, self.options.dtype)
         save_head(self.options.out, self.config, self.head, record, circuit_card(record), dtype, self.layers)
 
-    def take(self, weights: Mapping[str, Tensor]) -> None:
+    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
         with torch.device("meta"):
             self.head = build_head(self.config)
         self.head.load_state_dict(weights, assign=True)

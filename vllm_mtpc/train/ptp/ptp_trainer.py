@@ -1,0 +1,203 @@
+"""Training of PTP heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_mtpc.checkpoint import read_config, resolve_head
+from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE
+from vllm_mtpc.checkpoint.ptp import load_ptp, load_student, save_ptp
+from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.engine.provenance import public
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.ptp_acceptance import measure_ptp
+from vllm_mtpc.eval.text import Sampling
+from vllm_mtpc.files import read_json
+from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
+from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.train.card import ptp_card
+from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, check_loss, drawing
+from vllm_mtpc.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.eval.text import Samples
+
+# A head that uses u loses this share of its correct drafts, or more, when u is shuffled.
+SHUFFLE_COST = 0.1
+# Options that a baseline and the head compared with it share, next to the data.
+OF_BASELINE = (
+    *("target", "window", "lora_rank", "lora_alpha", "max_steps", "epochs", "windows_per_step", "seq_len", "gamma"),
+    *("temperature", "top_k", "top_p", "evaluation_sequences", "evaluation_tokens", "evaluation_prompt_tokens"),
+)
+SAMPLING = ("temperature", "top_k", "top_p")  # of the distribution that u selects from
+OF_HEAD = ("variant", "u_embedding", "u_features", "u_hidden", "late_width", "distribution_trust")
+
+
+class PtpTrainer(Trainer):
+    """Trains a PTP head of any variant."""
+
+    own = (*OF_HEAD, "baseline", "ptp_loss", "proposals", "u_beta", *SAMPLING)
+    noun, chosen_by = "PTP heads", "head ptp"
+    student_class = Student
+    defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012
+    needs_v2 = True
+
+    def setup_model(self) -> None:
+        options = self.options
+        self.student = self.student_class(self.target, self.config)
+        self.baseline = baseline_figures(options) if options.baseline else {}
+        if options.init_from:
+            start_from(self.student, options.init_from)
+        self.draw = drawing(options.window, options.u_beta)
+        self.model = PtpDrafter(self.student, options)
+
+    @classmethod
+    def check(cls, options: TrainOptions) -> None:
+        if options.baseline and options.variant == "independent":
+            raise ValueError("baseline with variant 'independent': it is the baseline itself; remove baseline")
+        asked = default_options(options.u_embedding, options.u_hidden or 1)
+        given = {"u_features": options.u_features, "u_hidden": options.u_hidden}
+        asked |= {key: value for key, value in given.items() if value is not None}
+        check_embedding(options.u_embedding, asked.get("u_features"), asked.get("u_hidden"))
+        check_loss(options)
+        if options.parallel == "fsdp":
+            raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
+
+    @staticmethod
+    def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> PtpConfig:
+        text = target.get_text_config()
+        sizes = {"architectures": target.architectures, "num_hidden_layers": text.num_hidden_layers, **sizes}
+        return PtpConfig.create(
+            target=text.to_dict() | sizes,
+            verifier=verifier,
+            lora_alpha=float(options.lora_alpha),
+            **{name: getattr(options, name) for name in (*OF_HEAD, "window", "lora_rank", "num_speculative_tokens")},
+            **{f"trained_{name}": getattr(options, name) for name in SAMPLING},
+        )
+
+    @staticmethod
+    def check_start(options: TrainOptions, config: PtpConfig) -> None:
+        if options.baseline:
+            baseline_figures(options)
+        if options.init_from:
+            check_start(config, options.init_from)
+
+    @staticmethod
+    def kind(options: TrainOptions) -> str:
+        return options.variant
+
+    def source(self, rows: Rows) -> PrefixSource:
+        return PrefixSource(self.student, rows, self.options)
+
+    def state_size(self) -> int:
+        """Return the numbers of states, keys and values per token."""
+        row = self.student.prefix(torch.zeros(1, 2, dtype=torch.long))
+        return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *row.keys, *row.values))
+
+    def describe(self) -> dict[str, Any]:
+        config = self.config
+        names = ("variant", "window", "u_embedding", "late_width", "distribution_trust", "lora_rank")
+        return {
+            **{name: getattr(config, name) for name in names},
+            "drafts": config.num_speculative_tokens,
+            **{name: getattr(config, f"trained_{name}") for name in SAMPLING},
+        }
+
+    def write_head(self, record: dict[str, Any]) -> None:
+        for name in self.options.of_others:
+            del record["settings"][name]
+        config, student, dtype = self.config, self.student, getattr(torch, self.options.dtype)
+        if results := record["figures"]:
+            config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
+        save_ptp(
+            self.options.out, config, student.lora(), student.embedding, record, ptp_card(record), dtype, student.late
+        )
+
+    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
+        self.student.load_state_dict(weights)
+
+    def samplings(self) -> dict[str, Sampling]:
+        """Return the trained sampling, and greedy."""
+        options = self.options
+        return {"t1": Sampling(options.temperature, options.top_p, top_k=options.top_k), "t0": Sampling(0.0)}
+
+    def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
+        student, results, ways = load_student(self.options.out, self.target), {}, self.samplings()
+        for name, some in samples.items():
+            how = {"num_drafts": self.options.window - 1, "seed": self.options.seed}
+            results[name] = asdict(measure_ptp(student, some, ways[name], **how))
+            if name in self.baseline:
+                results[name]["baseline_tokens_per_step"] = self.baseline[name]["tokens_per_step"]
+        return results
+
+    def comments(self, results: Mapping[str, Any]) -> list[str]:
+        return u_lines(self.options, results)
+
+
+def baseline_figures(options: TrainOptions) -> dict[str, Any]:
+    """Return the results of the head `options.baseline`.
+
+    Raises:
+        UsageError: It is not a measured head of variant independent, or was trained with other options.
+    """
+    folder = Path(resolve_head(options.baseline))
+    record = read_json(folder / PROVENANCE_FILE)
+    ours = {key: public(value) for key, value in options.model_dump(mode="json").items()}
+    theirs = record.get("settings", {})
+    if theirs.get("variant") != "independent" or not record.get("figures"):
+        raise UsageError(f"baseline={folder}: not a trained and measured head of variant independent; name one")
+    for key in (*OF_BASELINE, "data"):
+        if ours[key] != theirs.get(key):
+            raise UsageError(
+                f"baseline={folder} has {key}={theirs.get(key)}, this run {ours[key]}; train both alike, or remove it"
+            )
+    return record["figures"]
+
+
+def start_from(student: Student, name: str) -> None:
+    """Copy the weights of another PTP head; raises UsageError if the shapes differ."""
+    check_start(student.config, name)
+    head = load_ptp(resolve_head(name))
+    student.take(head.lora, head.embedding, head.late)
+
+
+def check_start(wanted: PtpConfig, name: str) -> None:
+    """Raise UsageError if a head of the config `wanted` cannot start from the named one."""
+    config = read_config(resolve_head(name))
+    if config.speculators_model_type != wanted.speculators_model_type:
+        raise UsageError(
+            f"init_from={name} is a head of method mtpc; a PTP head starts from a PTP head: name one, or remove it"
+        )
+    # another variant with the same rows may start from them; a late network starts with no effect
+    may_become = wanted.first_row == config.first_row and config.variant != "late"
+    for key in ("variant", "u_embedding", "u_features", "u_hidden", "lora_rank", "lora_alpha", "late_width"):
+        ours, theirs = getattr(wanted, key), getattr(config, key)
+        may_differ = may_become and key in ("variant", "late_width")
+        if ours != theirs and not may_differ:
+            raise UsageError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
+
+
+def u_lines(options: TrainOptions, results: Mapping[str, Any]) -> list[str]:
+    """Report the effect of shuffled u on the drafts; warn if it is small."""
+    if "t1" not in results:
+        return []
+    right, shuffled = results["t1"]["accuracy"], results["t1"]["shuffled_accuracy"]
+    lines = [f"correct drafts: {right:.1%}; with the u of other windows: {shuffled:.1%}"]
+    if options.variant != "independent" and shuffled > (1 - SHUFFLE_COST) * right:
+        lines.append(
+            "warning: shuffled u gives as many correct drafts, so u is not used: train longer, or raise learning_rate "
+            "or lora_rank"
+        )
+    ours, theirs = (results["t1"].get(f"{key}tokens_per_step") for key in ("", "baseline_"))
+    if theirs:
+        lines.append(f"{ours / theirs:.3f}x the tokens/step of the independent baseline, {theirs:.3f}")
+    return lines

@@ -1,0 +1,440 @@
+"""The trainer: model, windows, optimiser, steps, saved states and the measured head, for every family of heads.
+
+A step is the same set of windows for any number of processes: each process takes the windows of its rows, and every
+term is divided by the number of windows of the whole step. DDP and FSDP average gradients, so the loss is multiplied by
+the number of processes. A family is a subclass, named in `vllm_mtpc.families`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from vllm_mtpc.checkpoint.locate import verifier_name
+from vllm_mtpc.eval.loading import prompts
+from vllm_mtpc.eval.speed import worth
+from vllm_mtpc.eval.text import Samples, Sampling, generate
+from vllm_mtpc.hf import Target, check_length
+from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
+from vllm_mtpc.progress import Bar
+from vllm_mtpc.train import state
+from vllm_mtpc.train.card import provenance
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
+from vllm_mtpc.train.windows import Windows, WindowSource
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from vllm_mtpc.data.rows import Rows
+    from vllm_mtpc.data.sources import Documents
+    from vllm_mtpc.train.cache import HiddenSource
+
+METRICS_FILE = "metrics.jsonl"
+UNLIMITED = sys.maxsize  # steps of a run that ends after its minutes
+BETAS = (0.9, 0.95)  # of the MtPC authors' code; their paper names Adam alone
+BLOCK_BYTES = 1 << 30
+SEQUENCES, MIN_SEQUENCES = 64, 8  # default number of held-out texts, and the number that is always measured
+SEEDS = {"t1": 101, "t0": 102}
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
+
+
+def learning_rate(options: TrainOptions, step: int, steps: int, share: float = 0.0) -> float:
+    """Return the rate of a step: linear warm-up, then constant or a cosine that ends at a tenth of the peak.
+
+    Args:
+        options: Peak rate, schedule and steps of warm-up (at most a quarter of the run).
+        step: Steps before this one.
+        steps: Steps of the run.
+        share: Share of the run's minutes that is over, 0 without a limit.
+    """
+    assert options.learning_rate is not None  # `settled`
+    warmup = min(options.warmup_steps, max(1, steps // 4))
+    rise = min(1.0, max((step + 1) / warmup, 4 * share)) if warmup else 1.0
+    if options.schedule == "constant":
+        return options.learning_rate * rise
+    fall = 0.55 + 0.45 * math.cos(math.pi * min(1.0, max(step / max(1, steps), share)))
+    return options.learning_rate * rise * fall
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process: allocated by torch on CUDA, else the resident set. Bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+class Trainer(ABC):
+    """Trains and writes one head.
+
+    Call `setup_data`, `setup_optimizer`, `train` and `finish` in this order; the model is ready after construction.
+
+    Args:
+        options: Options of the run, `settled`.
+        target: The frozen target.
+        accelerator: Devices and processes; None where nothing is trained.
+    """
+
+    own: ClassVar[tuple[str, ...]]  # options that other families do not have
+    noun: ClassVar[str]  # name of the family in errors about its options
+    chosen_by: ClassVar[str]  # the option that selects this family
+    hints: ClassVar[Mapping[str, str]] = {}  # added to the error about an option of another family
+    defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that differ from those of TrainOptions
+    draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
+    needs_v2 = False  # whether only Model Runner V2 serves the head
+    partial_start = ""  # weights that the named start has and has not, if some are missing
+    config: Any
+    model: Any  # module (windows, watch) -> (loss, watched sums)
+
+    def __init__(self, options: TrainOptions, target: Target, accelerator: Accelerator | None = None) -> None:
+        self.options, self.target = options, target
+        self.accelerator: Any = accelerator
+        self.verifier = options.verifier or verifier_name(options.target, options.out)  # the target's name in the head
+        torch.manual_seed(options.seed)
+        sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
+        self.config = self.head_config(options, target.model.config, self.verifier, sizes)
+        self.folder = options.out / STATE_FOLDER
+        self.step = 0
+        self.saved: int | None = None  # step of the saved state
+        self.tokens_per_second = 0.0
+        self.setup_model()
+
+    # --- options
+
+    @classmethod
+    @abstractmethod
+    def check(cls, options: TrainOptions) -> None:
+        """Raise ValueError for options that exclude each other."""
+
+    @classmethod
+    def check_target(cls, options: TrainOptions, target: Any) -> None:
+        """Raise an MtpcError for options that do not fit a target of this transformers config."""
+        text = target.get_text_config()
+        sizes = {"vocab_size": text.vocab_size, "hidden_size": text.hidden_size}
+        cls.check_start(options, cls.head_config(options, target, options.target, sizes))
+
+    @staticmethod
+    @abstractmethod
+    def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> Any:
+        """Return the config of a head for a target of this transformers config and these sizes."""
+
+    @staticmethod
+    @abstractmethod
+    def check_start(options: TrainOptions, config: Any) -> None:
+        """Raise an MtpcError if a head of this config cannot start from the named head or be compared with it."""
+
+    @staticmethod
+    @abstractmethod
+    def kind(options: TrainOptions) -> str:
+        """Return the circuit or variant."""
+
+    @staticmethod
+    def loss_unit(options: TrainOptions) -> str:
+        """Return the unit of the loss, for the axis of a plot."""
+        return "nats per token"
+
+    @staticmethod
+    def greedy_share(options: TrainOptions) -> float:
+        """Return the share of regenerated responses at temperature 0."""
+        return 0.0
+
+    # --- setup
+
+    @abstractmethod
+    def setup_model(self) -> None:
+        """Build the head and `model`, the module of a training step, from the seeded generator."""
+
+    @abstractmethod
+    def source(self, rows: Rows) -> HiddenSource:
+        """Return the target's states of rows, which windows are read from."""
+
+    def state_size(self) -> int:
+        """Return the numbers of the target's dtype that are held per token of a block."""
+        return self.target.hidden_size
+
+    def block_rows(self, source: HiddenSource, world: int) -> int:
+        """Return the default number of rows whose windows are shuffled together: 1 GiB of states."""
+        assert self.options.seq_len is not None  # `settled`
+        return max(1, BLOCK_BYTES // (self.options.seq_len * self.state_size() * self.target.dtype.itemsize))
+
+    def setup_data(self, rows: Rows) -> None:
+        """Create the windows and the number of steps of the run."""
+        options, accelerator = self.options, self.accelerator
+        rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+        with accelerator.main_process_first() if accelerator else nullcontext():  # the first one writes the cache
+            source = self.source(rows)
+        block_rows = options.block_rows or self.block_rows(source, world)
+        sizes = options.window, options.windows_per_step, block_rows, options.seed
+        self.windows = WindowSource(source, *sizes, rank, world, self.draw)
+        epochs = options.epochs or (0 if options.minutes else 1)
+        of_epochs = max(1, int(self.windows.steps_per_epoch() * epochs)) if epochs else UNLIMITED
+        self.steps = options.max_steps or of_epochs
+
+    def setup_optimizer(self) -> None:
+        """Create AdamW over the trained parameters and prepare model and optimiser for the processes of the run."""
+        options = self.options
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, betas=BETAS, weight_decay=options.weight_decay, fused=True)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        self.stopping = state.Stopping(options.save_minutes, self.accelerator.num_processes, options.minutes)
+
+    # --- training
+
+    def train(self) -> None:
+        """Run all steps, or those before a signal (`stopping.signal`) or the end of the minutes, and save the state."""
+        if self.options.resume:
+            self.step = self.saved = state.load_state(self.folder, self.accelerator, self.options)
+        self._start_metrics()
+        self._started, self._reading, self._tokens, self._done = time.monotonic(), 0.0, 0, 0
+        kind, quiet = self.kind(self.options), not self.accelerator.is_main_process
+        total = math.inf if self.steps == UNLIMITED else self.steps
+        with self.stopping, Bar(total=total, initial=self.step, desc=kind, unit="step", disable=quiet) as bar:
+            epochs = self.windows.epochs(self.step)
+            while not self.is_finished:
+                self.train_epoch(next(epochs), bar)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.steps or bool(self.stopping.signal) or self.stopping.share >= 1
+
+    def train_epoch(self, batches: Iterator[Windows], bar: Bar) -> None:
+        """Take the steps of an epoch, up to the end of the run; log and save where they are due."""
+        while not self.is_finished:
+            asked = time.monotonic()
+            batch = next(batches, None)
+            self._reading += time.monotonic() - asked
+            if batch is None:
+                return
+            self._done += 1
+            rate = learning_rate(self.options, self.step, self.steps, self.stopping.share)
+            logs = (self.step + 1) % self.options.log_every == 0 or self.step + 1 == self.steps
+            share, watched = self.train_step(batch, rate, watch=logs)
+            self.step += 1
+            saves = self.stopping.due() or self.is_finished
+            self._tokens += int(batch.counts.sum())
+            if logs or saves:  # other steps do not wait for the device
+                loss = self._finite_loss(share)
+            if logs:
+                self.tokens_per_second = self._tokens / (time.monotonic() - self._started)
+                line = self._log(loss, watched, rate)
+                shown = {"loss": f"{line['loss']:.4f}", "tokens/step": f"{line['tokens_per_step']:.2f}"}
+                bar.set_postfix(shown, refresh=False)
+            bar.total, bar.seconds_left = self._remaining(time.monotonic() - self._started)
+            bar.update()
+            if saves:
+                self.save_state()
+
+    def train_step(self, batch: Windows, rate: float, watch: bool) -> tuple[Tensor, Tensor | None]:
+        """Take one optimiser step; return this process's share of the loss and, if asked, the watched sums."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        parts, total, watched = self.options.grad_accumulation, torch.zeros((), device=self.accelerator.device), None
+        for number in range(parts):  # the same number in every process
+            part, is_last = batch.each(itemgetter(slice(number, None, parts))), number == parts - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                loss, watched = self.model(part, watch=watch and is_last)
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+            total += loss.detach()
+        self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, watched
+
+    def save_state(self) -> None:
+        """Save the trainer's state; raises CheckpointError for weights that are not finite and for a full disk."""
+        self._check_weights()
+        state.save_state(self.folder, self.accelerator, self.step, self.options)
+        self.saved = self.step
+        self.stopping.saved()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the head's weights on the host, frozen ones included, gathered from all processes."""
+        weights = get_model_state_dict(self.model, options=FULL)
+        return {name.removeprefix("head."): value for name, value in weights.items() if name.startswith("head.")}
+
+    def _remaining(self, elapsed: float) -> tuple[int, float]:
+        """Estimate the steps of the whole run and the seconds left; blocks of states are computed ahead of steps."""
+        left, ahead = self.steps - self.step, max(0, self.windows.steps_read - self._done)
+        step, states = (elapsed - self._reading) / self._done, self._reading / (self._done + ahead)
+        seconds = left * step + max(0, left - ahead) * states
+        if seconds > (limit := max(0.0, self.stopping.limit * (1 - self.stopping.share))):
+            left, seconds = int((limit + ahead * states) / (step + states)), limit
+        return self.step + left, seconds
+
+    def _finite_loss(self, share: Tensor) -> float:
+        """Return the loss of a step over all processes; raises CheckpointError in each of them if it is not finite."""
+        loss = self.accelerator.reduce(share, "sum").item()
+        if not math.isfinite(loss):
+            raise self._diverged(f"the loss is {loss}")
+        return loss
+
+    def _check_weights(self) -> None:
+        """Raise CheckpointError in every process unless weights and moments are finite."""
+        held = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        held += [value for moments in self.optimizer.state.values() for value in moments.values()]
+        invalid = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
+        for value in held:
+            shard = value.to_local() if isinstance(value, DTensor) else value
+            invalid += (~shard.detach().isfinite().all()).to(invalid.device)
+        if self.accelerator.reduce(invalid, "sum").item():
+            raise self._diverged("weights or their moments are NaN or infinite")
+
+    def _diverged(self, what: str) -> state.CheckpointError:
+        kept = "; no state was saved before"
+        if self.saved is not None:
+            kept = f" into another out folder; the state of step {self.saved} is intact ({self.folder})"
+        return state.CheckpointError(
+            f"{what} at step {self.step}: lower learning_rate, or use precision float32, and train again{kept}"
+        )
+
+    def _log(self, loss: float, watched: Tensor, rate: float) -> dict[str, Any]:
+        """Write one line to metrics.jsonl and the trackers; the same for any number of processes."""
+        watched = self.accelerator.reduce(watched, "sum")
+        line = {
+            "step": self.step,
+            "loss": loss,
+            "tokens_per_step": (watched[0] / watched[1]).item(),
+            "learning_rate": rate,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
+        }
+        if self.accelerator.is_main_process:
+            with open(self.options.out / METRICS_FILE, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self.accelerator.log({key: value for key, value in line.items() if key != "step"}, step=self.step)
+        return line
+
+    def _start_metrics(self) -> None:
+        """Drop the metrics of steps after the one that the run resumes from."""
+        if not self.accelerator.is_main_process:
+            return
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        file = self.options.out / METRICS_FILE
+        kept = [line for line in read_metrics(file) if line["step"] <= self.step] if self.options.resume else []
+        file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+    # --- the trained head
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return the facts of the head for provenance.json."""
+
+    @abstractmethod
+    def write_head(self, record: dict[str, Any]) -> None:
+        """Write the head's folder with the provenance `record` and the card made from it."""
+
+    @abstractmethod
+    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights that `weights` returned."""
+
+    def samplings(self) -> dict[str, Sampling]:
+        """Return the sampling of the texts that the head is measured on, by name of the result."""
+        return {"t1": Sampling(1.0), "t0": Sampling(0.0)}
+
+    @abstractmethod
+    def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
+        """Return the expected tokens/step of the head in the out folder, by temperature, for provenance.json."""
+
+    def comments(self, results: Mapping[str, Any]) -> list[str]:
+        """Return lines to print about the results."""
+        return []
+
+    def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+        """Write the head's folder with the results known so far."""
+        self.write_head(provenance(self.options, self.describe(), self.verifier, results, run))
+
+    def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
+        """Write the head, validate the written head, and write it again with its results and plots."""
+        out = self.options.out
+        self.load_trained(weights)
+        self.save({}, run)  # a failure below does not lose the head
+        print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
+        try:
+            results = self.validate(texts, 60 * run["minutes"] / 4) if texts else {}
+        except KeyboardInterrupt:
+            print(f"SIGINT: not measured; the head is in {out}; to measure it, type: vllm-mtpc eval {out} --data DATA",
+                  file=sys.stderr)  # fmt: skip
+            raise
+        plot_loss(read_metrics(out / METRICS_FILE), out, self.loss_unit(self.options))
+        plot_acceptance({self.kind(self.options): results}, out)
+        self.save(results, run)
+        labels = {name: f"T={self.samplings()[name].temperature:g}" for name in results}
+        for name, values in results.items():
+            print(
+                f"expected tokens/step at {labels[name]}: {values['tokens_per_step']:.3f} "
+                f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
+            )
+        for line in self.comments(results):
+            print(line)
+        print(worth({labels[name]: values["tokens_per_step"] for name, values in results.items()}, out))
+        print(serve_line(out, self.needs_v2))
+
+    def validate(self, texts: list[Tensor], seconds: float) -> dict[str, Any]:
+        """Measure the head on the texts; without `evaluation_sequences` on a number that takes these seconds."""
+        count, started = len(texts), time.monotonic()
+        if self.options.evaluation_sequences is None:
+            results = self.measure(self.continuations(texts[:MIN_SEQUENCES]))
+            count = min(count, int(MIN_SEQUENCES * seconds / (time.monotonic() - started)) - MIN_SEQUENCES)
+            if count <= MIN_SEQUENCES:
+                print(f"measured on {MIN_SEQUENCES} texts, to save time; for more: --evaluation-sequences {len(texts)}")
+                return results
+        return self.measure(self.continuations(texts[:count]))
+
+    def continuations(self, texts: list[Tensor]) -> dict[str, Samples]:
+        """Return continuations of prompts by the target, by name of the result."""
+        options, samples, ways = self.options, {}, self.samplings()
+        with Bar(total=len(texts) * len(ways), desc="held-out continuations", unit="text") as bar:
+            for name, sampling in ways.items():
+                generator = torch.Generator(self.target.device).manual_seed(SEEDS[name])
+                more = {"overhang": options.window, "progress": bar.update}
+                samples[name] = generate(self.target, texts, options.evaluation_tokens, sampling, generator, **more)
+        return samples
+
+
+def held_out_prompts(options: TrainOptions, target: Target, documents: Documents) -> list[Tensor]:
+    """Return prompts, [length] each, of held-out documents; none for `evaluation_sequences` 0.
+
+    Raises:
+        UsageError: The documents have no prompts, or the target cannot read prompt and continuation.
+    """
+    count = SEQUENCES if options.evaluation_sequences is None else options.evaluation_sequences
+    if not count:
+        return []
+    texts = prompts(documents, count, options.evaluation_prompt_tokens, options.seed)
+    check_length(target.name, target.config, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
+    return texts
+
+
+def serve_line(out: object, needs_v2: bool) -> str:
+    """Return the command that serves a head; without a GPU, Model Runner V2 needs a script of the checkout."""
+    if not needs_v2 or torch.cuda.is_available():
+        return f"serve it: vllm serve {out}"
+    return (
+        f"serve it: scripts/v2_on_cpu.sh vllm serve {out} (in the checkout of vllm_mtpc: the head needs vLLM's Model "
+        f"Runner V2, which this script runs without a GPU; with one: vllm serve {out})"
+    )
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file, without an incomplete last line."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
