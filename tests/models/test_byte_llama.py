@@ -33,13 +33,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("context", [1, 4])
-def test_the_reference_notices_a_shorter_context(served: SimpleNamespace, context: int) -> None:
+def test_reference_with_a_shorter_context_is_noticed(served: SimpleNamespace, context: int) -> None:
     shorter = Reference(served.folder / "target", context)
     answers = [served.reference.greedy(prompt, 12) for prompt in served.prompts]
     assert not all(shorter.is_greedy(*pair) for pair in zip(served.prompts, answers, strict=True))
 
 
-def test_model_runner_v1(served: SimpleNamespace) -> None:
+def test_text_with_chunks_preemption_and_prefix_on_v1(served: SimpleNamespace) -> None:
     prompts, last = served.prompts, served.prompts[-1:]
     # min_tokens and the stale stop ids of generation_config.json would end the engine
     careful = {"temperature": 0, "min_tokens": COUNT, "max_tokens": COUNT}
@@ -56,7 +56,7 @@ def test_model_runner_v1(served: SimpleNamespace) -> None:
     assert min(drafts(first)) > 0
 
 
-def test_model_runner_v2(served: SimpleNamespace) -> None:
+def test_text_with_chunks_and_prefix_on_v2(served: SimpleNamespace) -> None:
     prompts = served.prompts[2:]
     calls = [Call(prompts, [GREEDY] * len(prompts)), Call(prompts[-1:], [GREEDY])]
     replies = run({"btree": Engine(served.model, calls, SMALL_BLOCKS | CHUNKS | served.btree)}, "v2")["btree"]

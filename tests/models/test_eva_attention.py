@@ -1,4 +1,4 @@
-"""EVA attention over pages, without an engine: the plan of a step, and the two ways to attend."""
+"""EVA attention over pages without an engine: the plan of a step, and both implementations of the attention."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vllm_mtpc.models.evabyte import attention
 from vllm_mtpc.models.evabyte.attend import BLOCK as GPU_BLOCK
 from vllm_mtpc.models.evabyte.attend import attend, attend_paged, fits, summarise, write_summaries, write_tokens
 from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
-from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment, SummaryPlan, make_plan, make_summary_plan
+from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
 
 WINDOW, CHUNK, HEADS, SIZE = 32, 4, 2, 8
 BLOCK = 16  # of summaries, in tokens
-# tokens in a block of tokens: as many, in the same block table; fewer, in a table of their own; less than a chunk
+# tokens in a block of tokens: 16 in the same block table; fewer in another table; less than a chunk
 TOKEN_BLOCKS = [16, 4, 2]
 # (positions before this step, rows of this step): a decode, drafts across a window, a prompt over three windows, a
 # request that completes its window exactly, and a row of padding
@@ -31,7 +31,7 @@ REQUESTS = ((40, 1), (28, 8), (10, 70), (60, 4), (0, 0))
 
 @dataclass
 class Common:
-    """What builders read of vLLM's metadata of a step."""
+    """The parts of vLLM's metadata that the builders read."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -68,7 +68,7 @@ def make_step(token_block: int = BLOCK, pad: int = 3) -> tuple[EvaPlan, SummaryP
 
 
 def make_caches(plan: EvaPlan, places: SummaryPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [T, H, D] and the two caches, every summary of a complete chunk in place."""
+    """Query [T, H, D] and both caches, with the summary of every complete chunk."""
     generator = torch.Generator().manual_seed(1)
     near, far = int(plan.block_table.max()) + 1, int(places.block_table.max()) + 1
     cache = torch.randn(near, HEADS, plan.block_size, 2 * SIZE, generator=generator)
@@ -77,49 +77,8 @@ def make_caches(plan: EvaPlan, places: SummaryPlan) -> tuple[Tensor, Tensor, Ten
     return query, cache, summaries
 
 
-def test_segments() -> None:
-    assert make_step()[0].segments() == [
-        Segment(request=0, row=0, num_rows=1, window=1, tokens=9),
-        Segment(request=1, row=1, num_rows=4, window=0, tokens=32),
-        Segment(request=1, row=5, num_rows=4, window=1, tokens=4),
-        Segment(request=2, row=9, num_rows=22, window=0, tokens=32),
-        Segment(request=2, row=31, num_rows=32, window=1, tokens=32),
-        Segment(request=2, row=63, num_rows=16, window=2, tokens=16),
-        Segment(request=3, row=79, num_rows=4, window=1, tokens=32),
-    ]
-
-
 @pytest.mark.parametrize("token_block", TOKEN_BLOCKS)
-def test_chunks_that_a_step_completes(token_block: int) -> None:
-    plan, places = make_step(token_block)
-    written = zip(
-        places.chunk_block.tolist(),
-        places.chunk_state.tolist(),
-        plan.chunk_block.tolist(),
-        plan.chunk_offset.tolist(),
-        strict=True,
-    )
-    found = [entry for entry in written if entry[0]]  # block 0 is nobody's
-    completed = [
-        (request, chunk * CHUNK)
-        for request, (start, count) in enumerate(REQUESTS)
-        for chunk in range(start // CHUNK, (start + count) // CHUNK)
-    ]
-    wanted = [
-        (
-            int(places.block_table[request, first // BLOCK]),
-            first % BLOCK // CHUNK,
-            [int(plan.block_table[request, j // token_block]) for j in range(first, first + CHUNK)],
-            [j % token_block for j in range(first, first + CHUNK)],
-        )
-        for request, first in completed
-    ]
-    assert found == wanted
-    assert len(wanted) == 0 + 2 + 18 + 1
-
-
-@pytest.mark.parametrize("token_block", TOKEN_BLOCKS)
-def test_writes_reach_their_places_and_no_others(token_block: int) -> None:
+def test_writes_change_their_slots_only(token_block: int) -> None:
     plan, places = make_step(token_block)
     query, cache, summaries = make_caches(plan, places)
     before, summaries_before = cache.clone(), summaries.clone()
@@ -142,8 +101,8 @@ def test_writes_reach_their_places_and_no_others(token_block: int) -> None:
     torch.testing.assert_close(summaries[untouched], summaries_before[untouched], rtol=0, atol=0)
 
 
-def written_down(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan) -> Tensor:
-    """Row by row and entry by entry."""
+def attention_by_rows(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan) -> Tensor:
+    """The definition, row by row and entry by entry."""
     out = torch.zeros_like(query)
     row = 0
     for request, (start, count) in enumerate(REQUESTS):
@@ -160,11 +119,11 @@ def written_down(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan,
 
 
 @pytest.mark.parametrize("token_block", TOKEN_BLOCKS)
-def test_attend_in_torch(token_block: int) -> None:
+def test_attention_in_torch_equals_its_definition(token_block: int) -> None:
     plans = make_step(token_block)
     step = make_caches(*plans)
     # float32 against float64 over at most 60 entries
-    torch.testing.assert_close(attend(*step, *plans), written_down(*step, *plans), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attend(*step, *plans), attention_by_rows(*step, *plans), rtol=1e-5, atol=1e-6)
 
 
 def paged_attention(
@@ -180,7 +139,7 @@ def paged_attention(
     max_seqlen_k: int,
     return_softmax_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What FlashAttention says it computes: pages [blocks, N, H, D]; causal from the last row; (out, lse [H, T])."""
+    """FlashAttention over pages [blocks, N, H, D] in PyTorch: (out, lse [H, T]); causal from the last row."""
     assert return_softmax_lse
     assert block_table.dtype == seqused_k.dtype == cu_seqlens_q.dtype == torch.int32
     out, lse = torch.full_like(q, float("nan")), torch.full((q.shape[1], len(q)), float("inf"))
@@ -205,22 +164,22 @@ def paged_attention(
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("token_block", TOKEN_BLOCKS)
-def test_two_paged_calls_merged(swap: bool, token_block: int) -> None:
+def test_merged_paged_calls_equal_the_definition(swap: bool, token_block: int) -> None:
     plans = make_step(token_block, pad=0)
     step = make_caches(*plans)
 
     def flash(**arguments: Any) -> tuple[Tensor, Tensor]:
-        if swap:  # a fault: the causal mask of the two calls exchanged
+        if swap:  # a fault: the causal masks of both calls exchanged
             arguments["causal"] = not arguments["causal"]
         return paged_attention(**arguments)
 
     merged = attend_paged(*step, *plans, flash)
     # merging adds two exponentials and a division in float32
-    is_close = torch.allclose(merged, written_down(*step, *plans), rtol=1e-4, atol=1e-5)
+    is_close = torch.allclose(merged, attention_by_rows(*step, *plans), rtol=1e-4, atol=1e-5)
     assert is_close is not swap
 
 
-def test_where_flash_attention_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_fits_pages_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits(torch.bfloat16, 2048, GPU_BLOCK, 16)  # a CPU
     monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     assert fits(torch.bfloat16, 2048, GPU_BLOCK, 16)
@@ -241,7 +200,7 @@ CONFIG = SimpleNamespace(
 
 
 def common_of(positions: list[int], table: Tensor, num_reqs: int, num_rows: int) -> Common:
-    """A step of ROWS rows behind so many positions of each request, padded to num_reqs and num_rows."""
+    """A step of ROWS rows after `positions` of each request, padded to num_reqs and num_rows."""
     slots = torch.full((num_rows,), -1)
     for request, start in enumerate(positions):
         for row, position in enumerate(range(start, start + ROWS)):
@@ -252,19 +211,19 @@ def common_of(positions: list[int], table: Tensor, num_reqs: int, num_rows: int)
 
 
 def run_step(plan: EvaPlan, places: SummaryPlan, caches: list[Tensor], rows: list[Tensor]) -> Tensor:
-    """A layer's step, whose states [T, H, D] are given: what a graph would hold."""
+    """The part of a layer's step that a graph holds, with query, key, value [T, H, D]."""
     query, key, value = rows
     write_tokens(caches[0], key, value, plan)
     write_summaries(caches[1], caches[0], *(torch.full((HEADS, SIZE), value) for value in (0.3, -0.2)), plan, places)
     return attend_paged(query, *caches, plan, places, lambda **given: paged_attention(**given))
 
 
-def test_a_captured_plan_is_that_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of a captured graph, in buffers that later steps fill: texts in one window, across two, and padding."""
+def test_captured_plan_is_refilled_by_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts in one window and across two, and padding."""
     monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     spec, device = SimpleNamespace(block_size=BLOCK), torch.device("cpu")
     builders = [make(spec, ["layer"], CONFIG, device) for make in (EvaPlanBuilder, SummaryPlanBuilder)]
-    table = torch.zeros(SEQS, LONGEST // BLOCK, dtype=torch.int32)  # vLLM's, at one place
+    table = torch.zeros(SEQS, LONGEST // BLOCK, dtype=torch.int32)  # vLLM's, at a fixed address
     captured = [
         builder.build_for_cudagraph_capture(common_of([0] * SEQS, table, SEQS, ROWS * SEQS)) for builder in builders
     ]
@@ -293,11 +252,10 @@ def test_a_captured_plan_is_that_of_every_step(monkeypatch: pytest.MonkeyPatch) 
         expected = run_step(*plans, wanted, [part[: ROWS * real] for part in rows])
         assert torch.equal(out[: ROWS * real], expected), positions
         for cache, same in zip(replayed, wanted, strict=True):
-            assert torch.equal(cache[1:], same[1:]), positions  # block 0 is nobody's
+            assert torch.equal(cache[1:], same[1:]), positions  # block 0: padding
 
 
-def test_prompts_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer rows than a request that decodes has: no graph, and no buffer is touched."""
+def test_plan_of_a_prompt_uses_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     builder = EvaPlanBuilder(SimpleNamespace(block_size=BLOCK), ["layer"], CONFIG, torch.device("cpu"))
     table = torch.ones(SEQS, LONGEST // BLOCK, dtype=torch.int32)
@@ -307,7 +265,7 @@ def test_prompts_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("dtype, supported", [(torch.bfloat16, "UNIFORM_BATCH"), (torch.float32, "NEVER")])
-def test_graphs_where_flash_attention_reads_the_caches(monkeypatch, dtype: torch.dtype, supported: str) -> None:
+def test_graphs_are_supported_with_flash_attention(monkeypatch, dtype: torch.dtype, supported: str) -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=SimpleNamespace(window_size=2048, chunk_size=16)),
         cache_config=SimpleNamespace(block_size=GPU_BLOCK),
@@ -325,7 +283,7 @@ def test_graphs_where_flash_attention_reads_the_caches(monkeypatch, dtype: torch
 @pytest.mark.parametrize(
     "given, made", [(None, "FULL_DECODE_ONLY"), ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"), ("NONE", "NONE")]
 )
-def test_decode_steps_have_graphs_unless_the_user_wants_none(monkeypatch, given: str | None, made: str) -> None:
+def test_decode_steps_have_graphs_unless_disabled(monkeypatch, given: str | None, made: str) -> None:
     for name in ("check_limits", "_check_caches"):
         monkeypatch.setattr(hooks, name, lambda *args: None)
     compilation = SimpleNamespace(cudagraph_mode=given and CUDAGraphMode[given], splitting_ops=None)

@@ -1,4 +1,7 @@
-"""EvaByte served by vLLM against the closed form: windows, chunks, prefixes, preemption, rejected drafts."""
+"""EvaByte served by vLLM against the closed form: windows, chunks, prefixes, preemption, rejected drafts.
+
+Past windows are freed by default; with `disable_hybrid_kv_cache_manager` all tokens are kept.
+"""
 
 from __future__ import annotations
 
@@ -9,90 +12,159 @@ import pytest
 import torch
 
 from tests.support import forks
-from tests.support.engine import SMALL, Call, Engine, run
+from tests.support.engine import SMALL, Call, Engine, Reply, run
 from tests.support.evabyte_reference import SIZES, Reference, make_evabyte
 from tests.support.heads import check_greedy, drafts, fit_head
 
-COUNT = 40  # windows are 32 long: every answer crosses one or two
-GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
-SMALL_BLOCKS = {"max_model_len": 256, "block_size": 16}
-CHUNKS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
-ALL_TOKENS = {"disable_hybrid_kv_cache_manager": True}  # nothing is freed; test_evabyte_bounded.py: past windows are
-BYTES_OF_24_BLOCKS = 24 * 2 * (16 + 4) * 4 * 32 * 4  # blocks x layers x (tokens + summaries) x heads x 2D x bytes
+COUNT, LONG = 40, 130  # windows are 32 long: every answer crosses one or two
+WINDOW, BLOCK, STEP = SIZES["window_size"], 16, 24
+PAGE = BLOCK // SIZES["chunk_size"]  # entries in a block of tokens, and of summaries
+ARGUMENTS = {
+    "max_model_len": 256,
+    "block_size": BLOCK,
+    "max_num_batched_tokens": STEP,
+    "enable_chunked_prefill": True,
+}
+ALL_TOKENS = {"disable_hybrid_kv_cache_manager": True}
+LAYER_BYTES = 2 * 4 * 32 * 4  # of an entry: layers x heads x 2D x bytes
+BYTES_OF_48_BLOCKS = 48 * PAGE * LAYER_BYTES
+BYTES_OF_24_BLOCKS = 24 * (BLOCK + PAGE) * LAYER_BYTES  # with their tokens
+
+
+def greedy(count: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": count, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A tiny random EvaByte, prompts that end around window boundaries, and a head that knows a little."""
+    """A tiny random EvaByte, prompts that end around window boundaries, a head, and answers of Model Runner V1."""
     folder = tmp_path_factory.mktemp("evabyte")
     reference = Reference(make_evabyte(folder / "target"))
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(64, 320, (length,), generator=generator).tolist() for length in (5, 31, 32, 70, 100)]
+    prompts = [torch.randint(64, 320, (length,), generator=generator).tolist() for length in (5, 31, 32, 70, 116)]
     fit_head(folder / "head", reference, SIZES, prompts, COUNT // 2)
-    return SimpleNamespace(
-        model=str(folder / "target"), head=str(folder / "head"), reference=reference, prompts=prompts
-    )
+    head = {"method": "mtpc", "model": str(folder / "head")}
+    # all drafts in every step: a plan by the clock may draft, and so preempt, nothing on a busy machine
+    every = {"speculative_config": {**head, "num_speculative_tokens_per_batch_size": "off", "min_survival": 0}}
+    ngram = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    target, btree = str(folder / "target"), ARGUMENTS | {"speculative_config": head}
+    one_by_one = btree | {"enable_prefix_caching": False, "max_num_seqs": 1}
+    call, again = Call(prompts, [greedy(COUNT)] * len(prompts)), Call(prompts[-1:], [greedy(COUNT)])
+    long = Call(prompts[-1:], [greedy(LONG)])
+    few, few_with_tokens = ({"kv_cache_memory_bytes": size} for size in (BYTES_OF_48_BLOCKS, BYTES_OF_24_BLOCKS))
+    engines = {
+        "crowded": Engine(target, [call, again], ARGUMENTS | few | every, "poisoned"),
+        "crowded, all tokens": Engine(target, [call, again], ARGUMENTS | ALL_TOKENS | few_with_tokens | every),
+        "long": Engine(target, [long], one_by_one, "poisoned"),
+        "long, all tokens": Engine(target, [long], one_by_one | ALL_TOKENS, "poisoned"),
+        "freed early": Engine(target, [again], one_by_one, "freed_early"),
+        # last: vLLM starts no second engine in a process that has imported numba
+        "ngram": Engine(target, [call], {"max_model_len": 256, "speculative_config": ngram}),
+    }
+    replies = run(engines, "v1")
+    return SimpleNamespace(target=target, btree=btree, reference=reference, prompts=prompts, few=few, replies=replies)
 
 
-def test_the_reference_notices_missing_summaries(served: SimpleNamespace) -> None:
+def check_crowded(served: SimpleNamespace, replies: list[Reply], hits: int | None) -> None:
+    """All answers in few blocks, then the last prompt again; `hits`: tokens of it in the prefix cache."""
+    first, second = replies
+    check_greedy(served.reference, served.prompts, [first], COUNT)
+    check_greedy(served.reference, served.prompts[-1:], [second], COUNT)
+    assert min(drafts(first)) > 0 and first.metrics["vllm:num_preemptions"] > 0
+    found = second.metrics["vllm:prefix_cache_hits"] - first.metrics["vllm:prefix_cache_hits"]
+    assert found > 0 and hits in (None, found)
+
+
+def test_reference_without_summaries_is_noticed(served: SimpleNamespace) -> None:
     blind = Reference(served.reference.weights, hide_summaries=True)
     answers = [served.reference.greedy(prompt, 8) for prompt in served.prompts[-2:]]
     assert not any(blind.is_greedy(*pair) for pair in zip(served.prompts[-2:], answers, strict=True))
 
 
-def test_model_runner_v1(served: SimpleNamespace) -> None:
-    prompts = served.prompts
-    call, again = Call(prompts, [GREEDY] * len(prompts)), Call(prompts[-1:], [GREEDY])
-    btree = {"speculative_config": {"method": "mtpc", "model": served.head}}
-    few_blocks = {"kv_cache_memory_bytes": BYTES_OF_24_BLOCKS}
-    ngram = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    replies = run(
-        {
-            "btree": Engine(served.model, [call, again], SMALL_BLOCKS | CHUNKS | ALL_TOKENS | few_blocks | btree),
-            # last: vLLM starts no second engine in a process that has imported numba
-            "ngram": Engine(served.model, [call], {"max_model_len": 256, "speculative_config": ngram}),
-        },
-        "v1",
-    )
-    check_greedy(served.reference, prompts, replies["ngram"], COUNT)
-    check_greedy(served.reference, prompts, replies["btree"][:1], COUNT)
-    check_greedy(served.reference, prompts[-1:], replies["btree"][1:], COUNT)
-    first, second = replies["btree"]
-    assert first.metrics["vllm:num_preemptions"] > 0
-    assert second.metrics["vllm:prefix_cache_hits"] > first.metrics["vllm:prefix_cache_hits"]
-    assert min(drafts(first)) > 0
-    assert min(drafts(replies["ngram"][0])) > 0
+@pytest.mark.parametrize(("name", "hits"), [("crowded", 112), ("crowded, all tokens", None)])
+def test_text_with_chunks_preemption_and_prefix_on_v1(served: SimpleNamespace, name: str, hits: int | None) -> None:
+    """Of 116 tokens 112 are found: 16 of the last window, and the summaries of three. Blocks start as NaN."""
+    check_crowded(served, served.replies[name], hits)
+
+
+@pytest.mark.parametrize("name", ["ngram", "long", "long, all tokens"])
+def test_text_on_v1(served: SimpleNamespace, name: str) -> None:
+    """Freed blocks become NaN without prefix caching."""
+    is_long = name != "ngram"
+    prompts = served.prompts[-1:] if is_long else served.prompts
+    check_greedy(served.reference, prompts, served.replies[name], LONG if is_long else COUNT)
+    assert min(drafts(served.replies[name][0])) > 0
+
+
+def test_window_freed_too_early_is_noticed(served: SimpleNamespace) -> None:
+    replies = served.replies["freed early"]
+    assert isinstance(replies, list), replies
+    assert not served.reference.is_greedy(served.prompts[-1], replies[0].tokens[0][0])
+
+
+def test_memory_of_a_long_text_is_bounded(served: SimpleNamespace) -> None:
+    """Entries (tokens and summaries) that a text of 246 tokens holds at most, per layer."""
+    freed, kept = (max(served.replies[name][0].recorded) for name in ("long", "long, all tokens"))
+    summaries = -(-(len(served.prompts[-1]) + LONG) // BLOCK)  # blocks
+    assert freed <= summaries + (WINDOW + STEP) // PAGE
+    assert kept == summaries  # a block holds its tokens next to them
+    assert freed * PAGE < kept * (BLOCK + PAGE) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_text_with_preemption_on_v2(served: SimpleNamespace, async_scheduling: bool) -> None:
+    calls = [Call(served.prompts, [greedy(COUNT)] * len(served.prompts)), Call(served.prompts[-1:], [greedy(COUNT)])]
+    engine = Engine(served.target, calls, served.btree | served.few, "poisoned")
+    check_crowded(served, run({"crowded": engine}, "v2", async_scheduling)["crowded"], 112)
+
+
+@pytest.mark.parametrize("kept", [{}, pytest.param(ALL_TOKENS, marks=pytest.mark.slow)], ids=["window", "all tokens"])
+def test_text_on_v2(served: SimpleNamespace, kept: dict[str, Any]) -> None:
+    prompts = served.prompts[1:4]
+    calls = [Call(prompts, [greedy(COUNT)] * len(prompts)), Call(prompts[-1:], [greedy(COUNT)])]
+    engine = Engine(served.target, calls, served.btree | kept, "poisoned")
+    replies = run({"btree": engine}, "v2", async_scheduling=not kept)["btree"]
+    check_greedy(served.reference, prompts, replies[:1], COUNT)
+    check_greedy(served.reference, prompts[-1:], replies[1:], COUNT)
+    assert replies[1].metrics["vllm:prefix_cache_hits"] > 0 and min(drafts(replies[1])) > 0
 
 
 def compiled(model: str, prompts: list[list[int]]) -> tuple[list[list[int]], int, int]:
-    """In a fork: greedy answers, graphs that were compiled, breaks in them."""
+    """In a fork: greedy answers, number of compiled graphs, breaks in them."""
     from torch._dynamo.utils import counters
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    llm = LLM(model, **SMALL | SMALL_BLOCKS | CHUNKS | {"enforce_eager": False})
+    llm = LLM(model, **SMALL | ARGUMENTS | {"enforce_eager": False})
     asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-    answers = llm.generate(asked, SamplingParams(**GREEDY), use_tqdm=False)
+    answers = llm.generate(asked, SamplingParams(**greedy(COUNT)), use_tqdm=False)
     tokens = [list(answer.outputs[0].token_ids) for answer in answers]
     return tokens, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor(served: SimpleNamespace) -> None:
-    """All layers in one graph, which knows nothing of windows and segments; prompts are read in pieces."""
-    answers, graphs, breaks = forks.call("v1", "tests.models.test_evabyte:compiled", served.model, served.prompts)
+def test_model_is_compiled_in_one_graph(served: SimpleNamespace) -> None:
+    answers, graphs, breaks = forks.call("v1", "tests.models.test_evabyte:compiled", served.target, served.prompts)
     assert (graphs, breaks) == (1, 0)
     assert all(served.reference.is_greedy(*pair) for pair in zip(served.prompts, answers, strict=True))
 
 
-@pytest.mark.parametrize("kept", [{}, pytest.param(ALL_TOKENS, marks=pytest.mark.slow)], ids=["window", "all tokens"])
-def test_model_runner_v2(served: SimpleNamespace, kept: dict[str, Any]) -> None:
-    prompts = served.prompts[1:4]
-    calls = [Call(prompts, [GREEDY] * len(prompts)), Call(prompts[-1:], [GREEDY])]
-    btree = {"speculative_config": {"method": "mtpc", "model": served.head}}
-    arguments = SMALL_BLOCKS | CHUNKS | kept | btree
-    engines = {"btree": Engine(served.model, calls, arguments, "poisoned")}
-    replies = run(engines, "v2", async_scheduling=not kept)["btree"]
-    check_greedy(served.reference, prompts, replies[:1], COUNT)
-    check_greedy(served.reference, prompts[-1:], replies[1:], COUNT)
-    assert replies[1].metrics["vllm:prefix_cache_hits"] > 0
-    assert min(drafts(replies[1])) > 0
+@pytest.mark.parametrize(
+    ("change", "is_freed"),
+    [
+        ({}, True),
+        ({"block_size": 48}, False),
+        ({"disable_hybrid_kv_cache_manager": True}, False),
+        ({"kv_transfer_config": SimpleNamespace()}, False),
+        ({"speculative_config": SimpleNamespace(use_eagle=lambda: True)}, False),
+        ({"speculative_config": SimpleNamespace(use_eagle=lambda: False)}, True),
+    ],
+)
+def test_windows_are_freed_unless_one_cache_group_is_needed(change: dict[str, Any], is_freed: bool) -> None:
+    from vllm_mtpc.models.evabyte.window import frees_windows
+
+    given = {"block_size": BLOCK, "disable_hybrid_kv_cache_manager": False}
+    given |= {"kv_transfer_config": None, "speculative_config": None}
+    config = SimpleNamespace(**given | change)
+    config.cache_config = config.scheduler_config = config
+    assert frees_windows(config, WINDOW) is is_freed

@@ -1,9 +1,9 @@
-"""EvaByte against its authors' own code, which is read from a folder that the tester names; none of it is here.
+"""EvaByte against its authors' code in a folder that the environment names.
 
     MTPC_EVABYTE_CODE=FOLDER pytest tests/models/test_evabyte_authors.py
 
-FOLDER holds the Python files of a published EvaByte repository (configuration_evabyte.py, modeling_evabyte.py and what
-they import). They are run, in a process of their own, on a tiny random model.
+FOLDER holds the Python files of a published EvaByte repository (configuration_evabyte.py, modeling_evabyte.py and their
+imports). They run in another process on a tiny random model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.support.evabyte_reference import make_evabyte
 from vllm_mtpc.hf import load_target
 
 CODE = os.environ.get("MTPC_EVABYTE_CODE", "")
-LENGTHS = (31, 32, 33, 64, 100, 256)  # within a window of 32, at its end, behind it, and over several
-# Their PyTorch attention, which they take where there is no Triton.
+LENGTHS = (31, 32, 33, 64, 100, 256)  # within a window of 32, at its end, after it, and over several
+# With their PyTorch attention, which they use without Triton.
 THEIRS = """
 import json, sys, torch
 from safetensors.torch import load_file

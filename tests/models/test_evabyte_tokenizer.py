@@ -15,7 +15,7 @@ EOT = 11
 
 
 def original_ids(text: str) -> list[int]:
-    """The original: special tokens where they stand in the text, 64 + byte elsewhere, <bos> in front."""
+    """The original: special tokens as they occur in the text, 64 + byte elsewhere, <bos> before."""
     ids, at = [1], 0
     while at < len(text):
         special = next((token for token in SPECIAL_TOKENS if text.startswith(token, at)), None)
@@ -42,7 +42,7 @@ def texts() -> list[str]:
     return ["", " leading", "trailing ", "a<|eot_id|> b", "<bos>twice", "'s I'm  tabs\tand\n\nlines", *drawn]
 
 
-def test_ids_and_text_are_the_originals() -> None:
+def test_ids_and_text_equal_the_originals() -> None:
     tokenizer = build_tokenizer(EOT)
     assert len(tokenizer) == 320
     assert list(SPECIAL_TOKENS[9:14]) == [
@@ -52,17 +52,17 @@ def test_ids_and_text_are_the_originals() -> None:
         ids = tokenizer(text).input_ids
         assert ids == original_ids(text), text
         assert tokenizer.decode(ids) == "<bos>" + text
-        spoken = bytes(index - 64 for index in ids if index >= 64).decode()
-        assert tokenizer.decode(ids, skip_special_tokens=True) == spoken
+        plain = bytes(index - 64 for index in ids if index >= 64).decode()
+        assert tokenizer.decode(ids, skip_special_tokens=True) == plain
     assert tokenizer("ab", add_special_tokens=False).input_ids == [161, 162]
 
 
-def test_what_ends_an_answer_is_the_configs() -> None:
+def test_end_of_answer_is_read_from_the_config() -> None:
     assert build_tokenizer(EOT).eos_token == "<|eot_id|>"
     assert build_tokenizer().eos_token == "<eos>"
 
 
-def test_chat_template() -> None:
+def test_chat_template_renders_turns() -> None:
     tokenizer = build_tokenizer(EOT)
 
     def turn(role: str, text: str) -> str:
@@ -79,7 +79,7 @@ def test_chat_template() -> None:
         tokenizer.apply_chat_template([*asked, {"role": "tool", "content": ""}], tokenize=False)
 
 
-def test_config() -> None:
+def test_unsupported_config_is_refused() -> None:
     config = EvaByteConfig.from_dict(SIZES)
     check_config(config)
     assert config.rope_parameters["rope_theta"] == SIZES["rope_theta"]

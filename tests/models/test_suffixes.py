@@ -1,4 +1,4 @@
-"""The longest known suffix against trying all lengths; what a table may not be."""
+"""The longest known suffix against trying all lengths, and invalid tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def by_trying() -> Reference:
     return reference
 
 
-def test_longest_suffix(by_trying: Reference) -> None:
+def test_longest_suffix_is_found(by_trying: Reference) -> None:
     table = SuffixTable(*read_table([by_trying.table, by_trying.special]), LONGEST)
     lengths = set()
     for text in TEXTS:
@@ -32,14 +32,14 @@ def test_longest_suffix(by_trying: Reference) -> None:
     assert lengths >= set(range(1, LONGEST + 1))  # the texts reach every length
 
 
-def test_tokens_beside_special_ones_count_alone(by_trying: Reference) -> None:
+def test_special_id_stops_suffixes_one_token_before() -> None:
     """The off-by-one of training: a special id of 256 in the file stops suffixes after byte 255, not after 256."""
     table = {"256": 7, "256,98": 8, "257": 9, "257,98": 10}
     lookup = SuffixTable(*read_table([table, [256]]), 2)
     assert lookup(torch.tensor([[255, 97], [256, 97], [97, 255]])).tolist() == [6, 9, 0]
 
 
-def test_refusals() -> None:
+def test_invalid_table_or_config_is_refused() -> None:
     with pytest.raises(CheckpointError, match="more than 2 tokens"):
         SuffixTable({(1, 2, 3): 4}, (), 2)
     for entry in (None, [{}], [{"a": 1}, []], [["1"], []]):

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.support.greedy import GreedyReference
 
 VOCAB, SUBWORDS, LONGEST = 265, 900, 16
-FREQUENT = (97, 98, 99)  # the model says little else, so that what it says has suffixes in the table
+FREQUENT = (97, 98, 99)  # most of the model's output, so that the table has its suffixes
 SPECIAL = (256, 258, 259)  # as the file lists them: not counted from 1
 
 
@@ -37,7 +37,7 @@ def make_table(texts: list[list[int]], seed: int = 0) -> dict[str, int]:
         length = min(end, int(torch.randint(2, LONGEST + 1, (), generator=generator)))
         keys.setdefault(tuple(reversed(text[end - length : end])), len(keys))
     table = {",".join(str(token + 1) for token in key): value + 1 for key, value in keys.items()}
-    return {"": -1} | table  # the file has this entry; nobody reads it
+    return {"": -1} | table  # the file has this entry, which is not used
 
 
 def make_byte_llama(folder: Path, texts: list[list[int]], seed: int = 0) -> None:
@@ -101,7 +101,7 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 class Reference(GreedyReference):
-    """The model by its definition; `context` cuts what a suffix may look back on: a fault that must be noticed."""
+    """The model by its definition; a `context` shorter than LONGEST is a fault that tests must notice."""
 
     def __init__(self, folder: Path, context: int = LONGEST) -> None:
         written = json.loads((folder / "config.json").read_text())

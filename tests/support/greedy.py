@@ -1,4 +1,4 @@
-"""Greedy text of a model that is written down once more for a test."""
+"""Greedy text of a test's reference model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from torch import Tensor
 
 
 class GreedyReference(ABC):
-    """Such a model."""
-
     @abstractmethod
     def logits(self, tokens: list[int]) -> Tensor:
-        """[L, V] behind each of the tokens."""
+        """Logits [L, V] after each token."""
 
     def is_greedy(self, prompt: list[int], answer: list[int]) -> bool:
-        """Whether every token of `answer` is the most probable one after what is before it."""
+        """Whether every token of `answer` is the most probable one."""
         return self.logits(prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:

@@ -1,4 +1,4 @@
 """vLLM model classes this package adds: byte-level targets that vLLM does not know.
 
-`registration.py` tells vLLM about them; nothing here is imported before a model of theirs is served.
+`registration.py` registers them with vLLM. Their modules are imported when such a model is served.
 """

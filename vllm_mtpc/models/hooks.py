@@ -1,4 +1,4 @@
-"""What vLLM's configuration needs for the models of this package: checks, the tokenizer, how EvaByte is compiled."""
+"""Hooks of vLLM's configuration for the models of this package: checks, tokenizer, compilation of EvaByte."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ class ByteLlamaHook(VerifyAndUpdateConfig):
 class EvaByteHook(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Refuse variants that are not implemented; take this package's tokenizer unless another is asked for."""
+        """Refuse variants that are not implemented; use this package's tokenizer unless the user names another one."""
         evabyte.check_config(model_config.hf_config)
         if model_config.tokenizer_mode == "auto" and model_config.tokenizer == model_config.model:
             model_config.tokenizer_mode = "evabyte"
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuse what EVA's caches cannot do; compiled around the attention, decode steps in CUDA graphs, unless the
-        user has none."""
+        """Check options of EVA's caches; compile around the attention, with CUDA graphs of decode steps if any."""
         check_limits(vllm_config, "EvaByte")
         _check_caches(vllm_config)
         compilation = vllm_config.compilation_config
@@ -52,7 +51,10 @@ class EvaByteHook(VerifyAndUpdateConfig):
 
 
 def check_limits(vllm_config: VllmConfig, model: str) -> None:
-    """Raise ServeConfigError for pipeline parallelism and for PTP heads, whose rows are no tokens; `model` names it."""
+    """Raise ServeConfigError for pipeline parallelism and for PTP heads, whose rows are no tokens.
+
+    model: name of the model in the message.
+    """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
         raise ServeConfigError(

@@ -1,7 +1,7 @@
-"""Caches of our own in vLLM's paged KV cache: a layer that is allocated and addressed as an attention layer is.
+"""Additional caches in vLLM's paged KV cache: layers that vLLM allocates and addresses like attention layers.
 
-vLLM gives all layers of one block size a common block table and slot mapping; prefix caching, preemption and the
-rollback of rejected drafts then hold for what such a layer stores as they do for keys and values.
+Layers with the same block size share a block table and a slot mapping, so prefix caching, preemption and the rollback
+of rejected drafts hold for these caches as they do for keys and values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 
 class PlanBuilder(AttentionMetadataBuilder[Any]):
-    """A metadata builder without state; what it builds is not kept in place, so no full CUDA graphs."""
+    """A metadata builder without state; its tensors have no fixed addresses, so there are no full CUDA graphs."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
@@ -26,7 +26,7 @@ class PlanBuilder(AttentionMetadataBuilder[Any]):
 
 
 class PlanBackend(AttentionBackend):
-    """Names a builder; the layer is its own implementation."""
+    """A backend that names a builder; the layer itself computes the attention."""
 
     builder: type[AttentionMetadataBuilder]
 
@@ -44,9 +44,16 @@ class PlanBackend(AttentionBackend):
 
 
 class PagedCache(nn.Module, AttentionLayerBase):
-    """A cache [blocks, H, N, K's + V's numbers] that vLLM finds by its prefix, allocates and binds to `kv_cache`.
+    """A cache [blocks, H, N, 2 * head_size] that vLLM allocates and binds to `kv_cache`.
 
-    N is the block size divided by `tokens_per_state`.
+    Args:
+        prefix: name of the layer.
+        num_heads: H.
+        dtype: of the cache; None: PyTorch's default.
+        tokens_per_state: the block size divided by N.
+
+    Raises:
+        ValueError: another layer has this name.
     """
 
     backend: type[AttentionBackend]

@@ -1,6 +1,6 @@
-"""Tells vLLM about the models of this package: architecture, config class, tokenizer mode, configuration hook.
+"""Registers the models of this package with vLLM: architecture, config class, tokenizer mode, configuration hook.
 
-Every registry is filled when vLLM imports it, so that this costs nothing in processes that never do.
+Each registry is filled when vLLM imports it, so other processes pay nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARCHITECTURES = {
 
 
 def register() -> None:
-    """Idempotent: a second call overwrites with the same."""
+    """Register everything; a second call has no effect."""
     apply(*declared(stop_ids))
     for module, fill in (
         ("vllm.model_executor.models.registry", _models),
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def _without_raising(fill: Callable[[], None]) -> None:
-    """An exception here would be one of importing vLLM, also for who serves no model of ours."""
+    """Log an exception: raised here, it would break every import of vLLM."""
     try:
         fill()
     except Exception:

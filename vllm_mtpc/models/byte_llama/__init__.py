@@ -1,1 +1,1 @@
-"""Byte-level Llama (`TPULlamaForCausalLM`): a Llama whose input embedding also reads the subword that ends here."""
+"""Byte-level Llama (`TPULlamaForCausalLM`): a Llama with an embedding of the subword that ends at each token."""

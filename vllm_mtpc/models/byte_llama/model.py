@@ -4,10 +4,9 @@
 
 Weights have the names of the published checkpoint (`model.expand_embed_tokens.weight` is X).
 
-The last L ids before every row of a step, committed and drafted ones alike, lie in a paged cache of their own next to
-the keys and values: what a row reads was written by the step that computed it, a rejected draft's id is overwritten by
-the step that computes the right one, and a block that is found in the prefix cache holds the ids of its tokens. Neither
-model runner has to know, and every attention backend will do.
+Token ids of committed tokens and drafts are kept in a paged cache next to the keys and values. A step writes the ids of
+its rows and reads the last L ids of each row. The next step overwrites the id of a rejected draft, and a block of the
+prefix cache holds the ids of its tokens. Both model runners and every attention backend work without changes.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder
 
 
 class Lookback(NamedTuple):
-    """Where a step's ids go and where their contexts lie; rows of padding use block 0, which no request has."""
+    """Cache slots of a step's T rows and of their contexts; padding uses block 0, which no request has."""
 
     block: Tensor  # [T]
     offset: Tensor  # [T]
     position: Tensor  # [T]
-    block_table: Tensor  # [T, M] int32, of each row's request
+    block_table: Tensor  # [T, M], int32, of each row's request
 
 
 class LookbackBuilder(PlanBuilder):
@@ -59,7 +58,7 @@ class LookbackBackend(PlanBackend):
 
 
 class TokenCache(PagedCache):
-    """Token ids by slot, [blocks, 1, N, 2] int32; the second number is unused (a page has keys and values)."""
+    """Token ids by slot, [blocks, 1, N, 2], int32; the second number is unused: a page has keys and values."""
 
     backend = LookbackBackend
 
@@ -68,7 +67,10 @@ class TokenCache(PagedCache):
         self.register_buffer("back", torch.arange(max_length), persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor | None:
-        """The last L ids [T, L] int64 up to each row's own, ABSENT before a text; None where vLLM has no caches yet."""
+        """Store the ids [T] of a step; return the last L ids [T, L], int64, up to each row's own.
+
+        Ids before the start of a text are ABSENT. Returns None before vLLM has allocated the caches.
+        """
         plans = get_forward_context().attn_metadata
         if plans is None:
             return None
@@ -83,7 +85,7 @@ class TokenCache(PagedCache):
 
 
 class ByteLlamaForCausalLM(LlamaForCausalLM):
-    """Differs from the parent by its input embedding alone, which is computed outside of the compiled model."""
+    """Llama with another input embedding, which is computed outside of the compiled model."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -94,18 +96,18 @@ class ByteLlamaForCausalLM(LlamaForCausalLM):
             raise CheckpointError(f"{TABLE} names subwords beyond expand_input_ids_vocab_size; restore config.json")
         self.model.expand_embed_tokens = VocabParallelEmbedding(config.expand_input_ids_vocab_size, config.hidden_size)
         self.suffixes = SuffixTable(subwords, short, config.expand_input_ids_maxlen)
-        # index 0 names a layer: vLLM sorts caches by the number in their name
+        # vLLM sorts caches by the layer number in their name
         self.context = TokenCache(maybe_prefix(prefix, "model.layers.0.token_ids"), config.expand_input_ids_maxlen)
         rows = vllm_config.scheduler_config.max_num_batched_tokens
-        # CUDA graphs of the compiled model read their input where it was when they were captured
+        # CUDA graphs of the compiled model read their input at a fixed address
         self.inputs_embeds = torch.zeros(rows, config.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """E alone: what a draft head reads of a token by itself, as it does in training (`hf.Target.embed`)."""
+        """Return E [T, D] of ids [T], without subwords: the input of draft heads (`hf.Target.embed`)."""
         return self.model.embed_tokens(input_ids)
 
     def embed_rows(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, D] of the ids of a step's rows, in the step's order."""
+        """Return the embeddings [T, D] of the ids [T] of a step's rows, subwords included."""
         embeds = self.model.embed_tokens(input_ids)
         context = self.context(input_ids)
         if context is None:

@@ -1,4 +1,4 @@
-"""Stop ids of a byte-level Llama: its generation_config.json may still name those of the model it was made from."""
+"""Stop ids of a byte-level Llama: drops those of the subword model that generation_config.json may still list."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""EVA attention over its two paged caches: what is kept, and what a row reads. Formulas: docs/models.md.
+"""EVA attention over two paged caches, of tokens and of chunk summaries (formulas: docs/models.md).
 
-A cache is what vLLM hands to a layer: [blocks, H, N, 2D], keys in the first D numbers, values in the others; N is the
-tokens or summaries of a block.
+A cache has the shape [blocks, H, N, 2D]: keys in the first D numbers, values in the others; N is the number of tokens
+or summaries in a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,25 +17,25 @@ from vllm.platforms import current_platform
 
 from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment, SummaryPlan
 
-PAGE = 16  # FlashAttention takes pages of multiples of this many entries
-BLOCK = 256  # tokens; its summaries are a page where a chunk has 16 tokens or fewer
+PAGE = 16  # FlashAttention takes pages of a multiple of 16 entries
+BLOCK = 256  # tokens; its summaries fill a page for chunks of up to 16 tokens
 
 
 def write_tokens(cache: Tensor, key: Tensor, value: Tensor, plan: EvaPlan) -> None:
-    """Store key, value [T, H, D] in their slots; padded rows go to the block that nobody owns."""
+    """Store key, value [T, H, D] in their slots; padding rows go to block 0."""
     cache[plan.token_block, :, plan.token_offset] = torch.cat([key, value], dim=-1).to(cache.dtype)
 
 
 def write_summaries(
     summaries: Tensor, cache: Tensor, mu: Tensor, phi: Tensor, plan: EvaPlan, places: SummaryPlan
 ) -> None:
-    """Compute and store the summaries of the chunks this step completes, from the tokens in `cache`."""
+    """Compute the summaries of the chunks that this step completes from the tokens in `cache`, and store them."""
     tokens = cache[plan.chunk_block, :, plan.chunk_offset]  # [n, C, H, 2D]
     summaries[places.chunk_block, :, places.chunk_state] = summarise(tokens, mu, phi).to(summaries.dtype)
 
 
 def summarise(tokens: Tensor, mu: Tensor, phi: Tensor) -> Tensor:
-    """Summaries [n, H, 2D] float32 of chunks [n, C, H, 2D], with mu, phi [H, D].
+    """Return the summaries [n, H, 2D], float32, of chunks [n, C, H, 2D], with mu, phi [H, D].
 
     Keys are averaged with softmax(mu k), values with softmax(s (phi k - |k|^2 / 2)), s = D ** -0.5.
     """
@@ -46,36 +47,35 @@ def summarise(tokens: Tensor, mu: Tensor, phi: Tensor) -> Tensor:
 
 
 def attend(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan) -> Tensor:
-    """Output [T, H, D] of query [T, H, D]: one softmax over what each row sees; 0 for padded rows.
+    """Return the attention [T, H, D] of query [T, H, D], segment by segment in PyTorch; 0 for padding rows.
 
-    Plain torch, one segment after the other: what a CPU runs, and any platform without paged attention kernels.
+    It runs on a CPU and on any platform without paged attention kernels.
     """
     out = torch.zeros_like(query)
     for segment in plan.segments():
         rows = slice(segment.row, segment.row + segment.num_rows)
-        key, value, is_seen = _seen(cache, summaries, plan, places, segment)
+        key, value, mask = _gather_segment(cache, summaries, plan, places, segment)
         heads_first = query[rows].transpose(0, 1)
-        attended = F.scaled_dot_product_attention(heads_first, key.to(query.dtype), value.to(query.dtype), is_seen)
+        attended = F.scaled_dot_product_attention(heads_first, key.to(query.dtype), value.to(query.dtype), mask)
         out[rows] = attended.transpose(0, 1)
     return out
 
 
-def _seen(
+def _gather_segment(
     cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan, segment: Segment
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [H, L, D] that a segment sees, and which of them each row sees [num_rows, L]."""
+    """Return keys and values [H, L, D] of a segment, and its attention mask [num_rows, L]."""
     first = segment.window * plan.window_size
     num_chunks = first // plan.chunk_size
     earlier = _gather(summaries, places.block_table[segment.request].long(), 0, num_chunks, places.states)
     own = _gather(cache, plan.block_table[segment.request].long(), first, segment.tokens, plan.block_size)
     key, value = torch.cat([earlier, own], dim=1).chunk(2, dim=-1)
     length, rows = num_chunks + segment.tokens, segment.num_rows
-    is_seen = torch.ones(rows, length, dtype=torch.bool, device=cache.device).tril(length - rows)
-    return key, value, is_seen
+    return key, value, torch.ones(rows, length, dtype=torch.bool, device=cache.device).tril(length - rows)
 
 
 def _gather(cache: Tensor, blocks: Tensor, start: int, count: int, per_block: int) -> Tensor:
-    """Entries [start, start + count) of a request in a paged cache, [H, count, 2D]."""
+    """Return entries [start, start + count) of a request from a paged cache, [H, count, 2D]."""
     first = start // per_block
     pages = cache[blocks[first : -(-(start + count) // per_block)]]  # [P, H, N, 2D]
     entries = pages.transpose(0, 1).flatten(1, 2)
@@ -83,7 +83,7 @@ def _gather(cache: Tensor, blocks: Tensor, start: int, count: int, per_block: in
 
 
 def fits(dtype: torch.dtype, window_size: int, tokens: int, states: int) -> bool:
-    """Whether FlashAttention can read caches with so many tokens or summaries in a block here."""
+    """Whether FlashAttention can read caches with these numbers of tokens and summaries in a block on this device."""
     return (
         current_platform.is_cuda()
         and dtype in (torch.float16, torch.bfloat16)
@@ -94,9 +94,7 @@ def fits(dtype: torch.dtype, window_size: int, tokens: int, states: int) -> bool
 
 
 def flash_attention(head_size: int) -> Callable[..., Any]:
-    """vLLM's FlashAttention of the version that this GPU takes."""
-    from functools import partial
-
+    """Return vLLM's FlashAttention in the version for this GPU."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     return partial(flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=head_size))
@@ -105,17 +103,17 @@ def flash_attention(head_size: int) -> Callable[..., Any]:
 def attend_paged(
     query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan, flash: Callable[..., Any]
 ) -> Tensor:
-    """As `attend`, in two calls of vLLM's paged FlashAttention, merged by log-sum-exp; other rows are undefined.
+    """Return `attend` from two calls of vLLM's paged FlashAttention, merged by log-sum-exp; padding rows are undefined.
 
-    One call reads the tokens of each segment's own window (causal), one the summaries of earlier windows (all of them).
-    Their pages are those of the two caches as they are; nothing is gathered. Shapes are static and nothing waits for
-    the host. The arguments are tested against a paged attention written down in tests/models; no GPU has run it yet.
+    One call reads the tokens of each segment's own window (causal), the other the summaries of earlier windows (not
+    causal). Both read the caches in place. Shapes are static and nothing waits for the host. The arguments are tested
+    against a paged attention in PyTorch; it has not run on a GPU.
     """
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
     from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
-    def part(pages: Tensor, used: Tensor, most: int, block_table: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over keys and values [blocks, N, H, D], views of [blocks, H, N, 2D]."""
+    def part(pages: Tensor, used: Tensor, max_len: int, block_table: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp over pages [blocks, H, N, 2D]."""
         key, value = map(canonicalize_singleton_dim_strides, pages.transpose(1, 2).chunk(2, dim=-1))
         return flash(
             q=query,
@@ -124,19 +122,19 @@ def attend_paged(
             cu_seqlens_q=plan.segment_start,
             max_seqlen_q=plan.max_rows,
             seqused_k=used,
-            max_seqlen_k=most,
+            max_seqlen_k=max_len,
             softmax_scale=query.shape[-1] ** -0.5,
             causal=causal,
             block_table=block_table,
             return_softmax_lse=True,
         )[:2]
 
-    most = min(plan.max_seq_len, plan.window_size)
-    own, own_lse = part(cache, plan.segment_tokens, most, plan.window_blocks, causal=True)
+    max_tokens = min(plan.max_seq_len, plan.window_size)
+    own, own_lse = part(cache, plan.segment_tokens, max_tokens, plan.window_blocks, causal=True)
     if plan.max_seq_len <= plan.window_size:
         return own
-    most = plan.max_seq_len // plan.chunk_size
-    earlier, earlier_lse = part(summaries, plan.segment_chunks, most, places.segment_blocks, causal=False)
+    max_chunks = plan.max_seq_len // plan.chunk_size
+    earlier, earlier_lse = part(summaries, plan.segment_chunks, max_chunks, places.segment_blocks, causal=False)
     out = torch.empty_like(query)
     merge_attn_states(out, earlier, earlier_lse, own, own_lse)
     return out

@@ -1,9 +1,9 @@
 """EVA attention as a vLLM layer: two paged caches per decoder layer, of tokens and of a summary per chunk.
 
-By default each is a KV cache group with a block table of its own, and vLLM frees the tokens of windows that are over
-(`window.py`). Where that is not wanted or not possible, both specs are FullAttentionSpec of one block size: then vLLM
-gives them one block table and one slot mapping, and a block holds its tokens and their summaries. Either way its own
-managers do prefix caching, preemption and the rollback of drafts.
+By default each cache is a KV cache group with its own block table, and vLLM frees the tokens of finished windows
+(`window.py`). Else both specs are FullAttentionSpec of one block size with one block table and one slot mapping, and a
+block holds its tokens and their summaries. In both cases vLLM's managers do prefix caching, preemption and the
+rollback of drafts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder
 
 
 class _StepBuilder(PlanBuilder):
-    """Builds a plan that all layers of a step share.
+    """Builds the plan that all layers of a step share.
 
-    Plans of decode steps lie at fixed addresses: a captured graph reads them there. Its plan is that of the largest
-    text, and rows that pad a batch belong to no request.
+    Plans of decode steps have fixed addresses, where captured graphs read them. A graph is captured with the plan of
+    the longest text; padding rows belong to no request.
     """
 
     make: Callable[..., Any]  # the plan of a step
@@ -48,11 +48,11 @@ class _StepBuilder(PlanBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """For batches that decode, where no loop over segments on the host is needed."""
+        """Support graphs of decode steps where FlashAttention needs no loop over segments on the host."""
         config, block = vllm_config.model_config.hf_config, vllm_config.cache_config.block_size
         states = block // config.chunk_size
         tokens = states if frees_windows(vllm_config, config.window_size) else block
-        # V1 asks with the specs of a whole group, of tokens and of summaries, whose dtype is one
+        # V1 passes the specs of a whole group, tokens and summaries, which have one dtype
         spec = next(iter(getattr(kv_cache_spec, "kv_cache_specs", {}).values()), kv_cache_spec)
         fits = attend.fits(spec.dtype, config.window_size, tokens, states)
         return AttentionCGSupport.UNIFORM_BATCH if fits else AttentionCGSupport.NEVER
@@ -63,21 +63,21 @@ class _StepBuilder(PlanBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        made = self.plan(common_attn_metadata)
+        plan = self.plan(common_attn_metadata)
         if common_attn_metadata.max_query_len > self.max_rows or current_platform.is_cpu():
-            return made
+            return plan
         if not self.buffers:
             self._allocate(common_attn_metadata)
-        kept = {name: buffer[: len(getattr(made, name))] for name, buffer in self.buffers.items()}
+        kept = {name: buffer[: len(getattr(plan, name))] for name, buffer in self.buffers.items()}
         for name, buffer in kept.items():
-            buffer.copy_(getattr(made, name))
-        return replace(made, **kept)
+            buffer.copy_(getattr(plan, name))
+        return replace(plan, **kept)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         return self.build(0, replace(common_attn_metadata, max_seq_len=self.max_seq_len))
 
     def _allocate(self, step: CommonAttentionMetadata) -> None:
-        """Buffers as large as the largest plan of a decode step."""
+        """Allocate buffers for the largest plan of a decode step."""
         requests, rows, table = self.max_num_seqs, self.max_rows, step.block_table_tensor
         starts = torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=table.device)
         largest = self.plan(
@@ -92,7 +92,7 @@ class _StepBuilder(PlanBuilder):
                 max_seq_len=self.max_seq_len,
             )
         )
-        # vLLM's block tables lie at fixed addresses already
+        # vLLM's block tables have fixed addresses already
         self.buffers = {
             field.name: torch.zeros_like(value)
             for field in fields(largest)
@@ -101,13 +101,13 @@ class _StepBuilder(PlanBuilder):
 
 
 class EvaPlanBuilder(_StepBuilder):
-    """What concerns tokens."""
+    """Builds the plan of the tokens."""
 
     make = staticmethod(make_plan)
 
 
 class SummaryPlanBuilder(_StepBuilder):
-    """What summaries need next to it, from their group's block table."""
+    """Builds the plan of the summaries from their group's block table."""
 
     make = staticmethod(make_summary_plan)
 
@@ -117,7 +117,7 @@ class EvaBackend(PlanBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        """The smallest on a GPU is the block size there where the user names none; tokens of windows have a C-th."""
+        """Return the allowed sizes; vLLM's default on a GPU is the smallest. Tokens of windows have a C-th of it."""
         is_any = isinstance(kv_cache_spec, WindowSpec) or not current_platform.is_cuda()
         return [MultipleOf(1 if is_any else attend.BLOCK)]
 
@@ -131,7 +131,7 @@ class SummaryCache(PagedCache):
 
 
 class EvaAttention(PagedCache):
-    """One rank's heads of EVA attention, with the cache of their tokens; `rfa` is the cache of the summaries."""
+    """EVA attention of one rank's heads, with the cache of their tokens; `rfa` is the cache of their summaries."""
 
     backend = EvaBackend
 
@@ -153,12 +153,15 @@ class EvaAttention(PagedCache):
 
     @cached_property
     def flash(self) -> Callable[..., Any] | None:
-        """FlashAttention where it can read the two caches, which are known from the first step on."""
+        """FlashAttention if it can read the two caches, which are allocated before the first step; else None."""
         entries = self.kv_cache.shape[2], self.rfa.kv_cache.shape[2]
         return attend.flash_attention(self.head_size) if attend.fits(self.dtype, self.window_size, *entries) else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mu: Tensor, phi: Tensor) -> Tensor:
-        """Attention [T, H * D] of query, key, value [T, H * D] (rotated), with mu, phi [H, D]; fills the caches."""
+        """Return the attention [T, H * D] of query, key, value [T, H * D] (rotated); fills the caches.
+
+        mu, phi: [H, D], parameters of the summaries.
+        """
         plans = get_forward_context().attn_metadata
         if plans is None:  # vLLM measures memory before there are caches
             return torch.zeros_like(query)
@@ -182,5 +185,5 @@ def _empty(query: Tensor, key: Tensor, value: Tensor, mu: Tensor, phi: Tensor, l
     return query.new_empty(query.shape)
 
 
-# torch.compile looks at none of it: the plan, the caches and the loop over segments are a step's own
+# opaque to torch.compile: the plan, the caches and the loop over segments change from step to step
 direct_register_custom_op("mtpc_eva_attention", _attention, fake_impl=_empty)

@@ -1,10 +1,10 @@
 """EvaByte for vLLM: Llama's layers with EVA attention and norms that scale by 1 + weight.
 
-Weights have the names of the published checkpoints. Of its eight lm_heads, rows [V h, V (h + 1)) of lm_head.weight,
-the target is the first one (the next byte); the others can be made a draft head (docs/models.md).
+Weights have the names of the published checkpoints. The target uses the first of eight lm_heads, which predicts the
+next byte; head h is rows [V h, V (h + 1)) of lm_head.weight. The others can start a draft head (docs/models.md).
 
-Compiled as Llama is, around the attention; decode steps run in vLLM's full CUDA graphs where FlashAttention can read
-the caches (`EvaByteHook`).
+The model is compiled as Llama is, around the attention. Decode steps run in vLLM's full CUDA graphs if FlashAttention
+can read the caches (`EvaByteHook`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from vllm_mtpc.models.evabyte.attention import EvaAttention
 
 
 class EvaByteAttention(LlamaAttention):
-    """q, k, v, o projections and rotary embedding around EvaAttention. Differs from the parent's by what is inside.
+    """q, k, v, o projections and rotary embedding around EvaAttention.
 
-    others: of the parent's attention layer, which this one does not build.
+    Difference from LlamaAttention: the attention layer; others: arguments of the parent's, unused.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EvaByteAttention(LlamaAttention):
         self.attn = EvaAttention(self.num_heads, self.head_dim, *sizes, prefix=f"{prefix}.attn")
 
     def _per_head(self) -> nn.Parameter:
-        """[1, H, 1, 1, D] as in the checkpoint, of this rank's heads."""
+        """Return a parameter [1, H, 1, 1, D], as in the checkpoint, of this rank's heads."""
         parameter = nn.Parameter(torch.zeros(1, self.num_heads, 1, 1, self.head_dim), requires_grad=False)
         set_weight_attrs(parameter, {"weight_loader": _load_heads})
         return parameter
@@ -79,7 +79,7 @@ class EvaByteForCausalLM(LlamaForCausalLM):
         self.model.norm = GemmaRMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Of lm_head only the first head's rows; everything else as it is."""
+        """Load the weights; of lm_head only the first head's rows."""
         rows = self.config.vocab_size
         return super().load_weights(
             (name, weight[:rows] if name.endswith("lm_head.weight") else weight) for name, weight in weights
@@ -87,7 +87,7 @@ class EvaByteForCausalLM(LlamaForCausalLM):
 
 
 def _load_heads(parameter: nn.Parameter, loaded: Tensor) -> None:
-    """This tensor-parallel rank's heads of a tensor [1, H, 1, 1, D]."""
+    """Load this tensor-parallel rank's heads of a tensor [1, H, 1, 1, D]."""
     num_heads = parameter.shape[1]
     first = get_tensor_model_parallel_rank() * num_heads
     parameter.data.copy_(loaded[:, first : first + num_heads])

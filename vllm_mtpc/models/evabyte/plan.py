@@ -1,15 +1,13 @@
-"""What the rows of one step do in every EVA layer, worked out once: pure torch, no host synchronisation.
+"""The plan of a step, which all EVA layers share: PyTorch, without synchronisation with the host.
 
-Positions of a request are cut twice. Chunks of C positions have one summary each; windows of W positions bound what
-is seen exactly. A row at position t sees the tokens of its own window up to t, and the summaries of all chunks of
-earlier windows; chunks of its own window never. So a request's rows are cut into *segments*, one per window they
-touch, and all rows of a segment see the same summaries.
+A request's positions are divided into chunks of C positions with one summary each, and into windows of W positions. A
+row at position t attends to the tokens of its own window up to t, and to the summaries of all chunks of earlier
+windows. So a request's rows are divided into *segments*, one per window, whose rows attend to the same summaries.
 
-Rejected drafts need no care: the next step starts at the first rejected position, writes its slots again, and
-computes the summary of every chunk it completes again. Until then a stale summary is out of sight, because the window
-of its chunk is not over.
+After a rejected draft the next step starts at its position, writes its slot again and computes the summary of every
+chunk that it completes again. Until then no row reads the stale summary, because the chunk's window is not finished.
 
-Tokens and summaries may lie in one block table or in two (`window.py`), so each has a plan.
+Tokens and summaries have one block table or two (`window.py`), so each has a plan.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 class Segment(NamedTuple):
-    """Rows [row, row + num_rows) of request `request`: they see `tokens` positions of window `window` at most."""
+    """Rows [row, row + num_rows) of a request, whose last row attends to `tokens` positions of window `window`."""
 
     request: int
     row: int
@@ -35,31 +33,31 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaPlan:
-    """What concerns tokens: R requests, T rows (padding included), n chunk candidates, S segments for each request.
+    """Plan of the tokens: R requests, T rows (padding included), n chunk candidates, S segments for each request.
 
-    What is to be skipped (padded rows, candidates beyond the last) has block 0, which vLLM gives to no request.
-    Tensors are int64 unless said.
+    Padding rows and candidates after the last chunk have block 0, which vLLM gives to no request. Tensors are int64
+    unless noted.
     """
 
     window_size: int
     chunk_size: int
     block_size: int
     token_block: Tensor  # [T], block of each row's slot
-    token_offset: Tensor  # [T], its place in the block
+    token_offset: Tensor  # [T], offset in the block
     chunk_block: Tensor  # [n, C], blocks of the tokens of each chunk that this step completes
-    chunk_offset: Tensor  # [n, C], their places in the blocks
-    block_table: Tensor  # [R, M] int32
-    segment_start: Tensor  # [R * S + 1] int32, first row of each segment
+    chunk_offset: Tensor  # [n, C], offsets in the blocks
+    block_table: Tensor  # [R, M], int32
+    segment_start: Tensor  # [R * S + 1], int32, first row of each segment
     segment_window: Tensor  # [R * S]
-    segment_tokens: Tensor  # [R * S] int32, tokens of its own window that its last row sees; 0 where it has no rows
-    segment_chunks: Tensor  # [R * S] int32, summaries that it sees
-    window_blocks: Tensor  # [R * S, W / block size] int32, blocks of its window
+    segment_tokens: Tensor  # [R * S], int32, tokens of its window that its last row reads; 0 for an empty segment
+    segment_chunks: Tensor  # [R * S], int32, summaries that its rows read
+    window_blocks: Tensor  # [R * S, W / block size], int32, blocks of its window
     segments_per_request: int
     max_rows: int  # bound on the rows of a segment
     max_seq_len: int  # bound on the positions of a request
 
     def segments(self) -> list[Segment]:
-        """The segments that have rows, on the host."""
+        """Return the segments that have rows; waits for the device."""
         starts = self.segment_start.tolist()
         rows = zip(pairwise(starts), self.segment_window.tolist(), self.segment_tokens.tolist(), strict=True)
         return [
@@ -71,22 +69,22 @@ class EvaPlan:
 
 @dataclass(frozen=True)
 class SummaryPlan:
-    """What concerns summaries; their block table and block size need not be the tokens'."""
+    """Plan of the summaries, whose block table and block size may differ from the tokens'."""
 
     states: int  # summaries in a block
     chunk_block: Tensor  # [n], block of the summary of each chunk candidate of the EvaPlan
-    chunk_state: Tensor  # [n], its place in the block
-    block_table: Tensor  # [R, M] int32
-    segment_blocks: Tensor  # [R * S, M] int32, the same for each segment of the EvaPlan
+    chunk_state: Tensor  # [n], offset in the block
+    block_table: Tensor  # [R, M], int32
+    segment_blocks: Tensor  # [R * S, M], int32, block table of each segment of the EvaPlan
 
 
 def segments_of(max_query_len: int, window_size: int) -> int:
-    """S: windows that so many rows of a request can touch."""
+    """Return S, the maximum number of windows that max_query_len rows of a request lie in."""
     return (max(max_query_len, 1) + window_size - 2) // window_size + 1
 
 
 def make_plan(step: CommonAttentionMetadata, window_size: int, chunk_size: int, block_size: int) -> EvaPlan:
-    """The plan of a step of R requests and T rows; shapes depend on R, T and max_query_len only."""
+    """Return the plan of a step of R requests and T rows; shapes depend on R, T and max_query_len only."""
     block_table, slots = step.block_table_tensor, step.slot_mapping[: step.num_actual_tokens].clamp(min=0)
     starts, ends, chunk, request = _completed_chunks(step, chunk_size)
     of_chunk = (chunk * chunk_size).clamp(min=0)[:, None] + torch.arange(chunk_size, device=slots.device)
@@ -124,7 +122,7 @@ def make_plan(step: CommonAttentionMetadata, window_size: int, chunk_size: int, 
 
 
 def make_summary_plan(step: CommonAttentionMetadata, window_size: int, chunk_size: int, block_size: int) -> SummaryPlan:
-    """The plan of the same step for summaries, with their block table, `block_size` tokens in a block of them."""
+    """Return the plan of the summaries of a step, with their block table; a block covers `block_size` tokens."""
     _, _, chunk, request = _completed_chunks(step, chunk_size)
     block_table, states, place = step.block_table_tensor, block_size // chunk_size, chunk.clamp(min=0)
     block = block_table[request, place // states].long()
@@ -138,10 +136,10 @@ def make_summary_plan(step: CommonAttentionMetadata, window_size: int, chunk_siz
 
 
 def _completed_chunks(step: CommonAttentionMetadata, chunk_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions [R] of each request before and after the step, int64; the chunks that it completes, of all requests.
+    """Return the length [R] of each request before and after the step, and the n chunks that it completes.
 
-    Those are listed: (chunk [n], -1 beyond the last one; request [n]). n = T // C + R bounds their number: q rows
-    complete at most q / C chunks and one they did not begin.
+    A chunk is listed as its index [n], -1 after the last one, and its request [n]. n = T // C + R bounds their number:
+    q rows complete at most q / C chunks and one that an earlier step began.
     """
     ends = step.seq_lens.long()
     starts = ends - (step.query_start_loc[1:] - step.query_start_loc[:-1])

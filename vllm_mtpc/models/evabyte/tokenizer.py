@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class EvaByteTokenizer:
-    """What vLLM's tokenizer mode `evabyte` loads: nothing is read but the model's `eos_token_id`."""
+    """The tokenizer of vLLM's mode `evabyte`; of the model's files it reads `eos_token_id` only."""
 
     @classmethod
     def from_pretrained(

@@ -1,19 +1,18 @@
-"""Which tokens EvaByte keeps: those of the window that is being written; older windows are read as summaries only.
+"""Freeing of EvaByte's tokens: only those of the current window are kept; older windows are read as summaries.
 
-Tokens and summaries are then two KV cache groups with block tables of their own, in one pool of equal pages. With
-blocks of B tokens (vLLM's block size) and chunks of C, a block of summaries covers B tokens and one of tokens B / C:
+Tokens and summaries are two KV cache groups with their own block tables, in one pool of equal pages. With blocks of B
+tokens (vLLM's block size) and chunks of C, a block of summaries covers B tokens and a block of tokens B / C:
 
     summaries   FullAttentionSpec, B tokens in B / C states: kept for the whole text
-    tokens      WindowSpec, B / C tokens: freed as soon as their window is over
+    tokens      WindowSpec, B / C tokens: freed when their window is finished
 
-vLLM frees by tokens that are verified (`processed_computed_tokens`), never by drafts. The next step starts at the first
-position that is not verified, so a draft that crossed a boundary and was rejected still finds its window, and the
-chunk that the step completes lies in a window that is not over.
+vLLM frees by verified tokens (`processed_computed_tokens`), never by drafts. The next step starts at the first position
+that is not verified, so the window of a rejected draft still exists, and the chunk that the step completes lies in an
+unfinished window.
 
 Prefix caching: a hit of L tokens needs all summaries before L, and the tokens of L's own window before L. vLLM's
-manager of chunked attention looks up the latter, but not where groups have different block sizes; the lengths of hits
-are multiples of B, which divides the window, so cutting a hit to such a multiple never moves it into a window whose
-tokens were not looked up.
+manager of chunked attention looks up the latter, but not for groups of different block sizes. B divides the window, so
+truncating a hit to a multiple of B never moves it into a window whose tokens were not looked up.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ KVCacheSpecRegistry._ensure_registered()  # vLLM registers its own only where no
 
 
 class WindowManager(ChunkedLocalAttentionManager):
-    """Allocates and frees one request's tokens, window by window."""
+    """Allocates and frees a request's tokens, window by window."""
 
     @classmethod
     def find_longest_cache_hit(
         cls, *, kv_cache_spec: Any, alignment_tokens: int, **others: Any
     ) -> tuple[tuple[list[Any], ...], int]:
-        """Blocks of the longest hit whose length is a multiple of `alignment_tokens`, by group, and that length."""
+        """Return the blocks, by group, of the longest hit of a multiple of `alignment_tokens`, and its length."""
         block = kv_cache_spec.block_size
         found, length = super().find_longest_cache_hit(kv_cache_spec=kv_cache_spec, alignment_tokens=block, **others)
         length -= length % alignment_tokens
@@ -54,7 +53,7 @@ class WindowSpec(ChunkedLocalAttentionSpec):
 
 
 def frees_windows(vllm_config: VllmConfig, window_size: int) -> bool:
-    """Whether tokens of past windows are freed: unless something asks for one KV cache group, or blocks do not fit."""
+    """Whether tokens of past windows are freed: not if one KV cache group is required, or blocks do not fit."""
     spec, block = vllm_config.speculative_config, vllm_config.cache_config.block_size
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager or vllm_config.kv_transfer_config is not None:
         return False
