@@ -155,7 +155,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     def speculator(self) -> str:
         """The class that drafts on Model Runner V2, by its name in `vllm_mtpc.proposers.v2`."""
         if self.has_backbone:
-            return "backbone.BackboneSpeculator"
+            return "backbone_speculator.BackboneSpeculator"
         return "layered.LayeredSpeculator" if self.aux_layers else "speculator.MtpcSpeculator"
 
     def drafts_in_words(self, is_v2: bool) -> str:

@@ -80,7 +80,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         return merged(by_batch if current_platform.is_cpu() else few_lengths(by_batch))
 
     def speculator(self) -> str:
-        return "ptp.merged.MergedSpeculator" if self.draft_pass == "merged" else "ptp.speculator.PtpSpeculator"
+        return "ptp.merged.MergedSpeculator" if self.draft_pass == "merged" else "ptp.ptp_speculator.PtpSpeculator"
 
     def device_bytes(self, vllm_config: Any) -> int:
         return weights_of(Path(self.model_folder))  # what else it takes are rows of the target

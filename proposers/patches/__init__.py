@@ -2,7 +2,7 @@
 
 `frontend.py` holds what runs where a configuration is made. What runs elsewhere are subclasses of vLLM's classes, which
 the configuration of an engine with a head names: `scheduler.py`, `worker.py`, `proposers/v1/runner.py`,
-`proposers/v2/runner.py`. docs/internals.md lists them, and every attribute that is replaced.
+`proposers/v2/model_runner_v2.py`. docs/internals.md lists them, and every attribute that is replaced.
 """
 
 from __future__ import annotations

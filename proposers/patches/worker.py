@@ -25,7 +25,7 @@ class HeadWorker(Worker):
     def init_device(self) -> None:
         refuse_moved()
         if self.use_v2_model_runner:
-            from vllm_mtpc.proposers.v2.runner import HeadModelRunner, our_speculator
+            from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner, our_speculator
 
             with our_speculator():
                 super().init_device()

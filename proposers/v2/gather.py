@@ -1,7 +1,4 @@
-"""Where a draft begins: each request's last accepted row, the token the target chose there, and its position.
-
-And where the rows of a backbone's queries lie in its KV cache.
-"""
+"""Triton kernels that gather the inputs of a draft: one launch each, no synchronisation with the host."""
 
 from __future__ import annotations
 
@@ -36,19 +33,26 @@ def _last_rows(
     tl.store(pos_ptr + request, tl.load(positions_ptr + row).to(tl.int64) + 1)
 
 
-def last_rows(
+def gather_last_rows(
     input_batch: InputBatch,
-    num_sampled: Tensor,  # [R], 0: the prompt is not read to its end
-    num_rejected: Tensor,  # [R]
-    last_sampled: Tensor,  # [max_num_reqs, 1]
-    next_prefill_tokens: Tensor,  # [lookahead, max_num_reqs]
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    last_sampled: Tensor,
+    next_prefill_tokens: Tensor,
     rows: Tensor,
     first: Tensor,
     pos: Tensor,
 ) -> None:
-    """Fills rows, first and pos, [R] int64: a request's last accepted row, the token behind it, that token's position.
+    """Fill `rows`, `first` and `pos` for the R requests of a batch.
 
-    The token is the target's own, or the next of a prompt that is not read to its end. One launch, no host sync.
+    Args:
+        num_sampled: [R]; 0 where a prompt is not read to its end.
+        num_rejected: [R].
+        last_sampled: [max_num_reqs, 1], by request slot.
+        next_prefill_tokens: [lookahead, max_num_reqs].
+        rows: [R or more], int64, the row of each request's last accepted token in the batch.
+        first: [R or more], int64, the token after it: the target's own, or the next one of an unfinished prompt.
+        pos: [R or more], int64, the position of that token.
     """
     _last_rows[(input_batch.num_reqs,)](
         input_batch.query_start_loc[1:],
@@ -96,32 +100,40 @@ def _query_rows(
     tl.store(ends_ptr + request, tl.minimum(start + queries, max_len).to(tl.int32))
 
 
-def query_rows(
-    slots: Tensor,  # [R] of vLLM's states; -1: nobody's, whose rows are read and written nowhere
-    last_rows: Tensor,  # [R]
-    read: Tensor,  # positions of the target's rows
-    table: Tensor,  # [R, blocks]
+def place_query_rows(
+    slots: Tensor,
+    last_rows: Tensor,
+    target_positions: Tensor,
+    block_table: Tensor,
     block_size: int,
     max_len: int,
-    queries: int,
+    num_queries: int,
     row_positions: Tensor,
     row_slots: Tensor,
     ends: Tensor,
 ) -> None:
-    """Fills positions and KV slots of the queries behind each request's last row, [R * queries] int64, and where its
-    text ends behind them, [R] int32. What lies behind the model's length has no slot, and nobody reads it."""
+    """Place the queries of R requests after each request's last row; queries beyond `max_len` have no KV slot.
+
+    Args:
+        slots: [R], request slots in vLLM's states; -1: padding, whose rows are not read and have no KV slot.
+        last_rows: [R], of `gather_last_rows`.
+        target_positions: positions of the target's rows.
+        block_table: [R, blocks].
+        row_positions, row_slots: [R * num_queries], int64, filled with positions and KV slots.
+        ends: [R], int32, filled with the length of each text and its queries.
+    """
     _query_rows[(len(slots),)](
         slots,
         last_rows,
-        read,
-        table,
-        table.stride(0),
+        target_positions,
+        block_table,
+        block_table.stride(0),
         row_positions,
         row_slots,
         ends,
         block_size,
         max_len,
-        queries,
+        num_queries,
         PAD=PAD_SLOT_ID,
-        BLOCK=triton.next_power_of_2(queries),
+        BLOCK=triton.next_power_of_2(num_queries),
     )

@@ -1,8 +1,8 @@
-"""The draft step in CUDA graphs: one for each size that vLLM captures and each number of drafts its batches have.
+"""CUDA graphs of the draft step: one for each of vLLM's capture sizes and each number of drafts of its batches.
 
-A graph holds what a speculator does from its buffers on: of `MtpcSpeculator` the head's products, gathers of its ranks
-and the kernels, of `PtpSpeculator` the student's pass. What fills the buffers runs before it. Rows behind a batch's
-last request have slot -1: nothing is written for them but to rows of our own that nobody looks at.
+A graph holds the part of a speculator that starts at its buffers: for `MtpcSpeculator` the head's products, gathers
+over ranks and the draft kernel, for `PtpSpeculator` the student's forward pass. Padding rows have slot -1: nothing is
+written for them except to padding rows of the speculator's own buffers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from vllm_mtpc.proposers.heads.load import log_drafts
 
 
 class DraftGraphs(CudaGraphManager):
-    """vLLM's manager, whose descriptors say how many drafts are made (or auxiliary rows computed) for each request.
+    """vLLM's manager, with a descriptor for each number of drafts (PTP: of auxiliary rows) per request.
 
-    drafts_by_batch[n]: of a batch of n, 0: none. fits(requests, drafts each): whether the speculator's buffers hold it.
+    Args:
+        mode: of the target; drafts are captured where the target's decode steps are.
+        drafts_by_batch: drafts of a batch of n requests at index n; 0: none.
+        fits: (requests, drafts per request) -> whether the speculator's buffers hold them.
     """
 
     def __init__(
@@ -41,13 +44,13 @@ class DraftGraphs(CudaGraphManager):
             drafts = [count for count in scheduled if fits(desc.num_reqs, count)]
             descs += [SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=count) for count in drafts]
             below = desc.num_reqs
-        if descs:  # the largest first, whose memory the others use again
+        if descs:  # the largest first: the others reuse its memory
             descs.sort(key=lambda desc: (desc.num_reqs, desc.num_speculative_tokens), reverse=True)
             self._capture_descs[CUDAGraphMode.FULL] = descs
         log_drafts(vllm_config, str(len(descs) or "NONE"))
 
     def capture_drafts(self, prepare: Callable[[int, int], Callable[[], None]]) -> None:
-        """Captures what prepare(requests, drafts each) returns, for a batch of padding alone."""
+        """Capture the calls that prepare(requests, drafts per request) returns for batches of padding."""
 
         def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             draft = prepare(desc.num_reqs, desc.num_speculative_tokens)
@@ -56,7 +59,7 @@ class DraftGraphs(CudaGraphManager):
         super().capture(create_forward_fn, "Capturing drafts of the head")
 
     def find(self, num_reqs: int, num_drafts: int) -> BatchExecutionDescriptor | None:
-        """The graph for a batch; None: there is none."""
+        """Return the descriptor of the graph that holds a batch, or None."""
         desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
         desc = SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=num_drafts)
         return desc if desc in self.graphs else None

@@ -1,17 +1,17 @@
-"""MtPC drafts from heads behind LoRA draft layers, on vLLM's Model Runner V2.
+"""MtPC drafts of heads with LoRA draft layers, on vLLM's Model Runner V2 (MtPC, section 3.3).
 
-Draft layers are the target's last K layers once more, with adapters and a KV cache of their own. Containers are copied;
-everything that holds weights is the target's, so draft layers cost their adapters and their share of the KV cache.
-Linear layers gain LoRA on every row (`lora.py`, sharded as the target is), what the target has compiled runs as a
-kernel, and attention layers are twins: same weights and kernels, another name. vLLM finds a twin by its name and gives
-it a cache in the KV cache group of the layer it is a twin of, so block tables, slots and attention metadata of a step
-hold for it too, and with them prefix caching, preemption and the rollback of drafts.
+Draft layers are a copy of the target's last K layers with adapters and their own KV cache. Linear layers share the
+target's weights and add LoRA on every row (`lora.py`), ops that the target compiles run as kernels, and attention
+layers are twins: same weights and kernels, another name. vLLM finds a twin by its name and gives it a cache in the KV
+cache group of the layer that it copies. So block tables, slots and attention metadata of a step hold for it too, and
+with them prefix caching, preemption and the rollback of drafts.
 
-After every target pass, over all rows of its batch (prompt chunks too, also in steps that draft nothing: a later step
-may attend to them), the residual stream that entered the target's layer L - K (vLLM's auxiliary hidden states) goes
-through the draft layers. They write and read their cache at the target's slots, with the metadata of the target's pass.
-What leaves the final norm takes the place of the target's states for the head. Rows of rejected drafts write states
-that are wrong, at positions which the next step writes again before it reads.
+Algorithm, after every target forward pass, for all rows of its batch: the residual stream that entered the target's
+layer L - K (vLLM's auxiliary hidden states) goes through the draft layers, which write and read their cache at the
+target's slots, with the target's attention metadata. The head reads the states after the final norm. Rows of rejected
+drafts write wrong states at positions that the next step writes again before it reads them.
+
+Difference from MtpcSpeculator: the draft layers run first, also in steps without drafts.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_mtpc.checkpoint.load import load_adapters
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.heads.load import kept
-from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left, retaken
-from vllm_mtpc.proposers.v2.shared_modules import copied, eager_priorities, with_kernel
+from vllm_mtpc.proposers.v2.lora import Gate, adapt_linear, check_no_adapter_left, prepare_adapters
+from vllm_mtpc.proposers.v2.shared_modules import copy_modules, copy_with_kernel, eager_priorities
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
-NAME = "mtpc."  # in front of a layer's name: its twin's
+NAME = "mtpc."  # before a layer's name: its twin's
 
 
 class DraftLayers(nn.Module):
-    """The target's layers from `first` on, and its final norm."""
+    """Copies of the target's layers from `first` on, and of its final norm."""
 
     def __init__(self, first: int, layers: list[nn.Module], norm: nn.Module) -> None:
         super().__init__()
         self.first, self.layers, self.norm = first, nn.ModuleList(layers), norm
 
     def forward(self, positions: Tensor, states: Tensor) -> Tensor:
-        """What the head reads, [T, D]; states [T, D]: the residual stream that enters the target's layer `first`."""
+        """Return the head's input [T, D] from the residual stream [T, D] that enters the target's layer `first`."""
         residual = None
         for layer in self.layers:
             states, residual = layer(positions, states, residual)
@@ -56,7 +56,11 @@ class DraftLayers(nn.Module):
 
 
 def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.device) -> DraftLayers:
-    """The draft layers of a head on vLLM's target. Raises CheckpointError where an adapter has no place in it."""
+    """Load the draft layers of a head on vLLM's target.
+
+    Raises:
+        CheckpointError: an adapter has no layer in the target, or adapts other layers than the last ones.
+    """
     spec = vllm_config.speculative_config
     info, lora = load_adapters(Path(spec.model_folder), spec.head, vllm_config.model_config.dtype, device)
     layers, gate = target.model.layers, Gate()
@@ -65,29 +69,31 @@ def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.
 
     def replace(name: str, module: nn.Module) -> nn.Module | None:
         if isinstance(module, LinearBase):
-            return adapted(name, module, lora, packed, info.alpha / info.rank, gate)
+            return adapt_linear(name, module, lora, packed, info.alpha / info.rank, gate)
         if isinstance(module, AttentionLayerBase):
             twin = copy.copy(module)
             twin.layer_name, twin.kv_cache = NAME + module.layer_name, torch.tensor([])
-            if hasattr(module, "impl"):  # what an implementation remembers of its layer
+            if hasattr(module, "impl"):  # an implementation may keep state of its layer
                 twin.impl = copy.copy(module.impl)
             children = module._modules.items()
-            twin.__dict__["_modules"] = {key: copied(child, f"{name}.{key}", replace) for key, child in children}
+            twin.__dict__["_modules"] = {key: copy_modules(child, f"{name}.{key}", replace) for key, child in children}
             names[twin.layer_name] = twin
             return twin
-        return with_kernel(module)
+        return copy_with_kernel(module)
 
     if info.layers != list(range(len(layers)))[-spec.head.lora_layers :]:
         raise CheckpointError(
             f"head {spec.model_folder} adapts layers {info.layers} of a target with {len(layers)}: allowed are the "
             "last ones; use a head of this target"
         )
-    made = [copied(layers[index], f"model.layers.{index}", replace) for index in info.layers]
-    refuse_left(lora, target)
-    return DraftLayers(info.layers[0], made, copied(target.model.norm, "model.norm", replace))
+    copies = [copy_modules(layers[index], f"model.layers.{index}", replace) for index in info.layers]
+    check_no_adapter_left(lora, target)
+    return DraftLayers(info.layers[0], copies, copy_modules(target.model.norm, "model.norm", replace))
 
 
 class LayeredSpeculator(MtpcSpeculator):
+    """Drafts of a head that reads the states of draft layers."""
+
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = super().load_draft_model(target_model, target_attn_layer_names)
         self.layers = load_draft_layers(target_model, self.vllm_config, self.device)
@@ -98,15 +104,15 @@ class LayeredSpeculator(MtpcSpeculator):
 
     @torch.inference_mode()
     def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        commit = super().prepared(made, target_model)
+        activate_head = super().prepared(made, target_model)
         info, lora = load_adapters(Path(made.model_folder), made.head, self.dtype, self.device)
-        take = retaken(self.layers, lora, info.alpha / info.rank, target_model)
+        copy_adapters = prepare_adapters(self.layers, lora, info.alpha / info.rank, target_model)
 
-        def both() -> None:
-            commit()
-            take()
+        def activate() -> None:
+            activate_head()
+            copy_adapters()
 
-        return both
+        return activate
 
     @torch.inference_mode()
     def propose(
@@ -117,23 +123,16 @@ class LayeredSpeculator(MtpcSpeculator):
         last_hidden_states: Tensor,
         aux_hidden_states: list[Tensor] | None,
         *args: Any,
+        dp_sync_state: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        assert aux_hidden_states is not None  # `load_draft_model` asks the target for them
-        states = self._states(input_batch, attn_metadata, slot_mappings, aux_hidden_states[0], **kwargs)
-        return super().propose(input_batch, attn_metadata, slot_mappings, states, None, *args, **kwargs)
+        """Run the draft layers on aux_hidden_states[0] [T, D], and draft as `MtpcSpeculator.propose` does.
 
-    def _states(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any] | None,  # None: vLLM measures memory before there are caches
-        slot_mappings: dict[str, Tensor] | None,
-        trunk: Tensor,  # [T, D], rows that pad a captured graph's batch included
-        dp_sync_state: Any = None,
-        **others: Any,
-    ) -> Tensor:
-        """States [T, D] behind the draft layers."""
-        num_rows, names = trunk.shape[0], self.draft_attn_layer_names
+        T includes the padding of a captured graph's batch.
+        """
+        assert aux_hidden_states is not None  # `load_draft_model` asks the target for them
+        states, names = aux_hidden_states[0], self.draft_attn_layer_names
+        num_rows = len(states)
         context = set_forward_context(
             attn_metadata and {name: attn_metadata[name] for name in names},
             self.vllm_config,
@@ -144,5 +143,5 @@ class LayeredSpeculator(MtpcSpeculator):
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
         )
         with context, self.priorities.set_priority():
-            # a copy: norms add to the residual stream in place
-            return self.layers(input_batch.positions[:num_rows], trunk.clone())
+            hidden = self.layers(input_batch.positions[:num_rows], states.clone())  # norms add to the stream in place
+        return super().propose(input_batch, attn_metadata, slot_mappings, hidden, None, *args, **kwargs)

@@ -1,11 +1,11 @@
-"""LoRA on chosen rows, on top of vLLM's own linear layers, sharded as they are: PTP's auxiliary rows, or every row.
+"""LoRA on selected rows, on top of vLLM's own linear layers and sharded as they are.
 
-    y = W x                                  every row, by the target's own layer: quantised or not
-    y[aux] += alpha / r * B A x[aux]         auxiliary rows, gathered and added in place
+    y = W x                                  every row, by the target's own layer, quantised or not
+    y[aux] += alpha / r * B A x[aux]         PTP's auxiliary rows, gathered and added in place; draft layers: every row
 
-Rows of real tokens are not touched, so they are bit for bit those of the target without adapters. Layers that vLLM
-merges (q, k, v; gate, up) keep one A and one B per part. Under tensor parallelism B follows the shards of an output
-that is split; where the input is split, A follows it, and the r products are summed over ranks before B.
+Rows of real tokens stay bit for bit those of the target. Layers that vLLM merges (q, k, v; gate, up) keep one A and one
+B per part. Under tensor parallelism B is sharded as a split output is; for a split input A is sharded as the input is,
+and the r products are summed over ranks before B.
 """
 
 from __future__ import annotations
@@ -27,17 +27,23 @@ from vllm.model_executor.layers.linear import (
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.heads.swap import check_same_shapes
 
-PREFIX = "base_model.model."  # PEFT's, in front of the names of the target's modules
+PREFIX = "base_model.model."  # PEFT's, before the names of the target's modules
 
 
 class Gate:
-    """Which rows of the pass under way are adapted: [A] int64, unique; None: all, as draft layers are."""
+    """The rows of a pass that are adapted: [A], int64, unique; None: all rows, as in draft layers."""
 
     rows: Tensor | None = None
 
 
 class GatedLinear(nn.Module):
-    """A vLLM linear layer with adapters on the rows of `gate`; parts: (A [r, in], B [out part, r]) of this rank."""
+    """A vLLM linear layer with adapters on the rows of `gate`.
+
+    Args:
+        name: of the layer in the target.
+        parts: (A [r, in], B [out part, r]) of this rank, one for each merged part.
+        scale: alpha / r.
+    """
 
     def __init__(
         self, name: str, base: LinearBase, parts: Sequence[tuple[Tensor, Tensor]], scale: float, gate: Gate
@@ -69,7 +75,7 @@ class GatedLinear(nn.Module):
         return result
 
 
-def adapted(
+def adapt_linear(
     name: str,
     base: LinearBase,
     lora: dict[str, Tensor],
@@ -77,9 +83,14 @@ def adapted(
     scale: float,
     gate: Gate,
 ) -> nn.Module:
-    """`base` with the adapters that `lora` (tensors by PEFT's names) has for it; what is used is taken out of `lora`.
+    """Return `base` with its adapters, or `base` itself if it has none.
 
-    Raises CheckpointError where a merged layer has adapters for some of its parts only.
+    Args:
+        lora: tensors by PEFT's names; those that are used are removed.
+        packed: names of the parts that vLLM merges, by the name of the merged layer.
+
+    Raises:
+        CheckpointError: a merged layer has adapters for some of its parts only, or vLLM's layer cannot be adapted.
     """
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in packed.get(last, (last,))]  # on disk: q_proj, k_proj, v_proj of qkv_proj
@@ -96,7 +107,7 @@ def adapted(
     parts = []
     for part, rows in zip(names, _output_shards(base, len(names)), strict=True):
         down, up = (lora.pop(f"{PREFIX}{part}.lora_{letter}.weight") for letter in "AB")
-        if isinstance(base, RowParallelLinear):  # A has the columns of the input's shard
+        if isinstance(base, RowParallelLinear):  # A is sharded as the input
             width = base.input_size_per_partition
             down = down[:, base.tp_rank * width : (base.tp_rank + 1) * width].contiguous()
         if rows.stop is not None and rows.stop > up.shape[0]:
@@ -107,30 +118,31 @@ def adapted(
     return GatedLinear(name, base, parts, scale, gate)
 
 
-def retaken(tree: nn.Module, lora: dict[str, Tensor], scale: float, target: nn.Module) -> Callable[[], None]:
-    """What puts these adapters in the place of those of `tree`, whose base layers are `target`'s.
+def prepare_adapters(tree: nn.Module, lora: dict[str, Tensor], scale: float, target: nn.Module) -> Callable[[], None]:
+    """Return the function that copies new adapters over those of `tree`, whose base layers are `target`'s.
 
-    Raises CheckpointError where they do not fit, with nothing changed.
+    Raises:
+        CheckpointError: they do not fit; nothing is changed.
     """
     left, packed = dict(lora), getattr(target, "packed_modules_mapping", {})
     layers = {layer.name: layer for layer in tree.modules() if isinstance(layer, GatedLinear)}
-    pairs = [(layer, adapted(name, layer.base, left, packed, scale, layer.gate)) for name, layer in layers.items()]
-    refuse_left(left, target)
+    pairs = [(layer, adapt_linear(name, layer.base, left, packed, scale, layer.gate)) for name, layer in layers.items()]
+    check_no_adapter_left(left, target)
     for old, new in pairs:
         if new is old.base:
             raise CheckpointError(f"the head does not adapt {old.name}, the served one does; restart the server")
         check_same_shapes(f"the adapter of {old.name}", zip(old.buffers(False), new.buffers(False), strict=True))
 
-    def take() -> None:
+    def copy_all() -> None:
         for old, new in pairs:
             for tensor, source in zip(old.buffers(False), new.buffers(False), strict=True):
                 tensor.copy_(source)
 
-    return take
+    return copy_all
 
 
-def refuse_left(left: dict[str, Tensor], target: nn.Module) -> None:
-    """Raises CheckpointError where an adapter has no place in the target."""
+def check_no_adapter_left(left: dict[str, Tensor], target: nn.Module) -> None:
+    """Raise CheckpointError if an adapter has no layer in the target."""
     if left:
         raise CheckpointError(
             f"the head adapts {sorted(left)[0]}, which {type(target).__name__} of vLLM does not have "
@@ -139,7 +151,7 @@ def refuse_left(left: dict[str, Tensor], target: nn.Module) -> None:
 
 
 def _output_shards(base: LinearBase, num_parts: int) -> list[slice]:
-    """The outputs of each part, rows of B, that this rank computes."""
+    """Return the outputs of each part (rows of B) that this rank computes."""
     if not isinstance(base, ColumnParallelLinear):
         return [slice(None)] * num_parts
     if isinstance(base, QKVParallelLinear):

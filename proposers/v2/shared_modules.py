@@ -1,8 +1,8 @@
-"""Modules of the target once more: containers are copied, everything that holds weights is shared.
+"""Copies of the target's modules that share its weights, and copies of vLLM's configs.
 
-Such copies cost their adapters and nothing else, and the target's tree stays as it is. Where vLLM compiles a target,
-its CustomOps and IR operations (norms, activations, rotary positions) are their PyTorch definitions, for inductor to
-fuse. Our passes run the copies eagerly, where a definition is half a dozen launches and the kernel is one.
+Containers are copied, modules with weights are shared, and the target's tree is unchanged. Where vLLM compiles a
+target, its CustomOps and IR operations (norms, activations, rotary positions) run their PyTorch definitions, which
+inductor fuses. Our passes run the copies eagerly, where a definition is six launches and the kernel is one.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.platforms import current_platform
 
 
-def copied(module: nn.Module, name: str, replace: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
-    """A copy of a container with its children copied or replaced; a module without children is shared."""
+def copy_modules(module: nn.Module, name: str, replace: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+    """Copy a container with its children; `replace` returns another module for (name, module), or None.
+
+    A module without children is shared.
+    """
     other = replace(name, module)
     if other is not None:
         return other
     if not module._modules:
         return module
     twin = copy.copy(module)
-    children = {
-        key: child if child is None else copied(child, f"{name}.{key}" if name else key, replace)
+    twin.__dict__["_modules"] = {
+        key: child if child is None else copy_modules(child, f"{name}.{key}" if name else key, replace)
         for key, child in module._modules.items()
     }
-    twin.__dict__["_modules"] = children
     return twin
 
 
-def with_kernel(module: nn.Module) -> nn.Module | None:
-    """A copy of a CustomOp that runs the device's kernel, around the same tensors; None for any other module.
+def copy_with_kernel(module: nn.Module) -> nn.Module | None:
+    """Copy a CustomOp so that it runs the device's kernel on the same tensors.
 
-    One that holds layers with weights is no single kernel: what is in it is looked at instead.
+    Returns None for other modules and for a CustomOp that holds layers with weights, whose children are copied instead.
     """
     if not isinstance(module, CustomOp) or any(any(True for _ in child.parameters()) for child in module.children()):
         return None
@@ -49,8 +51,8 @@ def with_kernel(module: nn.Module) -> nn.Module | None:
     return twin
 
 
-def changed(config: Any, **attributes: Any) -> Any:
-    """A copy of one of vLLM's configs with other attributes, which it is not asked about: they are nobody's options."""
+def replace_attributes(config: Any, **attributes: Any) -> Any:
+    """Copy one of vLLM's configs with other attributes, without its validation."""
     twin = copy.copy(config)
     for name, value in attributes.items():
         object.__setattr__(twin, name, value)  # the configs validate assignments against each other
@@ -58,11 +60,11 @@ def changed(config: Any, **attributes: Any) -> Any:
 
 
 def eager_priorities(vllm_config: VllmConfig) -> IrOpPriorityConfig:
-    """The providers of IR operations outside of compiled code: the user's first, then what vLLM takes uncompiled."""
-    uncompiled_config = changed(vllm_config.compilation_config, mode=CompilationMode.NONE)
-    config = changed(vllm_config, compilation_config=uncompiled_config)
-    uncompiled = asdict(current_platform.get_default_ir_op_priority(config))
+    """Return the providers of IR operations in eager code: the user's first, then vLLM's default without a compiler."""
+    uncompiled_config = replace_attributes(vllm_config.compilation_config, mode=CompilationMode.NONE)
+    config = replace_attributes(vllm_config, compilation_config=uncompiled_config)
+    priorities = asdict(current_platform.get_default_ir_op_priority(config))
     for name, given in asdict(vllm_config.kernel_config.ir_op_priority).items():
         named = [provider for provider in given if provider != "native"]
-        uncompiled[name] = list(dict.fromkeys([*named, *uncompiled[name]]))
-    return IrOpPriorityConfig(**uncompiled)
+        priorities[name] = list(dict.fromkeys([*named, *priorities[name]]))
+    return IrOpPriorityConfig(**priorities)

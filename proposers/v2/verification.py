@@ -1,35 +1,29 @@
-"""Sampling and verification on Model Runner V2: by coupling for requests with a seed and for PTP, else by rejection.
+"""Sampling and verification on Model Runner V2: coupled for PTP and for requests with a seed, else by rejection.
 
-Coupling: a request with a seed has the text that plain vLLM writes, whatever is drafted. Without drafts vLLM draws the
-token behind position i as the argmax over v of log p(v) + g(seed, i, v), with p the processed distribution and g Gumbel
-noise hashed from its arguments. A coupled request's token at every verified row is drawn in that way, by vLLM's own
-function; drafts are kept while they equal it. Its drafts are the argmax of log q(v) + g(seed, i, v), the *same* noise,
-and so equal the target's token with probability at least (1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh
-2024, Gumbel coupling); rejection keeps 1 - TV(p, q). The text depends on no draft: not on where steps begin, the
-schedule, budgets, cuts, preemption or the batch. Which request is coupled lies on the device, with its seed; drafts of
-the others take noise of another stream (DRAFTING), which rejection needs.
+Coupled requests get the tokens that plain vLLM samples, whatever the drafts, the schedule and the batch are. Without
+drafts vLLM samples the token after position i as argmax_v log p(v) + g(seed, i, v): p is the processed distribution, g
+Gumbel noise hashed from its arguments. A coupled request's token of every verified row is sampled so, by vLLM's own
+function, and drafts are accepted while they equal it. Its drafts are argmax_v log q(v) + g(seed, i, v) with the *same*
+noise, and equal the token with probability at least (1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024,
+Gumbel coupling); rejection sampling accepts 1 - TV(p, q). The drafts of other requests take noise of another stream
+(DRAFTING), which rejection sampling needs.
 
-Pick, for drafts that know the verifier's random numbers (Parallel Token Prediction): every output token is Pick(u, Q),
-the smallest token whose cumulative probability under the target's processed distribution Q exceeds u, a hash of the
-request's seed and the position of the row that gives Q. Drafts are accepted while they equal what is picked. So the
-tokens are those of decoding without drafts, whatever the drafts say, the batch holds, or steps divide; the drafter who
-computes the same u can be right always. At temperature 0 the token is the argmax, and u, which drafters read all the
-same, is 0.5. Fused samplers are never used: they draw numbers of their own.
+Pick, for PTP (Parallel Token Prediction): every output token is Pick(u, Q), the smallest token whose cumulative
+probability under the target's processed distribution Q exceeds u, a hash of the request's seed and the position of the
+row that gives Q. Drafts are accepted while they equal it, so the text is that of decoding without drafts. At
+temperature 0 the token is the argmax and u is 0.5. vLLM's fused samplers draw other numbers and are not used.
 
-Forbidden drafts, where they are not masked with their grammar (`grammar.py`): vLLM 0.32 marks the first one and all
-behind it as -1, and takes the token in the first one's place from the target's distribution p. That is biased: the
-draft came from q, it is rejected because p is 0 there, so the token must come from max(p - q, 0). (PTP's drafts and
-argmax drafts have no q.) Here the first one is verified like any other draft: its row is masked with the grammar, so it
-is never accepted. What is behind it stays -1 and is not reached.
+Drafts that a grammar forbids and that were not masked (`structured_requests.py`): vLLM 0.32 marks the first one and all
+after it as -1 and samples the first one's token from p. That is biased: the draft came from q and is rejected because
+p is 0 there, so the token must come from max(p - q, 0). Here the first one is verified like any other draft. Its row is
+masked with the grammar, so it is never accepted.
 
-Noise that no earlier step has looked at: vLLM 0.32 keys the noise of a token by the request's seed and the token's
-position; a draft that is thrown away is drawn again from the same noise. The standard rule may do so: it has not looked
-at anything behind the first rejection. Block verification has (how much of a block is kept depends on its last draft),
-and adaptive verification has (a budget follows from the last step's confidences); what is kept then no longer has the
-target's distribution. Here the seed of a step is seed XOR (position of the step's first row << 32), for drafting,
-acceptance and resampling. A request's steps start at different positions, so no noise is used twice. vLLM 0.33 does the
-same where it verifies blocks: it XORs the draft's number << 32, and position and number give the step. There only our
-drafts, in which vLLM has no part, take a step's seeds: with both, position 4 as draft 1 and 5 as draft 0 would meet
+Fresh noise: vLLM 0.32 keys the noise of a token by seed and position, so a rejected draft is sampled again from the
+same noise. Standard rejection has not read the noise after the first rejection. Block verification and adaptive
+verification have: the accepted length depends on it, and the output distribution would be biased. For both, drafts,
+acceptance and resampling use a seed of the step, seed XOR (position of the step's first row << 32); a request's steps
+start at different positions. vLLM 0.33 XORs the draft's number << 32 where it verifies blocks. There only the drafts,
+which vLLM has no part in, take the step's seed: with both, position 4 as draft 1 and 5 as draft 0 would collide
 (5 XOR 0 = 4 XOR 1).
 """
 
@@ -56,56 +50,56 @@ from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.config.versions import TESTED, keys_noise_by_draft, vllm_version
 
-# Added to a draft's position: its noise is none that verification looks at. vLLM's own drafts add the same.
+# Added to a draft's position: noise that verification does not read. vLLM's own drafts add the same number.
 DRAFTING = 1 << 30
-# Tokens [2] of vLLM's noise alone, over 1,024 tokens, at two positions of two seeds; by use_fp64
+# Tokens [2] of vLLM's noise alone over 1,024 tokens, at two positions of two seeds, by use_fp64
 NOISE_SEEDS, NOISE_POSITIONS = (7, (5 << 32) + 1), (3, 1 << 20)
 NOISE_TOKENS = {False: [358, 229], True: [886, 608]}
 GREEDY_U = 0.5  # inside the argmax's interval wherever the argmax has more than half of the mass
 
-Verify = Literal["coupled", "rejection"] | None  # which requests are coupled: every one, none; None: those with a seed
+Verify = Literal["coupled", "rejection"] | None  # coupled requests: all, none; None: those with a seed
 
 
 def needs_fresh_noise(spec_config: SpeculativeConfig) -> bool:
-    """Whether drafts take noise that no earlier step has looked at."""
+    """Whether drafts take noise that no earlier step has read."""
     return spec_config.rejection_sample_method == "block" or spec_config.enable_adaptive_verification
 
 
 def is_stepped(spec_config: SpeculativeConfig) -> bool:
-    """Whether verification does."""
+    """Whether verification takes such noise from seeds of the step."""
     return needs_fresh_noise(spec_config) and not keys_noise_by_draft()
 
 
 def step_seeds(seeds: Tensor, anchor: Tensor) -> Tensor:
-    """Seeds [R] int64 of the steps whose first rows are at positions anchor[R] (at least 1: a prompt comes before)."""
+    """Return seeds [R], int64, of steps whose first rows are at positions anchor [R] (>= 1: after a prompt)."""
     return seeds ^ (anchor.long() << 32)
 
 
-def behind_the_first(invalid: Tensor) -> Tensor:
-    """`invalid` [T] without the first row of each run: a request's rows begin with one that is valid."""
+def unmark_first(invalid: Tensor) -> Tensor:
+    """Return invalid [T] with the first row of each run unmarked; the first row of a request is always valid."""
     kept = invalid.clone()
     kept[1:] &= invalid[:-1]
     return kept
 
 
 def u_of(seeds: Tensor, temperature: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
-    """u [T] of the tokens that follow positions pos[T], in the requests at slots[T] of seeds and temperature.
+    """Return u [T], float32, of the tokens that follow positions pos [T] of the requests in slots [T].
 
-    Drafter and verifier both take it from here.
+    Drafts and verification both call it. seeds, temperature: [slots].
     """
     return torch.where(temperature[slots] == 0, GREEDY_U, uniform(seeds[slots], pos))
 
 
-def choose(processed_logits: Tensor, states: SamplingStates, slots: Tensor, pos: Tensor) -> Tensor:
-    """Tokens [T] int64: Pick from processed_logits [T, V], argmax at temperature 0."""
-    logits = processed_logits.float()  # vLLM hands back the model's own dtype where nothing is to be processed
+def pick_tokens(processed_logits: Tensor, states: SamplingStates, slots: Tensor, pos: Tensor) -> Tensor:
+    """Return Pick(u, Q) [T], int64, of processed_logits [T, V]; the argmax at temperature 0."""
+    logits = processed_logits.float()  # vLLM returns the model's dtype where there is nothing to process
     temperature = states.temperature.gpu
     picked = pick(logits, u_of(states.seeds.gpu, temperature, slots, pos))
     return torch.where(temperature[slots] == 0, logits.argmax(dim=-1), picked)
 
 
 def check_noise(device: torch.device, use_fp64: bool) -> None:
-    """Compare vLLM's noise for two tokens with what it was where coupled drafts were tested.
+    """Compare two tokens of vLLM's noise with those of the versions that coupled drafts were tested with.
 
     Raises:
         ServeConfigError: vLLM has changed the keys of its noise.
@@ -122,14 +116,14 @@ def check_noise(device: torch.device, use_fp64: bool) -> None:
 
 
 class CoupledStates(SamplingStates):
-    """vLLM's states of requests, which also hold what is added to the positions of their drafts: 0 of coupled ones."""
+    """vLLM's states of requests, with the number that is added to positions of drafts: DRAFTING, or 0 if coupled."""
 
-    stream: UvaBackedTensor  # [max_num_reqs] int64
+    stream: UvaBackedTensor  # [max_num_reqs], int64
     verify: Verify
 
     @classmethod
-    def of(cls, states: SamplingStates, verify: Verify) -> CoupledStates:
-        """The same object, with one more state."""
+    def extend(cls, states: SamplingStates, verify: Verify) -> CoupledStates:
+        """Add the state to vLLM's object and return it."""
         states.__class__, states.verify = cls, verify
         states.stream = UvaBackedTensor(states.max_num_reqs, dtype=torch.int64)
         states.stream.np.fill(DRAFTING)
@@ -147,24 +141,24 @@ class CoupledStates(SamplingStates):
 
 
 class Verifier(RejectionSampler):
-    """vLLM's verification; coupled requests are verified by comparison."""
+    """vLLM's rejection sampler, which verifies coupled requests by comparison of drafts and sampled tokens."""
 
     def __init__(self, sampler: Sampler, spec_config: SpeculativeConfig, device: torch.device) -> None:
         super().__init__(sampler, spec_config, device)
         if spec_config.verify == "coupled":
             check_noise(device, sampler.use_fp64_gumbel)
-        self.seeds: Tensor | None = None  # [slots] of the step; None: those of the requests
+        self.seeds: Tensor | None = None  # [slots], of the step; None: those of the requests
         if is_stepped(spec_config):
             self.seeds = torch.zeros(sampler.sampling_states.max_num_reqs, dtype=torch.int64, device=device)
 
     @staticmethod
-    def prepared(sampler: Sampler, spec_config: SpeculativeConfig) -> Any:
-        """What the speculator reads of vLLM's plain sampler, which is changed in place: the states of requests."""
-        return CoupledStates.of(sampler.sampling_states, spec_config.verify)
+    def extend_sampler(sampler: Sampler, spec_config: SpeculativeConfig) -> Any:
+        """Extend vLLM's plain sampler in place; return the part that the speculator reads: the states of requests."""
+        return CoupledStates.extend(sampler.sampling_states, spec_config.verify)
 
     @staticmethod
-    def refuse(name: str, spec_config: SpeculativeConfig) -> None:
-        """Raise ServeConfigError where another sampler, of this name, would not do what was asked for."""
+    def check_other_sampler(name: str, spec_config: SpeculativeConfig) -> None:
+        """Raise ServeConfigError if an option needs the plain sampler and another one, of this name, is in use."""
         if is_stepped(spec_config) or spec_config.verify == "coupled":
             raise ServeConfigError(
                 f"verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification with {name}: only "
@@ -172,11 +166,11 @@ class Verifier(RejectionSampler):
             )
 
     def is_coupled(self, slots: np.ndarray) -> np.ndarray:
-        """Which of the requests in slots [R] are."""
+        """Return which of the requests in slots [R] are coupled."""
         return self.sampler.sampling_states.stream.np[slots] == 0
 
-    def tokens_of(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
-        """Tokens [T] of processed logits [T, V] at positions [T] in request slots [T], as vLLM says without drafts."""
+    def sample_tokens(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
+        """Sample tokens [T] of processed logits [T, V] at positions [T] as vLLM does without drafts."""
         states = self.sampler.sampling_states
         return gumbel_sample(  # as Sampler._sample_random calls it
             processed_logits,
@@ -192,28 +186,41 @@ class Verifier(RejectionSampler):
     def __call__(
         self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
     ) -> Any:
-        """As its parent; a forbidden draft is replaced from the residual distribution."""
+        """Verify the drafts of a step; a forbidden draft is replaced from the residual distribution."""
         if draft_logits is not None and invalid_drafts is not None:
-            invalid_drafts = behind_the_first(invalid_drafts)
+            invalid_drafts = unmark_first(invalid_drafts)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _verify(
         self,
-        logits: Tensor,  # [T, V]
+        logits: Tensor,
         draft_logits: Tensor | None,
-        draft_sampled: Tensor,  # [T] input token of each row: behind a request's first, its drafts
-        pos: Tensor,  # [T]
-        cu_num_logits: Tensor,  # [R + 1] rows of request r are cu_num_logits[r] .. cu_num_logits[r + 1] - 1
-        idx_mapping: Tensor,  # [R] slots
+        draft_sampled: Tensor,
+        pos: Tensor,
+        cu_num_logits: Tensor,
+        idx_mapping: Tensor,
         idx_mapping_np: np.ndarray,
-        expanded_idx_mapping: Tensor,  # [T] slots
+        expanded_idx_mapping: Tensor,
         expanded_local_pos: Tensor,
         seq_lens_upper_bound_np: np.ndarray,
-        verify_draft_sampled: Tensor,  # [T] with -1 where a draft cannot be kept
+        verify_draft_sampled: Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Processed logits [T, V], tokens [R, K + 1] int64 (-1 behind the last), number of tokens [R] int32."""
+        """Verify the drafts of R requests in T rows.
+
+        Args:
+            logits: [T, V].
+            draft_logits: [max_num_reqs, K, V], or None.
+            draft_sampled: [T], the input token of each row: of a request's rows but the first, its drafts.
+            pos: [T].
+            cu_num_logits: [R + 1]; rows of request r are cu_num_logits[r] .. cu_num_logits[r + 1] - 1.
+            idx_mapping, expanded_idx_mapping: request slots [R] and [T].
+            verify_draft_sampled: [T], -1 where a draft cannot be accepted.
+
+        Returns:
+            Processed logits [T, V]; tokens [R, K + 1], int64, -1 after the last; number of tokens [R], int32.
+        """
         is_coupled, others = self.is_coupled(idx_mapping_np), None
         more = (expanded_local_pos, seq_lens_upper_bound_np)
         if is_coupled.all():
@@ -224,7 +231,7 @@ class Verifier(RejectionSampler):
             own = states.seeds.gpu
             if self.seeds is not None:
                 self.seeds[idx_mapping] = step_seeds(own[idx_mapping], pos[cu_num_logits[:-1]])
-                states.seeds.gpu = self.seeds  # from where its parent reads them
+                states.seeds.gpu = self.seeds  # the parent reads them there
             rows = (draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more)
             try:
                 found = super()._verify(logits, draft_logits, *rows, verify_draft_sampled, *args, **kwargs)
@@ -233,44 +240,40 @@ class Verifier(RejectionSampler):
             if not is_coupled.any():
                 return found
             processed_logits, others = found[0], (states.stream.gpu[idx_mapping] == 0, *found[1:])
-        tokens = self.tokens_of(processed_logits, expanded_idx_mapping, pos)
+        tokens = self.sample_tokens(processed_logits, expanded_idx_mapping, pos)
         width = self.num_speculative_steps + 1
         return processed_logits, *accept(tokens, verify_draft_sampled, cu_num_logits, width, others)
 
 
 class CoupledSampler(Sampler):
-    """vLLM's sampler, with Pick in the place of its random draw."""
+    """vLLM's sampler with Pick instead of its random draw."""
 
     def _sample_random(
         self,
-        processed_logits: Tensor,  # [T, V], before top-k and top-p
-        expanded_idx_mapping: Tensor,  # [T] request slots
+        processed_logits: Tensor,
+        expanded_idx_mapping: Tensor,
         idx_mapping_np: np.ndarray,
-        pos: Tensor,  # [T]
+        pos: Tensor,
         top_k: Tensor | None,
         top_p: Tensor | None,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
+        """Return tokens [T] and processed logits [T, V], from logits [T, V] before top-k and top-p."""
         processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
-        return choose(processed_logits, self.sampling_states, expanded_idx_mapping, pos), processed_logits
+        return pick_tokens(processed_logits, self.sampling_states, expanded_idx_mapping, pos), processed_logits
 
 
 class CoupledRejectionSampler(Verifier):
     """Accepts drafts while they are the tokens that `sampler` picks."""
 
-    def __init__(self, sampler: CoupledSampler, spec_config: SpeculativeConfig, device: torch.device) -> None:
-        if not isinstance(sampler, CoupledSampler):
-            self.refuse(type(sampler).__name__, spec_config)
-        super().__init__(sampler, spec_config, device)
-
     @staticmethod
-    def prepared(sampler: Sampler, spec_config: SpeculativeConfig) -> CoupledSampler:
+    def extend_sampler(sampler: Sampler, spec_config: SpeculativeConfig) -> CoupledSampler:
         sampler.__class__ = CoupledSampler
         return sampler
 
     @staticmethod
-    def refuse(name: str, spec_config: SpeculativeConfig) -> None:
+    def check_other_sampler(name: str, spec_config: SpeculativeConfig) -> None:
         remedy = "remove --watermark-config" if "Watermark" in name else "use a target without a sampler of its own"
         raise ServeConfigError(
             f"method ptp with {name}: only vLLM's plain Sampler can be coupled to the drafts; {remedy}, or another "
@@ -280,8 +283,8 @@ class CoupledRejectionSampler(Verifier):
     def is_coupled(self, slots: np.ndarray) -> np.ndarray:
         return np.ones(len(slots), dtype=bool)
 
-    def tokens_of(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
-        return choose(processed_logits, self.sampler.sampling_states, slots, pos)
+    def sample_tokens(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
+        return pick_tokens(processed_logits, self.sampler.sampling_states, slots, pos)
 
 
 def with_verifier(
@@ -291,10 +294,13 @@ def with_verifier(
     device: torch.device,
     on_ready: Callable[[Any], None],
 ) -> type:
-    """`base`, a ModelState class, whose `custom_sampler` gives vLLM's plain sampler a rejection sampler of ours.
+    """Derive a ModelState class whose `custom_sampler` pairs vLLM's plain sampler with a `kind` of rejection sampler.
 
-    on_ready is called with what the speculator reads of it. Where another sampler is in use it keeps its own
-    verification; raises ServeConfigError where that would not do what was asked for.
+    Another sampler keeps its own verification, unless an option needs the plain one.
+
+    Args:
+        base: vLLM's ModelState class of the target.
+        on_ready: called with the result of `kind.extend_sampler`.
     """
 
     class ModelStateWithVerifier(base):
@@ -302,9 +308,9 @@ def with_verifier(
             own = super().custom_sampler(sampler)
             if own is None and type(sampler) is Sampler:
                 warm_up(spec_config.num_speculative_tokens + 1, device)
-                on_ready(kind.prepared(sampler, spec_config))
+                on_ready(kind.extend_sampler(sampler, spec_config))
                 return sampler, kind(sampler, spec_config, device)
-            kind.refuse(type(sampler if own is None else own[0]).__name__, spec_config)
+            kind.check_other_sampler(type(sampler if own is None else own[0]).__name__, spec_config)
             return own
 
     return ModelStateWithVerifier

@@ -121,7 +121,7 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     served = object.__new__(module.MtpcSpeculator)
     served.max_num_reqs, served.num_speculative_steps, served.use_fp64_gumbel = 1024, 7, False
     served.model, served.device = head, META
-    served.drafter = served._drafter(head)
+    served.drafter = served._make_drafter(head)
     served.drafts_by_batch = by_batch(SCHEDULE, 1024, 7)
     served.rows_at_once = rows_at_once(head, served.drafts_by_batch, 7, torch.bfloat16)
     served.idx_mapping, served.seeds, served.first_tokens, served.noise_pos = torch.zeros(
@@ -150,9 +150,9 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     batch = SimpleNamespace(req_ids=["r"] * 1024)
 
     def serve(num_reqs: int) -> None:
-        served._draft(num_reqs, served.drafts_by_batch[num_reqs])
+        served._generate_draft(num_reqs, served.drafts_by_batch[num_reqs])
         if num_reqs in (1, 2, 3, 16, 40):  # under a grammar
-            served._draft_masked(batch, [*range(num_reqs)], served.noise_pos, served.drafts_by_batch[num_reqs])
+            served._generate_masked_draft(batch, [*range(num_reqs)], served.noise_pos, served.drafts_by_batch[num_reqs])
 
     served.device = torch.device("cuda")
     torch.Tensor.is_cuda = True  # for good: this process ends with the answer

@@ -60,7 +60,7 @@ def test_a_backbone_has_slots_for_its_queries(with_backbone: Path) -> None:
     given = {"method": "mtpc", "model": str(with_backbone / "head"), "num_speculative_tokens": 2}
     args = EngineArgs(str(with_backbone / "target"), speculative_config=given, dtype="float32")
     spec = args.create_speculative_config(args.create_model_config(), ParallelConfig())
-    assert spec.speculator() == "backbone.BackboneSpeculator" and spec.aux_layers
+    assert spec.speculator() == "backbone_speculator.BackboneSpeculator" and spec.aux_layers
     slots = VllmConfig.num_lookahead_tokens.fget
     assert slots(SimpleNamespace(speculative_config=spec)) == 5  # as many as the window has tokens, not 1 + K
     assert slots(SimpleNamespace(speculative_config=None)) == 0

@@ -19,8 +19,8 @@ from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1 import proposer
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
-from vllm_mtpc.proposers.v2 import runner as v2
-from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
+from vllm_mtpc.proposers.v2 import model_runner_v2 as v2
+from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner as runner_v2
 
 CPU = torch.device("cpu")
 
@@ -136,8 +136,8 @@ def test_v2_fails_once_requests_have_come(said: list[str]) -> None:
 
 def test_v2_is_built_or_idle(said: list[str]) -> None:
     config = runner_with("").vllm_config
-    assert v2.made(lambda: "made", config, CPU) == "made"
-    assert isinstance(v2.made(raising, config, CPU), v2.IdleSpeculator) and len(said) == 1
+    assert v2.build_or_idle(lambda: "made", config, CPU) == "made"
+    assert isinstance(v2.build_or_idle(raising, config, CPU), v2.IdleSpeculator) and len(said) == 1
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

@@ -1,4 +1,4 @@
-"""What the target compiles runs as kernels in the copies of its modules that are not compiled."""
+"""Ops that the target compiles run as kernels in the uncompiled copies of its modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def methods(place: Path) -> dict[str, Any]:
-    """In a fork: which method each CustomOp of the target and of a student made on CUDA runs, by class; priorities."""
+    """In a fork: the methods that CustomOps of the target and of a student for CUDA run, by class; priorities."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor import custom_op
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -39,7 +39,7 @@ def methods(place: Path) -> dict[str, Any]:
     from vllm_mtpc.checkpoint.ptp_head import load_ptp
     from vllm_mtpc.proposers.v2 import shared_modules
     from vllm_mtpc.proposers.v2.lora import Gate
-    from vllm_mtpc.proposers.v2.ptp.tree import Writes, student_tree
+    from vllm_mtpc.proposers.v2.ptp.tree import Writes, build_student
 
     compiled = {"mode": 3, "backend": "inductor", "custom_ops": ["none"]}
     config = engine_config(place / "target", None, compilation_config=compiled)
@@ -48,17 +48,17 @@ def methods(place: Path) -> dict[str, Any]:
         target = initialize_model(config)
         lora = load_ptp(place / "head", torch.float32, CPU).lora
         with mock.patch.object(custom_op, "current_platform", SimpleNamespace(**CUDA)):
-            student = student_tree(target, lora, 1.0, Gate(), Writes())
-    said = {"target": _methods(target), "student": _methods(student)}
+            student = build_student(target, lora, 1.0, Gate(), Writes())
+    found = {"target": _methods(target), "student": _methods(student)}
     pairs = zip(_ops(target.model), _ops(student.model), strict=True)
-    said["shared"] = all(ours._parameters is theirs._parameters for theirs, ours in pairs)
-    said["own"] = all(ours._forward_method.__self__ is ours for ours in _ops(student.model))
+    found["shared"] = all(ours._parameters is theirs._parameters for theirs, ours in pairs)
+    found["own"] = all(ours._forward_method.__self__ is ours for ours in _ops(student.model))
     priority = config.kernel_config.ir_op_priority
     priority.rms_norm, priority.fused_add_rms_norm = ["mine", "native"], ["native"]
     with mock.patch.object(shared_modules, "current_platform", CudaPlatformBase):
-        said["priorities"] = vars(shared_modules.eager_priorities(config))
-    said["mode"] = config.compilation_config.mode.name
-    return said
+        found["priorities"] = vars(shared_modules.eager_priorities(config))
+    found["mode"] = config.compilation_config.mode.name
+    return found
 
 
 def _ops(module: torch.nn.Module) -> list[Any]:
@@ -78,10 +78,10 @@ def _methods(module: torch.nn.Module) -> dict[str, set[str]]:
 
 
 def test_copies_of_compiled_modules_run_kernels(place: Path) -> None:
-    said = forks.call("v2", "tests.proposers.test_eager:methods", place)
+    found = forks.call("v2", "tests.proposers.test_eager:methods", place)
     for whose, method in (("target", "forward_native"), ("student", "forward_cuda")):
-        assert said[whose] == {kind: {method} for kind in ("RMSNorm", "SiluAndMul", "RotaryEmbedding")}, whose
-    assert said["shared"] and said["own"]
-    assert said["mode"] != "NONE"  # the target's own config is left as it is
-    assert said["priorities"]["rms_norm"] == ["mine", "vllm_c", "native"]
-    assert said["priorities"]["fused_add_rms_norm"] == ["vllm_c", "native"]
+        assert found[whose] == {kind: {method} for kind in ("RMSNorm", "SiluAndMul", "RotaryEmbedding")}, whose
+    assert found["shared"] and found["own"]
+    assert found["mode"] != "NONE"  # the target's own config is left as it is
+    assert found["priorities"]["rms_norm"] == ["mine", "vllm_c", "native"]
+    assert found["priorities"]["fused_add_rms_norm"] == ["vllm_c", "native"]

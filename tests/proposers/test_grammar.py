@@ -180,12 +180,12 @@ def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
     pytest.importorskip(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler", reason="vLLM is not installed: run scripts/setup.sh"
     )
-    from vllm_mtpc.proposers.v2.verification import behind_the_first
+    from vllm_mtpc.proposers.v2.verification import unmark_first
 
     #                      a request's rows: its token, then its drafts
     invalid = torch.tensor([False, False, True, True, False, True, False, False, True, True, True])
     expected = torch.tensor([False, False, False, True, False, False, False, False, False, True, True])
-    assert torch.equal(behind_the_first(invalid), expected)
+    assert torch.equal(unmark_first(invalid), expected)
 
 
 def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
-"""Drafts masked on Model Runner V2, without an engine: of which rows, from what distribution, and what the host
-reads."""
+"""Masked drafts on Model Runner V2 without an engine: their rows, their distribution, and the text the host reads."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ from tests.support.speculators import Setting, batch, speculator
 
 REQUESTS, DRAFTS = 5, 3
 OUTPUT = [10, 11, 12, 13, 14, 15]  # a Counting that has read them allows tokens from 6 on
-GREEDY, STRUCTURED, UNREAD = 0, (0, 2, 3), 3  # rows; of 3 the prompt is not read to its end
+STRUCTURED, UNREAD = (0, 2, 3), 3  # rows; the prompt of 3 is not read to its end
 
 
 def states(outputs: dict[str, list[int]], slots: dict[str, int], num_slots: int, prompt_len: int = 2) -> Any:
-    """What vLLM's RequestState has of requests with so much output."""
+    """vLLM's RequestState of requests with these outputs."""
     tokens, lengths = torch.zeros(num_slots, 32, dtype=torch.int32), torch.zeros(num_slots, dtype=torch.int32)
     for name, output in outputs.items():
         lengths[slots[name]] = prompt_len + len(output)
@@ -41,8 +40,8 @@ def new(name: str, output: list[int], structured: bool = True) -> Any:
 
 
 def followed(kept: Any, compiled: Any = Counting) -> Any:
-    """The structured requests of a worker, of Counting grammars, or of what else `compiled` makes."""
-    from vllm_mtpc.proposers.v2.grammar import StructuredRequests
+    """The structured requests of a worker, with grammars that `compiled` returns."""
+    from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
 
     given = SimpleNamespace(reasoning_parser="", enable_in_reasoning=False)
     sizes = SimpleNamespace(max_num_seqs=8)
@@ -53,7 +52,7 @@ def followed(kept: Any, compiled: Any = Counting) -> Any:
 
 
 def steps(place: Path, at_once: int) -> dict[str, Any]:
-    """In a fork: a step without grammars and one with, and the tokens that vLLM draws from what is to be scored."""
+    """In a fork: a step without grammars and one with, and tokens that vLLM samples from the scored conditionals."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     from vllm_mtpc.proposers.v2 import speculator as module
@@ -74,30 +73,22 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
 
         free = step()
         outputs = {names[row]: OUTPUT if row != UNREAD else [] for row in STRUCTURED}
-        kept, requests = (
-            states(outputs, dict(zip(names, slots, strict=True)), 6),
-            [new(names[r], []) for r in STRUCTURED],
-        )
+        kept = states(outputs, dict(zip(names, slots, strict=True)), 6)
+        requests = [new(names[row], []) for row in STRUCTURED]
         made.structured = followed(kept, Future)
         made.structured.add(requests)
         pending = step()
-        with mock.patch.object(made, "_draft_by_definition") as by_definition:
+        with mock.patch.object(made, "_sample_sequential") as by_definition:
             made._warm_up()
         made.structured = followed(kept)
         made.structured.add(requests)
         with mock.patch.object(made.model, "draft_params", wraps=made.model.draft_params) as calls:
             masked = step()
+        rows = (given["input_batch"].idx_mapping, given["temperature"], given["seeds"])
         again = [
-            gumbel_sample(
-                masked["log_q"][:, k].contiguous(),
-                given["input_batch"].idx_mapping,
-                given["temperature"],
-                given["seeds"],
-                given["input_batch"].positions + 1 + k,
-                apply_temperature=True,
-                is_drafting=True,
-            )
+            gumbel_sample(log_q.contiguous(), *rows, pos, apply_temperature=True, is_drafting=True)
             for k in range(DRAFTS)
+            for log_q, pos in [(masked["log_q"][:, k], given["input_batch"].positions + 1 + k)]
         ]
         followers = made.structured.grammars.followers.values()
         read = [follower.grammar.read for follower in followers if follower.grammar is not None]
@@ -109,7 +100,7 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
             "again": torch.stack(again, 1),
             "read": read,
             "temperature": given["temperature"][slots],
-            "goes": [len(call.args[0]) for call in calls.call_args_list],
+            "chunks": [len(call.args[0]) for call in calls.call_args_list],
         }
 
 
@@ -121,54 +112,46 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1 << 30, 1], ids=["at once", "in goes"])
+@pytest.fixture(scope="module", params=[1 << 30, 1], ids=["one chunk", "chunks"])
 def found(request: pytest.FixtureRequest, place: Path) -> dict[str, Any]:
     return forks.call("v2", "tests.proposers.test_grammar_v2:steps", place, request.param)
 
 
-def test_rows_without_a_grammar_are_drafted_as_ever(found: dict[str, Any]) -> None:
+def test_rows_without_a_grammar_are_unchanged(found: dict[str, Any]) -> None:
     others = [row for row in range(REQUESTS) if row not in STRUCTURED]
     for name, part in found["masked"].items():
         assert torch.equal(part[others], found["free"][name][others])
-    goes = found["goes"]
-    assert goes in ([REQUESTS, len(STRUCTURED)], [1] * (REQUESTS + 2)), goes  # that of the unread prompt is left out
+    chunks = found["chunks"]
+    assert chunks in ([REQUESTS, len(STRUCTURED)], [1] * (REQUESTS + 2)), chunks  # without the unread prompt's
 
 
-def test_a_grammar_that_is_never_compiled_stops_no_step(found: dict[str, Any]) -> None:
+def test_grammar_that_is_not_compiled_masks_nothing(found: dict[str, Any]) -> None:
+    """Masked drafts are warmed up all the same: while requests are served `--jit-monitor-mode error` forbids it."""
+    assert found["warmed up"] > 0
     for name, part in found["pending"].items():
         assert torch.equal(part, found["free"][name])
 
 
-def test_what_drafts_under_a_grammar_runs_before_the_first_request(found: dict[str, Any]) -> None:
-    """It compiles vLLM's noise once more; while requests are served `--jit-monitor-mode error` allows none."""
-    assert found["warmed up"] > 0
-
-
-def test_drafts_are_allowed_and_scored_by_the_distribution_they_are_drawn_from(found: dict[str, Any]) -> None:
+def test_masked_drafts_are_sampled_from_the_scored_conditionals(found: dict[str, Any]) -> None:
     """Vocabulary of 40, tokens from 6 on allowed, then from 7 on, then from 8."""
     rows = [row for row in STRUCTURED if row != UNREAD]
     log_q, drafts = found["masked"]["log_q"][rows], found["masked"]["drafts"][rows]
     for k in range(DRAFTS):
-        least = len(OUTPUT) + k
-        assert (log_q[1:, k, :least] == -torch.inf).all() and (log_q[1:, k, least:] > -torch.inf).all()
-        assert (drafts[:, k] >= least).all()
+        first = len(OUTPUT) + k
+        assert (log_q[1:, k, :first] == -torch.inf).all() and (log_q[1:, k, first:] > -torch.inf).all()
+        assert (drafts[:, k] >= first).all()
     drawn = found["temperature"][rows] > 0
-    assert drawn.tolist() == [False, True], "one is greedy, and has no distribution"
-    assert torch.equal(drafts[drawn], found["again"][rows][drawn]), (
-        "the noise of the launch, on the distribution that is scored"
-    )
-    shift = (log_q - found["free"]["log_q"][rows])[drawn, 0, len(OUTPUT) :]  # x_1 is the same: so is what follows it
+    assert drawn.tolist() == [False, True], "one is greedy"
+    assert torch.equal(drafts[drawn], found["again"][rows][drawn])
+    shift = (log_q - found["free"]["log_q"][rows])[drawn, 0, len(OUTPUT) :]
     torch.testing.assert_close(shift, shift[:, :1].expand_as(shift))
     torch.testing.assert_close(log_q[drawn].exp().sum(-1), torch.ones(1, DRAFTS))
     assert not torch.equal(found["masked"]["confidences"][rows], found["free"]["confidences"][rows])
+    assert found["read"] == [OUTPUT] * 2, "grammars are rewound; one for each request whose prompt is read"
 
 
-def test_grammars_are_where_the_text_is_after_a_step(found: dict[str, Any]) -> None:
-    assert found["read"] == [OUTPUT] * 2, "one for each request whose prompt is read"
-
-
-def test_the_host_reads_what_it_has_not_read() -> None:
-    """Also of steps that drafted nothing; a request that was preempted is begun again with what it has kept."""
+def test_host_reads_new_tokens_once() -> None:
+    """Also of steps without drafts; a preempted request starts again with the output that it has kept."""
     slots = {"a": 1, "b": 0, "free": 2}
     kept = states({"a": [4, 5], "b": [7]}, slots, 4)
     made = followed(kept)

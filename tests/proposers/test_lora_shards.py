@@ -1,4 +1,4 @@
-"""Adapters on layers that are split over ranks: the ranks' parts together are the adapter that is on disk."""
+"""Adapters on sharded layers: the parts of all ranks together are the adapter on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
 
-from vllm_mtpc.proposers.v2.lora import Gate, GatedLinear, adapted
+from vllm_mtpc.proposers.v2.lora import Gate, GatedLinear, adapt_linear
 
 HIDDEN, INNER, HEAD, HEADS, KV_HEADS, RANK = 16, 24, 4, 4, 2, 3
 OUTPUTS = {
@@ -51,13 +51,15 @@ def shards(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> list[GatedL
         with set_current_vllm_config(VllmConfig()):
             base = make(name)
         packed = {name: list(OUTPUTS[name])}
-        made.append(adapted(f"layer.{name}", base, lora, packed, 1.0, Gate()))
+        made.append(adapt_linear(f"layer.{name}", base, lora, packed, 1.0, Gate()))
     return made
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])  # 4 ranks share two key-value heads
 @pytest.mark.parametrize("name", ["qkv_proj", "gate_up_proj"])
-def test_a_split_output(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_a_split_output_hold_the_whole_adapter(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     whole = {part: x @ down.T @ up.T for part, (down, up) in stored(name).items()}
     for rank, layer in enumerate(shards(name, size, monkeypatch)):
@@ -71,7 +73,7 @@ def test_a_split_output(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_split_input(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_a_split_input_sum_to_the_adapter(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, INNER, generator=torch.Generator().manual_seed(1))
     layers = shards("down_proj", size, monkeypatch)
     assert all(layer.is_split_input == (size > 1) for layer in layers)

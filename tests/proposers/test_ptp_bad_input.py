@@ -204,7 +204,7 @@ def test_drafts_without_graphs_are_warned_of_in_one_line(
 ) -> None:
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_mtpc.proposers.v2.ptp import speculator as module
+    from vllm_mtpc.proposers.v2.ptp import ptp_speculator as module
 
     said: list[str] = []
     monkeypatch.setattr(module.logger, "warning", lambda text, *values: said.append(text % values))

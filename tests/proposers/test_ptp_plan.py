@@ -1,4 +1,4 @@
-"""Groups of auxiliary rows: how many at which batch size, where they stand, and which KV blocks are theirs."""
+"""Groups of auxiliary rows: their number by batch size, their rows, and their KV blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from vllm_mtpc.config.ptp import PtpConfig
 from vllm_mtpc.proposers.config.plan import Bucket, Plan, merged_plan, two_pass_plan
-from vllm_mtpc.proposers.v2.ptp.groups import Scratch, dynamic_layout, static_layout, survival_of
+from vllm_mtpc.proposers.v2.ptp.groups import (
+    GroupBlocks,
+    cumulative_acceptance,
+    make_dynamic_layout,
+    make_static_layout,
+)
 
 CPU = torch.device("cpu")
 TARGET = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"]}
@@ -29,7 +34,7 @@ def head(variant: str, window: int = 8, accepted: list[float] | None = None) -> 
     rows=st.integers(2, 300),
     merged=st.booleans(),
 )
-def test_plans_keep_to_their_rows(variant: str, drafts: int, seqs: int, rows: int, merged: bool) -> None:
+def test_plan_keeps_to_max_aux_rows(variant: str, drafts: int, seqs: int, rows: int, merged: bool) -> None:
     plan = (merged_plan if merged else two_pass_plan)(head(variant), drafts, seqs, rows)
     for num_reqs in range(1, seqs + 1):
         bucket = plan.bucket(num_reqs)
@@ -45,14 +50,14 @@ def test_plans_keep_to_their_rows(variant: str, drafts: int, seqs: int, rows: in
             assert len(bucket.sizes) == drafts + 1
 
 
-def test_large_batches_draft_less_and_then_not_at_all() -> None:
+def test_large_batches_draft_less() -> None:
     plan = merged_plan(head("o-ptp"), 7, 64, 64)
     rows = [plan.bucket(size).rows for size in (1, 4, 16)]
     assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1]
     assert plan.bucket(64) is None  # one row a request drafts nothing
 
 
-def test_blocks_hold_the_longest_group_wherever_it_starts() -> None:
+def test_blocks_hold_the_longest_group() -> None:
     plan = Plan((Bucket(2, (5, 0, 3)),), leading=1)
     assert plan.max_groups == 4 and plan.max_group_rows == 6
     for block_size in (1, 2, 4, 16, 128):
@@ -63,17 +68,17 @@ def test_blocks_hold_the_longest_group_wherever_it_starts() -> None:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data(), block_size=st.sampled_from([2, 4, 16]))
-def test_groups_see_their_prefix_and_own_their_rows(data: st.DataObject, block_size: int) -> None:
-    """A KV cache acted out on integers: groups read back their prefix and their own rows, requests keep theirs."""
+def test_groups_read_their_prefix_and_write_to_own_blocks(data: st.DataObject, block_size: int) -> None:
+    """A KV cache of integers: groups read their prefix and their own rows, requests keep theirs."""
     width, groups, rows = 4, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     per_group = -(-(block_size - 1 + rows) // block_size)
     num_blocks = groups * width
     cache = torch.arange((num_blocks + groups * per_group) * block_size).view(-1, block_size)
     before = cache.clone()
-    scratch = Scratch(num_blocks + torch.arange(groups * per_group).view(groups, -1), block_size, width)
+    scratch = GroupBlocks(num_blocks + torch.arange(groups * per_group).view(groups, -1), block_size, width)
     prefix = torch.tensor(data.draw(st.lists(st.integers(1, width * block_size), min_size=groups, max_size=groups)))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).view(groups, width).int()
-    own, source, target = scratch.attach(prefix, tables)
+    own, source, target = scratch.fill_tables(prefix, tables)
     cache[target] = cache[source]
     at = prefix[:, None] + torch.arange(rows)
     group = torch.arange(groups)[:, None].expand_as(at)
@@ -87,39 +92,41 @@ def test_groups_see_their_prefix_and_own_their_rows(data: st.DataObject, block_s
         assert torch.equal(seen[length:], -1 - torch.arange(index * rows, (index + 1) * rows))
 
 
-def test_static_layout_names_rows_and_groups() -> None:
-    layout = static_layout(Bucket(4, (3, 0, 2)), CPU).of(2)
+def test_static_layout_has_the_bucket_sizes() -> None:
+    layout = make_static_layout(Bucket(4, (3, 0, 2)), CPU).expand(2)
     assert layout.accepted.tolist() == [[0, 2]] * 2
     assert layout.group.tolist() == [[0, 0, 0, 1, 1]] * 2
     assert layout.offset.tolist() == [[0, 1, 2, 0, 1]] * 2
     accepted = torch.tensor([0, 1])
-    assert layout.behind(accepted)[1].tolist() == [3, 0]
-    assert layout.behind(torch.tensor([2, 0]))[0].tolist() == [3, 0]
+    assert layout.find_group(accepted)[1].tolist() == [3, 0]
+    assert layout.find_group(torch.tensor([2, 0]))[0].tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
 def test_dynamic_layout_follows_the_confidence(variant: str) -> None:
     bucket = Bucket(2, (3, 2, 1, 1))
     sure, unsure = torch.full((1, 3), 0.99), torch.full((1, 3), 0.05)
-    layout = dynamic_layout(bucket, torch.cat([sure, unsure]), survival_of(head(variant), CPU), head(variant))
+    layout = make_dynamic_layout(
+        bucket, torch.cat([sure, unsure]), cumulative_acceptance(head(variant), CPU), head(variant)
+    )
     assert layout.sizes.sum(1).tolist() == [bucket.rows] * 2
     assert layout.sizes[0, 3] > layout.sizes[0, 0]  # all drafts will be accepted
     assert layout.sizes[1, 0] > layout.sizes[1, 3]  # none will
     for request in range(2):
         for row in range(bucket.rows):
             group, offset = int(layout.group[request, row]), int(layout.offset[request, row])
-            assert int(layout.behind(torch.tensor([group] * 2))[0][request]) + offset == row
+            assert int(layout.find_group(torch.tensor([group] * 2))[0][request]) + offset == row
             assert offset < int(layout.sizes[request, group])
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 32, 254, 1024])
 def test_reserved_blocks_lie_in_vllms_profiling_cache(max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache in which graphs are measured has a block per sequence, 512 at most; then one that serves is made."""
-    from vllm_mtpc.proposers.v2.ptp import speculator as module
+    """vLLM measures graphs in a cache with a block per sequence, 512 at most."""
+    from vllm_mtpc.proposers.v2.ptp import ptp_speculator as module
 
     monkeypatch.setattr(module.DraftModelSpeculator, "set_attn", lambda *args: None)
     monkeypatch.setattr(module, "init_attn_backend", lambda *args: ([], None, None))
-    for name in ("check_attention", "changed"):
+    for name in ("check_attention", "replace_attributes"):
         monkeypatch.setattr(module, name, lambda *args, **kwargs: SimpleNamespace())
     made = object.__new__(module.PtpSpeculator)
     made.plan = two_pass_plan(head("o-ptp"), 7, max_num_seqs, 256)
@@ -129,5 +136,5 @@ def test_reserved_blocks_lie_in_vllms_profiling_cache(max_num_seqs: int, monkeyp
     reserved = made.plan.num_blocks(16)
     for num_blocks in (min(max_num_seqs, 512), 5000):
         made.set_attn(None, SimpleNamespace(num_blocks=num_blocks), tables)
-        assert int(made.scratch.own.min()) >= 0 and int(made.scratch.own.max()) < num_blocks
-    assert made.scratch.own.flatten().tolist() == list(range(5000 - reserved, 5000))
+        assert int(made.group_blocks.own.min()) >= 0 and int(made.group_blocks.own.max()) < num_blocks
+    assert made.group_blocks.own.flatten().tolist() == list(range(5000 - reserved, 5000))

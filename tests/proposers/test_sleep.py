@@ -1,7 +1,7 @@
-"""A head after a sleep of level 2: of what was allocated while it was loaded vLLM saves the buffers of its model.
+"""A head after a sleep of level 2, of which vLLM saves the buffers of the speculator's model only.
 
-The sleep is played here: everything that loading a speculator left behind is zeroed, then those buffers are copied back
-as `Worker.wake_up` does.
+Here every tensor that loading a speculator allocated is zeroed, then those buffers are copied back as `Worker.wake_up`
+does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lost(place: Path, names: list[str]) -> dict[str, list[Any]]:
-    """In a fork, by head: how many pieces of memory loading it left behind, bytes of those that a sleep changes."""
+    """In a fork, by head: the number of storages that loading allocated, and sizes of those that a sleep changes."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
@@ -69,7 +69,7 @@ def lost(place: Path, names: list[str]) -> dict[str, list[Any]]:
 
 
 def _load(config: Any, target: Any) -> Any:
-    from vllm_mtpc.proposers.v2.runner import speculator_class
+    from vllm_mtpc.proposers.v2.model_runner_v2 import speculator_class
 
     made = speculator_class(config.speculative_config)(config, CPU)
     before = _tensors()
@@ -90,7 +90,7 @@ def _lost(load: Callable[[], Any]) -> list[Any]:
 
 
 def _tensors() -> dict[int, Tensor]:
-    """The bytes of every piece of memory that a tensor has."""
+    """The bytes of every storage that a tensor has."""
     gc.collect()
     parts = [part for part in gc.get_objects() if isinstance(part, Tensor) and part.device == CPU and part.numel()]
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
@@ -98,6 +98,6 @@ def _tensors() -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_nothing_of_a_head_is_lost(place: Path, name: str) -> None:
+def test_head_is_kept_after_sleep(place: Path, name: str) -> None:
     ((count, changed),) = forks.call("v2", "tests.proposers.test_sleep:lost", place, [name]).values()
     assert count > 3 and changed == []

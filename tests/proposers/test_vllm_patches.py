@@ -30,7 +30,7 @@ from vllm_mtpc.proposers.config import refusals, versions
 from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
 from vllm_mtpc.proposers.patches import configured, endpoint, frontend, patch, sampling, scheduler, worker
 from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
-from vllm_mtpc.proposers.v2.runner import HeadModelRunner as runner_v2
+from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner as runner_v2
 
 PATCHES = patch.declared(frontend, sampling, configured)
 

@@ -244,9 +244,9 @@ def gathered() -> None:
     counts, last, given = empty(3, dtype=INT), empty(64, 1, dtype=LONG), empty(1, 64, dtype=INT)
     starts = (empty(64, dtype=LONG) for _ in range(3))
     gather = _read(ROOT / "proposers" / "v2" / "gather.py")
-    gather.last_rows(batch, counts, counts, last, given, *starts)
+    gather.gather_last_rows(batch, counts, counts, last, given, *starts)
     long, table, ends = empty(64, dtype=LONG), empty(64, 128, dtype=INT), empty(64, dtype=INT)
-    gather.query_rows(long[:3], long, long, table, 16, 8192, 8, long, long, ends)
+    gather.place_query_rows(long[:3], long, long, table, 16, 8192, 8, long, long, ends)
 
 
 def served_tokens(model: str, given: tuple[Any, str, int, int, int]) -> Iterator[tuple[str, Callable[[], Any]]]:

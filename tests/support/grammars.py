@@ -46,7 +46,7 @@ def first_tokens(count: int, is_kept: bool) -> Tensor:
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-    from vllm_mtpc.proposers.v2.verification import behind_the_first
+    from vllm_mtpc.proposers.v2.verification import unmark_first
 
     seeds = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(3))
     slots, temperature, anchor = torch.arange(count), torch.ones(count), torch.ones(count, dtype=torch.long)
@@ -70,7 +70,7 @@ def first_tokens(count: int, is_kept: bool) -> Tensor:
     is_behind = ((rows >= 2).cumsum(1) > 0)[:, :, None]
     logits = torch.where(is_behind, torch.zeros(len(P)), torch.tensor(P).log())
     invalid = ((rows >= 2).cumsum(1) > 0).flatten()
-    rows = rows.flatten().masked_fill(behind_the_first(invalid) if is_kept else invalid, -1)
+    rows = rows.flatten().masked_fill(unmark_first(invalid) if is_kept else invalid, -1)
     steps = torch.arange(DRAFTS + 1)
     tokens, valid = rejection_sample(
         logits.flatten(0, 1).contiguous(),

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks that speak over gloo, without an engine, for functions that run in forks of "v2" (forks.py)."""
+"""Tensor-parallel ranks over gloo without an engine, for functions that run in forks of "v2" (forks.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0, "sc
 
 
 class Target(nn.Module):
-    """vLLM's layers behind `compute_logits`; what `kind` names is set next to."""
+    """vLLM's layers of `compute_logits`, with the options of `kind`."""
 
     kind = "plain"
 

@@ -1,17 +1,19 @@
-"""PTP drafts in the target's own pass (the authors' "partial quadratic decoding"; Parallel Token Prediction, app. E).
+"""PTP drafts in the target's own forward pass ("partial quadratic decoding"; Parallel Token Prediction, app. E).
 
 Algorithm: while the target verifies [x, d_1 .. d_K] of a request, the same pass carries groups of auxiliary rows, one
-for each number d of drafts that may turn out to be accepted:
+for each number d of drafts that may be accepted:
 
     verified    x  d_1 .. d_K                  the target as it is
-    group d     u_(c) u_(c+1) ..  c = d + 1    behind x, d_1 .. d_d and the request's committed tokens
+    group d     u_(c) u_(c+1) ..  c = d + 1    after x, d_1 .. d_d and the request's committed tokens
 
-Once a drafts are accepted, group a's states are the next drafts: o-ptp reads the argmax of each row but the first
-(which told the group what the verifier would pick), c-ptp picks with each row's successor. The other groups are thrown
-away; their sizes (`config/plan.py`) spend the rows where drafts are likely to end.
+If a drafts are accepted, the states of group a give the next drafts: o-ptp takes the argmax of each row but the first
+(which carries the u of the token that verification picks), c-ptp picks with the u of each row's successor. The other
+groups are dropped; `config/plan.py` gives rows to the groups where drafts are likely to end.
 
-Difference from PtpSpeculator: the student runs in the place of the target's forward, over the batch vLLM prepared and
-the groups behind it, and `propose` only reads. Batches that are too large to draft for go to the target itself.
+Differences from PtpSpeculator:
+  * The student's forward pass replaces the target's: it runs over the batch that vLLM prepared, then the groups.
+  * `propose` only reads the states of that pass.
+  * The target itself runs for batches that are too large to draft for.
 """
 
 from __future__ import annotations
@@ -24,30 +26,37 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.config.plan import Bucket
-from vllm_mtpc.proposers.v2.ptp.groups import Layout, dynamic_layout, static_layout, survival_of
-from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator, RowBatch
+from vllm_mtpc.proposers.v2.ptp.groups import (
+    Layout,
+    cumulative_acceptance,
+    make_dynamic_layout,
+    make_static_layout,
+)
+from vllm_mtpc.proposers.v2.ptp.ptp_speculator import PtpSpeculator
 
 
-class Drafted(NamedTuple):
-    """What a pass leaves for `propose`."""
+class MergedOutput(NamedTuple):
+    """The output of a merged pass that `propose` reads."""
 
     hidden: Tensor  # [R * B, D], states of the auxiliary rows
     layout: Layout
-    position: Tensor  # [R] of x, the last committed token
+    position: Tensor  # [R], of x, the last committed token
 
 
 class MergedSpeculator(PtpSpeculator):
+    """Drafts of a PTP student that runs in the target's forward pass."""
+
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         sequences = self.max_num_reqs + self.plan.max_groups
         self.sequence_ends = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.starts = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
         self.layouts: dict[Bucket, Layout] = {}
-        self.survival = survival_of(self.head, device)
+        self.acceptance = cumulative_acceptance(self.head, device)
         self.confidence = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=device)  # by request slot
-        self.step: InputBatch | None = None
+        self.step_batch: InputBatch | None = None
 
-    def num_rows(self) -> int:
+    def max_pass_rows(self) -> int:
         return self.max_num_tokens + self.plan.max_rows
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -55,21 +64,20 @@ class MergedSpeculator(PtpSpeculator):
         speculator = self
         base: Any = target_model.get_model_state_cls()
 
-        class WithStep(base):
-            """Shows the batch of a step to the speculator before the target runs."""
-
+        class ModelStateWithStep(base):
             def preprocess_state(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> None:
-                speculator.step = input_batch
+                """Pass the batch of a step to the speculator before the target runs."""
+                speculator.step_batch = input_batch
                 super().preprocess_state(input_batch, *args, **kwargs)
 
-        target_model.get_model_state_cls = lambda: WithStep
+        target_model.get_model_state_cls = lambda: ModelStateWithStep
         self.target_forward = target_model.forward
         target_model.forward = self.forward  # after the copy: the student's forward is the model's own
         return student
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        width = self.scratch.tables.shape[1]
+        width = self.group_blocks.tables.shape[1]
         self.sequence_tables = torch.zeros(len(self.sequence_ends), width, dtype=torch.int32, device=self.device)
         for group in self.aux_groups[0]:
             builder = group.get_metadata_builder(0)
@@ -87,70 +95,69 @@ class MergedSpeculator(PtpSpeculator):
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor | None, positions: Tensor, **kwargs: Any) -> Tensor:
-        """In the place of the target's forward: states [num_tokens_after_padding, D] of its rows."""
-        step, self.step, self.drafted = self.step, None, None
+        """Run the target's forward pass with the groups; returns states [num_tokens_after_padding, D] of its rows."""
+        step, self.step_batch, self.merged_output = self.step_batch, None, None
         bucket = self.plan.bucket(step.num_reqs) if step is not None else None
         if step is None or bucket is None:
             return self.target_forward(input_ids, positions, **kwargs)
         embeds = kwargs.get("inputs_embeds")
         embeds = self.target.embed_input_ids(input_ids) if embeds is None else embeds
-        hidden = self._merged_pass(step, embeds, positions, self._layout(bucket, step))
+        hidden = self._run_merged_pass(step, embeds, positions, self._choose_layout(bucket, step))
         padding = positions.shape[-1] - step.num_tokens
         real = hidden[: step.num_tokens]
         return torch.cat([real, real.new_zeros(padding, real.shape[1])]) if padding else real
 
-    def _layout(self, bucket: Bucket, step: InputBatch) -> Layout:
+    def _choose_layout(self, bucket: Bucket, step: InputBatch) -> Layout:
         if self.plan.dynamic:
             confidence = self.confidence[step.idx_mapping[: step.num_reqs]]
-            return dynamic_layout(bucket, confidence, self.survival, self.head)
+            return make_dynamic_layout(bucket, confidence, self.acceptance, self.head)
         if bucket not in self.layouts:
-            self.layouts[bucket] = static_layout(bucket, self.device)
-        return self.layouts[bucket].of(step.num_reqs)
+            self.layouts[bucket] = make_static_layout(bucket, self.device)
+        return self.layouts[bucket].expand(step.num_reqs)
 
-    def _merged_pass(self, step: InputBatch, embeds: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """States of the target's rows and, behind them, of the groups' rows; keeps the latter for `propose`."""
-        num_reqs, real = step.num_reqs, step.num_tokens
-        states = self.sampler.sampling_states
-        batch = RowBatch(step, states.temperature.gpu, states.seeds.gpu)
-        first = step.logits_indices[step.cu_num_logits[:num_reqs].long()]  # [R] row of x
+    def _run_merged_pass(self, step: InputBatch, embeds: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """Return states of the target's rows, then of the groups' rows; keep the latter for `propose`."""
+        num_reqs, num_real = step.num_reqs, step.num_tokens
+        slots = step.idx_mapping[:num_reqs]
+        first = step.logits_indices[step.cu_num_logits[:num_reqs].long()]  # [R], row of x
         position = step.positions[first]  # [R]
-        drafted = (step.cu_num_logits[1 : num_reqs + 1] - step.cu_num_logits[:num_reqs] - 1).long()  # [R] drafts
+        drafted = (step.cu_num_logits[1 : num_reqs + 1] - step.cu_num_logits[:num_reqs] - 1).long()  # [R], drafts
         prefix = position[:, None] + 1 + torch.minimum(layout.accepted, drafted[:, None])  # [R, G]
-        in_group = prefix.gather(1, layout.group)  # [R, B]
-        at = in_group + layout.offset  # [R, B] index of the token whose u a row carries
+        row_prefix = prefix.gather(1, layout.group)  # [R, B]
+        at = row_prefix + layout.offset  # [R, B], index of the token whose u a row carries
         keys = at - 1
 
-        total = real + num_reqs * layout.rows
-        self.embeds[:real] = embeds[:real]
-        self.embeds[real:total] = self._embed(keys, batch).flatten(0, 1)
-        self.row_positions[:real] = positions[:real]
-        self.row_positions[real:total] = (keys if self.lead else at).flatten().clamp(max=self.max_model_len - 1)
-        self.gate.rows = self.row_index[real:total]
+        total = num_real + num_reqs * layout.rows
+        self.embeds[:num_real] = embeds[:num_real]
+        self.embeds[num_real:total] = self._embed_u(keys, slots).flatten(0, 1)
+        self.row_positions[:num_real] = positions[:num_real]
+        self.row_positions[num_real:total] = (keys if self.lead else at).flatten().clamp(max=self.max_model_len - 1)
+        self.gate.rows = self.row_index[num_real:total]
 
         num_groups = num_reqs * layout.num_groups
         tables, writes = self.block_tables.input_block_tables[0][:num_reqs], self.writes
-        of_groups, writes.source, writes.target = self.scratch.attach(
+        group_tables, writes.source, writes.target = self.group_blocks.fill_tables(
             prefix.flatten(), tables.repeat_interleave(layout.num_groups, dim=0)
         )
         group = (self.group_index[:num_reqs, None] * layout.num_groups + layout.group).flatten()
-        self.row_slots[:real] = self.block_tables.slot_mappings[0, :real]
-        self.row_slots[real:total] = self.scratch.slots(group, in_group.flatten(), at.flatten())
-        writes.num_real, writes.real_slots = real, self.row_slots[:real]
+        self.row_slots[:num_real] = self.block_tables.slot_mappings[0, :num_real]
+        self.row_slots[num_real:total] = self.group_blocks.slots(group, row_prefix.flatten(), at.flatten())
+        writes.num_real, writes.real_slots = num_real, self.row_slots[:num_real]
 
-        # Sequences: those of the target, then the groups of each request.
+        # sequences: those of the target, then the groups of each request
         sequences = num_reqs + num_groups
         self.sequence_tables[:num_reqs, : tables.shape[1]] = tables
-        self.sequence_tables[num_reqs:sequences] = of_groups
+        self.sequence_tables[num_reqs:sequences] = group_tables
         self.sequence_ends[:num_reqs] = step.seq_lens[:num_reqs]
         self.sequence_ends[num_reqs:sequences] = (prefix + layout.sizes).flatten()
         starts = starts_cpu = self.starts[: sequences + 1]
         starts[: num_reqs + 1] = step.query_start_loc[: num_reqs + 1]
-        starts[num_reqs + 1 :] = real + layout.sizes.flatten().cumsum(0)
+        starts[num_reqs + 1 :] = num_real + layout.sizes.flatten().cumsum(0)
         if self.device.type != "cpu":
-            ends = real + layout.sizes_cpu.repeat(num_reqs).cumsum(0, dtype=torch.int32)
+            ends = num_real + layout.sizes_cpu.repeat(num_reqs).cumsum(0, dtype=torch.int32)
             starts_cpu = torch.cat([torch.from_numpy(step.query_start_loc_np[: num_reqs + 1]), ends])
         upper, is_prefilling = step.seq_lens_cpu_upper_bound[:num_reqs], torch.from_numpy(step.is_prefilling_np)
-        self._set_metadata(
+        self._build_metadata(
             total,
             torch.cat([upper, (upper + layout.longest).repeat_interleave(layout.num_groups)]),
             query_start_loc_gpu=starts,
@@ -160,29 +167,30 @@ class MergedSpeculator(PtpSpeculator):
             block_tables=[self.sequence_tables[:sequences]],
             is_prefilling=torch.cat([is_prefilling, torch.zeros(num_groups, dtype=torch.bool)]),
         )
-        hidden = self._forward(total)
-        self.drafted = Drafted(hidden[real:], layout, position)
+        hidden = self._run_model(total)
+        self.merged_output = MergedOutput(hidden[num_real:], layout, position)
         return hidden
 
-    def _draft(self, batch: RowBatch, drafts: Tensor) -> None:
-        """Out of the group behind what was accepted; zeros stay behind its last row."""
-        drafted, self.drafted = self.drafted, None
-        if drafted is None:
+    def _generate_draft(self, input_batch: InputBatch, num_sampled: Tensor, drafts: Tensor) -> None:
+        """Fill drafts [R, K], which are zeros, from the group that follows the accepted drafts."""
+        output, self.merged_output = self.merged_output, None
+        if output is None:
             return
-        layout, num_reqs = drafted.layout, batch.num_reqs
-        accepted = (batch.num_sampled[:num_reqs].long() - 1).clamp(min=0)  # [R]
-        start, size = layout.behind(accepted)  # [R]
-        row = self.draft_index + self.lead  # [K] row within the group
+        layout, num_reqs = output.layout, input_batch.num_reqs
+        slots = input_batch.idx_mapping[:num_reqs]
+        accepted = (num_sampled[:num_reqs].long() - 1).clamp(min=0)  # [R]
+        start, size = layout.find_group(accepted)  # [R]
+        row = self.draft_index + self.lead  # [K], within the group
         is_real = row < size[:, None]  # [R, K]
         index = self.row_index[:num_reqs, None] * layout.rows + (start[:, None] + row).clamp(max=layout.rows - 1)
-        hidden = drafted.hidden[index]  # [R, K, D]
-        keys = (drafted.position + 1 + accepted)[:, None] + self.draft_index
+        hidden = output.hidden[index]  # [R, K, D]
+        keys = (output.position + 1 + accepted)[:, None] + self.draft_index
         if self.late is None:
-            logits = self._logits(hidden)
-            tokens = self._pick(logits, keys, batch)
+            logits = self._compute_logits(hidden)
+            tokens = self._sample_parallel(logits, keys, slots)
         else:
-            tokens, logits = self._chain(hidden, batch.first, keys, batch)
+            tokens, logits = self._sample_sequential(hidden, self.first_tokens[:num_reqs], keys, slots)
         if self.plan.dynamic:
-            sure = logits.float().softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
-            self.confidence[batch.slots] = torch.where(is_real, sure, 0.0)
+            probs = logits.float().softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
+            self.confidence[slots] = torch.where(is_real, probs, 0.0)
         drafts.copy_(torch.where(is_real, tokens, 0))

@@ -1,6 +1,4 @@
-"""The student: the target's module tree once more (`shared_modules.py`), with adapters on linear layers (`GatedLinear`)
-and attention layers that write keys and values in an order of their own (`GroupAttention`), which not every attention
-backend can do."""
+"""The PTP student: a copy of the target's module tree with adapters and with attention over groups of rows."""
 
 from __future__ import annotations
 
@@ -13,22 +11,24 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.v2.lora import Gate, adapted, refuse_left
-from vllm_mtpc.proposers.v2.shared_modules import copied, with_kernel
+from vllm_mtpc.proposers.v2.lora import Gate, adapt_linear, check_no_adapter_left
+from vllm_mtpc.proposers.v2.shared_modules import copy_modules, copy_with_kernel
 
 
 class Writes:
-    """What the pass under way writes to the KV cache besides its rows' own slots."""
+    """The KV cache writes of a pass, besides those to its rows' own slots."""
 
     num_real: int = 0  # rows of the target's own batch, at the front
-    real_slots: Tensor | None = None  # [num_real] int64
-    source: Tensor | None = None  # [G] blocks copied ...
-    target: Tensor | None = None  # [G] ... to these
+    real_slots: Tensor | None = None  # [num_real], int64
+    source: Tensor | None = None  # [G], blocks that are copied ...
+    target: Tensor | None = None  # [G], ... to these
 
 
 class GroupAttention(nn.Module):
-    """An attention layer of the target, in a pass with groups: real rows are written, then blocks are copied, then
-    every row is written and attended. Groups thus see what this very pass wrote for their requests.
+    """An attention layer of the target, in a pass with groups.
+
+    The real rows are written first, then blocks are copied, then every row is written and attends. So groups attend to
+    the keys and values that the same pass wrote for their requests.
     """
 
     def __init__(self, layer: Attention, writes: Writes) -> None:
@@ -53,10 +53,15 @@ class GroupAttention(nn.Module):
         return layer(query, key, value, *args, **kwargs)
 
 
-def student_tree(target: nn.Module, lora: dict[str, Tensor], scale: float, gate: Gate, writes: Writes) -> nn.Module:
-    """The student of a vLLM target; raises CheckpointError where an adapter has no place in it.
+def build_student(target: nn.Module, lora: dict[str, Tensor], scale: float, gate: Gate, writes: Writes) -> nn.Module:
+    """Build the student of a vLLM target.
 
-    `lora`: tensors by PEFT's names, on the target's device.
+    Args:
+        lora: adapters by PEFT's names, on the target's device.
+        scale: alpha / r of the adapters.
+
+    Raises:
+        CheckpointError: an adapter has no layer in the target.
     """
     left = dict(lora)
     packed = getattr(target, "packed_modules_mapping", {})
@@ -65,16 +70,20 @@ def student_tree(target: nn.Module, lora: dict[str, Tensor], scale: float, gate:
         if isinstance(module, Attention):
             return GroupAttention(module, writes)
         if isinstance(module, LinearBase):
-            return adapted(name, module, left, packed, scale, gate)
-        return with_kernel(module)
+            return adapt_linear(name, module, left, packed, scale, gate)
+        return copy_with_kernel(module)
 
-    student = copied(target, "", replace)
-    refuse_left(left, target)
+    student = copy_modules(target, "", replace)
+    check_no_adapter_left(left, target)
     return student
 
 
 def check_attention(kv_cache_config: KVCacheConfig, attn_groups: list[list[Any]]) -> None:
-    """Raises ServeConfigError for attention that groups of rows cannot use, and several groups of layers."""
+    """Check that groups of rows can use the target's attention.
+
+    Raises:
+        ServeConfigError: several KV cache groups, or a backend that splits blocks or writes the cache in its kernel.
+    """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))

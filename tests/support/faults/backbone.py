@@ -13,46 +13,46 @@ from tests.support.faults.layer import noting
 
 
 def _noting() -> Callable[[], None]:
-    from vllm_mtpc.proposers.v2.backbone import BackboneSpeculator
+    from vllm_mtpc.proposers.v2.backbone_speculator import BackboneSpeculator
 
     return noting(BackboneSpeculator)
 
 
 def _context_one_on() -> Callable[[], None]:
     """Keys of the text are rotated for the position behind theirs."""
-    from vllm_mtpc.proposers.v2.backbone import ServedBackbone as Owner
+    from vllm_mtpc.proposers.v2.backbone_speculator import ServedBackbone as Owner
 
-    original = Owner.write
+    original = Owner.write_context
     return engine.replaced(
-        Owner, "write", lambda self, states, positions, slots: original(self, states, positions + 1, slots)
+        Owner, "write_context", lambda self, states, positions, slots: original(self, states, positions + 1, slots)
     )
 
 
 def _unread_chunks() -> Callable[[], None]:
     """Nothing is written where a step samples nothing: pieces of a prompt are missing in the cache."""
-    from vllm_mtpc.proposers.v2.backbone import BackboneSpeculator as Owner
+    from vllm_mtpc.proposers.v2.backbone_speculator import BackboneSpeculator as Owner
 
-    propose, write = Owner.propose, Owner._write
+    propose, write = Owner.propose, Owner._write_context
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.samples_nothing = not kwargs.get("dummy_run") and not args[5].any()  # num_sampled
         return propose(self, *args, **kwargs)
 
-    def _write(self: Any, start: int, stop: int) -> None:
+    def _write_context(self: Any, start: int, stop: int) -> None:
         if not self.samples_nothing:
             write(self, start, stop)
 
-    Owner.propose, Owner._write = noting, _write
+    Owner.propose, Owner._write_context = noting, _write_context
 
     def undo() -> None:
-        Owner.propose, Owner._write = propose, write
+        Owner.propose, Owner._write_context = propose, write
 
     return undo
 
 
 def _causal() -> Callable[[], None]:
     """Queries read what is before them only."""
-    from vllm_mtpc.proposers.v2 import backbone
+    from vllm_mtpc.proposers.v2 import backbone_speculator as backbone
 
     original = backbone.build_attn_metadata
     return engine.replaced(backbone, "build_attn_metadata", lambda **given: original(**{**given, "causal": True}))
@@ -64,7 +64,7 @@ def _in_graphs() -> Callable[[], None]:
     from vllm.v1.attention.backend import AttentionCGSupport
 
     from tests.support.speculators import Recorder
-    from vllm_mtpc.proposers.v2.backbone import BackboneSpeculator as Owner
+    from vllm_mtpc.proposers.v2.backbone_speculator import BackboneSpeculator as Owner
 
     recorder = Recorder()
     init, propose = Owner.init_cudagraph_manager, Owner.propose

@@ -87,20 +87,20 @@ def one_stream() -> Undo:
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
     from vllm_mtpc.proposers.v2.verification import DRAFTING
 
-    original = MtpcSpeculator._draft
+    original = MtpcSpeculator._generate_draft
 
     def _draft(self: Any, *args: Any) -> None:
         self.noise_pos %= DRAFTING
         original(self, *args)
 
-    return replaced(MtpcSpeculator, "_draft", _draft)
+    return replaced(MtpcSpeculator, "_generate_draft", _draft)
 
 
 def scored_without_tokens() -> Undo:
     """Drafts come from leaves that look at the token before, and are scored by those that do not."""
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
-    original = MtpcSpeculator._draft
+    original = MtpcSpeculator._generate_draft
 
     def _draft(self: Any, *args: Any) -> None:
         original(self, *args)
@@ -110,7 +110,7 @@ def scored_without_tokens() -> Undo:
         del self.model.bigram
         self.draft_tokens.copy_(drawn)
 
-    return replaced(MtpcSpeculator, "_draft", _draft)
+    return replaced(MtpcSpeculator, "_generate_draft", _draft)
 
 
 def drawn_cut() -> Undo:

@@ -15,14 +15,14 @@ def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
         from vllm_mtpc.kernels.draft.kernel import Drafter
         from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator as Owner
 
-        make, draft, prepare = Owner._drafter, Owner._draft, Drafter.__init__
+        make, draft, prepare = Owner._make_drafter, Owner._generate_draft, Drafter.__init__
 
-        def _drafter(self: Any, head: Any) -> Drafter | None:
+        def _make_drafter(self: Any, head: Any) -> Drafter | None:
             made = None if path == "definition" else make(self, head)
             assert made is None or made.one_launch == (path == "kernel")
             return made
 
-        def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
+        def _generate_draft(self: Any, num_reqs: int, num_drafts: int) -> None:
             draft(self, num_reqs, num_drafts)
             if (self.idx_mapping[:num_reqs] >= 0).all():  # no dummy run
                 noted = (self.draft_tokens, self.draft_token_confidence_probs)
@@ -31,12 +31,12 @@ def drafts_of(path: str) -> Callable[[], Callable[[], None]]:
         def in_blocks(self: Any, *args: Any) -> None:
             prepare(self, *args, one_launch=False)
 
-        Owner._drafter, Owner._draft = _drafter, _draft
+        Owner._make_drafter, Owner._generate_draft = _make_drafter, _generate_draft
         if path == "blocks":
             Drafter.__init__ = in_blocks
 
         def undo() -> None:
-            Owner._drafter, Owner._draft, Drafter.__init__ = make, draft, prepare
+            Owner._make_drafter, Owner._generate_draft, Drafter.__init__ = make, draft, prepare
 
         return undo
 

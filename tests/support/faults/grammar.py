@@ -84,14 +84,14 @@ def scored_unmasked_v2() -> Undo:
     there."""
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
-    original = MtpcSpeculator._draft_masked
+    original = MtpcSpeculator._generate_masked_draft
 
     def faulty(self: MtpcSpeculator, *args: Any) -> None:
         unmasked = self.draft_logits.clone()
         original(self, *args)
         self.draft_logits.copy_(unmasked)
 
-    return engine.replaced(MtpcSpeculator, "_draft_masked", faulty)
+    return engine.replaced(MtpcSpeculator, "_generate_masked_draft", faulty)
 
 
 def noted() -> Undo:

@@ -56,23 +56,20 @@ def _stale_trunk() -> Callable[[], None]:
 
 def _unread_chunks() -> Callable[[], None]:
     """Draft layers are left out where a step samples nothing: pieces of a prompt are missing in their cache."""
-    from vllm_mtpc.proposers.v2.layered import LayeredSpeculator as Owner
+    from vllm_mtpc.proposers.v2.layered import DraftLayers, LayeredSpeculator
 
-    propose, states = Owner.propose, Owner._states
+    propose, forward = LayeredSpeculator.propose, DraftLayers.forward
+    samples_nothing = [False]
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.samples_nothing = not kwargs.get("dummy_run") and not args[5].any()  # num_sampled
+        samples_nothing[0] = not kwargs.get("dummy_run") and not args[5].any()  # num_sampled
         return propose(self, *args, **kwargs)
 
-    def _states(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return args[3] if self.samples_nothing else states(self, *args, **kwargs)  # the trunk as it is
+    def skipping(self: Any, positions: Any, states: torch.Tensor) -> torch.Tensor:
+        return states if samples_nothing[0] else forward(self, positions, states)
 
-    Owner.propose, Owner._states = noting, _states
-
-    def undo() -> None:
-        Owner.propose, Owner._states = propose, states
-
-    return undo
+    undo = [engine.replaced(LayeredSpeculator, "propose", noting), engine.replaced(DraftLayers, "forward", skipping)]
+    return lambda: [back() for back in undo] and None
 
 
 def _with(fault: Callable[[], Callable[[], None]] | None) -> Callable[[], Callable[[], None]]:

@@ -26,7 +26,7 @@ def measured_as_on_a_gpu() -> Callable[[], None]:
     from vllm.v1.worker.cpu_worker import CPUWorker as Owner
     from vllm.v1.worker.gpu import cudagraph_utils
 
-    from vllm_mtpc.proposers.v2.ptp import speculator as module
+    from vllm_mtpc.proposers.v2.ptp import ptp_speculator as module
 
     stack, recorder = ExitStack(), Recorder()
     stack.enter_context(recorder.in_place())
@@ -68,7 +68,7 @@ def first_draft_fails() -> Callable[[], None]:
 
     undo = [
         measured_as_on_a_gpu(),
-        engine.replaced(MtpcSpeculator, "_draft", draft),
+        engine.replaced(MtpcSpeculator, "_generate_draft", draft),
         engine.replaced(proposer.naive, "draft", draft),
     ]
     return lambda: [back() for back in undo] and None

@@ -53,16 +53,17 @@ def oracle() -> Callable[[], None]:
 def record_groups() -> Callable[[], None]:
     """Notes, for every pass, the states of each group's auxiliary rows and what it stood behind."""
     from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator as Owner
-    from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
+    from vllm_mtpc.proposers.v2.ptp.ptp_speculator import PtpSpeculator
 
-    original, second_pass = Owner.propose, PtpSpeculator._draft_pass
+    original, generate = Owner.propose, PtpSpeculator._generate_draft
+    second_pass = PtpSpeculator._run_draft_pass
 
     def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drafted = self.drafted
+        drafted = self.merged_output
         if drafted is not None and not kwargs.get("dummy_run"):
             layout, num_sampled = drafted.layout, args[4]
             accepted = (num_sampled[: input_batch.num_reqs].long() - 1).clamp(min=0)
-            start, size = layout.behind(accepted)
+            start, size = layout.find_group(accepted)
             for row in range(input_batch.num_reqs):
                 if int(num_sampled[row]) == 0 or int(size[row]) == 0:
                     continue
@@ -77,17 +78,22 @@ def record_groups() -> Callable[[], None]:
                 )
         return original(self, input_batch, *args, **kwargs)
 
-    def _draft_pass(self: Any, batch: Any, size: int) -> torch.Tensor:
-        hidden = second_pass(self, batch, size)
-        for row, name in enumerate(batch.input_batch.req_ids):
-            if int(batch.num_sampled[row]):  # x_1 is the group's first row
-                note = {"request": name, "prefix": int(batch.prefix[row]) + 1, "hidden": hidden[row, 1:].clone()}
-                engine.RECORDED.append(note)
+    def _generate_draft(self: Any, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
+        self.is_sampled = num_sampled.tolist()
+        generate(self, input_batch, num_sampled, drafts)
+
+    def _run_draft_pass(self: Any, input_batch: Any, num_aux: int) -> torch.Tensor:
+        hidden = second_pass(self, input_batch, num_aux)
+        for row, name in enumerate(input_batch.req_ids):
+            if self.is_sampled[row]:  # x_1 is the group's first row
+                prefix = int(self.prefix_lens[row]) + 1
+                engine.RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden[row, 1:].clone()})
         return hidden
 
     undo = [
         engine.replaced(Owner, "propose", propose),
-        engine.replaced(PtpSpeculator, "_draft_pass", _draft_pass),
+        engine.replaced(PtpSpeculator, "_generate_draft", _generate_draft),
+        engine.replaced(PtpSpeculator, "_run_draft_pass", _run_draft_pass),
     ]
     return lambda: [back() for back in undo] and None
 
@@ -95,7 +101,7 @@ def record_groups() -> Callable[[], None]:
 def record_drafts() -> Callable[[], None]:
     """Notes the drafts of every step, and how many tokens are in front of them."""
     from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator
-    from vllm_mtpc.proposers.v2.ptp.speculator import PtpSpeculator
+    from vllm_mtpc.proposers.v2.ptp.ptp_speculator import PtpSpeculator
 
     def noting(owner: type) -> Callable[[], None]:
         original = owner.propose
@@ -120,14 +126,14 @@ def record_real_rows() -> Callable[[], None]:
     """Notes the states of the target's own rows of every merged pass."""
     from vllm_mtpc.proposers.v2.ptp.merged import MergedSpeculator as Owner
 
-    original = Owner._merged_pass
+    original = Owner._run_merged_pass
 
-    def _merged_pass(self: Any, step: Any, *args: Any) -> torch.Tensor:
+    def _run_merged_pass(self: Any, step: Any, *args: Any) -> torch.Tensor:
         hidden = original(self, step, *args)
         engine.RECORDED.append(hidden[: step.num_tokens].clone())
         return hidden
 
-    return engine.replaced(Owner, "_merged_pass", _merged_pass)
+    return engine.replaced(Owner, "_run_merged_pass", _run_merged_pass)
 
 
 def replayed() -> Callable[[], None]:
@@ -141,7 +147,7 @@ def replayed() -> Callable[[], None]:
     from vllm.config.compilation import CUDAGraphMode
 
     from tests.support.speculators import Recorder
-    from vllm_mtpc.proposers.v2.ptp import speculator as module
+    from vllm_mtpc.proposers.v2.ptp import ptp_speculator as module
 
     stack, recorder, Owner = ExitStack(), Recorder(), module.PtpSpeculator
     stack.enter_context(recorder.in_place())
@@ -174,14 +180,14 @@ def replayed() -> Callable[[], None]:
 def squared_u() -> Callable[[], None]:
     """A fault: u is no longer uniform, for drafter and verifier alike, so that only the distribution can tell."""
     from vllm_mtpc.proposers.v2 import verification
-    from vllm_mtpc.proposers.v2.ptp import speculator
+    from vllm_mtpc.proposers.v2.ptp import ptp_speculator
 
     original = verification.u_of
 
     def u_of(*args: Any) -> torch.Tensor:
         return original(*args) ** 2
 
-    undo = [engine.replaced(module, "u_of", u_of) for module in (verification, speculator)]
+    undo = [engine.replaced(module, "u_of", u_of) for module in (verification, ptp_speculator)]
     return lambda: [back() for back in undo] and None
 
 

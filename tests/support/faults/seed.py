@@ -56,13 +56,13 @@ def drafts_of_their_own() -> Undo:
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
     from vllm_mtpc.proposers.v2.verification import DRAFTING
 
-    draft = MtpcSpeculator._draft
+    draft = MtpcSpeculator._generate_draft
 
     def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
         self.noise_pos[:num_reqs] += DRAFTING
         draft(self, num_reqs, num_drafts)
 
-    return engine.replaced(MtpcSpeculator, "_draft", _draft)
+    return engine.replaced(MtpcSpeculator, "_generate_draft", _draft)
 
 
 def numbers_of_their_own() -> Undo:

@@ -1,9 +1,9 @@
-"""vLLM's Model Runner V2, with our speculators.
+"""vLLM's Model Runner V2 with our speculators.
 
-The head that a target bundles is guarded before the first request: in its construction, loading, passes of vLLM's
-memory profile and warm-up, and graphs. Where it fails, nothing drafts. The first step's output tells the scheduler
-(patches/scheduler.py), which plans no drafts from then on; with asynchronous scheduling it has planned one more step by
-then, whose drafts are zeros that are verified like any others.
+A bundled head that fails before the first request (in its construction, loading, the memory profile, the warm-up or
+its CUDA graphs) is replaced by an `IdleSpeculator`. The first step's output reports it to the scheduler
+(`patches/scheduler.py`), which plans no more drafts. With asynchronous scheduling one more step is planned by then,
+whose drafts are zeros that are verified like any others.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu.model_runner import init_speculator as theirs
+from vllm.v1.worker.gpu.model_runner import init_speculator as vllm_init_speculator
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_mtpc.proposers.heads import bundled
 from vllm_mtpc.proposers.heads.counts import watch_speculator, with_counts
-from vllm_mtpc.proposers.v2.grammar import StructuredRequests
+from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
 
 GUARDED = ("load_model", "propose", "init_cudagraph_manager", "capture")
 
 
 class IdleSpeculator(BaseSpeculator):
-    """Drafts nothing, in no memory to speak of."""
+    """Drafts nothing."""
 
     is_idle = True
     supports_mm_inputs = False
@@ -50,12 +50,12 @@ class IdleSpeculator(BaseSpeculator):
     def capture(self) -> None: ...
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Zeros, for the one step that the scheduler does not know yet."""
+        """Return zeros [R, K] for the step that the scheduler planned before it was informed."""
         return self.draft_tokens[: input_batch.num_reqs].zero_()
 
 
-def made(build: Callable[[], BaseSpeculator], vllm_config: VllmConfig, device: torch.device) -> BaseSpeculator:
-    """What `build` makes, or an idle speculator where it fails."""
+def build_or_idle(build: Callable[[], BaseSpeculator], vllm_config: VllmConfig, device: torch.device) -> BaseSpeculator:
+    """Return the speculator of a bundled head, or an idle one if it cannot be built."""
     try:
         return bundled.attempt(build, vllm_config.speculative_config.model_folder)
     except bundled.GivenUp:
@@ -63,14 +63,14 @@ def made(build: Callable[[], BaseSpeculator], vllm_config: VllmConfig, device: t
 
 
 def guard(runner: Any) -> None:
-    """Until `unguard`, a speculator that fails is replaced by an idle one."""
+    """Replace the speculator by an idle one if it fails before `unguard`."""
     config, speculator = runner.vllm_config, runner.speculator
 
     def guarded(name: str) -> Callable[..., Any]:
         call = getattr(speculator, name)
 
         def attempted(*args: Any, **kwargs: Any) -> Any:
-            # what a head may take hold of while it is loaded: the target's model, vLLM's table of layers
+            # loading may change the target's model and vLLM's table of layers
             holders = [vars(args[0]), config.compilation_config.static_forward_context] if name == "load_model" else []
             before = [dict(holder) for holder in holders]
             try:
@@ -91,7 +91,7 @@ def guard(runner: Any) -> None:
 
 
 def unguard(runner: Any) -> None:
-    """From here on errors are errors."""
+    """End `guard`: errors are raised from now on."""
     if not isinstance(runner.speculator, IdleSpeculator):
         for name in GUARDED:
             delattr(runner.speculator, name)
@@ -99,34 +99,35 @@ def unguard(runner: Any) -> None:
 
 
 def speculator_class(spec: Any) -> type:
-    """The speculator of one of our configs."""
+    """Return the speculator class of one of our configs."""
     return resolve_obj_by_qualname(f"vllm_mtpc.proposers.v2.{spec.speculator()}")
 
 
 @contextmanager
 def our_speculator() -> Iterator[None]:
-    """While a runner is made: vLLM's factory knows a closed list of methods, and the runner has no other hook."""
+    """Replace vLLM's speculator factory, which knows a closed list of methods, while a runner is constructed."""
 
     def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         spec = vllm_config.speculative_config
 
-        def build() -> BaseSpeculator:
-            return speculator_class(spec)(vllm_config, device)
-
-        return made(build, vllm_config, device) if spec.is_bundled else build()
+        build = partial(speculator_class(spec), vllm_config, device)
+        return build_or_idle(build, vllm_config, device) if spec.is_bundled else build()
 
     model_runner.init_speculator = init_speculator
     try:
         yield
     finally:
-        model_runner.init_speculator = theirs
+        model_runner.init_speculator = vllm_init_speculator
 
 
 class RowLoraState(LoraState):
-    """Says whose adapter each row with logits takes. vLLM 0.32 says it once per request; with drafts a request has
-    1 + K rows: a CPU raises, and a GPU would apply an adapter of lm_head to the wrong rows."""
+    """Names the adapter of each row with logits.
 
-    rows: Any = None  # [R] rows with logits, of the step's requests
+    vLLM 0.32 names one per request, but a request with drafts has 1 + K rows: a CPU raises, and a GPU would apply an
+    adapter of lm_head to the wrong rows.
+    """
+
+    rows: Any = None  # [R], rows with logits of each request
 
     def make_lora_inputs(self, req_ids: list[str], idx_mapping: Any, num_scheduled_tokens: Any, *args: Any) -> Any:
         adapters, *rest = super().make_lora_inputs(req_ids, idx_mapping, num_scheduled_tokens, *args)
@@ -136,12 +137,12 @@ class RowLoraState(LoraState):
 
 
 class HeadModelRunner(GPUModelRunner):
-    """What is added to the V2 runner of any device."""
+    """Additions to the V2 runner of any device."""
 
     def begin(self) -> None:
-        """Called once vLLM has made the runner, before it loads the target."""
+        """Prepare the runner after its construction, before vLLM loads the target."""
         spec = self.speculative_config
-        if spec.aux_layers:  # let the target hand out the states that draft layers read
+        if spec.aux_layers:  # the target returns the states that draft layers read
             self.use_aux_hidden_state_outputs = True
         if self.lora_config:
             self.lora_state = RowLoraState(self.max_num_reqs)
@@ -154,22 +155,22 @@ class HeadModelRunner(GPUModelRunner):
             guard(self)
 
     def ready(self) -> None:
-        """Called before the first request."""
+        """Finish the start, before the first request."""
         if self.speculator is not None and self.speculative_config.is_bundled:
             unguard(self)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """Also notes the requests whose drafts are to be masked with a grammar."""
+        """Register also the requests whose drafts are masked with a grammar."""
         super().add_requests(scheduler_output)
         if (structured := getattr(self.speculator, "structured", None)) is not None:
             structured.add(scheduler_output.scheduled_new_reqs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The step's output, with what was cut of its drafts; Ray's executor asks no worker."""
+        """Return the step's output with the counts of pruned drafts, which reach the scheduler on Ray as well."""
         return with_counts(super().sample_tokens(grammar_output), self.speculator)
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Also notes how many rows with logits each request of the step has."""
+        """Record also the number of rows with logits of each request."""
         input_batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
         if isinstance(self.lora_state, RowLoraState):
             ends = input_batch.cu_num_logits_np

@@ -1,0 +1,405 @@
+"""PTP drafts in two passes on vLLM's Model Runner V2 (Parallel Token Prediction, section 2.3 and appendix H.1).
+
+Algorithm, per request, after the target has chosen the token x_1: one forward pass of the student reads
+
+    [ x_1 | u_2 u_3 .. ]        x_1 as the target reads it, then uniform numbers instead of tokens, with the LoRA
+
+after the request's committed tokens. The row of x_1 gives the target's distribution of x_2, from which u_2 picks: the
+first draft is the token that verification will pick. The other drafts come from the auxiliary rows
+(`vllm_mtpc.heads.ptp.distribution`): o-ptp takes the argmax of the row that carries the draft's own u, c-ptp picks by
+that u from the row before. Verification picks with the same u, a hash of (seed, position) that both compute
+(`verification.py`), so a draft is accepted where the student is right.
+
+Differences from DraftModelSpeculator:
+  * The draft model is the target: same weights, same attention layers, and the KV cache of the committed tokens.
+  * The student writes to its own KV blocks (`groups.py`), never to a request's: there are no lookahead slots.
+  * KV slots follow each other, positions need not: an auxiliary row has the position of the token that predicts the
+    same token.
+  * There are no `draft_logits`: verification compares tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_mtpc.checkpoint.ptp import load_ptp
+from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
+from vllm_mtpc.heads.ptp.embedding import lookup
+from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.proposers.config.switches import logger
+from vllm_mtpc.proposers.heads.load import kept
+from vllm_mtpc.proposers.heads.swap import copy_tensors
+from vllm_mtpc.proposers.v2.gather import gather_last_rows
+from vllm_mtpc.proposers.v2.graphs import DraftGraphs
+from vllm_mtpc.proposers.v2.lora import Gate, prepare_adapters
+from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks
+from vllm_mtpc.proposers.v2.ptp.tree import Writes, build_student, check_attention
+from vllm_mtpc.proposers.v2.shared_modules import eager_priorities, replace_attributes
+from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of, with_verifier
+
+# Attention backends that plan nothing on the host, so that a CUDA graph can hold the student's pass
+CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
+UNINFORMED = 0.5  # u of every row, for a head that was trained without u
+
+
+class PtpSpeculator(DraftModelSpeculator):
+    """Drafts of a PTP student, in a forward pass after the target's."""
+
+    keeps_shapes = True  # a swapped head must have the served one's shapes
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        spec = self.speculative_config
+        self.head, self.plan = spec.head, spec.plan(self.max_num_reqs)
+        self.lead = self.head.first_row  # rows at the start of a group that draft nothing
+        self.gate, self.writes = Gate(), Writes()
+        num_rows, groups = self.max_pass_rows(), self.plan.max_groups
+        self.last_rows, self.first_tokens, self.prefix_lens = torch.zeros(
+            3, self.max_num_reqs, dtype=torch.int64, device=device
+        )
+        self.embeds = torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=device)
+        self.graph_states = torch.zeros_like(self.embeds[: self.plan.max_rows])  # output of captured passes
+        self.row_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.row_slots = torch.full((num_rows,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        self.group_ends = torch.zeros(groups, dtype=torch.int32, device=device)
+        self.row_index = torch.arange(num_rows, device=device)
+        self.group_index = torch.arange(groups, device=device)
+        self.draft_index = torch.arange(self.num_speculative_steps, device=device)
+        self.copied = torch.zeros(groups, dtype=torch.int64, device=device)  # the block that each group starts in
+        # by number of auxiliary rows: starts of the requests and indices of those rows, where graphs read them
+        self.pass_rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.graphs: DraftGraphs  # set by `init_cudagraph_manager`
+        self.metadata: dict[str, Any] | None = None  # attention metadata of the student's pass
+        self.sampler: Any = None  # vLLM's, set before the first step
+        self.merged_output: Any = None  # of a merged pass
+        self.priorities = eager_priorities(vllm_config)
+
+    def max_pass_rows(self) -> int:
+        """Return the maximum number of rows in a forward pass of the student."""
+        return self.plan.max_rows
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
+        self.target = target_model
+        self.embedding, self.late = head.embedding, head.late
+        self.table = head.embedding.table() if self.speculative_config.u_table else None
+        base = resolve_model_state_cls(self.vllm_config, target_model)
+        on_sampler = partial(setattr, self, "sampler")
+        state = with_verifier(CoupledRejectionSampler, base, self.speculative_config, self.device, on_sampler)
+        target_model.get_model_state_cls = lambda: state
+        scale = self.head.lora_alpha / self.head.lora_rank
+        student = build_student(target_model, head.lora, scale, self.gate, self.writes)
+        parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
+        student.kept = kept(parts if self.table is None else [*parts, self.table])
+        return student
+
+    @torch.inference_mode()
+    def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
+        """Load the head of another speculative config; return the function that activates it (`heads/swap.py`)."""
+        head = load_ptp(made.model_folder, self.dtype, self.device)
+        scale = made.head.lora_alpha / made.head.lora_rank
+        copy_adapters = prepare_adapters(self.model, head.lora, scale, target_model)
+        table = None if self.table is None else head.embedding.table()
+
+        def activate() -> None:
+            copy_adapters()
+            copy_tensors(self.embedding, head.embedding)
+            if self.late is not None:
+                copy_tensors(self.late, head.late)
+            if self.table is not None:
+                self.table.copy_(table)
+
+        return activate
+
+    def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:
+        super().set_attn(model_state, kv_cache_config, block_tables, *args)
+        plan, config = self.plan, self.vllm_config
+        # metadata builders of the student's passes get more sequences than the engine has, and no graphs
+        scheduler = replace_attributes(config.scheduler_config, max_num_seqs=self.max_num_reqs + plan.max_groups)
+        compilation = replace_attributes(config.compilation_config, cudagraph_mode=CUDAGraphMode.NONE)
+        config = replace_attributes(config, scheduler_config=scheduler, compilation_config=compilation)
+        self.aux_groups, _, _ = init_attn_backend(kv_cache_config, config, self.device)
+        check_attention(kv_cache_config, self.aux_groups)
+        block_size = block_tables.block_sizes[0]
+        reserved = plan.num_blocks(block_size)
+        # the cache's last blocks; vLLM's profiling cache has fewer blocks, and its content is not used
+        own = (torch.arange(reserved, device=self.device) + kv_cache_config.num_blocks - reserved).clamp_(min=0)
+        own = own.view(plan.max_groups, plan.blocks_per_group(block_size))
+        self.group_blocks = GroupBlocks(own, block_size, block_tables.input_block_tables[0].shape[1])
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        mode, others = cudagraph_mode, {group.backend.get_name() for group in self.aux_groups[0]} - {*CAPTURED}
+        if others and mode.decode_mode() == CUDAGraphMode.FULL:
+            logger.warning(
+                "method 'ptp': attention backend %s plans each pass on the host, so drafts run without CUDA graphs; "
+                "allowed with graphs: %s; add --attention-backend FLASH_ATTN",
+                ", ".join(sorted(others)),
+                ", ".join(CAPTURED),
+            )
+            mode = CUDAGraphMode.NONE
+        for group in self.aux_groups[0] if mode.decode_mode() == CUDAGraphMode.FULL else ():
+            group.get_metadata_builder(0).aot_schedule = False  # FlashAttention 3: a graph reads no schedule of a step
+        buckets = [self.plan.bucket(batch) for batch in range(1, self.max_num_reqs + 1)]
+        aux_rows = [0, *(bucket.sizes[0] if bucket else 0 for bucket in buckets)]
+
+        def fits(num_reqs: int, num_aux: int) -> bool:
+            return num_reqs <= len(self.copied) and num_reqs * (1 + num_aux) <= len(self.embeds)
+
+        self.graphs = DraftGraphs(self.vllm_config, self.device, mode, aux_rows, fits)
+
+    def capture(self) -> None:
+        def prepare(num_reqs: int, num_aux: int) -> Callable[[], None]:
+            self._pad_requests(0, num_reqs, 1 + num_aux)
+            self._prepare_pass(num_aux, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
+            return partial(run, num_reqs * (1 + num_aux))
+
+        def run(num_rows: int) -> None:
+            self.graph_states[:num_rows] = self._run_model(num_rows)
+
+        if self.graphs.needs_capture():
+            self.graphs.capture_drafts(prepare)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, Tensor] | None,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        *,
+        dummy_run: bool = False,
+        is_profile: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Draft for the R requests of a step; arguments as in `MtpcSpeculator.propose`.
+
+        Temperatures and seeds are read from vLLM's sampler, as verification does.
+
+        Returns:
+            [R, K], int64; zeros after a request's last draft, and for batches that are too large to draft for.
+        """
+        drafts = self.draft_tokens[: input_batch.num_reqs].zero_()
+        if is_profile:
+            self._profile_memory()
+        else:  # dummy runs compile the kernel
+            starts = (self.last_rows, self.first_tokens, self.prefix_lens)
+            gather_last_rows(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens, *starts)
+        if dummy_run:
+            self.merged_output = None
+        else:
+            self._generate_draft(input_batch, num_sampled, drafts)
+        return drafts
+
+    def _generate_draft(self, input_batch: InputBatch, num_sampled: Tensor, drafts: Tensor) -> None:
+        """Fill drafts [R, K], which are zeros."""
+        num_reqs = input_batch.num_reqs
+        bucket = self.plan.bucket(num_reqs)
+        if bucket is None:
+            return
+        num_aux = bucket.sizes[0]
+        hidden = self._run_draft_pass(input_batch, num_aux)  # [R, 1 + A, D]
+        count = min(self.num_speculative_steps, num_aux + 1 - self.lead)
+        rows = hidden[:, 1 + self.lead : self.lead + count]  # [R, count - 1, D], of all drafts but the first
+        keys = self.prefix_lens[:num_reqs, None] + self.draft_index[1:count]
+        slots = input_batch.idx_mapping[:num_reqs]
+        if self.late is not None:
+            drafts[:, 0] = self._sample_first_draft(self.target.compute_logits(hidden[:, 0]), input_batch)
+            if count > 1:
+                drafts[:, 1:count], _ = self._sample_sequential(rows, drafts[:, 0], keys, slots)
+            return
+        logits = self._compute_logits(torch.cat([hidden[:, :1], rows], dim=1))  # one product for all
+        drafts[:, 0] = self._sample_first_draft(logits[:, 0], input_batch)
+        if count > 1:
+            drafts[:, 1:count] = self._sample_parallel(logits[:, 1:], keys, slots)
+
+    def _run_draft_pass(self, input_batch: InputBatch, num_aux: int) -> Tensor:
+        """Return the student's states [R, 1 + A, D] of [x_1 | u ..] after each request's committed tokens."""
+        num_reqs, width = input_batch.num_reqs, 1 + num_aux
+        num_rows, prefix = num_reqs * width, self.prefix_lens[:num_reqs]
+        at = prefix[:, None] + self.row_index[:width]  # [R, 1 + A], index of each row in its text
+        keys = at[:, :num_aux]  # an auxiliary row carries the u of the token at its index
+        embeds = self.embeds[:num_rows].view(num_reqs, width, -1)
+        embeds[:, 0] = self.target.embed_input_ids(self.first_tokens[:num_reqs])
+        embeds[:, 1:] = self._embed_u(keys, input_batch.idx_mapping[:num_reqs])
+        positions = self.row_positions[:num_rows].view(num_reqs, width)
+        positions[:, 0] = prefix
+        positions[:, 1:] = keys if self.lead else at[:, 1:]
+        positions.clamp_(max=self.max_model_len - 1)
+
+        tables = self.block_tables.input_block_tables[0][:num_reqs]
+        _, self.copied[:num_reqs], _ = self.group_blocks.fill_tables(prefix, tables)
+        group = self.group_index[:num_reqs, None].expand(-1, width)
+        self.row_slots[:num_rows] = self.group_blocks.slots(group, prefix[:, None], at).flatten()
+        self.group_ends[:num_reqs] = prefix + width
+        upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs] + width + 1
+        graph = self.graphs.find(num_reqs, num_aux)
+        if graph is None:
+            self._prepare_pass(num_aux, upper)
+            return self._run_model(num_rows).view(num_reqs, width, -1)
+        self._pad_requests(num_reqs, graph.num_reqs, width)
+        self._prepare_pass(num_aux, torch.cat([upper, upper.new_full((graph.num_reqs - num_reqs,), width)]))
+        self.graphs.run_fullgraph(graph)
+        return self.graph_states[:num_rows].view(num_reqs, width, -1)
+
+    def _pad_requests(self, start: int, stop: int, width: int) -> None:
+        """Make requests start .. stop - 1 padding: they attend to their own rows and write to no slot."""
+        self.row_slots[start * width : stop * width] = PAD_SLOT_ID
+        self.group_ends[start:stop] = width
+        self.copied[start:stop] = 0
+
+    def _prepare_pass(self, num_aux: int, upper: Tensor) -> None:
+        """Set attention metadata, adapted rows and KV writes of the pass over [x_1 | u ..] of R requests.
+
+        All tensors are parts of buffers, as CUDA graphs need it. upper: [R], on the host, bounds on the tokens that
+        each request attends to.
+        """
+        num_reqs, width = len(upper), 1 + num_aux
+        if num_aux not in self.pass_rows:
+            starts = torch.arange(len(self.copied) + 1, device=self.device) * width
+            aux_rows = (starts[:-1, None] + torch.arange(1, width, device=self.device)).flatten()
+            self.pass_rows[num_aux] = starts.int(), aux_rows
+        starts, aux_rows = self.pass_rows[num_aux]
+        self.gate.rows = aux_rows[: num_reqs * num_aux]
+        writes = self.writes
+        writes.num_real, writes.source, writes.target = 0, self.copied[:num_reqs], self.group_blocks.own[:num_reqs, 0]
+        self._build_metadata(
+            num_reqs * width,
+            upper,
+            query_start_loc_gpu=starts[: num_reqs + 1],
+            query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * width,
+            max_query_len=width,
+            seq_lens=self.group_ends[:num_reqs],
+            block_tables=[self.group_blocks.tables[:num_reqs]],
+            is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
+        )
+
+    def _build_metadata(self, num_rows: int, upper: Tensor, **given: Any) -> None:
+        """Set the attention metadata of a pass over the first rows of the buffers, as S sequences.
+
+        upper: [S], on the host, bounds on the length of each sequence; given: other arguments of vLLM's function.
+        """
+        self.metadata = build_attn_metadata(
+            attn_groups=self.aux_groups,
+            num_reqs=len(upper),
+            num_tokens=num_rows,
+            max_seq_len=int(upper.max()),
+            slot_mappings=self.row_slots[None, :num_rows],
+            kv_cache_config=self.kv_cache_config,
+            seq_lens_cpu_upper_bound=upper,
+            positions=self.row_positions[:num_rows],
+            **given,
+        )
+
+    def _run_model(self, num_rows: int) -> Tensor:
+        """Return the student's states [num_rows, D]; without metadata the KV cache is not used."""
+        slots = self.row_slots[None, :num_rows]  # one KV cache group
+        context = set_forward_context(
+            self.metadata,
+            self.vllm_config,
+            num_tokens=num_rows,
+            slot_mapping={} if self.metadata is None else build_slot_mappings_by_layer(slots, self.kv_cache_config),
+            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+            skip_compiled=True,
+        )
+        with context, self.priorities.set_priority():
+            positions, embeds = self.row_positions[:num_rows], self.embeds[:num_rows]
+            return self.model(input_ids=None, positions=positions, inputs_embeds=embeds)
+
+    def _profile_memory(self) -> None:
+        """Allocate the memory of the largest pass besides buffers, while vLLM measures memory."""
+        self.metadata, self.writes.source, self.gate.rows = None, None, self.row_index[: self.plan.max_rows]
+        hidden = self._run_model(len(self.embeds))
+        drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
+        logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
+        if reads_u(self.head):
+            draft_tokens(self.head, logits, torch.zeros(drafted, device=self.device))
+
+    def _compute_u(self, keys: Tensor, slots: Tensor) -> Tensor:
+        """Return u [R, A] of the tokens that follow positions keys [R, A] of the requests in slots [R]."""
+        states, requests = self.sampler.sampling_states, slots[:, None].expand_as(keys).flatten()
+        return u_of(states.seeds.gpu, states.temperature.gpu, requests, keys.flatten()).view_as(keys)
+
+    def _embed_u(self, keys: Tensor, slots: Tensor) -> Tensor:
+        """Return the embeddings [R, A, D] of `_compute_u`."""
+        u = self._compute_u(keys, slots) if self.head.informed else torch.full_like(keys, UNINFORMED, dtype=torch.float)
+        return self.embedding(u) if self.table is None else lookup(self.table, u)
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return the target's logits [R, k, V] of states [R, k, D]."""
+        return self.target.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+
+    def _sample_first_draft(self, logits: Tensor, input_batch: InputBatch) -> Tensor:
+        """Return x_2 [R] as verification will pick it unless a grammar forbids it; logits [R, V] of the row of x_1."""
+        num_reqs = input_batch.num_reqs
+        slots, prefix = input_batch.idx_mapping[:num_reqs], self.prefix_lens[:num_reqs]
+        processed = self.sampler.apply_sampling_params(
+            logits,
+            slots,
+            slots,
+            input_batch.idx_mapping_np[:num_reqs],
+            prefix,
+            self.first_tokens[:num_reqs],
+            torch.zeros(num_reqs, dtype=torch.int32, device=self.device),
+            input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs] + 1,
+        )
+        picked = pick(processed.float(), self._compute_u(prefix[:, None], slots)[:, 0])
+        return torch.where(self._is_greedy(slots), logits.argmax(dim=-1), picked)
+
+    def _sample_parallel(self, logits: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
+        """Return drafts [R, k] from the student's logits [R, k, V]; keys [R, k]: the position before each draft.
+
+        The student was trained on the target's processed distribution, so no temperature is applied.
+        """
+        best = logits.argmax(dim=-1)
+        if not reads_u(self.head):
+            return best
+        u = self._compute_u(keys, slots).flatten()
+        picked = draft_tokens(self.head, logits.flatten(0, 1), u).view_as(best)
+        return torch.where(self._is_greedy(slots)[:, None], best, picked)
+
+    def _sample_sequential(self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft with the late network, each draft conditioned on the one before.
+
+        Args:
+            hidden: [R, k, D], the student's states.
+            first: [R], the token before the first draft.
+            keys: [R, k], the position before each draft.
+            slots: [R], request slots.
+
+        Returns:
+            Drafts [R, k] and their logits [R, k, V].
+        """
+        logits: list[Tensor] = []
+
+        def choose(state: Tensor, k: int) -> Tensor:
+            logits.append(self.target.compute_logits(state))
+            return self._sample_parallel(logits[-1][:, None], keys[:, k : k + 1], slots)[:, 0]
+
+        assert self.late is not None  # the callers ask
+        drafts = self.late.draft(hidden, first, self.target.embed_input_ids, choose)
+        return drafts, torch.stack(logits, dim=1)
+
+    def _is_greedy(self, slots: Tensor) -> Tensor:
+        return self.sampler.sampling_states.temperature.gpu[slots] == 0
