@@ -1,4 +1,4 @@
-"""A shared head on two ranks that keep the columns of their part of the lm_head: as on one, for an r-th of the numbers.
+"""A shared head whose logits are divided over two ranks: drafts as on one rank, with an r-th of the communication.
 
 Model Runner V2's speculator on vLLM's own layers and groups (gloo); the kernels are interpreted.
 """
@@ -36,7 +36,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def on_ranks(num_ranks: int, settings: dict[str, tuple[Setting, str]], store: Path) -> list[dict[str, Any]]:
-    """In a fork: of every rank, by case, drafts, confidences, conditionals; the numbers of every gather; memory."""
+    """In a fork, by rank and case: drafts, confidences, conditionals; sizes of the gathers; memory."""
     return tp_ranks.on_ranks(num_ranks, next(iter(settings.values()))[0].place, store, 1200, _all_drafted, settings)
 
 
@@ -70,14 +70,14 @@ def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int
 
 
 def _memory(made: Any) -> tuple[int, int]:
-    """Bytes that a draft has at once, and that it was said to have."""
+    """Bytes that a draft allocates at once, and the predicted number."""
     from vllm.distributed import get_tensor_model_parallel_world_size
 
     head, drafter = made.model, made.drafter
     given = made.hidden_states[:BATCH], made.first_tokens[:BATCH], DRAFTS
     dtype = None if made.draft_logits is None else made.draft_logits.dtype
     peaks = []
-    for _ in range(3):  # the least: gloo's thread lets go of what was gathered when it comes to it
+    for _ in range(3):  # the minimum: gloo's thread frees gathered tensors later
         with LiveBytes() as live, torch.inference_mode():
             params = head.draft_params(*given)
             if drafter is None:
@@ -89,7 +89,7 @@ def _memory(made: Any) -> tuple[int, int]:
                 distribution is None or head.leaf_shard.gather(distribution.flatten(1))
         peaks.append(live.peak)
         params = distribution = None
-    said = draft_memory(
+    predicted = draft_memory(
         made.speculative_config.head,
         [0, *[DRAFTS] * BATCH],
         DRAFTS,
@@ -98,7 +98,7 @@ def _memory(made: Any) -> tuple[int, int]:
         "cpu",
         is_drawn=dtype is not None,
     )
-    return min(peaks), said.activation
+    return min(peaks), predicted.activation
 
 
 CASES = {
@@ -122,7 +122,7 @@ def found(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_two_ranks_draft_what_one_does(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
+def test_two_ranks_draft_as_one_rank(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
     tokens, *numbers = found[1][0][name][0]
     ranks = [rank[name][0] for rank in found[2]]
     for mine, theirs in zip(*ranks, strict=True):
@@ -130,14 +130,14 @@ def test_two_ranks_draft_what_one_does(name: str, found: dict[int, list[dict[str
     same_tokens, *same_numbers = ranks[0]
     assert torch.equal(tokens, same_tokens)
     assert len(tokens.unique()) > 4 and (tokens >= 576).any() and (tokens < 576).any(), "tokens of both ranks"
-    # float32 sums in another order; what is rounded to bfloat16 may fall on the number next to
+    # float32 sums in another order; a number in bfloat16 may be rounded to its neighbour
     rtol = 2**-7 if name == "kernel, bfloat16" else 0
     for one, other in zip(numbers, same_numbers, strict=True):
         assert one is other is None or torch.testing.assert_close(one, other, atol=2e-5, rtol=rtol) is None
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "forbids" not in name])
-def test_what_ranks_exchange_is_an_rth_of_the_logits(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
+def test_communication_is_an_rth_of_the_logits(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
     _, numbers, _ = found[2][0][name]
     r, rows = COMPONENTS[name.partition(",")[0]], 576
     distribution = DRAFTS * (0 if "argmax" in name else rows)
@@ -151,14 +151,14 @@ def test_what_ranks_exchange_is_an_rth_of_the_logits(name: str, found: dict[int,
 
 @pytest.mark.parametrize("name", ["kernel, plain", "kernel, argmax", "definition, plain", "kernel with tokens, plain"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_memory_of_a_rank_is_what_was_said(name: str, size: int, found: dict[int, list[dict[str, Any]]]) -> None:
+def test_memory_of_a_rank_equals_the_prediction(name: str, size: int, found: dict[int, list[dict[str, Any]]]) -> None:
     for rank in found[size]:
-        there, said = rank[name][2]
-        assert there == said
+        allocated, predicted = rank[name][2]
+        assert allocated == predicted
 
 
-def test_a_target_that_changes_its_logits_afterwards_is_gathered(found: dict[int, list[dict[str, Any]]]) -> None:
-    """A token that such a target never says has no mass in the drafts either."""
+def test_logits_that_the_target_changes_are_gathered(found: dict[int, list[dict[str, Any]]]) -> None:
+    """A token that the target forbids has no mass in the drafts."""
     for size in (1, 2):
         (_, _, distribution), numbers, _ = found[size][0]["kernel, forbids a token"]
         assert (distribution[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()

@@ -1,4 +1,4 @@
-"""The draft in CUDA graphs, with a stand-in for CUDA: which there are, and what rows behind the last request do."""
+"""The draft in CUDA graphs, with a stand-in for CUDA: the captured sizes, and padding rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.speculators import Recorder, Setting, Target, drafted, specul
 
 SCHEDULE = [(1, 3, 4), (4, 5, 2), (6, 6, 1), (7, 8, 0)]
 SIZES = (1, 2, 4, 8)
-# vLLM's sizes that hold a batch of SCHEDULE, the largest first: 8 pads batches of 5 (two drafts) and 6 (one)
+# vLLM's sizes that hold a batch of SCHEDULE, largest first: 8 pads batches of 5 (two drafts) and 6 (one)
 KEYS = [(8, 2), (8, 1), (4, 4), (4, 2), (2, 4), (1, 4)]
 
 
@@ -37,9 +37,9 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
     """In a fork: keys by mode; then drafts of every batch size with graphs and without."""
     from vllm.config.compilation import CUDAGraphMode
 
-    recorder, said = Recorder(), {"keys": {}, "needs": {}, "drafts": [], "replayed": [], "untouched": [], "log": []}
+    recorder, found = Recorder(), {"keys": {}, "needs": {}, "drafts": [], "replayed": [], "untouched": [], "log": []}
     handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: said["log"].append(record.getMessage())
+    handler.emit = lambda record: found["log"].append(record.getMessage())
     logging.getLogger("vllm.mtpc").addHandler(handler)
     logging.getLogger("vllm.mtpc").setLevel(logging.INFO)
     with recorder.in_place(), speculator(setting) as made:
@@ -51,14 +51,14 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
         for mode in modes:
             recorder.captured.clear()
             made.init_cudagraph_manager(CUDAGraphMode[mode])
-            said["needs"][mode] = made.graphs.needs_capture()
+            found["needs"][mode] = made.graphs.needs_capture()
             made.idx_mapping.fill_(0)
             made.draft_logits.fill_(7)
             made.capture()
-            said["keys"][mode] = [(desc.num_reqs, desc.num_speculative_tokens) for desc in recorder.captured]
-            said["untouched"].append(bool((made.draft_logits == 7).all()))
+            found["keys"][mode] = [(desc.num_reqs, desc.num_speculative_tokens) for desc in recorder.captured]
+            found["untouched"].append(bool((made.draft_logits == 7).all()))
         for (num_reqs, drafts), wanted in eager.items():
-            # what an earlier batch left in rows behind this one
+            # padding rows hold values of an earlier batch
             made.hidden_states.fill_(torch.nan)
             made.first_tokens.fill_(31)
             made.noise_pos.fill_(2**40)
@@ -67,16 +67,16 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
             wanted[2][:, drafts:] = 7
             recorder.replayed.clear()
             got = drafted(made, num_reqs, drafts)
-            said["drafts"].append(((num_reqs, drafts), got, wanted))
+            found["drafts"].append(((num_reqs, drafts), got, wanted))
             sizes = [(desc.num_reqs, desc.num_speculative_tokens) for desc in recorder.replayed]
-            said["replayed"] += [((num_reqs, drafts), size) for size in sizes]
+            found["replayed"] += [((num_reqs, drafts), size) for size in sizes]
         names = [name for name, value in vars(made).items() if type(value).__mro__[1].__name__ == "CudaGraphManager"]
-        said["dropped by profiling"] = names
-    return said
+        found["dropped by profiling"] = names
+    return found
 
 
 @pytest.fixture(scope="module")
-def said(place: Path) -> dict[str, Any]:
+def found(place: Path) -> dict[str, Any]:
     modes = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
     return forks.call(
         "v2", "tests.proposers.test_graphs:captured", Setting(place, 8, SCHEDULE, graph_sizes=SIZES), modes
@@ -84,75 +84,73 @@ def said(place: Path) -> dict[str, Any]:
 
 
 def swapped(setting: Setting, other: Path) -> dict[str, Any]:
-    """In a fork: drafts of a captured step before another head of equal shape is in force and after, and its own."""
+    """In a fork: drafts of a captured step before and after a swap to another head of equal shape, and its own."""
     from vllm.config.compilation import CUDAGraphMode
 
     from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 
-    recorder, said = Recorder(), {}
+    recorder, found = Recorder(), {}
     equal = mock.patch.object(MtpcSpeculator, "keeps_shapes", True)
     with recorder.in_place(), equal, speculator(setting) as made:
         made.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
         made.capture()
         head, sizes = made.model, made.speculative_config.head
         places = [part.data_ptr() for part in (*head.parameters(), *head.buffers())]
-        said["old"] = drafted(made, 4, 4)
+        found["old"] = drafted(made, 4, 4)
         new = SimpleNamespace(model_folder=str(other / "head"))
         commit = made.prepared(new, Target(sizes.vocab_size, sizes.hidden_size))
-        said["prepared"] = drafted(made, 4, 4)
+        found["prepared"] = drafted(made, 4, 4)
         commit()
-        said["swapped"] = drafted(made, 4, 4)
+        found["swapped"] = drafted(made, 4, 4)
         now = [part.data_ptr() for part in (*made.model.parameters(), *made.model.buffers())]
-        said["in place"], said["replays"] = made.model is head and now == places, len(recorder.replayed)
+        found["in place"], found["replays"] = made.model is head and now == places, len(recorder.replayed)
     with speculator(replace(setting, place=other)) as made:
-        said["new"] = drafted(made, 4, 4)
-    return said
+        found["new"] = drafted(made, 4, 4)
+    return found
 
 
 def test_swapped_head_of_equal_shape_is_copied_into_captured_buffers(place: Path, tmp_path: Path) -> None:
-    """Where graphs hold the addresses of weights (`keeps_shapes`): what is replayed drafts as the new head does."""
+    """Graphs hold the addresses of weights (`keeps_shapes`); a replay drafts as the new head does."""
     (tmp_path / "target").symlink_to(place / "target")
     torch.manual_seed(2)
     write_head(tmp_path / "head", json.loads((place / "target" / "config.json").read_text()))
     setting = Setting(place, 8, SCHEDULE, graph_sizes=SIZES)
-    said = forks.call("v2", "tests.proposers.test_graphs:swapped", setting, tmp_path)
-    assert said["in place"] and said["replays"] == 3
+    found = forks.call("v2", "tests.proposers.test_graphs:swapped", setting, tmp_path)
+    assert found["in place"] and found["replays"] == 3
     for one, same, is_equal in (("old", "prepared", True), ("swapped", "new", True), ("old", "new", False)):
-        assert torch.equal(said[one][2][-4:], said[same][2][-4:]) == is_equal, (one, same)  # conditionals of 4 requests
+        assert torch.equal(found[one][2][-4:], found[same][2][-4:]) == is_equal, (
+            one,
+            same,
+        )  # conditionals of 4 requests
 
 
-def test_graphs_are_made_for_scheduled_batches_alone(said: dict[str, Any]) -> None:
+def test_graphs_are_captured_for_scheduled_batches(found: dict[str, Any]) -> None:
     for mode in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
-        assert said["keys"][mode] == KEYS and said["needs"][mode], mode
+        assert found["keys"][mode] == KEYS and found["needs"][mode], mode
     for mode in ("NONE", "PIECEWISE"):
-        assert said["keys"][mode] == [] and not said["needs"][mode], mode
-    assert said["dropped by profiling"] == ["graphs"]
+        assert found["keys"][mode] == [] and not found["needs"][mode], mode
+    assert found["dropped by profiling"] == ["graphs"]
+    assert all(found["untouched"]), "capturing writes no conditionals"
 
 
-def test_start_logs_runner_graphs_head_and_drafts_once(said: dict[str, Any]) -> None:
-    eager, captured = [
-        line for line in said["log"] if line.startswith("Model")
-    ]  # of five managers: the same line is not repeated
+def test_start_logs_runner_graphs_head_and_drafts_once(found: dict[str, Any]) -> None:
+    eager, captured = [line for line in found["log"] if line.startswith("Model")]  # of five managers
     for line, graphs in ((eager, "NONE"), (captured, "6")):
         assert line.startswith(f"Model Runner V2, CUDA graphs of the target: NONE, of drafts: {graphs}; Mtpc")
         assert "/head'" in line and "circuit='" in line and "by running requests: 4 at 1 to 3, 2 at 4 to 5" in line
 
 
-def test_capturing_writes_no_conditionals(said: dict[str, Any]) -> None:
-    assert all(said["untouched"])
-
-
-def test_a_replayed_draft_is_the_uncaptured_one(said: dict[str, Any]) -> None:
-    """Token for token; the conditionals of every slot, those of no request included: there poison stays."""
-    for case, (tokens, *numbers), (same_tokens, *same_numbers) in said["drafts"]:
+def test_replayed_draft_equals_the_eager_one(found: dict[str, Any]) -> None:
+    """Token for token; the conditionals of slots without a request are not written."""
+    for case, (tokens, *numbers), (same_tokens, *same_numbers) in found["drafts"]:
         assert torch.equal(tokens, same_tokens), case
         for ours, theirs in zip(numbers, same_numbers, strict=True):
             # a product with more rows may add float32 numbers in another order
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0, msg=lambda text, case=case: f"{case}: {text}")
 
 
-def test_the_smallest_graph_that_holds_a_batch_is_replayed(said: dict[str, Any]) -> None:
+def test_smallest_graph_that_holds_a_batch_is_replayed(found: dict[str, Any]) -> None:
     batches = {1: (1, 4), 2: (2, 4), 3: (4, 4), 4: (4, 2), 5: (8, 2), 6: (8, 1)}
     expected = {(num_reqs, drafts): (size, drafts) for num_reqs, (size, drafts) in batches.items()}
-    expected |= {(4, 4): (4, 4)}  # of a seed: more drafts than its batch is scheduled; other sizes have no such graph
-    assert dict(said["replayed"]) == expected and len(said["replayed"]) == len(expected)
+    expected |= {(4, 4): (4, 4)}  # of a smaller batch's schedule; other sizes have no such graph
+    assert dict(found["replayed"]) == expected and len(found["replayed"]) == len(expected)

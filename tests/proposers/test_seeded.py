@@ -1,4 +1,4 @@
-"""Coupled verification without an engine: whose tokens are compared, whose are left to rejection, what is refused."""
+"""Coupled verification without an engine: coupled requests, requests verified by rejection, refusals."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from vllm_mtpc.proposers.v2 import verification
 from vllm_mtpc.proposers.v2.verification import DRAFTING, CoupledStates, Verifier, with_verifier
 
 V, SLOTS, CPU = 5, 4, torch.device("cpu")
-DRAWN = torch.tensor([1, 2, 3, 4, 0, 1])  # what the target says at each row of the batch below
+DRAWN = torch.tensor([1, 2, 3, 4, 0, 1])  # the target's token at each row of the batch below
 
 
 @pytest.fixture(autouse=True, name="checked")
 def fixture_checked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Without pinned memory; notes the checks of vLLM's noise, which need Triton."""
+    """Disable pinned memory; record the checks of vLLM's noise, which need Triton."""
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
     checks: list[bool] = []
     monkeypatch.setattr(verification, "check_noise", lambda device, use_fp64: checks.append(use_fp64))
@@ -62,7 +62,7 @@ def made(verify: str | None, **options: Any) -> tuple[Any, CoupledStates]:
 
 
 @pytest.mark.parametrize(("verify", "coupled"), [(None, {1, 2}), ("coupled", {0, 1, 2, 3}), ("rejection", set())])
-def test_who_is_coupled(verify: str | None, coupled: set[int]) -> None:
+def test_requests_are_coupled_by_option_and_seed(verify: str | None, coupled: set[int]) -> None:
     _, states = made(verify)
     assert states.stream.gpu.tolist() == [0 if slot in coupled else DRAFTING for slot in range(SLOTS)]
     assert states.seeds.np[1] == 1 and states.temperature.gpu[0] == pytest.approx(0.7)  # and all of vLLM's own
@@ -72,7 +72,7 @@ def test_who_is_coupled(verify: str | None, coupled: set[int]) -> None:
 
 
 @pytest.mark.parametrize(("verify", "checks"), [(None, []), ("coupled", [False]), ("rejection", [])])
-def test_noise_is_checked_at_start_where_all_are_coupled(
+def test_noise_is_checked_if_all_requests_are_coupled(
     verify: str | None, checks: list[bool], checked: list[bool]
 ) -> None:
     made(verify)
@@ -80,8 +80,8 @@ def test_noise_is_checked_at_start_where_all_are_coupled(
 
 
 def noise_refusals(keyed_by: list[int]) -> list[str]:
-    """In a fork: what is said where vLLM's positions are so far from what they were, in float32 and float64."""
-    original, said = verification.gumbel_sample, []
+    """In a fork: the errors for keys of vLLM's noise that are moved by these numbers, in float32 and float64."""
+    original, found = verification.gumbel_sample, []
     for use_fp64 in (False, True):
         for more in keyed_by:
             verification.gumbel_sample = lambda logits, slots, temperature, seeds, pos, *args, more=more, **kwargs: (
@@ -89,14 +89,14 @@ def noise_refusals(keyed_by: list[int]) -> list[str]:
             )
             try:
                 verification.check_noise(CPU, use_fp64)
-                said.append("")
+                found.append("")
             except ServeConfigError as error:
-                said.append(str(error))
+                found.append(str(error))
     verification.gumbel_sample = original
-    return said
+    return found
 
 
-def test_changed_noise_refuses_coupled_verification_in_one_line() -> None:
+def test_changed_noise_is_refused_in_one_line() -> None:
     same, moved, *of_float64 = forks.call("v2", "tests.proposers.test_seeded:noise_refusals", [0, 1])
     assert same == "" and of_float64 == [same, moved]
     assert moved.startswith("verify='coupled': vLLM ") and "allowed here: 'rejection'" in moved and "\n" not in moved
@@ -104,7 +104,7 @@ def test_changed_noise_refuses_coupled_verification_in_one_line() -> None:
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Verifies two requests of three rows, of which rejection would keep one token, 7; says who was asked."""
+    """Verifies two requests of three rows; rejection would accept one token, 7. Returns the calls too."""
     asked: list[str] = []
 
     def rejection(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,31 +134,26 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Any:
     return verify
 
 
-def test_coupled_tokens_are_the_targets(verified: Any) -> None:
-    """Rows of slot 1 draw 1, 2, 3: its drafts 1 and 4 give 1, 2; those of slot 2 draw 4, 0, 1, and all is right."""
-    sampler, _ = made(None)
-    asked, tokens, count = verified(sampler, [1, 2], [0, 1, 4, 0, 4, 0])
-    assert asked == ["target"]
-    assert tokens == [[1, 2, -1], [4, 0, 1]] and count == [2, 3]
+@pytest.mark.parametrize(
+    ("verify", "slots", "drafts", "calls", "tokens", "count"),
+    [
+        # rows of slot 1 draw 1, 2, 3: its drafts 1 and 4 give 1, 2; those of slot 2 draw 4, 0, 1, which its drafts are
+        (None, [1, 2], [0, 1, 4, 0, 4, 0], ["target"], [[1, 2, -1], [4, 0, 1]], [2, 3]),
+        (None, [0, 2], [0, 1, 4, 0, 4, 0], ["rejection", "target"], [[7, 7, 7], [4, 0, 1]], [1, 3]),
+        (None, [0, 3], [0, 1, 4, 0, 4, 0], ["rejection"], [[7, 7, 7]] * 2, [1, 1]),
+        # -1: a grammar forbids the draft, or there is none
+        ("coupled", [1, 2], [0, 1, -1, 0, -1, 0], ["target"], [[1, 2, -1], [4, -1, -1]], [2, 1]),
+    ],
+    ids=["coupled", "one coupled", "none coupled", "forbidden drafts"],
+)
+def test_requests_are_verified_by_comparison_or_rejection(
+    verified: Any, verify: str | None, slots: Any, drafts: Any, calls: list[str], tokens: Any, count: list[int]
+) -> None:
+    assert verified(made(verify)[0], slots, drafts) == (calls, tokens, count)
 
 
-def test_neighbours_are_left_to_rejection(verified: Any) -> None:
-    sampler, _ = made(None)
-    asked, tokens, count = verified(sampler, [0, 2], [0, 1, 4, 0, 4, 0])
-    assert asked == ["rejection", "target"]
-    assert tokens == [[7, 7, 7], [4, 0, 1]] and count == [1, 3]
-    asked, tokens, _ = verified(sampler, [0, 3], [0, 1, 4, 0, 4, 0])
-    assert asked == ["rejection"] and tokens == [[7, 7, 7]] * 2, "nothing more where nobody has a seed"
-
-
-def test_a_draft_that_cannot_be_kept_ends_them(verified: Any) -> None:
-    """-1: a grammar forbids it, or no draft was there."""
-    sampler, _ = made("coupled")
-    assert verified(sampler, [1, 2], [0, 1, -1, 0, -1, 0])[2] == [2, 1]
-
-
-def test_fresh_noise_is_for_rejection_alone(verified: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.32's block verification: the seeds of a step are put into the states only while it rejects."""
+def test_seeds_of_a_step_are_for_rejection_only(verified: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32's block verification."""
     monkeypatch.setattr(verification, "keys_noise_by_draft", lambda: False)
     sampler, states = made(None, rejection_sample_method="block")
     own, seen = states.seeds.gpu, []
@@ -170,8 +165,7 @@ def test_fresh_noise_is_for_rejection_alone(verified: Any, monkeypatch: pytest.M
     assert asked == ["rejection", "target"] and tokens[1] == [4, 0, 1] and seen[0] is own
 
 
-def test_another_sampler() -> None:
-    """It keeps its own verification, unless that would not do what was asked for."""
+def test_other_sampler_is_refused_if_an_option_needs_the_plain_one() -> None:
     spec = spec_config(2)
 
     def asked(**options: Any) -> Any:
@@ -192,35 +186,35 @@ def streams(setting: Setting) -> dict[str, Tensor]:
         slots, pos = asked["input_batch"].idx_mapping, asked["input_batch"].positions + 1
         stream = torch.where(torch.arange(made.max_num_reqs) % 2 == 0, 0, DRAFTING)
         made.states = SimpleNamespace(stream=SimpleNamespace(gpu=stream))
-        said = {"is_coupled": stream[slots.long()] == 0, "temperature": asked["temperature"][slots.long()]}
-        said["drafts"] = made.propose(**asked, num_speculative_tokens=1)[:, 0].clone()
+        found = {"is_coupled": stream[slots.long()] == 0, "temperature": asked["temperature"][slots.long()]}
+        found["drafts"] = made.propose(**asked, num_speculative_tokens=1)[:, 0].clone()
         if made.draft_logits is None:
-            return said
+            return found
         log_q = made.draft_logits[slots.long(), 0].float()
         for name, is_drafting in (("target's", False), ("drafting", True)):
             given = (log_q, slots, asked["temperature"], asked["seeds"], pos)
-            said[name] = gumbel_sample(*given, apply_temperature=True, is_drafting=is_drafting)
+            found[name] = gumbel_sample(*given, apply_temperature=True, is_drafting=is_drafting)
         made.states = None  # nothing is coupled
-        said["alone"] = made.propose(**asked, num_speculative_tokens=1)[:, 0].clone()
-        return said
+        found["alone"] = made.propose(**asked, num_speculative_tokens=1)[:, 0].clone()
+        return found
 
 
 def test_drafts_take_the_noise_of_their_verification(tmp_path: Path) -> None:
-    """Coupled ones that of the target at their positions, others that of vLLM's drafting stream."""
+    """Coupled drafts take the target's noise, others that of vLLM's drafting stream."""
     folder = made_heads(tmp_path, 64, {"head": {}})["head"]
-    said = forks.call("v2", "tests.proposers.test_seeded:streams", Setting(folder, 8))
-    is_coupled = said["is_coupled"]
+    found = forks.call("v2", "tests.proposers.test_seeded:streams", Setting(folder, 8))
+    is_coupled = found["is_coupled"]
     assert is_coupled.any() and not is_coupled.all()
-    assert torch.equal(said["drafts"], torch.where(is_coupled, said["target's"], said["drafting"]))
-    assert torch.equal(said["alone"], said["drafting"])
-    assert not torch.equal(said["target's"], said["drafting"])
+    assert torch.equal(found["drafts"], torch.where(is_coupled, found["target's"], found["drafting"]))
+    assert torch.equal(found["alone"], found["drafting"])
+    assert not torch.equal(found["target's"], found["drafting"])
     every = forks.call("v2", "tests.proposers.test_seeded:streams", Setting(folder, 8, options={"verify": "coupled"}))
     assert "drafting" not in every, "no conditionals are kept"
-    assert torch.equal(every["drafts"], said["drafts"]), "and drafts are drawn all the same"
+    assert torch.equal(every["drafts"], found["drafts"]), "and drafts are drawn all the same"
 
 
-def test_numbers_of_v1_are_those_that_vllm_draws() -> None:
-    """One after the other as `TopKTopPSampler.forward_cpu` draws them; what was read ahead is drawn again."""
+def test_numbers_of_v1_equal_those_of_vllm() -> None:
+    """In the order of `TopKTopPSampler.forward_cpu`; numbers that were read ahead are drawn again."""
     from vllm_mtpc.proposers.v1.proposer import read_ahead, take
 
     one, other = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)

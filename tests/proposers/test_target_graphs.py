@@ -18,7 +18,7 @@ MAX_NUM_SEQS = 1024  # vLLM's default on a GPU of 80 GB and more
 
 
 def num_graphs(ranges: schedule.Schedule | None, num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Graphs of vLLM's own manager, with the sizes that vLLM itself chooses for a GPU."""
+    """Graphs of vLLM's manager with the sizes that vLLM chooses for a GPU."""
     compilation = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     config = SimpleNamespace(
         compilation_config=compilation,
@@ -48,23 +48,23 @@ def lengths(ranges: schedule.Schedule) -> set[int]:
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 7, 15, 31])
-def test_a_default_schedule_has_few_lengths(num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's sizes up to 512 tokens are about 50 graphs for each length, also where that length is never scheduled."""
+def test_default_schedule_captures_few_graphs(num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sizes up to 512 tokens are about 50 graphs for each length, also for a length that is never scheduled."""
     ranges = schedule.default_schedule([], num_drafts, is_cpu=False)
     assert len(lengths(ranges)) <= schedule.GPU_LENGTHS
     assert all(high * (1 + drafts) <= schedule.GPU_FEW_ROWS for _, high, drafts in ranges if drafts)
     assert num_graphs(ranges, num_drafts, monkeypatch) <= 160
 
 
-def test_every_length_costs_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the count above would be with the six lengths of an earlier default."""
+def test_every_length_of_a_schedule_costs_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule of six lengths, to compare with the count above."""
     six = [(1, 8, 7), (9, 16, 5), (17, 32, 3), (33, 64, 2), (65, 128, 1), (129, MAX_NUM_SEQS, 0)]
     assert num_graphs(None, 7, monkeypatch) == 48
     assert num_graphs(six, 7, monkeypatch) > 250
 
 
 @pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
-def test_a_default_schedule_of_ptp_has_few_lengths(
+def test_default_schedule_of_ptp_has_few_lengths(
     variant: str, draft_pass: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = ptp_config(variant, draft_pass, None)
@@ -75,6 +75,6 @@ def test_a_default_schedule_of_ptp_has_few_lengths(
     assert (few[0][2], few[-1][2]) == (every[0][2], every[-1][2])
 
 
-def test_few_lengths_keep_what_they_can() -> None:
+def test_few_lengths_keeps_the_longest_drafts() -> None:
     assert schedule.few_lengths([7, 7, 5, 4, 4, 4, 0]) == [7, 7, 4, 4, 4, 4, 0]
     assert schedule.few_lengths([7, 2, 0]) == [7, 2, 0]
