@@ -16,11 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.offline import Measured, Setting, launched
+from benchmarks.step_clock import DEFINITIONS
 from vllm_mtpc import demo
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.passes import Measured, Setting, launched
-from vllm_mtpc.engine.steps import DEFINITIONS
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.plots.draw import looks_of, panels, save
 from vllm_mtpc.report import check_file, print_table, write_json

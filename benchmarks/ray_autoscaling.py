@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks import soak
 from benchmarks.nodes import PATIENCE, Nodes
 from benchmarks.ray_demo import DRAFTS, ENGINE, ENVIRONMENT, TARGET, wait
-from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine.server import Client, free_port
 from vllm_mtpc.report import check_file, write_json
 
 LONGEST_S = 900.0  # until a replica comes or goes

@@ -38,13 +38,12 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mtpc import demo
-from vllm_mtpc.bench import serve
 from vllm_mtpc.bench.decodings import INTERPRETED
 from vllm_mtpc.checkpoint.load import read_config
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data import prompts
-from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.passes import Setting, launched
+from vllm_mtpc.engine import provenance, server
+from vllm_mtpc.engine.served import serve
 from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.report import check_file, write_json
 
@@ -100,7 +99,7 @@ class Clients:
     """
 
     def __init__(
-        self, client: serve.Client, model: str, asked: list[list[int]], reference: list[list[int]], drafts: int
+        self, client: server.Client, model: str, asked: list[list[int]], reference: list[list[int]], drafts: int
     ) -> None:
         self.client, self.model, self.asked, self.reference = client, model, asked, reference
         self.drafts = drafts
@@ -128,25 +127,25 @@ class Clients:
 
     def greedy(self, chance: random.Random, **more: Any) -> str | None:
         index, body = self.body(chance, temperature=0, **more)
-        tokens = self.client.complete(body).tokens
+        (tokens,) = self.client.complete(body)
         wanted = self.reference[index][: body["max_tokens"]]
         return None if tokens == wanted else f"prompt {index}: {tokens} instead of {wanted}"
 
     def sampled(self, chance: random.Random) -> str | None:
         seed = {"seed": chance.randrange(1 << 30)} if chance.random() < 0.5 else {}
         _, body = self.body(chance, temperature=chance.choice([0.5, 0.8, 1.2]), top_p=chance.choice([0.7, 1.0]), **seed)
-        tokens = self.client.complete(body).tokens
+        (tokens,) = self.client.complete(body)
         return None if len(tokens) == body["max_tokens"] else f"{len(tokens)} tokens of {body['max_tokens']}"
 
     def two_answers(self, chance: random.Random) -> str | None:
         _, body = self.body(chance, temperature=1.0, n=2)
-        tokens = self.client.complete(body).tokens
+        tokens = [token for answer in self.client.complete(body) for token in answer]
         return None if len(tokens) == 2 * body["max_tokens"] else f"{len(tokens)} tokens of 2 x {body['max_tokens']}"
 
     def hangs_up(self, chance: random.Random) -> str | None:
         """Reads a few lines of a stream, or none, and closes the connection."""
         _, body = self.body(chance, temperature=chance.choice([0, 1]), max_tokens=LONGEST, stream=True)
-        with closing(http.client.HTTPConnection(serve.HOST, self.client.port, timeout=60)) as connection:
+        with closing(http.client.HTTPConnection(server.HOST, self.client.port, timeout=60)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             if chance.random() < 0.3:
                 return None
@@ -240,7 +239,7 @@ def soak(
             future.result()
 
 
-def metrics(client: serve.Client) -> Counter[str]:
+def metrics(client: server.Client) -> Counter[str]:
     """The server's metrics by name, summed over engines."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(client.get("/metrics")[1]):
@@ -249,7 +248,7 @@ def metrics(client: serve.Client) -> Counter[str]:
     return found
 
 
-def aftermath(client: serve.Client, patience_s: float = 30.0) -> Iterator[str]:
+def aftermath(client: server.Client, patience_s: float = 30.0) -> Iterator[str]:
     """Return the faults of an idle server."""
     if client.get("/health")[0] != 200:
         yield "the server is not healthy"
@@ -273,9 +272,7 @@ def reference(target: str, asked: list[list[int]], logs: Path) -> list[list[int]
     """Plain vLLM's greedy answers."""
     engine = {"model": target, "dtype": "float32", "max_model_len": 320, "max_num_seqs": 16, "enforce_eager": True}
     engine |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
-    setting = Setting("reference", clients=16, temperature=0.0, max_tokens=LONGEST, prompts=len(asked))
-    with launched(engine, asked, logs / "plain.log") as plain:
-        return plain.measure(setting).outputs
+    return serve(engine, asked, [0.0], LONGEST, logs / "plain.log", {"ignore_eos": True})[0].outputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -310,7 +307,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as logs:
         wanted = reference(args.target, asked, Path(logs))
         around = environment(args.runner) | ({"MTPC_ALLOW_HEAD_SWAP": "1"} if args.swap else {})
-        with serve.server(words, Path(logs) / "server.log", START_TIMEOUT_S, around) as client:
+        with server.run_server(words, Path(logs) / "server.log", START_TIMEOUT_S, around) as client:
             most = config.num_speculative_tokens if config else 0
             clients = Clients(client, client.model(), asked, wanted, most)
             soak(clients, args.clients, 60 * args.minutes, args.seed, tally, args.swap)

@@ -48,7 +48,7 @@ def test_help_names_every_command(capsys, argv):
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_has_help_of_its_own(capsys, name):
+def test_every_command_has_its_own_help(capsys, name):
     with pytest.raises(SystemExit) as caught:
         main([name, "--help"])
     assert caught.value.code == 0
@@ -56,39 +56,11 @@ def test_every_command_has_help_of_its_own(capsys, name):
 
 
 @pytest.mark.parametrize("argv", [["nonsense"], ["inspect"], ["inspect", "a", "b"], ["inspect", "--nonsense", "a"]])
-def test_a_wrong_command_line_is_a_usage_error(capsys, argv):
+def test_unknown_commands_and_options_are_usage_errors(capsys, argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
     assert "usage: vllm-mtpc" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "meant"),
-    [
-        (["trian"], "train"),
-        (["bench", "serv"], "serve"),
-        (["train", "--loss", "ce"], "--ptp-loss"),
-        (["train", "--gama=3"], "--gamma"),
-        (["train", "--lr", "0.1"], "--learning-rate"),
-        (["train", "--batch-size", "8"], "--windows-per-step"),
-        (["train", "--kl", "forwrad"], "forward"),
-        (["inspect", "head", "--jsno"], "--json"),
-        (["bench", "serve", "--haeds", "x"], "--heads"),
-        (["eval", "head", "--data", "d", "--temprature", "1"], "--temperature"),
-    ],
-)
-def test_what_is_misspelled_is_answered_with_what_was_meant(capsys, argv, meant):
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
-
-
-def test_what_is_like_nothing_is_not_guessed_at(capsys):
-    with pytest.raises(SystemExit):
-        main(["inspect", "head", "--zzz"])
-    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --zzz\n")
 
 
 def test_inspect_of_a_good_head_succeeds(folder, capsys):
@@ -118,13 +90,13 @@ def test_bad_input_is_one_line_and_exit_code_one(folder, capsys, damage):
     assert str(path) in err
 
 
-def test_an_error_that_is_not_about_input_is_not_hidden(folder, monkeypatch):
+def test_bugs_keep_their_traceback(folder, monkeypatch):
     monkeypatch.setattr("vllm_mtpc.eval.inspect_command.inspect_head", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["inspect", str(folder)])
 
 
-def test_an_interrupted_command_says_so_by_its_exit_code(folder, monkeypatch):
+def test_interrupted_command_exits_with_130(folder, monkeypatch):
     def interrupt(path):
         raise KeyboardInterrupt
 

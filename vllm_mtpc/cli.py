@@ -1,33 +1,32 @@
 """The command line, `vllm-mtpc` or `python -m vllm_mtpc`.
 
-A command is one line of COMMANDS: its help, and a module with `add_arguments(parser)` and `run(args) -> int`.
-Only the module of the command that was typed is imported, so `vllm-mtpc --help` loads neither torch nor vLLM.
+A command is one line of COMMANDS: its help, and a module with `add_arguments(parser)` and `run(args) -> int`. Only the
+module of the given command is imported, so `vllm-mtpc --help` imports neither torch nor vLLM.
 
-Bad input is one line on stderr and exit code 1, a fault of ours keeps its traceback. A command line that cannot be
-parsed is argparse's: usage, one line, exit code 2.
+Bad input ends with one line on stderr and exit code 1; a bug keeps its traceback. argparse reports command lines that
+it cannot parse, with exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
-import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 from vllm_mtpc import __version__
-from vllm_mtpc.errors import SETUP, EngineFailed, MtpcError, did_you_mean, printable
+from vllm_mtpc.errors import SETUP, EngineFailed, MtpcError, printable
 
 PROG = "vllm-mtpc"
-# Errors of a file system that a user can mend, and how; any other OSError is a fault of ours and keeps its traceback.
-_RIGHTS, _ROOM = "get the right to read or write it, or name another place,", "free space"
-DISK = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS) | dict.fromkeys(
-    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _ROOM
-)
-# As above, where the error names what was not found: paths are typed by users.
-NAMES = dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "correct that path")
+# Errors of a file system that a user can fix, and how; any other OSError is a bug and keeps its traceback.
+DISK = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or name another path,"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space"),
+}
+# Of errors that name a path, which the user gave.
+PATHS = dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "correct that path")
 
 
 class Command(NamedTuple):
@@ -36,38 +35,21 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "play": Command("a page on which plain vLLM and a head race, step by step", "vllm_mtpc.play.command"),
-    "train": Command("train a head for a model, from text to a folder that can be served", "vllm_mtpc.train.command"),
-    "regenerate": Command("have the target write the text a head is trained on", "vllm_mtpc.batch.regenerate"),
-    "cache": Command("keep a target's hidden states on disk", "vllm_mtpc.train.cache_command"),
+    "play": Command("show plain vLLM and a head side by side on a web page", "vllm_mtpc.play.command"),
+    "train": Command("train a head for a model from text", "vllm_mtpc.train.command"),
+    "regenerate": Command("generate training text with the target", "vllm_mtpc.batch.regenerate"),
+    "cache": Command("store a target's hidden states on disk", "vllm_mtpc.train.cache_command"),
     "eval": Command("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
-    "doctor": Command("compare what vLLM serves with what was expected", "vllm_mtpc.eval.doctor"),
-    "generate": Command("continue a prompt: plain, unverified, or as it is served", "vllm_mtpc.eval.generate"),
-    "batch": Command("answer files of prompts, on one engine or on Ray, resumed", "vllm_mtpc.batch.command"),
-    "bench": Command("measure plain vLLM, peers and heads on one machine", "vllm_mtpc.bench"),
+    "doctor": Command("compare served acceptance with expected acceptance", "vllm_mtpc.eval.doctor"),
+    "generate": Command("continue a prompt: plain, unverified, or verified", "vllm_mtpc.eval.generate"),
+    "batch": Command("complete files of prompts, on one engine or on Ray; resumable", "vllm_mtpc.batch.command"),
+    "bench": Command("compare plain vLLM, its own methods and heads", "vllm_mtpc.bench"),
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
-    "inspect": Command("show what a head is and check its weights", "vllm_mtpc.eval.inspect_command"),
-    "push": Command("publish a head on the hub", "vllm_mtpc.publish.command"),
-    "convert": Command("make a head of a checkpoint others trained", "vllm_mtpc.checkpoint.convert.command"),
-    "token-heads": Command("make a head of the prediction heads a target has", "vllm_mtpc.checkpoint.token_heads"),
+    "inspect": Command("show a head's config and check its weights", "vllm_mtpc.eval.inspect_command"),
+    "push": Command("publish a head on the Hub", "vllm_mtpc.publish.command"),
+    "convert": Command("convert a checkpoint of another project into a head", "vllm_mtpc.checkpoint.convert.command"),
+    "token-heads": Command("convert the prediction heads of a target into a head", "vllm_mtpc.checkpoint.token_heads"),
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser, as are those of its commands, that answers what is misspelled with what it is like."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:  # refused here, where the options of a command are known
-            option = next((word for word in rest if word.startswith("-")), "").partition("=")[0]
-            hint = did_you_mean(option, self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return found, rest
-
-    def error(self, message: str) -> NoReturn:
-        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
-            message += did_you_mean(choice[1], re.findall(r"[^\s,']+", choice[2]))
-        super().error(message)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    parser = Parser(prog=PROG, description="Probabilistic-circuit draft heads for vLLM.")
+    parser = argparse.ArgumentParser(prog=PROG, description="Probabilistic-circuit draft heads for vLLM.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     typed = next((word for word in argv if not word.startswith("-")), None)
@@ -96,16 +78,16 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 
 
 def guard(program: str, call: Callable[[], int]) -> int:
-    """The exit code of `call`, or 1 after one line that says what is wrong; 2 where an engine has failed."""
+    """Return the exit code of `call`; 1 after one line about bad input, 2 after the log of a failed engine."""
     try:
         return call()
     except MtpcError as error:
         return _fail(program, str(error))
-    except EngineFailed as error:  # several lines: the end of its log
+    except EngineFailed as error:  # several lines: the end of the log
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        remedy = (DISK | NAMES if error.filename else DISK).get(error.errno or 0)
+        remedy = (DISK | PATHS if error.filename else DISK).get(error.errno or 0)
         if remedy is None:
             raise
         place = printable(str(error.filename or "a file"), 300)

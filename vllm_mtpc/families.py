@@ -1,8 +1,8 @@
-"""The families of heads by their method, the name in vLLM's `speculative_config`: one entry says where all of it is.
+"""Families of heads by their method, the name in vLLM's `speculative_config`.
 
-A family is an entry here and its own modules; nothing else asks which family a head is of. An entry names objects as
-"module:name", imported when they are asked for: `FAMILIES[config.speculators_model_type].load(folder)`. This module
-imports nothing of the package, so that every room may.
+An entry names objects as "module:name", which are imported on first use:
+`FAMILIES[config.speculators_model_type].load(folder)`. Other modules never compare the method of a head. This module
+imports nothing of the package, so that every package can import it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 
 class Family:
-    """Attributes are the objects that the entry names.
+    """Objects of one family, as attributes.
 
     config: pydantic model of `config.json`, a subclass of `vllm_mtpc.config.base.AnyHeadConfig`
-    check: (folder, config) -> AdapterInfo | None; raises CheckpointError unless every tensor is as the config says
-    load: (folder, dtype, device) -> the head as it is on disk
-    facts: (folder, config) -> what only such heads have for `vllm-mtpc inspect`, and the names of their weight files
+    check: (folder, config) -> AdapterInfo | None; raises CheckpointError for tensors that do not fit the config
+    load: (folder, dtype, device) -> the head
+    facts: (folder, config) -> facts of `vllm-mtpc inspect` about such heads, and the names of their weight files
     evaluator: the Evaluator of `vllm-mtpc eval`, `generate` and `doctor`
     trainer: the Trainer of `vllm-mtpc train`
     serving: the class of vLLM's speculative config, which names its speculator

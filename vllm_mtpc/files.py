@@ -1,8 +1,7 @@
-"""Files that others wrote (heads, checkpoints, targets): opened here and nowhere else, each within bounds.
-And files of ours that take their names when they are whole.
+"""Read untrusted files (heads, checkpoints, targets) within bounds, and replace our own files atomically.
 
-Only regular files are opened, so nothing waits for a pipe or a device. Sizes and nesting are bounded: what is too much
-is refused before it grows.
+Only regular files are opened, so no read waits for a pipe or a device. Sizes and nesting are limited before memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MAX_NAME = 256  # characters of a tensor's name
 
 
 def read_text(file: Path, limit: int) -> str:
-    """The text of a file of at most `limit` bytes; raises CheckpointError."""
+    """Return the text of a file of at most `limit` bytes; raises CheckpointError."""
     try:
         data = _read(file, limit + 1)
         if len(data) > limit:
@@ -38,7 +37,7 @@ def read_text(file: Path, limit: int) -> str:
 
 
 def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
-    """The JSON object in a file; NaN and infinities, which JSON does not have, as strings. Raises CheckpointError."""
+    """Return the JSON object in a file, with NaN and infinities as strings. Raises CheckpointError."""
     text = read_text(file, limit)
     try:
         values = json.loads(text, parse_constant=str)
@@ -48,16 +47,16 @@ def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The YAML mapping in a file; raises CheckpointError, also for aliases, with which few lines stand for many."""
+    """Return the YAML mapping in a file. Raises CheckpointError, also for aliases, which may expand without limit."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                raise ValueError(f"alias *{self.peek_event().anchor}: write out what it stands for")
+                raise ValueError(f"alias *{self.peek_event().anchor}: write out its value")
             return super().compose_node(parent, index)
 
-        def fetch_flow_collection_start(self, token: Any) -> None:  # PyYAML looks far ahead of them, at each of them
+        def fetch_flow_collection_start(self, token: Any) -> None:  # PyYAML looks ahead at each of them
             if self.flow_level > MAX_DEPTH:
                 raise ValueError(f"nested more than {MAX_DEPTH} deep")
             super().fetch_flow_collection_start(token)
@@ -72,10 +71,10 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[Path]]:
-    """Where to write new contents of `paths`: at the end of the block they are synced, then take their names in order.
+    """Yield temporary files that replace `paths`, in order, at the end of the block.
 
-    So a reader sees an old file or a new one, whole. Where the block fails, at a full disk for example, the old ones
-    stay as they are. The files are created here: a link that lies under such a name is removed, not followed.
+    A reader sees an old or a new file, never an incomplete one. If the block fails, the old files remain. A symbolic
+    link under a temporary name is removed, not followed.
     """
     unfinished = [path.with_name(f"{path.name}.partial") for path in paths]
     try:
@@ -94,14 +93,14 @@ def replacing(*paths: Path) -> Iterator[list[Path]]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, as `replacing` says."""
+    """Write `data` to `path` atomically."""
     with replacing(path) as (file,):
         file.write_bytes(data)
 
 
 @contextmanager
 def open_tensors(file: Path) -> Iterator[Any]:
-    """A safetensors file, memory-mapped; raises CheckpointError where it is not one, also while it is read."""
+    """Open a safetensors file memory-mapped. Raises CheckpointError, also while it is read."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -117,7 +116,7 @@ def open_tensors(file: Path) -> Iterator[Any]:
 
 
 def check_lengths(file: Path, names: Iterable[str]) -> None:
-    """Raise CheckpointError for a tensor whose name is longer than any is: what matches names may be slow on it."""
+    """Raise CheckpointError for a tensor with a very long name, on which pattern matching may be slow."""
     for name in names:
         if len(name) > MAX_NAME:
             raise CheckpointError(
@@ -127,15 +126,15 @@ def check_lengths(file: Path, names: Iterable[str]) -> None:
 
 
 def _read(file: Path, size: int) -> bytes:
-    """The first `size` bytes of a regular file, at most; raises OSError."""
+    """Return the first `size` bytes of a regular file; raises OSError."""
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise OSError("not a regular file")
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-        return opened.read(size) or b""  # None of some files of /proc, which would have others wait
+        return opened.read(size) or b""  # None for some files of /proc
 
 
 def _mapping(file: Path, values: Any, expected: str) -> dict[str, Any]:
-    """`values`, if they are a mapping and nested within bounds."""
+    """Return `values` if they are a mapping that is nested within bounds."""
     if not isinstance(values, dict):
         raise CheckpointError(f"{file}: holds a {type(values).__name__}; {expected} is expected; copy it again")
     level: list[Any] = [values]

@@ -1,4 +1,4 @@
-"""Command-line flags from a pydantic model: a field is a flag, and what is not typed stays out of the namespace."""
+"""Command-line flags from a pydantic model; flags that are not given are left out of the namespace."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from vllm_mtpc.errors import UsageError
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], required: bool = True, only: Collection[str] = ()
 ) -> None:
-    """A flag for every field of `model`, or for `only` some of them.
+    """Add a flag for every field of a model.
 
-    `required=False` leaves required fields to another source, such as a file. `model.groups`: titles of the help
-    by the first field of each group.
+    Args:
+        parser: receives the flags.
+        model: its `groups` are titles of the help by the first field of each group.
+        required: False if required fields may come from another source, such as a file.
+        only: names of the fields; all by default.
     """
     titles, part = getattr(model, "groups", {}), cast(Any, parser)
     parts = {first: parser.add_argument_group(title) for first, title in titles.items()}
@@ -43,21 +46,21 @@ def add_flags(
 
 
 def typed(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
-    """The fields of `model` that were typed."""
+    """Return the fields of `model` that were given."""
     return {name: value for name, value in vars(args).items() if name in model.model_fields}
 
 
 def _kind(annotation: Any) -> Any:
-    """The type of a field, without its `| None`."""
+    """Return the type of a field without `| None`."""
     if get_origin(annotation) in (Union, types.UnionType):
         return next(part for part in get_args(annotation) if part is not type(None))
     return annotation
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises UsageError unless every one of these that is given is 1 or more."""
+    """Raise UsageError if one of these options is given and below 1."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {value}: allowed are 1 and above; give it a positive number")
+            raise UsageError(f"{flag} {value}: allowed are 1 and above; give a positive number")

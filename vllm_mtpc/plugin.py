@@ -6,10 +6,10 @@ import logging
 
 
 def register() -> None:
-    """Install the vLLM patches and the models; called by vLLM in every process, possibly more than once.
+    """Install the vLLM patches and the models; vLLM calls this in every process, possibly more than once.
 
-    Never raises: an exception here would take down every vLLM process of the environment, also those
-    that never heard of a head. What goes wrong is logged, and reported when a head is asked for.
+    Never raises: an exception would end every vLLM process of the environment, also those without a head. Errors are
+    logged, and reported when a head is loaded.
     """
     try:
         from vllm_mtpc.models import registration
@@ -18,4 +18,4 @@ def register() -> None:
         install()
         registration.register()
     except Exception:
-        logging.getLogger("vllm.mtpc").exception("vllm_mtpc could not be set up; vLLM goes on without it")
+        logging.getLogger("vllm.mtpc").exception("vllm_mtpc could not be set up; vLLM continues without it")

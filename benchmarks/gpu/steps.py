@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import synthetic
-from vllm_mtpc.bench.decodings import arguments
+from benchmarks.step_clock import StepClock, StepRecord, runner_of
+from vllm_mtpc.bench.decodings import engine_arguments
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.child import started
-from vllm_mtpc.engine.steps import StepClock, StepRecord, runner_of
 from vllm_mtpc.report import write_json
 
 PROG = "python -m benchmarks.gpu.steps"
@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
         if code := synthetic.main([*made, "--out", str(folder)]):
             return code
         longest = 2 * (STEPS + 8) * window + 64
-        engine = arguments(str(folder / "SYNTHETIC-target"), "auto", longest, max(args.batch), on_gpu, args.engine)
+        engine = engine_arguments(
+            str(folder / "SYNTHETIC-target"), "auto", longest, max(args.batch), on_gpu, args.engine
+        )
         engine |= {"load_format": "dummy", "speculative_config": speculative(folder / "SYNTHETIC-head", window)}
         wanted = [(batch, window - 1) for batch in args.batch]
         for cell in measure(engine, wanted, STEPS, 1.0, args.json.with_suffix(f".n{window}.log")):

@@ -10,17 +10,20 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
+from benchmarks.offline import Measured, Setting, launched
 from benchmarks.paper import heads
 from benchmarks.paper.frame import Row, Table, listed
 from benchmarks.paper.mtpc_figures import draw_frontier
 from benchmarks.paper.mtpc_students import HMMS
 from vllm_mtpc import demo
-from vllm_mtpc.bench import decodings, report, rounds
+from vllm_mtpc.bench.decodings import Decoding, engine_arguments, find_heads
 from vllm_mtpc.data import prompts
-from vllm_mtpc.engine.passes import Setting
 from vllm_mtpc.train.options import TrainOptions
 
 STEPS, CONTINUED, WINDOWS = 250, 100, 128
@@ -64,22 +67,33 @@ def expected(record: Mapping[str, Any]) -> Row:
 def served(quick: bool, folders: Sequence[tuple[Path, Row]]) -> Iterator[Row]:
     """The heads next to plain vLLM, whose row comes first, each with its window's speed if all drafts were taken."""
     names = [str(folder) for folder, _ in folders]
-    found, _ = decodings.heads(names, {"all": ALL_DRAFTS}, None, on_gpu=False)
-    running = [decodings.plain(), *(one for one in found if one.name.endswith(", all"))]
-    cell = Setting(CELL.name, 1, 1.0, 16, 2) if quick else CELL
-    engine = decodings.arguments(str(demo.path("target")), "float32", 512, 4, False, {})
+    found, _ = find_heads(names, {"all": ALL_DRAFTS}, None, on_gpu=False)
+    running = [Decoding("plain"), *(one for one in found if one.name.endswith(", all"))]
+    cell = replace(CELL, max_tokens=16, prompts=2) if quick else CELL
+    engine = engine_arguments(str(demo.path("target")), "float32", 512, 4, False, {})
     texts = prompts.held_out(ROUNDS * cell.prompts)
-    comparison = rounds.Comparison(rounds.Progress(ROUNDS * len(running)))
-    with tempfile.TemporaryDirectory() as logs:
-        start = functools.partial(decodings.start, engine=engine, prompts=texts, logs=Path(logs), over_http=False)
-        rounds.interleaved(running, [cell], 1 if quick else ROUNDS, start, comparison)
-    rows = {row["decoding"]: row for row in report.rows(comparison.passes)}
-    plain = {"n": 1, "circuit": "none", "r": 1, "speedup": 1.0}
-    for decoding, row in zip(running, [plain, *(row for _, row in folders)], strict=True):
-        cells = rows[decoding.name]
-        kept = {key: cells[key] for key in ("tokens_per_step", "step_ms", "draft_share", "tokens_per_second")}
-        speedup = {} if decoding.is_plain else {"speedup": cells["speedup"]}
-        yield {**row, **kept, **speedup, "unverified": 1000 * row["n"] / cells["step_ms"]}
+    passes: list[list[Measured]] = [[] for _ in running]
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engines = []
+        for number, one in enumerate(running):
+            drafts = {} if one.is_plain else {"speculative_config": one.speculative}
+            engines.append(stack.enter_context(launched({**engine, **drafts}, texts, logs / f"{number}.log")))
+        for turn in range(1 if quick else ROUNDS):
+            for number in list(range(len(engines)))[:: -1 if turn % 2 else 1]:
+                passes[number].append(engines[number].measure(replace(cell, first=turn * cell.prompts)))
+    plain = {"n": 1, "circuit": "none", "r": 1}
+    for row, mine in zip([plain, *(row for _, row in folders)], passes, strict=True):
+        step_ms = median(one.steps.step_ms for one in mine)
+        yield {
+            **row,
+            "tokens_per_step": fmean(one.tokens_per_step for one in mine),
+            "step_ms": step_ms,
+            "draft_share": median(one.steps.draft_ms for one in mine) / step_ms,
+            "tokens_per_second": median(one.tokens_per_second for one in mine),
+            "speedup": median(m.tokens_per_second / p.tokens_per_second for m, p in zip(mine, passes[0], strict=True)),
+            "unverified": 1000 * row["n"] / step_ms,
+        }
 
 
 @functools.cache

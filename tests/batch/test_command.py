@@ -49,7 +49,7 @@ def text(answer: dict) -> str:
     return answer["response"]["body"]["choices"][0]["text"]
 
 
-def test_all_lines_are_answered_and_a_second_run_asks_nothing(job, tmp_path, capsys):
+def test_second_run_sends_no_request(job, tmp_path, capsys):
     prompts = [f"prompt {number}" for number in range(30)]
     assert main(job(prompts)) == 0
     answers = found(tmp_path / "out")
@@ -64,7 +64,7 @@ def test_all_lines_are_answered_and_a_second_run_asks_nothing(job, tmp_path, cap
     assert found(tmp_path / "out") == answers
 
 
-def test_bad_lines_and_lines_that_kill_are_recorded(job, tmp_path, capsys):
+def test_lines_that_fail_are_recorded(job, tmp_path, capsys):
     """The engine dies with one line three times; the other lines are answered all the same."""
     assert main(job(["a", "refuse", "die", "bc"], "--attempts", "2")) == 0
     answers = found(tmp_path / "out")
@@ -76,7 +76,7 @@ def test_bad_lines_and_lines_that_kill_are_recorded(job, tmp_path, capsys):
     assert "4 lines answered, 2 of them with an error" in capsys.readouterr().out
 
 
-def test_api_key_of_other_servers_is_not_the_jobs(job, tmp_path, monkeypatch):
+def test_api_key_of_the_environment_is_ignored(job, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     assert main(job(["a"])) == 0
     assert not found(tmp_path / "out")["n0"]["response"]["body"]["api_key"]
@@ -110,7 +110,7 @@ def test_missing_options_are_named(capsys):
     assert "input is missing; type: vllm-mtpc batch --input FILE" in capsys.readouterr().err
 
 
-def test_killed_job_goes_on_where_it_was(job, tmp_path, capsys):
+def test_killed_job_is_resumed(job, tmp_path, capsys):
     """SIGKILL after the first parts: no half line, no server left behind, and no finished line is asked again."""
     prompts = [f"prompt {number}" for number in range(40)]
     words = job(prompts, "--in-flight", "4", "--body", '{"max_tokens": 40}')

@@ -78,7 +78,7 @@ def on_ray() -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize(
     "place", [pytest.param(nowhere, id="here"), pytest.param(on_ray, id="on Ray", marks=pytest.mark.slow)]
 )
-def test_a_job_killed_at_any_moment_goes_on(place: Callable, tmp_path: Path) -> None:
+def test_job_killed_at_any_moment_is_resumed(place: Callable, tmp_path: Path) -> None:
     """What a killed job has written stays; at the end every line has one answer, that of a job that nobody killed."""
     job, chance, seen = Job(tmp_path), random.Random(0), [0]
     with place() as where:
@@ -96,7 +96,7 @@ def test_a_job_killed_at_any_moment_goes_on(place: Callable, tmp_path: Path) -> 
     assert any(0 < count < len(PROMPTS) for count in seen), seen  # else no kill came while it answered
 
 
-def test_a_full_disk_ends_a_job_with_one_line_and_it_goes_on(tmp_path: Path) -> None:
+def test_job_is_resumed_after_a_full_disk(tmp_path: Path) -> None:
     """Files of more than LIMIT cannot be written, as on a full disk."""
     job = Job(tmp_path)
 

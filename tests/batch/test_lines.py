@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from vllm_mtpc.batch.lines import Line, Output, cut, read, record
+from vllm_mtpc.batch.lines import Line, Output, read, record, split_into_parts
 from vllm_mtpc.errors import UsageError
 
 
@@ -51,7 +51,7 @@ def test_all_forms_are_read(tmp_path):
         ('{"prompt": "a", "stream": true}', "a batch has no streams"),
     ],
 )
-def test_line_that_is_no_request_is_kept_with_its_fault(tmp_path, text, fault):
+def test_line_that_is_not_a_request_keeps_its_fault(tmp_path, text, fault):
     (tmp_path / "in.jsonl").write_text(f'{{"prompt": "good"}}\n{text}\n')
     good, bad = read(str(tmp_path / "in.jsonl"), {}).lines
     assert not good.fault
@@ -59,7 +59,7 @@ def test_line_that_is_no_request_is_kept_with_its_fault(tmp_path, text, fault):
     assert record(bad, None, None, bad.fault)["error"]["message"] == bad.fault
 
 
-def test_a_stream_among_the_defaults_is_refused_too(tmp_path):
+def test_stream_in_the_defaults_is_refused(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "stream": false}\n')
     bad, good = read(str(tmp_path / "in.jsonl"), {"stream": True}).lines
     assert "a batch has no streams" in bad.fault
@@ -82,7 +82,7 @@ def test_folders_globs_and_gzip(tmp_path):
     assert [line.body["prompt"] for line in read(str(tmp_path / "*.jsonl"), {}).lines] == ["b"]
 
 
-def test_what_cannot_be_read_is_refused_in_one_line(tmp_path):
+def test_unreadable_input_is_refused(tmp_path):
     (tmp_path / "twice.jsonl").write_text('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     for name, message in (
@@ -107,21 +107,21 @@ def answers(lines):
 
 
 @pytest.mark.parametrize("where", ["{tmp_path}/out", "memory://{name}"])
-def test_answered_lines_are_not_cut_again(tmp_path, request, input_, where):
+def test_answered_lines_are_left_out_of_parts(tmp_path, request, input_, where):
     output = Output(where.format(tmp_path=tmp_path, name=request.node.name.replace("/", "_")))
     assert output.begin({"model": "m"}, input_) == set()
-    parts = cut(input_.lines, set(), 4)
+    parts = split_into_parts(input_.lines, set(), 4)
     assert [len(part) for part in parts.values()] == [4, 4, 2]
     name = list(parts)[1]
     output.write(name, answers(parts[name]))
     output.write(name, answers(parts[name]))  # twice is once
     answered = output.begin({"model": "m"}, input_)
     assert answered == {"4", "5", "6", "7"}
-    left = [line.id for part in cut(input_.lines, answered, 4).values() for line in part]
+    left = [line.id for part in split_into_parts(input_.lines, answered, 4).values() for line in part]
     assert left == ["0", "1", "2", "3", "8", "9"]
 
 
-def test_half_a_part_is_never_seen(tmp_path, input_, monkeypatch):
+def test_parts_are_written_atomically(tmp_path, input_, monkeypatch):
     """A full disk while a part is written: refused in one line, and nothing of it is there."""
     output = Output(str(tmp_path / "out"))
     output.begin({}, input_)

@@ -103,7 +103,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
-def test_prompts_are_cut_from_text(tmp_path, tokenizer):
+def test_prompts_are_taken_from_text(tmp_path, tokenizer):
     data = write_lines(tmp_path / "d.jsonl", {"text": "hello world"}, {"text": "hi"}, {"text": ""}, {"prompt_ids": [7]})
     requests = collect(options("t", data, tmp_path / "o"), tokenizer)
     assert [request.prompt_ids for request in requests] == [ids("hello "), ids("hi"), [7]]
@@ -112,7 +112,7 @@ def test_prompts_are_cut_from_text(tmp_path, tokenizer):
     assert [request.prompt_ids for request in requests] == [ids("plain ")]
 
 
-def test_crops(tmp_path, tokenizer):
+def test_crops_start_at_random_positions_and_lines(tmp_path, tokenizer):
     text = "".join(f"line {number:02d}\n" for number in range(40))
     data = write_lines(tmp_path / "d.jsonl", {"text": text}, {"text": "abc"})
     cut = [bytes(request.prompt_ids).decode() for request in collect(options("t", data, tmp_path, crops=40), tokenizer)]
@@ -129,7 +129,7 @@ def test_crops(tmp_path, tokenizer):
     assert len(some) == 5 and all(prompt in prompts() for prompt in some)
 
 
-def test_begin_of_text_leads_every_crop(tmp_path, tokenizer):
+def test_begin_of_text_token_precedes_every_crop(tmp_path, tokenizer):
     class WithBegin:
         bos_token_id, eos_token_id = 1, 256
 
@@ -163,7 +163,7 @@ def test_conversations_end_before_the_last_answer(tmp_path, tokenizer):
     assert line["response_ids"] == [*ids("good bye"), 256] and line["finish_reason"] == "stop"
 
 
-def test_samples_have_ids_of_their_own(tmp_path, tokenizer):
+def test_samples_have_different_ids(tmp_path, tokenizer):
     data = write_lines(tmp_path / "d.jsonl", {"prompt_ids": [1, 2]}, {"prompt_ids": [1, 2]}, {"prompt_ids": [3]})
     requests = collect(options("t", data, tmp_path, samples=2), tokenizer)
     assert len({request.id for request in requests}) == 6  # a prompt that occurs twice has four samples
@@ -173,7 +173,7 @@ def test_samples_have_ids_of_their_own(tmp_path, tokenizer):
     assert not {request.id for request in other} & {request.id for request in requests}
 
 
-def test_what_is_written(tmp_path, target, engine):
+def test_regenerate_writes_every_response(tmp_path, target, engine):
     out = regenerate(options(target, texts(tmp_path, 5), tmp_path / "deep" / "out.jsonl"))
     rows = lines(out)
     assert len(rows) == 5 and {*rows[0]} == {"id", "prompt_ids", "response_ids", "finish_reason"}
@@ -185,7 +185,7 @@ def test_what_is_written(tmp_path, target, engine):
 
 
 @pytest.mark.parametrize("torn", ['{"id": "ab', '{"id": "ab", "prompt_ids": [1]}', "\udcff"])
-def test_an_interrupted_run_continues(tmp_path, target, engine, monkeypatch, torn):
+def test_interrupted_run_is_resumed(tmp_path, target, engine, monkeypatch, torn):
     how = options(target, texts(tmp_path, 9), tmp_path / "out.jsonl")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "_engine", Engine(stop=2))
@@ -204,7 +204,7 @@ def test_an_interrupted_run_continues(tmp_path, target, engine, monkeypatch, tor
     assert engine.asked == []  # nothing is left to do
 
 
-def test_other_settings_are_refused(tmp_path, target, engine):
+def test_output_of_other_settings_is_refused(tmp_path, target, engine):
     data = texts(tmp_path, 3)
     regenerate(options(target, data, tmp_path / "out.jsonl"))
     before = (tmp_path / "out.jsonl").read_bytes()
@@ -218,7 +218,7 @@ def test_other_settings_are_refused(tmp_path, target, engine):
     regenerate(options(target, data, tmp_path / "out.jsonl", tensor_parallel_size=1, kv_cache_memory=1 << 20))
 
 
-def test_files_of_others_are_refused(tmp_path, target, engine):
+def test_output_of_other_programs_is_refused(tmp_path, target, engine):
     out = tmp_path / "out.jsonl"
     out.write_text('{"text": "mine"}\n')
     with pytest.raises(UsageError, match=r"is there without out.jsonl.meta.json; name another file"):
@@ -245,7 +245,7 @@ class FullDisk(io.FileIO):
         return super().write(data[:taken])
 
 
-def test_full_disk(tmp_path, target, engine, monkeypatch):
+def test_run_is_resumed_after_a_full_disk(tmp_path, target, engine, monkeypatch):
     how = options(target, texts(tmp_path, 6), tmp_path / "out.jsonl")
     real_open = open
 
@@ -263,7 +263,7 @@ def test_full_disk(tmp_path, target, engine, monkeypatch):
     assert by_id(how.out) == by_id(regenerate(options(target, texts(tmp_path, 6), tmp_path / "whole.jsonl")))
 
 
-def test_options_that_are_refused(tmp_path):
+def test_invalid_options_are_refused(tmp_path):
     for wrong, message in (
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -276,7 +276,7 @@ def test_options_that_are_refused(tmp_path):
             parse({"target": "t", "data": ["d"], "out": tmp_path / "o", **wrong})
 
 
-def test_flags(tmp_path, target, engine, capsys):
+def test_flags_set_the_options(tmp_path, target, engine, capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     data, out = texts(tmp_path, 3), tmp_path / "out.jsonl"
@@ -287,7 +287,7 @@ def test_flags(tmp_path, target, engine, capsys):
     assert (meta["temperature"], meta["max_tokens"], meta["limit"], meta["ignore_eos"]) == (0.0, 4, 2, True)
 
 
-def test_arguments_of_the_engine(tmp_path):
+def test_engine_arguments_have_precedence(tmp_path):
     """They come last, so that they may change what the other flags say; the file says what it was made with."""
     given = ["--engine", '{"enforce_eager": true, "dtype": "float32"}', "--max-model-len", "9"]
     parser = argparse.ArgumentParser()
@@ -299,7 +299,7 @@ def test_arguments_of_the_engine(tmp_path):
     assert how.meta()["engine"] == {"enforce_eager": True, "dtype": "float32"}
 
 
-def test_empty_data_and_no_vllm(tmp_path, target, engine, monkeypatch):
+def test_empty_data_and_missing_vllm_are_refused(tmp_path, target, engine, monkeypatch):
     data = write_lines(tmp_path / "d.jsonl", {"text": ""}, {"prompt_ids": []})
     with pytest.raises(UsageError, match=r"d.jsonl: no prompts"):
         regenerate(options(target, data, tmp_path / "out.jsonl"))
@@ -338,7 +338,7 @@ def mixed_prompts() -> list[list[int]]:
 
 
 @needs_vllm
-def test_greedy_is_transformers_own(target, written, capsys):
+def test_greedy_responses_equal_transformers(target, written, capsys):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -354,7 +354,7 @@ def test_greedy_is_transformers_own(target, written, capsys):
 
 @needs_vllm
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-def test_a_continued_run_writes_what_the_whole_one_does(target, written, tmp_path, temperature):
+def test_resumed_run_writes_the_same_responses(target, written, tmp_path, temperature):
     """Other requests share the batches of the second run; every response has its own seed."""
     whole = written[temperature]
     data = str(whole.parent / "d.jsonl")
@@ -371,7 +371,7 @@ def test_a_continued_run_writes_what_the_whole_one_does(target, written, tmp_pat
 
 
 @needs_vllm
-def test_an_engine_that_fails_says_why(tmp_path, target):
+def test_failed_engine_names_the_cause_and_the_log(tmp_path, target):
     how = options(target, texts(tmp_path, 2), tmp_path / "out.jsonl", dtype="float33")
     with pytest.raises(UsageError, match=r"vLLM ended with exit code 1 .*float33.*its log is") as refused:
         regenerate(how)

@@ -39,7 +39,7 @@ def bucket(monkeypatch):
     server.stop()
 
 
-def test_answers_are_written_and_a_lost_part_is_asked_again(bucket, capsys):
+def test_lost_part_is_answered_again(bucket, capsys):
     name, store = bucket
     where = ["--input", f"s3://{name}/in.jsonl", "--output", f"s3://{name}/out"]
     words = ["batch", *where, "--model", "m", "--part-lines", "4"]
@@ -58,7 +58,7 @@ def test_answers_are_written_and_a_lost_part_is_asked_again(bucket, capsys):
     assert found(*bucket) == {id_: prompt[::-1] for id_, prompt in PROMPTS.items()}
 
 
-def test_what_is_not_there_is_one_line(bucket, capsys):
+def test_missing_bucket_is_one_line(bucket, capsys):
     name, _ = bucket
     output = ["--output", f"s3://{name}/out", "--model", "m"]
     assert main(["batch", "--input", f"s3://{name}/nothing.jsonl", *output]) == 1

@@ -15,7 +15,6 @@ import pytest
 from benchmarks import soak
 from benchmarks.soak import Clients, Tally
 from vllm_mtpc import demo
-from vllm_mtpc.engine.passes import Answer
 from vllm_mtpc.errors import EngineFailed
 
 ASKED = [[1, 2], [3]]
@@ -30,11 +29,11 @@ class FakeServer:
     def __init__(self, wrong: dict[str, Any] | None = None) -> None:
         self.wrong = wrong or {}
 
-    def complete(self, body: dict[str, Any]) -> Answer:
+    def complete(self, body: dict[str, Any]) -> list[list[int]]:
         if "error" in self.wrong:
             raise self.wrong["error"]
         tokens = REFERENCE[ASKED.index(body["prompt"])][: body["max_tokens"]] * body.get("n", 1)
-        return Answer("", self.wrong.get("tokens", lambda said: said)(tokens), 0.0, 0.0)
+        return [self.wrong.get("tokens", lambda said: said)(tokens)]
 
     def post(self, path: str, body: bytes) -> tuple[int, str]:
         return self.wrong.get("status", 400), json.dumps({"error": {"message": "no"}})

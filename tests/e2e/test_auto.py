@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engine import Call, Engine, run
 from vllm_mtpc import demo
-from vllm_mtpc.bench import serve
+from vllm_mtpc.engine import server
 
 PROMPTS = [list(b"def read(path):\n    "), list(b"import os\nimport ")]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -54,8 +54,8 @@ def test_a_served_target_drafts_unasked(tmp_path: Path) -> None:
     words = [str(shipping), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
     words += ["--kv-cache-memory-bytes", str(1 << 26)]
     log = tmp_path / "log"
-    with serve.server(words, log, 600, {"MTPC_AUTO": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as client:
-        outputs = [client.complete({"model": client.model(), "prompt": prompt, **GREEDY}).tokens for prompt in PROMPTS]
+    with server.run_server(words, log, 600, {"MTPC_AUTO": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as client:
+        outputs = [client.complete({"model": client.model(), "prompt": prompt, **GREEDY})[0] for prompt in PROMPTS]
         accepted = client.acceptance().accepted_tokens
     plain = run({"plain": engine(demo.path("target"))}, "v1")["plain"]
     assert not isinstance(plain, str), plain

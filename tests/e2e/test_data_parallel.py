@@ -12,7 +12,7 @@ import pytest
 from tests.support import forks
 from tests.support.engine import Call, Engine, run
 from vllm_mtpc import demo
-from vllm_mtpc.bench import serve
+from vllm_mtpc.engine import server
 
 PROMPTS = [list(text) for text in (b"import os\n", b"def read(path):\n    ", b"class Node:\n", b"for i in range(")] * 2
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
@@ -41,7 +41,7 @@ def words(method: str, head: str) -> list[str]:
 def test_two_engines(case: str, tmp_path: Path) -> None:
     runner, method, head = CASES[case]
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **forks.ENVIRONMENTS[runner]}
-    with serve.server(words(method, head), tmp_path / "log", 1200, environment) as client:
+    with server.run_server(words(method, head), tmp_path / "log", 1200, environment) as client:
         model = client.model()
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             bodies = [{"model": model, "prompt": prompt, **GREEDY} for prompt in PROMPTS]

@@ -18,8 +18,8 @@ import pytest
 from tests.support.engine import Call, Engine, run
 from tests.support.requests import prompt
 from vllm_mtpc import demo
-from vllm_mtpc.bench import serve
 from vllm_mtpc.engine.process import tail
+from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import EngineFailed
 
 SPEC = json.dumps({"method": "mtpc", "model": str(demo.path("btree"))})
@@ -51,7 +51,7 @@ def test_a_killed_process_ends_the_server(ranks: int, victim: str, tmp_path: Pat
     log = tmp_path / "log"
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))), "TORCHDYNAMO_DISABLE": "1"}
     words = [*WORDS, "--tensor-parallel-size", str(ranks)]
-    with serve.server(words, log, 600, environment) as client, ThreadPoolExecutor(2) as pool:
+    with run_server(words, log, 600, environment) as client, ThreadPoolExecutor(2) as pool:
         server = psutil.Process(client.process)
         below = server.children(recursive=True)
         (process,) = [child for child in below if victim in "".join(child.cmdline())]

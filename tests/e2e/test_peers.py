@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,14 @@ from tests.support.engine import Call, Engine, Reply, run
 from tests.support.peers import make_mimo, train_eagle
 from tests.support.requests import prompt
 from vllm_mtpc import demo
-from vllm_mtpc.bench import decodings
-from vllm_mtpc.engine.speculation import Speculation
+from vllm_mtpc.bench.decodings import find_peers
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 48}
 
 
 def rows(target: Path, names: list[str], given: dict[str, dict[str, Any]], num_drafts: int | None = None) -> dict:
     """`speculative_config` by row of `bench serve`."""
-    speculation = Speculation({"model": str(target), "dtype": "float32"})
-    found, missing = decodings.peers(names, list(given.items()), num_drafts, speculation)
+    found, missing = find_peers(names, given, num_drafts, {"model": str(target), "dtype": "float32"})
     assert not missing
     return {one.name: one.speculative for one in found}
 
@@ -70,7 +69,7 @@ def test_an_eagle_layer_and_a_draft_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not decodings.has_suffix_decoding(), reason="arctic-inference is not installed: pip install arctic-inference"
+    find_spec("arctic_inference") is None, reason="arctic-inference is not installed: pip install arctic-inference"
 )
 def test_suffix_decoding() -> None:
     target = demo.path("target")

@@ -23,14 +23,14 @@ vllm:generation_tokens_total{engine="0",model_name="demo"} 25.0
 LABELS = {"spec_decode_num_accepted_tokens_per_pos": "position", "spec_decode_drafts_cut": "by"}
 
 
-def test_server_text_is_read() -> None:
+def test_metrics_of_a_server_are_read() -> None:
     read = Acceptance.read(PROMETHEUS)
     assert read == Acceptance(10, 30, 15, (9, 5, 1))
     assert read.tokens_per_step == 2.5
     assert read.per_position == (0.9, 0.5, 0.1)
 
 
-def test_engines_of_one_server_add_up() -> None:
+def test_counters_of_engines_are_added() -> None:
     both = Acceptance.read(PROMETHEUS + PROMETHEUS.replace('engine="0"', 'engine="1"'))
     assert both == Acceptance(20, 60, 30, (18, 10, 2))
 
@@ -55,7 +55,7 @@ def test_metrics_of_this_process_are_read(monkeypatch) -> None:
     assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0, 0))
 
 
-def test_one_definition_over_all_steps() -> None:
+def test_tokens_per_step_is_over_all_steps() -> None:
     """Ten steps in sixty drafted: the fifty others count, on a server and offline, and in sums."""
     text = PROMETHEUS + (
         'vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0\n'
@@ -65,12 +65,12 @@ def test_one_definition_over_all_steps() -> None:
     read = Acceptance.read(text)
     assert read == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0, 0))
     assert read.tokens_per_step == 1.25 and read.tokens_per_drafted_step == 2.5
-    assert read.cut_line() == "drafts cut: schedule 67 %, survival 8 %, budget 0 %, request 0 %"
+    assert read.cut_line() == "drafts pruned: schedule 67 %, survival 8 %, budget 0 %, request 0 %"
     assert (read + read).tokens_per_step == 1.25 and (read + read - read) == read
     assert Acceptance().cut_line() == ""
 
 
-def test_what_came_before_is_subtracted() -> None:
+def test_earlier_counters_are_subtracted() -> None:
     assert Acceptance(10, 30, 15, (9, 5, 1)) - Acceptance() == Acceptance(10, 30, 15, (9, 5, 1))
     assert Acceptance(10, 30, 15, (9, 5, 1)) - Acceptance(4, 12, 6, (4, 2, 0)) == Acceptance(6, 18, 9, (5, 3, 1))
 

@@ -1,45 +1,18 @@
-"""Processes of a measurement: passes come back whole, failures are explained, nothing is left running."""
+"""Child processes: failures show the end of the log, and nothing is left running."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
-from vllm_mtpc.bench.serve import server
-from vllm_mtpc.engine.child import Child
-from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.passes import Answer, Measured, Setting
 from vllm_mtpc.engine.process import cpu_seconds, failure, group
+from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import EngineFailed
-
-SETTING = Setting("one client", clients=1, temperature=0.0, max_tokens=4, prompts=2)
-
-
-def measured(outputs: list[list[int]]) -> Measured:
-    answers = [Answer(text, tokens, 0.5, 0.25) for text, tokens in zip("ab", outputs, strict=True)]
-    return Measured(SETTING, 2.0, answers, Acceptance(4, 8, 3, (2, 1)))
-
-
-def test_a_pass_survives_the_pipe(tmp_path: Path) -> None:
-    one = measured([[1, 2, 3, 4], [5, 6, 7, 8]])
-    with (tmp_path / "answers").open("w+b") as answers:
-        answers.write(json.dumps(one, default=asdict).encode())
-        answers.seek(0)
-        assert Child(None, answers, tmp_path / "log").answer(Measured) == one
-    assert (one.tokens_per_second, one.first_token_seconds, one.token_seconds) == (4.0, 0.5, 0.25)
-
-
-def test_identical_outputs_are_counted() -> None:
-    one, other = measured([[1, 2, 3, 4], [5, 6, 7, 8]]), measured([[1, 2, 3, 4], [5, 6, 7, 9]])
-    assert one.identical(one) == 2
-    assert one.identical(other) == 1
 
 
 def alive(pid: int) -> bool:
@@ -51,7 +24,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc, which this system does not have")
-def test_the_whole_group_ends(tmp_path: Path) -> None:
+def test_leaving_ends_the_whole_group(tmp_path: Path) -> None:
     """Also a grandchild that ignores SIGTERM, and also when the body raises."""
     grandchild = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     child = (
@@ -75,7 +48,7 @@ def test_the_whole_group_ends(tmp_path: Path) -> None:
     assert not alive(pid)
 
 
-def test_a_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
+def test_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(f"line {number}" for number in range(100)))
     message = str(failure("the engine", 3, log))
@@ -84,16 +57,16 @@ def test_a_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     assert "line 10\n" not in message
 
 
-def test_a_server_that_dies_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_ends_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable = tmp_path / "python"
     executable.write_text("#!/bin/sh\necho no such model\nexit 7\n")
     executable.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(executable))
-    with pytest.raises(EngineFailed, match=r"(?s)exit code 7.*no such model"), server(["x"], tmp_path / "log"):
+    with pytest.raises(EngineFailed, match=r"(?s)exit code 7.*no such model"), run_server(["x"], tmp_path / "log"):
         pass
 
 
-def test_cpu_seconds_count_processes_below(tmp_path: Path) -> None:
+def test_cpu_seconds_include_child_processes(tmp_path: Path) -> None:
     code = "import subprocess, sys, time; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     with group([sys.executable, "-c", code], tmp_path / "log", dict(os.environ)) as process:
         deadline = time.monotonic() + 60

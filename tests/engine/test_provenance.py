@@ -31,7 +31,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_results_are_written_from_a_clean_checkout_alone(checkout: Path, tmp_path: Path) -> None:
+def test_results_need_a_clean_checkout(checkout: Path, tmp_path: Path) -> None:
     kept = checkout / "benchmarks" / "results" / "new.json"
     check_file(kept)
     kept.write_text("{}")  # a result that is not committed yet changes no code
@@ -44,7 +44,7 @@ def test_results_are_written_from_a_clean_checkout_alone(checkout: Path, tmp_pat
         check_file(kept)
 
 
-def test_every_result_file_is_of_a_commit_or_marked() -> None:
+def test_every_result_file_names_its_commit() -> None:
     read = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in FILES}
     # distributions are measured one case after the other, each on a commit of its own
     commits = {name: [one["commit"] for one in kept.get("cases", {"": kept}).values()] for name, kept in read.items()}

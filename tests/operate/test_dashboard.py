@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from vllm_mtpc import demo
-from vllm_mtpc.bench import serve
+from vllm_mtpc.engine import server
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "docs" / "prometheus-rules.yml"
@@ -107,8 +107,8 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("scraped")
     words = [str(demo.path("btree")), "--dtype", "float32", "--enforce-eager", "--served-model-name", "m"]
     words += ["--kv-cache-memory-bytes", str(1 << 26), "--max-model-len", "512"]
-    with serve.server(words, folder / "server.log") as client:
-        port = serve.free_port()
+    with server.run_server(words, folder / "server.log") as client:
+        port = server.free_port()
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(RULES)],
@@ -129,7 +129,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
                 process.wait(30)
 
 
-def load(client: serve.Client, is_enough: Callable[[], bool]) -> None:
+def load(client: server.Client, is_enough: Callable[[], bool]) -> None:
     """Greedy, sampled and structured requests, some of which ask for few drafts."""
     base = {"model": "m", "prompt": "def read(path):\n    ", "max_tokens": 48, "temperature": 0}
     kinds = [

@@ -11,20 +11,20 @@ import pytest
 
 from tests.support.engine import Call, Engine, run
 from vllm_mtpc import demo
-from vllm_mtpc.bench import serve
+from vllm_mtpc.engine import server
 
 KEY = "a-key"
 PROMPT = "def read(path):\n    "
 LENGTH = 200
 
 
-class Asking(serve.Client):
+class Asking(server.Client):
     """With the API key."""
 
     def send(self, path: str, body: Any, key: str | None = KEY) -> tuple[int, Any]:
         import http.client
 
-        connection = http.client.HTTPConnection(serve.HOST, self.port, timeout=120)
+        connection = http.client.HTTPConnection(server.HOST, self.port, timeout=120)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
         response = connection.getresponse()
@@ -42,7 +42,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asking]:
     words += ["--chat-template", "{{ messages[0].content }}"]
     log = tmp_path_factory.mktemp("endpoint") / "server.log"
     environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "VLLM_API_KEY": KEY}
-    with serve.server(words, log, environment=environment) as made:
+    with server.run_server(words, log, environment=environment) as made:
         yield Asking(made.port)
 
 

@@ -117,7 +117,7 @@ def asking(side: str, **more: Any) -> Callable[[aiohttp.ClientSession, str], Any
 
 
 @pytest.mark.parametrize("has_ids", [True, False])
-def test_a_chunk_is_a_step(has_ids: bool) -> None:
+def test_chunk_is_one_step(has_ids: bool) -> None:
     server = Server(has_ids)
     found = on_page(server, asking("head", drafts=3))
     assert [(one["pieces"], one["tokens"]) for one in found] == [
@@ -131,18 +131,18 @@ def test_a_chunk_is_a_step(has_ids: bool) -> None:
     assert path == "/v1/completions" and body["vllm_xargs"] == {"mtpc_drafts": 3} and body["seed"] == 1
 
 
-def test_what_the_server_counts_comes_last() -> None:
+def test_counts_of_the_server_come_last() -> None:
     *_, last = on_page(Server(counts=True), asking("head"))
     assert last == {"steps": 9 - 4, "accepted": [2, 2, 0]}
 
 
-def test_plain_is_asked_for_no_drafts() -> None:
+def test_plain_server_receives_no_draft_options() -> None:
     server = Server()
     on_page(server, asking("plain", drafts=3))
     assert "vllm_xargs" not in server.asked[-1][1]
 
 
-def test_the_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_uses_the_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     monkeypatch.setenv("VLLM_API_KEY", "k")
     on_page(server, asking("head", chat=True))
@@ -151,7 +151,7 @@ def test_the_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
     assert body["messages"] == [{"role": "user", "content": "def "}] and "prompt" not in body
 
 
-def test_errors_are_said() -> None:
+def test_server_errors_are_shown() -> None:
     (error,) = on_page(Server(), asking("head", drafts=8))
     assert "answers 400: allowed are 0 to 7" in error["error"]
 
@@ -162,7 +162,7 @@ def test_errors_are_said() -> None:
         on_page(Server(), of_nobody)
 
 
-def test_who_stops_ends_the_request() -> None:
+def test_client_disconnect_cancels_request() -> None:
     server = Server()
 
     async def call(session: aiohttp.ClientSession, page: str) -> None:
@@ -305,7 +305,7 @@ def test_settings_are_served_when_the_servers_are_gone() -> None:
     assert status == 200 and json.loads(text)["tokens"] is None and json.loads(text)["chat"] is False
 
 
-def test_the_page_loads_nothing_from_elsewhere() -> None:
+def test_page_loads_no_other_sites() -> None:
     text = (Path(command.__file__).with_name("page.html")).read_text(encoding="utf-8")
     assert "http://" not in text and "https://" not in text and "innerHTML" not in text
 
@@ -321,13 +321,13 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
         (["--head", "no/such"], "no/such"),
     ],
 )
-def test_bad_words_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_invalid_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["play", *words]) == 1
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
 
-def test_names() -> None:
-    assert command.named("http://a:1/v1/") == ("a:1", "http://a:1")
-    assert command.named("mine=http://a:1") == ("mine", "http://a:1")
-    assert command.named("x/y") == ("y", "x/y") and command.named("n=x/y") == ("n", "x/y")
+def test_head_names_are_parsed() -> None:
+    assert command.parse_head("http://a:1/v1/") == ("a:1", "http://a:1")
+    assert command.parse_head("mine=http://a:1") == ("mine", "http://a:1")
+    assert command.parse_head("x/y") == ("y", "x/y") and command.parse_head("n=x/y") == ("n", "x/y")

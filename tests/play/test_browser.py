@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mtpc.bench.serve import free_port
+from vllm_mtpc.engine.server import free_port
 
 pytestmark = pytest.mark.skipif(
     shutil.which("chromedriver") is None, reason="no browser to drive: apt install chromium chromium-driver"
@@ -103,7 +103,7 @@ def page(browser: Any, address: str) -> Page:
     return Page(browser, address)
 
 
-def test_a_race(page: Page) -> None:
+def test_race_shows_both_answers(page: Page) -> None:
     page.set("length", 200)
     page.browser.find_element("id", "apart").click()
     page.race()
@@ -124,7 +124,7 @@ def test_a_race(page: Page) -> None:
         Path(file).write_bytes(page.browser.get_screenshot_as_png())
 
 
-def test_fewer_drafts_and_another_head(page: Page) -> None:
+def test_drafts_and_head_can_be_changed(page: Page) -> None:
     page.set("length", 60)
     page.set("drafts", 0)
     page.race()
@@ -158,7 +158,7 @@ def test_verdict_is_a_median_of_races_of_20_tokens_or_more(page: Page) -> None:
     assert "median" not in page.browser.find_element("id", "verdict").text
 
 
-def test_escape_stops(page: Page) -> None:
+def test_escape_stops_the_race(page: Page) -> None:
     """Pressed by the page itself in the first step: a driver may come too late."""
     escape = "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))"
     page.run(f"(() => {{ const own = ours.step; ours.step = event => {{ own.call(ours, event); {escape}; }}; }})()")
@@ -169,7 +169,7 @@ def test_escape_stops(page: Page) -> None:
     assert page.run("document.querySelectorAll('.error').length") == 0
 
 
-def test_errors_are_shown(page: Page) -> None:
+def test_page_shows_errors(page: Page) -> None:
     page.set("length", 60)
     page.set("prompt", "x" * 3000)  # longer than the demo target reads
     page.browser.find_element("id", "go").click()
@@ -177,7 +177,7 @@ def test_errors_are_shown(page: Page) -> None:
     assert "answers 400" in page.run("document.querySelector('#plain .error').textContent")
 
 
-def test_on_a_phone(page: Page) -> None:
+def test_page_fits_a_phone(page: Page) -> None:
     page.browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
     )
@@ -200,7 +200,7 @@ def test_on_a_phone(page: Page) -> None:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_by_keyboard(page: Page) -> None:
+def test_page_works_by_keyboard(page: Page) -> None:
     """Every control is reached by Tab, and has a name."""
     from selenium.webdriver.common.keys import Keys
 
@@ -216,5 +216,5 @@ def test_by_keyboard(page: Page) -> None:
     assert unnamed == []
 
 
-def test_the_console_is_quiet(browser: Any) -> None:
+def test_console_has_no_errors(browser: Any) -> None:
     assert [line["message"] for line in browser.get_log("browser") if line["level"] == "SEVERE"] == []

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from tests.support.clusters import FAKE, ask, cluster
-from vllm_mtpc.bench.serve import Client, free_port
+from vllm_mtpc.engine.server import Client, free_port
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.ray_serve.options import ServeOptions
 
@@ -34,7 +34,7 @@ def wait_for(count: int) -> bool:
 
 
 @pytest.mark.slow
-def test_engines_come_with_requests_and_go_without():
+def test_engines_scale_with_requests():
     from ray import serve
 
     from vllm_mtpc.ray_serve.deployments import build
@@ -64,7 +64,7 @@ def test_engines_come_with_requests_and_go_without():
         ({"upscale_delay_s": -1}, "key 'upscale_delay_s' = -1: Input should be greater"),
     ],
 )
-def test_what_serve_does_not_know_is_refused(given, message):
+def test_unknown_autoscaling_keys_are_refused(given, message):
     from vllm_mtpc.ray_serve.deployments import build
 
     with pytest.raises(UsageError, match="autoscaling: ") as refused:

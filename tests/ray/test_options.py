@@ -21,7 +21,7 @@ def test_other_keys_are_flags_of_vllm_serve():
     assert options.command == [TARGET, *flags, "--speculative-config", '{"method": "mtpc", "model": "HEAD"}']
 
 
-def test_folders_get_their_full_names(tmp_path, monkeypatch):
+def test_folders_become_absolute_paths(tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     (tmp_path / "head").mkdir()
     monkeypatch.chdir(tmp_path)

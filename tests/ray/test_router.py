@@ -94,7 +94,7 @@ def test_one_engine_is_counted_once():
     assert (response.status_code, response.headers[ATTEMPTS]) == (200, "2")
 
 
-def test_request_that_kills_engines_is_given_up():
+def test_request_that_kills_engines_fails():
     engines = Engines(died("a"), gone("a"), RayActorError("b"), died("c"), ANSWER)
     response = ask(engines, attempts=3)
     assert response.status_code == 502
@@ -106,6 +106,6 @@ def test_error_that_names_no_engine_is_counted():
     assert ask(Engines(EngineFailed("?")), attempts=3).status_code == 502
 
 
-def test_without_any_engine_the_time_ends_it():
+def test_request_without_engines_times_out():
     response = ask(Engines(gone("a")), attempts=1, timeout_s=0.3)
     assert response.status_code == 504

@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.clusters import FAKE, ask, cluster
-from vllm_mtpc.bench.serve import Client, free_port
+from vllm_mtpc.engine.server import Client, free_port
 from vllm_mtpc.ray_serve.options import ServeOptions
 
 
@@ -52,7 +52,7 @@ def processes(client: Client) -> set[int]:
     raise AssertionError("no two engines answer")
 
 
-def test_answers_and_refusals_are_the_servers(client):
+def test_responses_and_errors_are_those_of_the_server(client):
     assert processes(client)
     status, body = ask(client, "abc")
     assert (status, body["choices"], body["token"]) == (200, [{"text": "cba"}], None)
@@ -62,7 +62,7 @@ def test_answers_and_refusals_are_the_servers(client):
     assert client.get("/nothing")[0] == 404
 
 
-def test_headers_travel_both_ways(client):
+def test_headers_are_forwarded_both_ways(client):
     with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)) as connection:
         headers = {"Authorization": "Bearer me", "X-Request-Id": "seven", "Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
@@ -99,7 +99,7 @@ def stream(client: Client, prompt: str, on_first=lambda event: None) -> tuple[li
     return events, times
 
 
-def test_streams_come_as_they_are_made(client):
+def test_streams_are_forwarded_without_delay(client):
     events, times = stream(client, "abcde")
     assert [event["choices"][0]["text"] for event in events] == list("abcde")
     assert times[-1] - times[0] > 0.4  # five events, 0.2 s apart
@@ -149,21 +149,21 @@ def counts(client: Client) -> dict[str, float]:
     return {one.labels["replica"]: one.value for one in found if one.name == "fake:asked_total"}
 
 
-def test_stream_that_has_begun_ends_with_an_error(client):
+def test_started_stream_ends_with_an_error(client):
     processes(client)
     events, _ = stream(client, "abcdefghij", on_first=lambda event: os.kill(event["process"], signal.SIGKILL))
     assert "died" in events[-1]["error"]["message"]
     assert 2 <= len(events) < 10
 
 
-def test_request_that_kills_engines_is_given_up(client):
+def test_request_that_kills_engines_fails(client):
     processes(client)
     status, body = ask(client, "die")
     assert status == 502
     assert "died with it: 2 in a row" in body["error"]["message"]
 
 
-def test_nothing_hangs(client):
+def test_hanging_request_times_out(client):
     processes(client)
     began = time.monotonic()
     status, body = ask(client, "hang")

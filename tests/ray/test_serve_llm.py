@@ -16,7 +16,7 @@ from tests.support.clusters import ask, cluster
 from tests.support.engine import Call, Engine, run
 from tests.support.requests import prompt
 from vllm_mtpc import demo
-from vllm_mtpc.bench.serve import Client, free_port
+from vllm_mtpc.engine.server import Client, free_port
 
 ASKED = [prompt(20, 3 * number) for number in range(6)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -40,7 +40,7 @@ def config() -> Any:
 
 
 @pytest.mark.slow  # for the import of the library
-def test_its_config_takes_a_head() -> None:
+def test_ray_serve_llm_config_accepts_a_head() -> None:
     """And hands it to vLLM as it is; on a CPU the executor is vLLM's own."""
     arguments = config().get_engine_config().get_initialization_kwargs()
     assert arguments["speculative_config"] == SPECULATIVE
@@ -64,7 +64,7 @@ def accepted_tokens() -> float:
 
 
 @pytest.mark.slow
-def test_greedy_text_is_plain_vllms_and_drafts_are_made() -> None:
+def test_greedy_text_equals_plain_vllm() -> None:
     from ray import serve
     from ray.serve.llm import build_openai_app
 

@@ -21,8 +21,8 @@ from tests.support.clusters import cluster
 from tests.support.engine import Call, Engine, run
 from tests.support.requests import prompt
 from vllm_mtpc import demo
-from vllm_mtpc.bench.serve import Client, free_port
 from vllm_mtpc.engine.process import group
+from vllm_mtpc.engine.server import Client, free_port
 
 ROOT = Path(__file__).parents[2]
 TARGET, HEAD = str(demo.path("target")), str(demo.path("btree"))
@@ -69,7 +69,7 @@ def ask(client: Client, path: str, authorization: str | None, body: dict | None 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("authorization", [None, KEY, f"Bearer {KEY}x", "Bearer", f"Basic {KEY}"])
-def test_who_has_no_key_is_refused(client: Client, authorization: str | None) -> None:
+def test_request_without_key_is_refused(client: Client, authorization: str | None) -> None:
     body = {"model": TARGET, "prompt": ASKED[0], **GREEDY}
     for path, asked in (("/v1/models", None), ("/v1/completions", body)):
         status, answer = ask(client, path, authorization, asked)
@@ -77,7 +77,7 @@ def test_who_has_no_key_is_refused(client: Client, authorization: str | None) ->
 
 
 @pytest.mark.slow
-def test_who_has_the_key_gets_plain_vllms_greedy_text_by_drafts(client: Client) -> None:
+def test_request_with_key_gets_greedy_text_of_plain_vllm(client: Client) -> None:
     bodies = [{"model": TARGET, "prompt": one, "return_token_ids": True, **GREEDY} for one in ASKED]
     answers = [ask(client, "/v1/completions", f"Bearer {KEY}", body) for body in bodies]
     assert [status for status, _ in answers] == [200] * 4

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.nodes import PATIENCE, Nodes
-from vllm_mtpc.bench.serve import Client
+from vllm_mtpc.engine.server import Client
 
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
 

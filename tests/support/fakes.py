@@ -8,8 +8,7 @@ from typing import Any
 
 from vllm_mtpc.bench.decodings import OWN, Decoding
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.passes import Answer, Measured, Setting
-from vllm_mtpc.engine.steps import Steps
+from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 
 GREEDY = Setting("T=0, c=1", 1, 0.0, 4, 2)
@@ -17,27 +16,27 @@ SAMPLED = Setting("T=1, c=1", 1, 1.0, 4, 2)
 
 
 def decoding(name: str, method: str | None = "mtpc", group: str = OWN) -> Decoding:
-    return Decoding(name, None if method is None else {"method": method}, group=group)
+    return Decoding(name, None if method is None else {"method": method}, group=group, is_required=method == "mtpc")
 
 
 PLAIN, NGRAM, BTREE = decoding("plain", None), decoding("ngram", "ngram"), decoding("btree")
 
 
-def measured(setting: Setting, seconds: float, wrong: int = 0, **more: Any) -> Measured:
-    """Two answers of four tokens; ``wrong`` of them are not plain's."""
-    outputs = [[setting.first, 1, 2, 3], [setting.first, 5, 6, 7]]
-    for answer in outputs[:wrong]:
-        answer[-1] = 99
-    answers = [Answer(text, output, 0.02, 0.005) for text, output in zip("ab", outputs, strict=True)]
-    values = {"acceptance": Acceptance(3, 6, 3, (2, 1)), "steps": Steps(4, 4, 10, 2.0, 1.5, 0.5), **more}
-    return Measured(setting, seconds, answers, **values)
+def measured(setting: Setting, seconds: float, **more: Any) -> Measured:
+    """Eight tokens, three of them accepted drafts, in four steps of a request."""
+    acceptance = Acceptance(3, 6, 3, (2, 1), steps=4)
+    return Measured(setting, seconds, 8, **{"acceptance": acceptance, "ttft_ms": 20.0, "tpot_ms": 5.0, **more})
 
 
 class Engines:
-    """Starts of fake engines; ``seconds(name, setting, pass)`` is what a pass takes, an exception: it fails."""
+    """Starts fake engines; `seconds(name, setting, pass)` is the duration of a pass, and may raise.
 
-    def __init__(self, seconds: Callable[[str, Setting, int], float], wrong: dict[str, int] | None = None) -> None:
-        self.seconds, self.wrong = seconds, wrong or {}
+    wrong: greedy answers that differ from plain's, by engine. cannot_start: names of engines that fail.
+    """
+
+    def __init__(self, seconds: Callable[[str, Setting, int], float]) -> None:
+        self.seconds = seconds
+        self.wrong: dict[str, int] = {}
         self.log: list[tuple[str, ...]] = []
         self.cannot_start: set[str] = set()
 
@@ -52,10 +51,13 @@ class Engines:
 
 class _Engine:
     def __init__(self, engines: Engines, name: str) -> None:
-        self.engines, self.name, self.passes, self.about = engines, name, 0, {"runner": "none"}
+        self.engines, self.name, self.passes = engines, name, 0
+
+    def complete_greedy(self, setting: Setting, count: int) -> list[list[int]]:
+        wrong = self.engines.wrong.get(self.name, 0)
+        return [[number, 99 if number < wrong else 3] for number in range(count)]
 
     def measure(self, setting: Setting) -> Measured:
         self.engines.log.append((self.name, setting.name, str(setting.first)))
-        seconds = self.engines.seconds(self.name, setting, self.passes)
         self.passes += 1
-        return measured(setting, seconds, self.engines.wrong.get(self.name, 0))
+        return measured(setting, self.engines.seconds(self.name, setting, self.passes - 1))

@@ -64,7 +64,6 @@ def test_flags_take_precedence_over_file(tmp_path):
         ("target: t\ndata: [d]\nout: o\nwindows: 8\n", "unknown key 'windows'; allowed keys: .*window"),
         ("target: t\ndata: [d]\nout: o\nsave_every: 8\n", "unknown key 'save_every'"),
         ("target: t\ndata: [d]\nout: o\nlearning_rat: 8\n", "correct its name; did you mean learning_rate\\?$"),
-        ("target: t\ndata: [d]\nout: o\nlr: 8\n", "did you mean learning_rate\\?$"),
         (
             "target: t\ndata: [d]\nout: o\nhead: medusa\n",
             "'medusa'; allowed: linear, shared, mlp, transformer, backbone, ptp;",

@@ -1,9 +1,9 @@
-"""`vllm-mtpc batch`: answers every line of a file, on one engine or on many, and can be stopped and started again.
+"""`vllm-mtpc batch`: answer every line of a file, on one engine or on several; a stopped job can be resumed.
 
     vllm-mtpc batch --input prompts.jsonl --output answers/ --model TARGET \\
         --speculative-config '{"method": "mtpc", "model": "HEAD"}' --body '{"max_tokens": 256, "temperature": 0}'
 
-With `--ray` the engines are actors of Ray Data, on the nodes of a cluster; without, one engine is this machine's.
+With `--ray` the engines are actors of Ray Data on the nodes of a cluster, otherwise one engine runs on this machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     read = lines.read(options.input, options.body)
     output = lines.Output(options.output)
     answered = output.begin({"model": options.model, "body": options.body}, read)
-    open_parts = lines.cut(read.lines, answered, options.part_lines)
+    open_parts = lines.split_into_parts(read.lines, answered, options.part_lines)
     done = len(read.lines) - sum(map(len, open_parts.values()))
     if done:
         print(f"{done:,} of {len(read.lines):,} lines are answered already", file=sys.stderr)
@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if options.is_on_ray and find_spec("ray") is None:
         raise UsageError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
-    results = (_on_ray if options.is_on_ray else _here)(options, open_parts)
+    results = (_answer_on_ray if options.is_on_ray else _answer_here)(options, open_parts)
     started, total = time.monotonic(), Counter(lines=0, errors=0, tokens=0)
-    engines: dict[str, Acceptance] = {}  # what each has counted so far
+    engines: dict[str, Acceptance] = {}  # latest counters of each engine
     try:
         with Bar(total=len(read.lines), initial=done, desc="answers", unit="line") as bar:
             bar.set_postfix_str("engines start")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 total.update({name: result[name] for name in total})
                 counted = Acceptance(**json.loads(result["acceptance"]))
                 before = engines.get(result["engine"], counted)
-                if (counted.steps, counted.drafts) >= (before.steps, before.drafts):  # they come in any order
+                if (counted.steps, counted.drafts) >= (before.steps, before.drafts):  # results come in any order
                     engines[result["engine"]] = counted
                 rate = total["tokens"] / max(time.monotonic() - started, 1e-9)
                 bar.set_postfix_str(f"{rate:,.0f} tokens/s, {total['errors']} errors", refresh=False)
@@ -90,7 +90,7 @@ def _summary(total: Counter[str], seconds: float, accepted: Acceptance, output: 
     )
 
 
-def _here(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
+def _answer_here(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
     engine = worker.Worker(options, worker.PROGRAM)
     pool = ThreadPoolExecutor(options.concurrent_parts)
     try:
@@ -102,11 +102,11 @@ def _here(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
         engine.close()
 
 
-def _on_ray(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
-    """Engines as actors of Ray Data; answered parts, in the order in which they are.
+def _answer_on_ray(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
+    """Yield parts as engines on Ray Data answer them.
 
-    Each part is a block of its own, so it is handed back when it is answered, and asked again by Ray where its actor or
-    node has died. Answers come back to this process, which writes them: the output need not be seen by the nodes.
+    Each part is a separate block: Ray returns it when it is answered, and retries it if its actor or node dies. This
+    process writes the answers, so the nodes need no access to the output folder.
     """
     import ray
     from ray.data import ActorPoolStrategy, DataContext

@@ -1,15 +1,15 @@
-"""What a batch job reads and writes. It reads one JSON object per line, in any of three forms:
+"""Input and output of a batch job. The input has one JSON object per line, in one of three forms:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}      OpenAI's batch format
     {"prompt": "text, or token ids", "id": "a", "max_tokens": 64, ...}                      /v1/completions
     {"messages": [{"role": "user", "content": "..."}], ...}                                 /v1/chat/completions
 
-Other keys of the short forms are the request's. A line without an id is called line-NUMBER. What is no request keeps
-its place with a fault, and is answered with it: one bad line does not end a job.
+Other keys of the short forms belong to the request. A line without an id is called line-NUMBER. A line that is not a
+request is answered with an error and does not end the job.
 
-It writes a folder of parts, each there as a whole or not at all, and `job.json`, what the job is: what a run that
-starts again finds there is not asked again. A line of a part is one of OpenAI's batch output: {"id", "custom_id",
-"response": {"status_code", "body"}, "error"}. A part is named by its ids, so that writing it twice is writing it once.
+The output is a folder of parts, each written atomically, and `job.json`, the settings of the job: a resumed run skips
+the answered lines. A line of a part has the form of OpenAI's batch output: {"id", "custom_id", "response":
+{"status_code", "body"}, "error"}. The ids of a part determine its name, so that a part is never duplicated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHORT_FORMS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
 
 
 class Line(NamedTuple):
-    """One request; with a fault it is not asked."""
+    """One request; one with a fault is not sent."""
 
     id: str
     url: str = ""
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 class Input(NamedTuple):
-    """All lines of the files, and what tells whether they are the same ones."""
+    """All lines of the files, and their digest."""
 
     lines: list[Line]
     sha256: str
@@ -47,9 +47,14 @@ class Input(NamedTuple):
 
 
 def read(path: str, defaults: dict[str, Any]) -> Input:
-    """The requests of a file, a glob, or a folder's .jsonl; `defaults` are keys of every body that lacks them.
+    """Read the requests of a file, a glob, or a folder of .jsonl files.
 
-    Raises UsageError where the files cannot be read or two lines have one id.
+    Args:
+        path: as fsspec accepts it.
+        defaults: keys of every body that does not have them.
+
+    Raises:
+        UsageError: a file cannot be read, or two lines have the same id.
     """
     lines: list[Line] = []
     seen: dict[str, int] = {}
@@ -73,7 +78,7 @@ def read(path: str, defaults: dict[str, Any]) -> Input:
 
 
 def parse(text: str, number: int, defaults: dict[str, Any]) -> tuple[Line, bool]:
-    """A line, and whether it has an id of its own."""
+    """Return a line, and whether the input names its id."""
     name = None
     try:
         given = json.loads(text)
@@ -93,14 +98,14 @@ def parse(text: str, number: int, defaults: dict[str, Any]) -> tuple[Line, bool]
 
 
 def _request(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where a line is sent, and its body. Raises ValueError, its fault."""
+    """Return the path and body of a request. Raises ValueError with its fault."""
     if "url" not in given and "body" not in given:
         for key, short in SHORT_FORMS.items():
             if key in given:
                 return short, given
         raise ValueError("no 'prompt', 'messages' or 'url' in it")
     url, body = given.get("url"), given.get("body")
-    # Words alone: by dots and escapes (/v1/../x) a line would reach an operator's endpoints
+    # No dots and escapes: /v1/../x would reach an operator's endpoints
     is_api = isinstance(url, str) and re.fullmatch(r"/v1(/[a-z0-9_-]+)+", url)
     if not is_api or given.get("method", "POST") != "POST":
         raise ValueError(f"POST to a url that begins with /v1/ is wanted, as /v1/chat/completions, not {url!r}")
@@ -144,10 +149,10 @@ class Output:
             raise UsageError(f"--output {path} is a file; name a folder: the answers come in parts")
 
     def begin(self, job: dict[str, Any], read: Input) -> set[str]:
-        """Ids that are answered already. Raises UsageError where the folder holds the answers of another job."""
+        """Return the answered ids. Raises UsageError if the folder has answers of another job."""
         wanted = {**job, "input_sha256": read.sha256 if read.unnamed else None}
         try:
-            self._system.invalidate_cache()  # of what lies in the folder, from an earlier look
+            self._system.invalidate_cache()  # of listings of the folder
             self._system.makedirs(self._place, exist_ok=True)
             if not self._system.exists(f"{self._place}/{JOB}"):
                 self.write(JOB, json.dumps(wanted, indent=1) + "\n")
@@ -163,7 +168,7 @@ class Output:
 
     def _answered(self) -> set[str]:
         ids = set()
-        for file in self._system.ls(self._place, detail=False):  # no glob: a folder's name may hold brackets
+        for file in self._system.ls(self._place, detail=False):  # no glob: a folder's name may contain brackets
             name = file.rsplit("/", 1)[-1]
             if name.startswith("part-") and name.endswith(".jsonl"):
                 with self._system.open(file, "rt", encoding="utf-8") as lines:
@@ -171,7 +176,7 @@ class Output:
         return ids
 
     def write(self, name: str, text: str) -> None:
-        """A part at once: object stores show an object when all of it is there, a local file is moved to its name."""
+        """Write a part atomically: object stores do, and a local file is renamed when it is complete."""
         from fsspec.implementations.local import LocalFileSystem
 
         place = f"{self._place}/{name}"
@@ -184,8 +189,8 @@ class Output:
             raise UsageError(f"--output {self.path}: {error}; what was written is whole: type it again") from None
 
 
-def cut(lines: Iterable[Line], answered: set[str], size: int) -> dict[str, list[Line]]:
-    """Parts of the lines that have no answer, by their names: lines that are written together."""
+def split_into_parts(lines: Iterable[Line], answered: set[str], size: int) -> dict[str, list[Line]]:
+    """Split the lines without an answer into parts, by name, of `size` lines each."""
     open_ = [line for line in lines if line.id not in answered]
     groups = [open_[start : start + size] for start in range(0, len(open_), size)]
     return {f"part-{digest(line.id for line in group)[:16]}.jsonl": group for group in groups}
@@ -196,7 +201,7 @@ def digest(ids: Iterable[str], between: str = "\n") -> str:
 
 
 def record(line: Line, status: int | None, body: Any, fault: str = "") -> dict[str, Any]:
-    """A line of a part. A fault is of this program, an error of the server is in its body, too."""
+    """Return a line of a part; the error of a server is also in the response's body."""
     if not fault and status is not None and status >= 400:
         error = body.get("error", body) if isinstance(body, dict) else body
         fault = error.get("message", str(error)) if isinstance(error, dict) else str(error)
@@ -209,5 +214,5 @@ def record(line: Line, status: int | None, body: Any, fault: str = "") -> dict[s
 
 
 def differing(given: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, given, wanted) of the settings that are not those that are wanted."""
+    """Return (key, given, wanted) of settings that differ."""
     return [(key, given.get(key), value) for key, value in wanted.items() if given.get(key) != value]

@@ -25,14 +25,14 @@ Prompt = tuple[tuple[int, ...], Messages | None]  # token ids; the conversation 
 
 
 class Request(NamedTuple):
-    """One response to be written. `id` depends on the prompt's ids, the number of the sample and the seed alone."""
+    """One response to generate. `id` depends only on the prompt's ids, the number of the sample and the seed."""
 
     id: str
     prompt_ids: list[int]
     messages: Messages | None
 
     def line(self, answer: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """The line of the output file for this request's answer."""
+        """Return the line of the output file for an answer."""
         line = {"id": self.id, "prompt_ids": self.prompt_ids, "response_ids": answer["response_ids"]}
         line["finish_reason"] = answer["finish_reason"]
         if self.messages is not None and tokenizer is not None:
@@ -42,10 +42,9 @@ class Request(NamedTuple):
 
 
 def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> list[Request]:
-    """All requests of a run, in the order of the data; raises UsageError without any.
+    """Return all requests of a run in the order of the data; raises UsageError if there are none.
 
-    A prompt that occurs again gets further samples; at temperature 0, where those would be the same text, it is left
-    out.
+    A repeated prompt gets further samples; at temperature 0, where their text would be the same, it is left out.
     """
     prompts = _some(list(_prompts(options, tokenizer)), options)
     if not prompts:
@@ -66,14 +65,14 @@ def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def _some(items: list[Any], options: RegenerateOptions) -> list[Any]:
-    """At most `limit` of the items, in their order."""
+    """Return at most `limit` of the items, in their order."""
     if options.limit is None or options.limit >= len(items):
         return items
     return [items[index] for index in sorted(random.Random(options.seed).sample(range(len(items)), options.limit))]
 
 
 def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Prompt]:
-    """Prompts of every record, in order; with a limit, of no more records than that."""
+    """Yield the prompts of the records in order, of at most `limit` records."""
     cut = _cutter(options, tokenizer)
     for source in Bar(_some(list(read_records(options.data, options.split)), options), "prompts", unit=" records"):
         record = source.record
@@ -95,7 +94,7 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
 
 
 def _of_chat(origin: str, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:
-    """The conversation up to the last assistant's turn, which the target is to write again."""
+    """Yield the conversation before the last assistant turn, which the target generates again."""
     if not is_chat(messages):
         raise UsageError(f"{origin}: messages must be a list of objects with role and content; correct it")
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=None)
@@ -106,7 +105,7 @@ def _of_chat(origin: str, messages: Messages, tokenizer: PreTrainedTokenizerBase
 
 
 def _cutter(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """Cuts prompts from text: its beginning, or crops at places that the seed and the text's number decide."""
+    """Return a function that takes prompts from text: its beginning, or crops at positions drawn with the seed."""
     length, texts = options.prompt_tokens, count()
     begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
 
@@ -115,10 +114,10 @@ def _cutter(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | Non
         return tokenizer is not None and tokenizer.decode([token]).endswith("\n")
 
     def cut(tokens: list[int]) -> Iterator[Prompt]:
-        """Prompts of `prompt_tokens` tokens of a document; a shorter document is one prompt as a whole.
+        """Yield prompts of `prompt_tokens` tokens of a document; a shorter document is one prompt.
 
-        Every second crop starts a line where there is one. A document's first token is put before its crops if it is
-        the tokenizer's begin-of-text token and no end, as serving would.
+        Every second crop starts at a line of the text. The tokenizer's begin-of-text token is repeated before the crops
+        of a document that has it, unless it is the end-of-text token too.
         """
         generator = random.Random(f"{options.seed}:{next(texts)}")
         tokens = tokens[:-1] if tokens and tokens[-1] == end else tokens

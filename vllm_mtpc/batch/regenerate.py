@@ -1,7 +1,7 @@
-"""`vllm-mtpc regenerate`: prompts from data, responses by the target itself.
+"""`vllm-mtpc regenerate`: generate the responses to prompts of a data set with the target.
 
-A head drafts the target's own output, so that is what it should learn from. vLLM writes the responses in a process of
-its own, so that its memory is free again when the head is trained.
+A head drafts the target's output, so it is trained on this text. vLLM runs in a child process, which frees its memory
+before the head is trained.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def parse(values: dict[str, Any]) -> RegenerateOptions:
 
 
 def regenerate(options: RegenerateOptions) -> Path:
-    """Writes the responses that `options.out` does not hold yet and returns its path.
+    """Append the missing responses to `options.out` and return its path.
 
-    One JSON object per line: `id`, `prompt_ids`, `response_ids` (the token that ended it included), `finish_reason`
-    (stop or length), and for conversations `messages` with the new turn. `OUT.meta.json` next to it says how they were
-    made; a file made with other settings is refused. Each response has a seed of its own, made from its id, so that an
-    interrupted run, started again, writes what the whole one would have written (as far as the target's own logits do
-    not depend on what else is in a batch). Prompts without room for a token are skipped and counted.
+    One JSON object per line: `id`, `prompt_ids`, `response_ids` (with the token that ended it), `finish_reason` (stop
+    or length), and for conversations `messages` with the new turn. `OUT.meta.json` has the settings. The seed of a
+    response is made from its id, so that an interrupted run continues with the same text, as far as the target's logits
+    do not depend on the batch. Prompts without room for a token are skipped and counted.
 
-    Raises UsageError.
+    Raises:
+        UsageError: vLLM is missing or fails, there are no prompts, or the file was made with other settings.
     """
     if find_spec("vllm") is None:
         raise UsageError(f"responses are written by vllm, which is not installed; type: {SETUP}")
@@ -84,7 +84,7 @@ def regenerate(options: RegenerateOptions) -> Path:
 
 
 def _write(options: RegenerateOptions, left: list[Request], total: int, tokenizer: Any, output: Responses) -> int:
-    """Writes the responses to `left` as they come; returns how many were skipped."""
+    """Write the responses to `left` as they come; return the number of skipped prompts."""
     by_id = {request.id: request for request in left}
     skipped = written = 0
     begun = time.monotonic()
@@ -94,7 +94,7 @@ def _write(options: RegenerateOptions, left: list[Request], total: int, tokenize
     ):
         bar.set_postfix_str("vLLM is starting")
         for answers in answered:
-            if not answers:  # the engine is ready: its start is no measure of its speed
+            if not answers:  # the engine is ready; the rate does not include its start
                 begun = time.monotonic()
                 bar.unpause()
                 bar.set_postfix_str("writing")
@@ -111,7 +111,7 @@ def _write(options: RegenerateOptions, left: list[Request], total: int, tokenize
 def _engine(
     options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
 ) -> Generator[list[dict[str, Any]]]:
-    """Yields an empty wave when the engine is ready, then its answers wave by wave."""
+    """Yield an empty list when the engine is ready, then lists of its answers."""
     log = options.out.with_name(options.out.name + ".log")
     prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)
     engine, sampling = options.arguments(has_tokenizer)
@@ -132,9 +132,15 @@ def _engine(
 
 
 class Responses:
-    """The file, open at its end and without a torn last line. `done`: the ids it holds.
+    """The output file, open at its end; `done` has its ids.
 
-    meta: how responses are made; ids: those of the run. Raises an MtpcError where the file is of another run.
+    Args:
+        path: of the file; an incomplete last line is removed.
+        meta: settings of the responses.
+        ids: of all responses of the run.
+
+    Raises:
+        MtpcError: the file belongs to another run.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any], ids: set[str]) -> None:
@@ -165,7 +171,7 @@ class Responses:
         self._file.close()
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Adds whole lines and waits until they are on the disk; raises UsageError where they cannot be."""
+        """Append lines and wait until they are on the disk. Raises UsageError if they cannot be written."""
         data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass")
         end = os.fstat(self._file.fileno()).st_size
         try:
@@ -173,7 +179,7 @@ class Responses:
                 data = data[self._file.write(data) :]
             os.fsync(self._file.fileno())
         except OSError as error:
-            self._file.truncate(end)  # a torn line would be cut off when the run is continued
+            self._file.truncate(end)  # without an incomplete line
             raise self._unwritable(error, f"; the {len(self.done)} responses in it are whole") from None
         self.done.update(line["id"] for line in lines)
 
@@ -185,7 +191,7 @@ class Responses:
 
 
 def _check_meta(path: Path, side: Path, meta: dict[str, Any]) -> None:
-    """Refuses a file made with other settings."""
+    """Raise UsageError for a file with other settings."""
     if not side.exists():
         raise UsageError(f"{path} is there without {side.name}; name another file, or remove it")
     if found := differing(read_json(side), meta):
@@ -196,7 +202,7 @@ def _check_meta(path: Path, side: Path, meta: dict[str, Any]) -> None:
 
 
 def _read_ids(path: Path) -> set[str]:
-    """Ids of the whole lines; a last line that was torn by an interruption is cut off."""
+    """Return the ids of the complete lines; remove an incomplete last line."""
     done, end = set(), 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):

@@ -1,8 +1,8 @@
-"""One engine of a batch job: it is given parts and hands back their lines, answered.
+"""One engine of a batch job: it answers the lines of parts.
 
-The engine is `vllm serve` in a child. When it dies it is started again and what it had not answered is asked again, up
-to `attempts` times a line: a request that kills engines ends as a recorded error, not as a loop. The last time a line
-is asked alone, so that those that were only next to such a request are answered.
+The engine is `vllm serve` in a child process. If it dies, it is started again, and its unanswered lines are sent again,
+at most `attempts` times: a request that kills engines ends with a recorded error. The last attempt of a line runs
+alone, so that lines that only shared a batch with such a request are answered.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from vllm_mtpc.batch.lines import Line, record
 from vllm_mtpc.batch.options import BatchOptions
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY
-from vllm_mtpc.engine.server import PROGRAM, EngineServer
+from vllm_mtpc.engine.server import PROGRAM, VllmServer
 from vllm_mtpc.errors import EngineFailed
 
 
 class Worker:
-    """Thread-safe: several parts may be asked for at once. Ray Data calls it with rows, see `__call__`.
+    """Thread-safe: parts may be answered concurrently. Ray Data calls it with rows, see `__call__`.
 
-    program: what is started in place of `vllm serve`, for tests; told here, as workers may be on other machines.
+    Args:
+        options: of the job.
+        program: command in place of `vllm serve`, for tests; an argument because workers may be on other machines.
     """
 
     def __init__(self, options: BatchOptions, program: Sequence[str] = PROGRAM) -> None:
@@ -40,36 +42,36 @@ class Worker:
         self._call(self._start())
 
     def answer(self, lines: list[Line]) -> dict[str, Any]:
-        """{"text": the part's lines, "lines", "errors", "tokens", and the engine's counters so far}."""
+        """Return {"text": the part's lines, "lines", "errors", "tokens", "engine", "acceptance": counters so far}."""
         return self._call(self._answer(lines))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row of Ray Data: {"name", "lines": JSON}."""
+        """Answer a row of Ray Data, {"name", "lines": JSON}."""
         return {"name": row["name"], **self.answer([Line(*values) for values in json.loads(row["lines"])])}
 
     def close(self) -> None:
-        """Ends the engine; what is asked still is not answered any more."""
+        """End the engine; pending requests fail."""
         self._is_closed = True
-        self._call(self._server.stop())
+        self._call(self._server.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _start(self) -> None:
-        """Sets `_server` once it can be asked."""
-        # It has no port; a key of other servers in our environment would have it refuse what we ask
-        server = EngineServer(self._options.command, {API_KEY: "", **self._options.env}, self._program)
-        await server.start(self._options.start_timeout_s)
+        """Set `_server` when it is healthy."""
+        # It has no port; with an API key of the environment it would refuse our requests
+        server = VllmServer(self._options.command, {API_KEY: "", **self._options.env}, self._program)
+        await server.start_async(self._options.start_timeout_s)
         self._server, self._name = server, uuid.uuid4().hex
 
-    async def _revive(self, dead: EngineServer) -> None:
-        """Another server in the place of `dead`; whoever comes second finds it there."""
+    async def _revive(self, dead: VllmServer) -> None:
+        """Replace a dead server once, for all requests that failed with it."""
         async with self._reviving:
             if self._is_closed:
                 raise EngineFailed("the job has ended")
             if self._server is dead:
-                await dead.stop()
+                await dead.close()
                 await self._start()
 
     async def _answer(self, lines: list[Line]) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class Worker:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """All slots: nothing else is asked meanwhile."""
+        """Hold all slots: no other request is sent meanwhile."""
         async with self._taking_all:
             for _ in range(self._options.in_flight):
                 await self._slots.acquire()
@@ -114,12 +116,12 @@ class Worker:
     async def _acceptance(self) -> Acceptance:
         try:
             return Acceptance.read(await self._server.text("/metrics"))
-        except EngineFailed:  # the counters of this engine are lost, the answers are not
+        except EngineFailed:  # its counters are lost, the answers are not
             return Acceptance()
 
 
 def _tokens(answer: dict[str, Any]) -> int:
-    """Tokens that were written for an answer, as the server counts them."""
+    """Return the number of generated tokens, counted by the server."""
     body = (answer["response"] or {}).get("body")
     usage = body.get("usage") if isinstance(body, dict) else None
     return (usage or {}).get("completion_tokens") or 0

@@ -1,45 +1,46 @@
-"""Ways of decoding that `vllm-mtpc bench serve` puts side by side, the engine of each, and what keeps one from running.
-
-All engines have the same settings, offline or behind HTTP.
-"""
+"""Ways of decoding that `vllm-mtpc bench serve` compares, and reasons why one cannot run here."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mtpc.bench import serve
-from vllm_mtpc.engine.options import flags
-from vllm_mtpc.engine.passes import Prompt, Resident, launched
-from vllm_mtpc.engine.speculation import Speculation
+from vllm_mtpc.engine.speculation import count_mtp_layers
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.families import FAMILIES
 
 LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most tokens/step on the demo of those tried
-DRAFTS = 5  # of peers, where no number is given
-CHOOSE_LENGTH = ("suffix", "dspark")  # methods that know how much to draft
+DRAFTS = 5  # of peers, by default
+CHOOSE_LENGTH = ("suffix", "dspark")  # methods that choose the number of drafts
 PEERS = ("ngram", "suffix", "mtp")
 INTERPRETER = Path(__file__).parents[2] / "scripts" / "interpreter"
 INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
 OWN = "own runner"
 V2_INTERPRETED = "V2, interpreted"
-CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several are alive at once
-Engine = Resident | serve.Served
+CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several run at once
 
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """One way of decoding. ``group``: it is compared with plain vLLM of the same group alone."""
+    """One way of decoding.
+
+    Attributes:
+        name: of its rows.
+        speculative: vLLM's speculative_config; None: plain vLLM.
+        circuit: of an MtPC head.
+        group: of rows that are compared with the same plain vLLM.
+        is_required: whether the command fails if it cannot run: a head, or a peer that the user configured.
+    """
 
     name: str
-    speculative: dict[str, Any] | None = None  # vLLM's speculative_config; None: plain
-    circuit: str | None = None  # of an MtPC head
+    speculative: dict[str, Any] | None = None
+    circuit: str | None = None
     group: str = OWN
+    is_required: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -51,87 +52,71 @@ class Decoding:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its engine's process needs besides what every engine gets."""
+        """Variables of its engine's process."""
         return INTERPRETED if self.group == V2_INTERPRETED else {}
 
 
 class Missing(NamedTuple):
-    """A row that was not run."""
+    """A way of decoding that was not run."""
 
     name: str
     reason: str
-    ours: bool = False  # a head of this package
+    is_required: bool = False
 
 
-def plain(group: str = OWN) -> Decoding:
-    return Decoding("plain", group=group)
-
-
-def peers(
-    names: Sequence[str],
-    given: Sequence[tuple[str, dict[str, Any]]],
-    num_drafts: int | None,
-    speculation: Speculation,
+def find_peers(
+    names: Sequence[str], configured: Mapping[str, dict[str, Any]], num_drafts: int | None, engine: dict[str, Any]
 ) -> tuple[list[Decoding], list[Missing]]:
-    """Peers by name (PEERS), where they can be run, and those ``given`` by a name and a `speculative_config`.
+    """Return vLLM's own methods.
 
-    Raises UsageError where vLLM would refuse one that was given.
+    Args:
+        names: of PEERS; those that cannot run here are missing.
+        configured: speculative_config by name, of peers that the user configured.
+        num_drafts: of every method; None: vLLM's number of MTP layers, else DRAFTS.
+        engine: keyword arguments of `vllm.LLM`.
+
+    Raises:
+        UsageError: a configured peer is a head of this package.
     """
     found: list[Decoding] = []
     missing: list[Missing] = []
+    count = num_drafts or DRAFTS
     if "ngram" in names:
-        found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": num_drafts or DRAFTS, **LOOKUP}))
+        found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": count, **LOOKUP}))
     if "suffix" in names:
-        if has_suffix_decoding():
-            found.append(Decoding("suffix", {"method": "suffix"}))
-        else:
+        if importlib.util.find_spec("arctic_inference") is None:
             missing.append(Missing("suffix", "arctic-inference is not installed"))
-    if "mtp" in names:
-        one = _native(num_drafts, speculation)
-        if isinstance(one, Decoding):
-            found.append(one)
         else:
-            missing.append(one)
-    return found + [_given(name, value, num_drafts, speculation) for name, value in given], missing
+            found.append(Decoding("suffix", {"method": "suffix"}))
+    if "mtp" in names:
+        if layers := count_mtp_layers(engine):
+            found.append(Decoding("MTP", {"method": "mtp", "num_speculative_tokens": num_drafts or layers}))
+        else:
+            missing.append(Missing("MTP", "the target bundles no MTP layers that vLLM serves"))
+    for name, config in configured.items():
+        if config.get("method") in FAMILIES:
+            raise UsageError(f"--peer {name}: a head of this package; type --heads {config.get('model')}")
+        if config.get("method") not in CHOOSE_LENGTH:
+            config = {"num_speculative_tokens": count, **config}
+        found.append(Decoding(name, config, is_required=True))
+    return found, missing
 
 
-def has_suffix_decoding() -> bool:
-    return importlib.util.find_spec("arctic_inference") is not None
-
-
-def _native(num_drafts: int | None, speculation: Speculation) -> Decoding | Missing:
-    """The target's own MTP layers; as many drafts as layers, as vLLM's recipes have it."""
-    layers = speculation.mtp_layers()
-    if not layers:
-        return Missing("MTP", "the target bundles no MTP layers that vLLM serves")
-    value = {"method": "mtp", "num_speculative_tokens": num_drafts or layers}
-    problem = speculation.problem(value)
-    return Missing("MTP", problem) if problem else Decoding("MTP", value)
-
-
-def _given(name: str, value: dict[str, Any], num_drafts: int | None, speculation: Speculation) -> Decoding:
-    method, count = value.get("method"), num_drafts or DRAFTS
-    if method in FAMILIES:
-        raise UsageError(
-            f"--peer {name}: method {method!r} is a head of this package; type --heads {value.get('model')}"
-        )
-    if method == "mtp" and "model" not in value:
-        count = num_drafts or speculation.mtp_layers() or 1
-    if method not in CHOOSE_LENGTH:
-        value = {"num_speculative_tokens": count, **value}
-    if problem := speculation.problem(value):
-        raise UsageError(f"--peer {name}: {problem}")
-    return Decoding(name, value)
-
-
-def heads(
-    names: Sequence[str], variants: dict[str, dict[str, Any]], num_drafts: int | None, on_gpu: bool
+def find_heads(
+    names: Sequence[str], variants: Mapping[str, dict[str, Any]], num_drafts: int | None, on_gpu: bool
 ) -> tuple[list[Decoding], list[Missing]]:
-    """Heads of this package by folder or hub name, each as it is and once more for every variant.
+    """Return heads of this package, each with the options of its checkpoint and once more for every variant.
 
-    A variant has a name and more of the speculative_config.
+    PTP heads and draft layers need Model Runner V2. Without a GPU its kernels are interpreted, in a group of their own.
 
-    PTP heads and draft layers need Model Runner V2: without a GPU its kernels are interpreted, in a group of their own.
+    Args:
+        names: folders or hub names.
+        variants: more of speculative_config by the variant's name.
+        num_drafts: of every head; None: as the head's config has it.
+        on_gpu: whether there is a GPU.
+
+    Raises:
+        UsageError: a head is named twice.
     """
     from vllm_mtpc.eval.loading import resolve
 
@@ -142,75 +127,46 @@ def heads(
         if num_drafts:
             given["num_speculative_tokens"] = num_drafts
         circuit = getattr(config, "circuit", None)
-        needs_v2 = getattr(config, "has_draft_layers", True)  # PTP heads always
-        group = V2_INTERPRETED if needs_v2 and not on_gpu else OWN
+        group = V2_INTERPRETED if getattr(config, "has_draft_layers", True) and not on_gpu else OWN  # PTP heads always
         if group == V2_INTERPRETED and not INTERPRETER.is_dir():
-            what = "draft layers need" if circuit else "PTP heads need"
-            missing.append(Missing(label, f"{what} a GPU, or scripts/interpreter of this package's checkout", True))
+            missing.append(Missing(label, "needs a GPU, or scripts/interpreter of a checkout of this package", True))
             continue
-        found.append(Decoding(label, given, circuit, group))
-        found += [Decoding(f"{label}, {key}", {**given, **more}, circuit, group) for key, more in variants.items()]
+        for variant, more in {"": {}, **variants}.items():
+            name = f"{label}, {variant}" if variant else label
+            found.append(Decoding(name, {**given, **more}, circuit, group, is_required=True))
     return found, missing
 
 
-def kind_of(config: Any) -> str:
-    """A head's circuit, or its variant."""
-    return getattr(config, "circuit", None) or config.variant
-
-
 def _labels(configs: Sequence[tuple[str, Any]]) -> list[str]:
-    """A name for each head, no two the same: its folder with as many parents as tell it apart, and its kind.
+    """Return different names: the circuit or variant, after as many parent folders as tell the heads apart.
 
     An FF head predicts the tokens of a window independently of each other, as Medusa's heads do.
     """
-    places = [Path(os.path.abspath(name) if os.path.isdir(name) else name).parts for name, _ in configs]
-    kinds = ["ff (Medusa-style)" if kind_of(config) == "ff" else kind_of(config) for _, config in configs]
-    for depth in range(1, 1 + max(map(len, places), default=0)):
-        folders = ["/".join(parts[-depth:]) for parts in places]
+    kinds = [getattr(config, "circuit", None) or config.variant for _, config in configs]
+    paths = [Path(os.path.abspath(name) if os.path.isdir(name) else name).parts for name, _ in configs]
+    for depth in range(1, 1 + max(map(len, paths), default=0)):
+        folders = ["/".join(parts[-depth:]) for parts in paths]
         if len(set(folders)) == len(folders):
-            known = [name == kind_of(config) for name, (_, config) in zip(folders, configs, strict=True)]
-            named = zip(folders, kinds, known, strict=True)
-            return [kind if is_kind else f"{folder} [{kind}]" for folder, kind, is_kind in named]
+            shown = ["ff (Medusa-style)" if kind == "ff" else kind for kind in kinds]
+            named = zip(folders, kinds, shown, strict=True)
+            return [label if folder == kind else f"{folder} [{label}]" for folder, kind, label in named]
     if configs:
         raise UsageError("the same head is named twice; name each head once")
     return []
 
 
-def arguments(
+def engine_arguments(
     target: str, dtype: str, max_model_len: int, max_num_seqs: int, on_gpu: bool, more: dict[str, Any]
 ) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.LLM`` that every engine of a run gets; ``more`` wins."""
+    """Return the arguments of every engine of a run, by their names in `vllm.LLM`; `more` has precedence."""
     on_cpu = {} if on_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
     return {
         "model": target,
         "dtype": dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
-        "enable_prefix_caching": False,  # a prompt that comes again is read again
+        "enable_prefix_caching": False,  # prompts repeat
         "seed": 0,
         **on_cpu,
         **more,
     }
-
-
-@contextlib.contextmanager
-def start(
-    decoding: Decoding, engine: dict[str, Any], prompts: Sequence[Prompt], logs: Path, over_http: bool
-) -> Iterator[Engine]:
-    """The engine of a way of decoding, ready. Raises EngineFailed where it does not start."""
-    if not decoding.is_plain:
-        engine = {**engine, "speculative_config": decoding.speculative}
-    place = "".join(letter if letter.isalnum() else "-" for letter in f"{decoding.name}-{decoding.group}")
-    log = logs / f"{place}.log"
-    if over_http:
-        with serve.server(command(engine), log, environment=decoding.environment) as client:
-            yield serve.Served(client, prompts)
-    else:
-        with launched(engine, prompts, log, decoding.environment) as waiting:
-            _ = waiting.about  # waits until it is ready
-            yield waiting
-
-
-def command(engine: dict[str, Any]) -> list[str]:
-    """Keyword arguments of ``vllm.LLM`` as words of ``vllm serve``."""
-    return [str(engine["model"]), *flags({key: value for key, value in engine.items() if key != "model"})]

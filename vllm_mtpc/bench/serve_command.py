@@ -1,4 +1,4 @@
-"""`vllm-mtpc bench serve`: plain vLLM, peers and heads side by side in one run."""
+"""`vllm-mtpc bench serve`: compare plain vLLM, its own methods and heads by `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -9,58 +9,66 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_mtpc import demo
-from vllm_mtpc.bench import decodings, report, rounds
-from vllm_mtpc.bench.decodings import OWN, PEERS, V2_INTERPRETED, Decoding, Missing
+from vllm_mtpc.bench import comparison, report
+from vllm_mtpc.bench.comparison import Comparison, compare
+from vllm_mtpc.bench.decodings import (
+    OWN,
+    PEERS,
+    V2_INTERPRETED,
+    Decoding,
+    Missing,
+    engine_arguments,
+    find_heads,
+    find_peers,
+)
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.passes import Prompt, Setting
-from vllm_mtpc.engine.speculation import Speculation
+from vllm_mtpc.engine.passes import Engine, Prompt, Setting, launched
 from vllm_mtpc.errors import EngineFailed, UsageError
 from vllm_mtpc.eval.loading import resolve, target_of
 from vllm_mtpc.flags import check_positive
 from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
 
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
-PEER_HELP = 'another row of vLLM\'s: --peer \'name={"method": "eagle", "model": ...}\', a speculative_config'
-CLIENTS = [1, 2, 4, 8, 16, 32, 64]
-ROOM = 64  # tokens of context beyond the longest prompt and its answer: drafts near the end are cut there
-# Interpreted kernels cost by the call, whatever the size of the model: small passes, and few
+PEER_HELP = 'another speculative_config of vLLM: --peer \'NAME={"method": "eagle", "model": ...}\''
+ROOM = 64  # tokens of context after the longest answer: vLLM drafts fewer near the end of the context
+# Interpreted kernels cost by the call, whatever the size of the model
 INTERPRETED = {"max_tokens": 48, "prompts": 4, "rounds": 2}
 DEMO = {"concurrency": [1, 4, 16], "prompts": 8, "max_tokens": 96, "rounds": 8, "minutes": 13.0}
-DEFAULTS = {"concurrency": CLIENTS, "prompts": 16, "max_tokens": 128, "rounds": 3, "minutes": None}
+DEFAULTS = {"concurrency": [1, 2, 4, 8, 16, 32, 64], "prompts": 16, "max_tokens": 128, "rounds": 3, "minutes": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     n: dict[str, Any] = {"type": int, "metavar": "N"}
-    add("--target", metavar="MODEL", help="default: the verifier of the first head")
+    add("--target", metavar="MODEL", help="default: the target of the first head")
     add("--heads", nargs="+", default=[], metavar="HEAD", help="MtPC and PTP heads of one target: folders, hub names")
-    add("--demo", action="store_true", help="the packaged target and heads, at most 15 minutes on two CPU cores")
+    add("--demo", action="store_true", help="the packaged target and heads")
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="vLLM's own methods; default: all that run here")
-    add("--peer", type=_variant, action="append", default=[], metavar="NAME=JSON", help=PEER_HELP)
-    add("--num-drafts", **n, help="drafts of every method (default: as heads say, 5 for peers)")
-    add("--variant", type=_variant, action="append", default=[], metavar="NAME=JSON", help=VARIANT_HELP)
-    add("--engine", type=_object, default={}, metavar="JSON", help="more arguments of every engine (of vllm.LLM)")
+    add("--peer", type=named_json, action="append", default=[], metavar="NAME=JSON", help=PEER_HELP)
+    add("--num-drafts", **n, help="drafts of every method (default: that of the head, 5 for peers)")
+    add("--variant", type=named_json, action="append", default=[], metavar="NAME=JSON", help=VARIANT_HELP)
+    add("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine (of vllm.LLM)")
     add("--dtype", default=None, help="of the target (default: float32 on a CPU, else auto)")
     add("--data", nargs="+", default=[], metavar="FILE", help="Spec-Bench, jsonl or text (default: the demo's prompts)")
     add("--prompt-tokens", default=64, **n, help="of a piece of a text file (default: 64)")
     add("--max-prompt-tokens", default=1024, **n, help="longer prompts are left out (default: 1024)")
     add("--temperature", type=float, nargs="+", default=[1.0, 0.0], metavar="T", help="default: 1 0")
-    add("--concurrency", type=int, nargs="+", metavar="C", help=f"default: {' '.join(map(str, CLIENTS))}; demo: 1 4 16")
+    add("--concurrency", type=int, nargs="+", metavar="C", help="default: 1 2 4 8 16 32 64; demo: 1 4 16")
     add("--prompts", **n, help="of a pass at c=1; at least 3 c are sent (default: 16; demo: 8)")
     add("--max-tokens", **n, help="of an answer (default: 128; demo: 96)")
-    add("--stop-at-eos", action="store_true", help="answers may end by themselves (default: all of --max-tokens)")
-    add("--rounds", **n, help="how often everything is measured (default: 3; demo: 8)")
-    add("--minutes", type=float, metavar="M", help="interleaved: no round begins that would end later (demo: 13)")
-    add("--runner", choices=("offline", "http"), default="offline", help="http: vllm serve, with TTFT and TPOT")
-    add("--order", choices=("interleaved", "bracketed"), help="default: interleaved on a CPU offline, else bracketed")
+    add("--stop-at-eos", action="store_true", help="answers may end before --max-tokens")
+    add("--rounds", **n, help="passes of every setting (default: 3; demo: 8)")
+    add("--minutes", type=float, metavar="M", help="interleaved: no round starts that would end later (demo: 13)")
+    orders = list(comparison.ORDERS)
+    add("--order", choices=orders, help="default: interleaved on a CPU, else sequential")
     add("--logs", type=Path, metavar="DIR", help="keep the engines' logs here (default: removed)")
     add("--json", type=Path, metavar="FILE", help="write the result there, for `vllm-mtpc plot`")
 
@@ -68,49 +76,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # this process waits; the cores belong to the engines
     on_gpu = torch.cuda.is_available()
-    complete(args, on_gpu)
+    set_defaults(args, on_gpu)
     check_file(args.json)
     check_folder(args.logs, "--logs")
-    members, missing = wanted(args, on_gpu)
-    settings = {group: cells(args, group) for group in members}
-    most = max(cell.prompts for found in settings.values() for cell in found)
+    groups, missing = find_decodings(args, on_gpu)
+    cells = {group: make_cells(args, group) for group in groups}
+    most = max(cell.prompts for found in cells.values() for cell in found)
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
-    with contextlib.ExitStack() as stack:
-        # a SIGTERM raises SystemExit here, so that engines are ended on the way out
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        stack.callback(signal.signal, signal.SIGTERM, before)
-        logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        comparison = measure(args, members, settings, texts, logs, on_gpu)
-    unsaid = ("json", "logs", "untyped", "run", "bench")
-    given = {key: provenance.public(value) for key, value in vars(args).items() if key not in unsaid}
+    found = Comparison(missing=missing)
+    with _logs(args) as logs:
+        measure(args, groups, cells, texts, logs, on_gpu, found)
+    given = {key: value for key, value in vars(args).items() if key not in ("json", "logs", "run", "bench")}
     result = {
         "kind": SERVED,
         **provenance.collect(),
-        "definitions": [*report.definitions(args.runner == "http"), f"{args.order}: {rounds.HOW[args.order]}"],
-        "settings": {**given, "distinct_prompts": len(texts)},
-        "rows": report.rows(comparison.passes),
-        "not_run": [one._asdict() for one in [*missing, *comparison.missing]],
+        "definitions": [*report.COLUMN_DEFINITIONS, f"{args.order}: {comparison.ORDERS[args.order]}"],
+        "settings": {**{key: provenance.public(value) for key, value in given.items()}, "distinct_prompts": len(texts)},
+        "rows": report.make_rows(found),
+        "not_run": [one._asdict() for one in found.missing],
     }
     if args.json:
         write_json(args.json, result)
     print_result(result)
-    # the demo's heads were not chosen by the user: one that this machine cannot run is no failure
-    lost = [one.name for one in [*([] if args.demo else missing), *comparison.missing] if one.ours]
+    differing = print_identity(found)
+    # the user did not choose the demo's heads: one that cannot run on this machine is no failure
+    lost = [one.name for one in found.missing if one.is_required and not (args.demo and one in missing)]
     if lost or all(row["speedup"] is None for row in result["rows"]):
         print(f"failed: {', '.join(lost)} did not run" if lost else "failed: nothing was compared with plain vLLM")
         return 1
-    return 1 if args.dtype == "float32" and report.differing(result["rows"]) else 0
+    return 1 if args.dtype == "float32" and differing else 0
 
 
-def complete(args: argparse.Namespace, on_gpu: bool) -> None:
-    """Fills in what was not typed. Raises UsageError for words that do not go together."""
-    args.untyped = set()
+@contextlib.contextmanager
+def _logs(args: argparse.Namespace) -> Iterator[Path]:
+    """Yield the folder of logs; a SIGTERM raises SystemExit here, so that engines are ended."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield args.logs or Path(folder)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
+    """Set options that were not given. Raises UsageError for options that exclude each other."""
     if args.demo:
         if args.target or args.heads:
             raise UsageError("--demo has its own target and heads; leave --target and --heads out, or --demo")
         args.target = str(demo.path("target"))
-        of_gpus = (demo.BACKBONE,) if on_gpu else ()  # elsewhere interpreted, where its speed says nothing
-        args.heads = [str(demo.path(name)) for name in (*demo.CIRCUITS, *of_gpus, "late")]
+        on_gpus = (demo.BACKBONE,) if on_gpu else ()  # elsewhere interpreted
+        args.heads = [str(demo.path(name)) for name in (*demo.CIRCUITS, *on_gpus, "late")]
     if not args.target:
         if not args.heads:
             raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
@@ -118,31 +133,32 @@ def complete(args: argparse.Namespace, on_gpu: bool) -> None:
     for key, value in (DEMO if args.demo else DEFAULTS).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-            args.untyped.add(key)
     check_positive(args, "prompts", "max_tokens", "rounds", "prompt_tokens", "num_drafts")
     if min(args.concurrency) < 1 or min(args.temperature) < 0:
         raise UsageError("--concurrency must be 1 or more, --temperature 0 or more")
+    if not isinstance(args.engine, dict):
+        raise UsageError("--engine: a JSON object is required")
     args.dtype = args.dtype or ("auto" if on_gpu else "float32")
-    args.order = args.order or ("bracketed" if on_gpu or args.runner == "http" else "interleaved")
+    args.order = args.order or ("bracketed" if on_gpu else "interleaved")
 
 
-def wanted(args: argparse.Namespace, on_gpu: bool) -> tuple[dict[str, list[Decoding]], list[Missing]]:
-    """All ways of decoding by group, plain vLLM first in each, and what cannot be run."""
-    speculation = Speculation({"model": args.target, "dtype": args.dtype, **args.engine})
-    own, missing = decodings.peers(args.peers, args.peer, args.num_drafts, speculation)
-    ours, more = decodings.heads(args.heads, dict(args.variant), args.num_drafts, on_gpu)
-    names = ["plain", *(one.name for one in own + ours)]
+def find_decodings(args: argparse.Namespace, on_gpu: bool) -> tuple[dict[str, list[Decoding]], list[Missing]]:
+    """Return the ways of decoding by group, plain vLLM first in each, and those that cannot run."""
+    engine = {"model": args.target, "dtype": args.dtype, **args.engine}
+    peers, missing = find_peers(args.peers, dict(args.peer), args.num_drafts, engine)
+    heads, more = find_heads(args.heads, dict(args.variant), args.num_drafts, on_gpu)
+    names = ["plain", *(one.name for one in peers + heads)]
     if again := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"--peer {again[0]}: there is a row of this name; give it another")
-    members = {}
-    for group in (OWN, V2_INTERPRETED):
-        if found := [one for one in own + ours if one.group == group]:
-            members[group] = [decodings.plain(group), *found]
-    return members or {OWN: [decodings.plain()]}, missing + more
+        raise UsageError(f"--peer {again[0]}: another row has this name; choose a different one")
+    groups = {}
+    for group in (V2_INTERPRETED, OWN):  # the interpreted group is short; the other may use the time that is left
+        if found := [one for one in peers + heads if one.group == group]:
+            groups[group] = [Decoding("plain", group=group), *found]
+    return groups or {OWN: [Decoding("plain")]}, missing + more
 
 
-def cells(args: argparse.Namespace, group: str) -> list[Setting]:
-    """The settings of a group: temperatures and numbers of clients."""
+def make_cells(args: argparse.Namespace, group: str) -> list[Setting]:
+    """Return the settings of a group: temperatures and numbers of clients."""
     return [
         Setting(
             f"T={temperature:g}, c={clients}",
@@ -158,79 +174,71 @@ def cells(args: argparse.Namespace, group: str) -> list[Setting]:
 
 
 def size(args: argparse.Namespace, group: str, key: str) -> int:
-    """max_tokens, prompts or rounds of a group: less for interpreted kernels, unless it was typed."""
+    """Return max_tokens, prompts or rounds of a group; less for interpreted kernels."""
     value = getattr(args, key)
-    return min(value, INTERPRETED[key]) if group == V2_INTERPRETED and key in args.untyped else value
+    return min(value, INTERPRETED[key]) if group == V2_INTERPRETED else value
 
 
 def measure(
     args: argparse.Namespace,
-    members: dict[str, list[Decoding]],
-    settings: dict[str, list[Setting]],
+    groups: dict[str, list[Decoding]],
+    cells: dict[str, list[Setting]],
     texts: Sequence[Prompt],
     logs: Path,
     on_gpu: bool,
-) -> rounds.Comparison:
-    """All passes. The interpreted group is short and goes first; the other fills the time left."""
+    into: Comparison,
+) -> None:
+    """Measure all groups. Raises EngineFailed if plain vLLM fails on its own runner."""
     length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
-    engine = decodings.arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
-    turns = {group: size(args, group, "rounds") for group in settings}
-    total = sum(turns[g] * len(settings[g]) * (len(members[g]) + (args.order == "bracketed")) for g in settings)
-    deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
-    comparison = rounds.Comparison(rounds.Progress(total, deadline))
+    engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
 
-    def start(decoding: Decoding) -> contextlib.AbstractContextManager[decodings.Engine]:
-        comparison.progress.say(f"starting {decoding.name} ({decoding.group})")
-        return decodings.start(decoding, engine, texts, logs, args.runner == "http")
+    def start(decoding: Decoding) -> contextlib.AbstractContextManager[Engine]:
+        drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
+        name = "".join(letter if letter.isalnum() else "-" for letter in f"{decoding.name}-{decoding.group}")
+        return launched({**engine, **drafts}, texts, logs / f"{name}.log", decoding.environment)
 
-    way = rounds.bracketed if args.order == "bracketed" else rounds.interleaved
-    for group in sorted(settings, key=lambda group: group == OWN):
+    for group, decodings in groups.items():
         try:
-            way(members[group], settings[group], turns[group], start, comparison)
-        except EngineFailed as error:  # of plain: nothing of its group can be compared
+            compare(decodings, cells[group], size(args, group, "rounds"), start, args.order, into, deadline)
+        except EngineFailed as error:  # of plain vLLM
             if group == OWN:
                 raise
-            comparison.missing += [Missing(one.name, f"{group}: {error.reason}", one.is_ours) for one in members[group]]
-    return comparison
+            reason = f"{group}: {error.reason}"
+            into.missing += [Missing(one.name, reason, one.is_required) for one in decodings]
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Tables, what was not run, definitions, and the cells that lose."""
+    """Print tables, ways of decoding that were not run, definitions, and heads that are slower than plain vLLM."""
     found = result["rows"]
     for group in dict.fromkeys(row["group"] for row in found):
         note = "" if group == OWN else f" ({group}: compare these rows with each other only)"
         print_table(f"tok/s and speed-up over plain{note}", *report.overview(found, group))
-    print_table("everything", *report.details(found))
+    print_table("all columns", *report.details(found))
     print()
     for one in result["not_run"]:
         print(f"not run: {one['name']}: {one['reason']}")
     for line in result["definitions"]:
         print(line)
     for row in report.unsteady(found):
-        least, most = row["tokens_per_second_spread"]
-        print(
-            f"warning: {report.place(row)}: rounds differ by {most / least:.1f}x; compare CPU seconds, or measure again"
-        )
+        print(f"warning: {report.place(row)}: rounds differ by more than {report.UNSTEADY:g}x; compare CPU seconds")
     losing = [f"{report.place(row)} {row['speedup']:.2f}x" for row in report.losing(found)]
     print(f"heads slower than {report.SLOWER:g}x plain: {'; '.join(losing) or 'none'}")
-    checked = [row["identical"] for row in found if row["identical"]]
-    print(f"identical greedy outputs: {sum(a for a, _ in checked)} of {sum(b for _, b in checked)}")
-    for row in report.differing(found):
-        print(f"{report.place(row)}: greedy output differs from plain vLLM's")
 
 
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text}: expected is a JSON object")
-    return value
+def print_identity(found: Comparison) -> bool:
+    """Print the result of the greedy check; return whether an answer differs from plain vLLM's."""
+    checked = {one: counts for one in found.greedy if (counts := found.identical(one))}
+    for one, (same, total) in checked.items():
+        if same < total:
+            print(f"{one.name}: {total - same} of {total} greedy answers differ from plain vLLM's")
+    same, total = (sum(counts[index] for counts in checked.values()) for index in (0, 1))
+    print(f"identical greedy outputs: {same} of {total}")
+    return same < total
 
 
-def _variant(text: str) -> tuple[str, dict[str, Any]]:
+def named_json(text: str) -> tuple[str, dict[str, Any]]:
     name, _, value = text.partition("={")
     if not name:
-        raise argparse.ArgumentTypeError(f"{text}: expected is NAME={{...}}")
-    return name, _object("{" + value)
+        raise ValueError
+    return name, json.loads("{" + value)

@@ -1,8 +1,8 @@
-"""A job with an engine (`vllm.LLM`) in a process of its own: `python -m vllm_mtpc.engine.child FD`.
+"""Run a job with `vllm.LLM` in a child process: `python -m vllm_mtpc.engine.child FD`.
 
-A job is a function `job(llm, items, **given)` of this room that yields answers. The child reads lines of JSON from its
-standard input, first what to build and to run, then the items, which may come one by one; each answer is a line of JSON
-on the open file FD. While it waits for an item it sleeps: several engines can be alive and take turns.
+A job is a function `job(llm, items, **given)` that yields answers. The child reads lines of JSON from its standard
+input: first the engine's arguments and the job, then the items. It writes each answer as a line of JSON to the file
+descriptor FD.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from vllm_mtpc.engine.process import engine_environment, failure, group
 
 
 class Child:
-    """A job that runs."""
+    """A running job."""
 
     def __init__(self, process: subprocess.Popen[bytes], answers: TextIO, log: Path) -> None:
         self.process, self._answers, self._log = process, answers, log
 
     def send(self, item: Any) -> None:
-        """One more item, to a job that was started without any."""
+        """Send one item to a job that was started without items."""
         assert self.process.stdin is not None  # a pipe
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(_line(item))
             self.process.stdin.flush()
 
     def answer(self, kind: Any = Any) -> Any:
-        """The next answer, of that type. Raises EngineFailed, with the end of the log, where the process has ended."""
+        """Return the next answer, of that type. Raises EngineFailed if the process has ended."""
         line = self._answers.readline()
         if not line:
             raise failure("the engine", self.process.wait(), self._log)
@@ -55,19 +55,25 @@ def started(
     on_cpu: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Child]:
-    """The process, which has ended on leaving; its engine is still starting.
+    """Start a child process, which ends with the context; its engine may still be starting.
 
-    engine: keyword arguments of `vllm.LLM`; on_cpu: more of them where vLLM runs on a CPU, as defaults; given: keyword
-    arguments of the job; items: None, and they are sent later; environment: added to that of every engine.
+    Args:
+        job: function of this package.
+        engine: keyword arguments of `vllm.LLM`.
+        log: file of the process's output.
+        given: keyword arguments of the job.
+        items: of the job; None: `Child.send` sends them.
+        on_cpu: defaults of the engine on a CPU.
+        environment: added to that of every engine.
     """
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment(), **(environment or {})}
     name = f"{job.__module__}:{job.__name__}"
     what = {"job": name, "engine": engine, "on_cpu": on_cpu or {}, "given": given or {}}
     reading, writing = os.pipe()
-    with tempfile.TemporaryFile() as told, os.fdopen(reading, encoding="utf-8") as answers:
-        told.writelines(map(_line, (what, *(items or ()))))
-        told.seek(0)
-        stdin = subprocess.PIPE if items is None else told
+    with tempfile.TemporaryFile() as lines, os.fdopen(reading, encoding="utf-8") as answers:
+        lines.writelines(map(_line, (what, *(items or ()))))
+        lines.seek(0)
+        stdin = subprocess.PIPE if items is None else lines
         command = [sys.executable, "-m", "vllm_mtpc.engine.child", str(writing)]
         with group(command, log, variables, pass_fds=[writing], stdin=stdin) as process:
             os.close(writing)
@@ -82,7 +88,7 @@ def _line(what: Any) -> bytes:
 
 
 def main(file: int) -> None:
-    """The child's side."""
+    """Run the job in the child process."""
     from vllm import LLM
     from vllm.platforms import current_platform
 

@@ -1,7 +1,7 @@
-"""Tokens per step and acceptance per position, from the counters vLLM keeps about speculative decoding.
+"""Tokens per step and acceptance per position, from vLLM's counters of speculative decoding.
 
-The counters are read before and after, and subtracted. All steps, and the drafts that were cut, are counted by this
-package (proposers/heads/counts.py), the rest by vLLM itself.
+Counters are read before and after a run, and subtracted. This package counts all steps and the pruned drafts, vLLM the
+rest.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import chain, zip_longest
 from typing import Any
 
 DEFINITIONS = (
-    "tokens/step: tokens a request gains in one forward pass of the target, the target's own token included, over all "
-    "passes (plain decoding is 1.00).\n"
+    "tokens/step: tokens a request gains in one step of the target, the target's own token included, over all steps "
+    "(plain decoding is 1.00).\n"
     "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
 )
 _PREFIX, _POSITIONS = "vllm:spec_decode_", "num_accepted_tokens_per_pos"
@@ -22,18 +22,18 @@ CUTS = ("schedule", "survival", "budget", "request")
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What became of the drafts of a run. Without drafts all counters are zero."""
+    """Counters of the drafts of a run; all zero without drafts."""
 
     drafts: int = 0  # steps of single requests that carried drafts
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
-    steps: int = 0  # of single requests, all of them; 0 where the engine does not count them (other methods)
-    cut: tuple[int, ...] = ()  # drafts not verified, by CUTS
+    steps: int = 0  # of single requests, all of them; 0 if not counted (other methods)
+    cut: tuple[int, ...] = ()  # pruned drafts, by CUTS
 
     @property
     def tokens_per_step(self) -> float:
-        """Over all steps where they are counted, else over those with drafts."""
+        """Mean over all steps if they are counted, else over those with drafts."""
         return 1.0 + self.accepted_tokens / self.steps if self.steps else self.tokens_per_drafted_step
 
     @property
@@ -46,14 +46,14 @@ class Acceptance:
 
     @property
     def cut_shares(self) -> dict[str, float]:
-        """By CUTS, the part of all drafts the head had room for; empty where nothing was counted."""
+        """Shares of pruned drafts by CUTS; empty if not counted."""
         room = self.draft_tokens + sum(self.cut)
         return {name: count / room for name, count in zip(CUTS, self.cut, strict=False)} if room else {}
 
     def cut_line(self) -> str:
-        """E.g. "drafts cut: schedule 12 %, survival 30 %, budget 0 %"; empty where nothing was counted."""
+        """Return e.g. "drafts pruned: schedule 12 %, survival 30 %"; empty if not counted."""
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.cut_shares.items())
-        return f"drafts cut: {shares}" if shares else ""
+        return f"drafts pruned: {shares}" if shares else ""
 
     def __add__(self, other: Acceptance, sign: int = 1) -> Acceptance:
         def total(mine: Any, its: Any) -> Any:
@@ -68,10 +68,11 @@ class Acceptance:
 
     @classmethod
     def read(cls, metrics: str | None = None) -> Acceptance:
-        """Counted since the start, summed over engines.
+        """Read the counters since the start, summed over engines.
 
-        metrics: the text of a server's ``/metrics``; None: of the engines of this process, with
-        ``disable_log_stats=False`` (where ``llm.get_metrics()`` reads, too).
+        Args:
+            metrics: text of a server's /metrics; None: the registry of this process, whose engines need
+                `disable_log_stats=False`.
         """
         from prometheus_client import REGISTRY
         from prometheus_client.parser import text_string_to_metric_families

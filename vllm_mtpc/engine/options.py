@@ -1,8 +1,9 @@
-"""What an engine is, for an app on Ray and for a batch job: its own keys, and flags of `vllm serve`."""
+"""Options of the engines of an app on Ray and of a batch job: own keys, and flags of `vllm serve`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ API_KEY = "VLLM_API_KEY"  # vLLM's own variable
 
 
 def parse_mapping(value: Any) -> Any:
-    """A mapping that may be JSON, for validators."""
+    """Parse a mapping that may be JSON; a validator of pydantic."""
     if not isinstance(value, str):
         return value
     try:
@@ -24,30 +25,30 @@ def parse_mapping(value: Any) -> Any:
 
 
 class EngineOptions(BaseModel):
-    """One `vllm serve`, and what Ray sets aside for it."""
+    """One `vllm serve`, and the resources that Ray reserves for it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field(min_length=1, description="the target: folder that every node sees, or hub name")
-    speculative_config: dict[str, Any] | None = Field(None, description="as of `vllm serve`, JSON")
+    model: str = Field(min_length=1, description="the target: folder on every node, or hub name")
+    speculative_config: dict[str, Any] | None = Field(None, description="of `vllm serve`, JSON")
     replicas: int = Field(1, ge=1, description="engines")
-    cpus: float = Field(1, ge=0, description="CPUs that Ray sets aside for an engine")
-    gpus: float | None = Field(None, ge=0, description="GPUs of an engine; by default what its parallel sizes need")
-    env: dict[str, str] = Field({}, description="environment of an engine, on top of its node's, JSON")
+    cpus: float = Field(1, ge=0, description="CPUs that Ray reserves for an engine")
+    gpus: float | None = Field(None, ge=0, description="GPUs of an engine; default: the product of its parallel sizes")
+    env: dict[str, str] = Field({}, description="environment of an engine, added to its node's, JSON")
     start_timeout_s: float = Field(1800, gt=0, description="longest start of an engine")
-    attempts: int = Field(3, ge=1, description="engines that a request is given to, one after the other died with it")
+    attempts: int = Field(3, ge=1, description="engines that receive a request, if each dies with it")
     engine: dict[str, Any] = Field({}, description="flags of `vllm serve`")
 
     _from_json = field_validator("speculative_config", "env", mode="before")(parse_mapping)
 
     @property
     def command(self) -> list[str]:
-        """The words after `vllm serve`."""
+        """Words after `vllm serve`."""
         drafts = {"speculative_config": self.speculative_config} if self.speculative_config else {}
         return [self.model, *flags({**self.engine, **drafts})]
 
     def num_gpus(self, has_gpus: bool) -> float:
-        """GPUs that Ray sets aside for an engine, in a cluster that has any or not."""
+        """Return the number of GPUs that Ray reserves for an engine."""
         if self.gpus is not None or not has_gpus:
             return self.gpus or 0
         product = 1
@@ -60,9 +61,15 @@ Options = TypeVar("Options", bound=EngineOptions)
 
 
 def validated(model: type[Options], given: dict[str, Any], example: str) -> Options:
-    """Options of what was typed, folders by full names: an engine starts in another folder.
+    """Validate options, the flags of `vllm serve` included; folders become absolute paths.
 
-    Raises an MtpcError, the flags of `vllm serve` included. example: what to type where the model is missing.
+    Args:
+        model: class of the options.
+        given: values by their names.
+        example: a command line for the error about a missing option.
+
+    Raises:
+        UsageError: an option or a flag is not valid.
     """
     try:
         options = model(**given)
@@ -82,7 +89,7 @@ def validated(model: type[Options], given: dict[str, Any], example: str) -> Opti
 
 
 def flags(values: dict[str, Any]) -> list[str]:
-    """Words of a command line: {"dtype": "float32", "enforce_eager": True, "compilation_config": {...}}."""
+    """Return the words of a command line; True and False become --KEY and --no-KEY."""
     words = []
     for key, value in values.items():
         flag = key.replace("_", "-")
@@ -95,8 +102,13 @@ def flags(values: dict[str, Any]) -> list[str]:
     return words
 
 
+def serve_arguments(engine: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments of `vllm.LLM` as words after `vllm serve`."""
+    return [str(engine["model"]), *flags({key: value for key, value in engine.items() if key != "model"})]
+
+
 def check_flags(words: list[str]) -> None:
-    """Raises an MtpcError where `vllm serve WORDS` would refuse them; nothing is started."""
+    """Raise UsageError if the parser of `vllm serve` refuses the words."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,82 +1,70 @@
-"""Measured passes: some prompts, one setting, its outputs and its results; by an engine in a process of its own.
+"""Measure a server with `vllm bench serve`, in settings that plain vLLM and heads share.
 
-The child builds the engine once, says what it is, and then measures one pass for every setting it is sent.
+`vllm bench serve` runs in a process that imports vLLM once and serves every pass. Tokens per step come from the
+server's counters, read before and after a pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import time
+import functools
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
-from vllm_mtpc.engine.child import Child, started
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.process import cpu_seconds
-from vllm_mtpc.engine.steps import StepClock, Steps, is_v2, runner_of, worker_of
+from vllm_mtpc.engine.options import serve_arguments
+from vllm_mtpc.engine.process import cpu_seconds, engine_environment
+from vllm_mtpc.engine.server import Client, run_server
+from vllm_mtpc.errors import EngineFailed
 
 Prompt = str | list[int]  # text, or token ids
 WARM_UP_TOKENS = 8
+START_S = 1800.0
+LOG_CHARACTERS = 4000
+TIMES = ("latencies", "ttfts", "output_lens")  # by request, of `vllm bench serve --save-detailed`
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How prompts are sent. ``clients`` = how many are in flight at once; 1 sends them one after the other.
+    """How the requests of a pass are sent.
 
-    Requests carry no seed of their own: a sampled pass that comes again has new samples, from the engine's seed.
+    Attributes:
+        name: of the setting in error messages.
+        clients: requests in flight at once.
+        temperature: of sampling; requests have no seeds, so another pass has other samples.
+        max_tokens: of an answer.
+        prompts: number of requests; the engine's prompts repeat if there are fewer.
+        ignore_eos: whether every answer has `max_tokens` tokens.
+        first: index of the first prompt.
     """
 
     name: str
     clients: int
     temperature: float
     max_tokens: int
-    prompts: int  # how many of the job's prompts; they begin again where there are not so many
-    ignore_eos: bool = True  # answers of the same length, whatever the text
-    first: int = 0  # which of the job's prompts is the first
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    def chosen(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of this pass."""
-        return [prompts[(self.first + index) % len(prompts)] for index in range(self.prompts)]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One request's."""
-
-    text: str
-    tokens: list[int]
-    first_token_seconds: float
-    token_seconds: float  # of each token after the first
+    prompts: int
+    ignore_eos: bool = True
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a pass gave."""
+    """Result of one pass: counts of tokens, medians over requests, seconds of the pass and of its processes."""
 
     setting: Setting
     seconds: float
-    answers: list[Answer]  # one per prompt
+    tokens: int
     acceptance: Acceptance
-    steps: Steps | None = None  # where the engine's steps could be timed
-    cpu_seconds: float = 0.0  # of the engine's processes
-
-    @property
-    def outputs(self) -> list[list[int]]:
-        return [answer.tokens for answer in self.answers]
-
-    @property
-    def tokens(self) -> int:
-        """Generated tokens."""
-        return sum(map(len, self.outputs))
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    cpu_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -84,101 +72,131 @@ class Measured:
 
     @property
     def tokens_per_step(self) -> float:
-        """Over all decoding steps where they were counted, those without drafts included; else those with drafts."""
-        if self.steps is None:
-            return self.acceptance.tokens_per_step
-        return 1.0 + self.acceptance.accepted_tokens / self.steps.request_steps
-
-    @property
-    def first_token_seconds(self) -> float:
-        """Median time to the first token."""
-        return round(median(answer.first_token_seconds for answer in self.answers), 5)
-
-    @property
-    def token_seconds(self) -> float:
-        """Median time of each later token (TPOT)."""
-        return round(median(answer.token_seconds for answer in self.answers), 6)
-
-    def identical(self, other: Measured) -> int:
-        """How many prompts got the very same tokens as in ``other``."""
-        return sum(mine == theirs for mine, theirs in zip(self.outputs, other.outputs, strict=True))
+        return self.acceptance.tokens_per_step
 
 
-class Resident:
-    """An engine that waits for settings."""
+class Engine:
+    """A running server and the prompts that its passes choose from."""
 
-    def __init__(self, child: Child) -> None:
-        self._child = child
-
-    @cached_property
-    def about(self) -> dict[str, Any]:
-        """What the engine says when it is ready, which is waited for.
-
-        ``runner``: the model runner it uses (V1 or V2); ``kv_cache_bytes``: on a GPU, what is left for its KV cache.
-        """
-        return self._child.answer()
+    def __init__(self, client: Client, prompts: Sequence[Prompt]) -> None:
+        self.client, self._prompts = client, prompts
+        self._model = client.model()
 
     def measure(self, setting: Setting) -> Measured:
-        """One pass. Raises EngineFailed, with the end of the log, where the engine has ended."""
-        _ = self.about  # comes before any pass
-        self._child.send(setting)
-        return self._child.answer(Measured)
+        """Run one pass.
+
+        Raises:
+            EngineFailed: the server did not answer all requests.
+        """
+        chosen = [self._prompts[(setting.first + index) % len(self._prompts)] for index in range(setting.prompts)]
+        self.complete(chosen[: setting.clients], setting.temperature, WARM_UP_TOKENS)
+        process = self.client.process or 0
+        used, before = cpu_seconds(process), self.client.acceptance()
+        result = self._send(setting, chosen)
+        if result["completed"] < setting.prompts:
+            answered = f"{result['completed']} of {setting.prompts} requests"
+            raise EngineFailed(f"vllm serve answered {answered} of {setting.name}")
+        return Measured(
+            setting,
+            result["duration"],
+            result["total_output_tokens"],
+            self.client.acceptance() - before,
+            round(1000 * median(result["ttfts"]), 3),
+            round(1000 * median(map(_seconds_per_token, *(result[key] for key in TIMES))), 3),
+            cpu_seconds(process) - used,
+        )
+
+    def complete(self, prompts: Sequence[Prompt], temperature: float, max_tokens: int) -> list[list[int]]:
+        """Return the token ids of answers to prompts that are sent in one request."""
+        how = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+        return self.client.complete({"model": self._model, "prompt": list(prompts), **how})
+
+    def complete_greedy(self, setting: Setting, count: int) -> list[list[int]]:
+        """Return greedy answers to the first `count` prompts: the first one alone, then all of them at once."""
+        prompts = [self._prompts[index % len(self._prompts)] for index in range(count)]
+        return [tokens for sent in (prompts[:1], prompts) for tokens in self.complete(sent, 0.0, setting.max_tokens)]
+
+    def _send(self, setting: Setting, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Return the result of `vllm bench serve` for these prompts."""
+        body = {"max_tokens": setting.max_tokens, "ignore_eos": setting.ignore_eos}
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+            file.writelines(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+            file.flush()
+            values = {
+                "backend": "openai",
+                "base-url": self.client.url,
+                "model": self._model,
+                "dataset-name": "custom",
+                "dataset-path": file.name,
+                "num-prompts": len(prompts),
+                "max-concurrency": setting.clients,
+                "temperature": setting.temperature,
+                "extra-body": json.dumps(body),  # with the answer's length: there is no tokenizer to count with
+            }
+            words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+            words += ["--skip-tokenizer-init", "--skip-chat-template", "--disable-shuffle", "--disable-tqdm"]
+            return _run_bench_serve([*words, "--save-detailed"])
+
+
+def _seconds_per_token(latency: float, first: float, tokens: int) -> float:
+    return (latency - first) / max(1, tokens - 1)
+
+
+@functools.cache
+def _load_process() -> tuple[subprocess.Popen[str], IO[str]]:
+    """Start the process that runs `vllm bench serve`, and its log; it ends with this process."""
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process)
+    command = [sys.executable, "-m", "vllm_mtpc.engine.passes"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=engine_environment(), text=True), log
+
+
+def _run_bench_serve(words: Sequence[str]) -> dict[str, Any]:
+    process, log = _load_process()
+    assert process.stdin is not None and process.stdout is not None  # pipes
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.flush()
+    if not (answer := process.stdout.readline()):
+        process.wait()
+        _load_process.cache_clear()
+        log.seek(0)
+        raise EngineFailed(f"vllm bench serve ended:\n{log.read()[-LOG_CHARACTERS:]}")
+    return json.loads(answer)
 
 
 @contextlib.contextmanager
 def launched(
-    engine: dict[str, Any], prompts: Sequence[Prompt], log: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[Resident]:
-    """An engine that is starting, as others may at the same time. ``engine``: keyword arguments of ``vllm.LLM``."""
-    given = {"prompts": list(prompts)}
-    with started(passes, engine, log, given, environment=environment) as child:
-        yield Resident(child)
+    engine: Mapping[str, Any], prompts: Sequence[Prompt], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Engine]:
+    """Run a server to measure.
+
+    Args:
+        engine: arguments of the engine by their names in `vllm.LLM`.
+        prompts: that its passes choose from.
+        log: file of the server's output.
+        environment: added to that of every engine.
+
+    Raises:
+        EngineFailed: the server did not start.
+    """
+    with run_server(serve_arguments(engine), log, START_S, environment) as client:
+        yield Engine(client, prompts)
 
 
-def passes(llm: Any, items: Iterator[dict[str, Any]], prompts: list[Prompt]) -> Iterator[dict[str, Any] | Measured]:
-    """The job of `launched`: about the engine, then a pass for each setting. The same code times plain and drafted."""
-    runner = runner_of(llm)
-    yield {
-        "runner": "unknown" if runner is None else "V2" if is_v2(runner) else "V1",
-        "kv_cache_bytes": getattr(worker_of(llm), "available_kv_cache_memory_bytes", None),
-    }
-    clock, asked = StepClock(runner) if runner is not None else None, 0
-    for item in items:
-        setting = Setting(**item)
-        chosen = setting.chosen(prompts)
-        _answers(llm, chosen[: setting.clients], setting, WARM_UP_TOKENS, asked)
-        if clock:
-            clock.records.clear()
-        used, before, begun = cpu_seconds(os.getpid()), Acceptance.read(), time.perf_counter()
-        answers = _answers(llm, chosen, setting, setting.max_tokens, asked + setting.prompts)
-        seconds, counted = time.perf_counter() - begun, Acceptance.read() - before
-        used = cpu_seconds(os.getpid()) - used
-        yield Measured(setting, seconds, answers, counted, clock.read() if clock else None, used)
-        asked += 2 * setting.prompts  # requests so far, which have their names
+def main() -> None:
+    """Run `vllm bench serve` for every line of arguments (JSON) on standard input; print a line of results each."""
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.benchmarks.serve import main as bench_serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    results = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        for line in sys.stdin:
+            print(json.dumps(bench_serve(parser.parse_args(json.loads(line)))), file=results, flush=True)
 
 
-def _answers(llm: Any, prompts: Sequence[Prompt], setting: Setting, max_tokens: int, first: int) -> list[Answer]:
-    """Answers in the order of the prompts, by vLLM's clock; as soon as one is whole the next prompt takes its place."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    how = SamplingParams(
-        temperature=setting.temperature,
-        max_tokens=max_tokens,
-        ignore_eos=setting.ignore_eos,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    engine, waiting = llm.llm_engine, list(enumerate(prompts))[::-1]
-    answers: dict[int, Answer] = {}
-    while len(answers) < len(prompts):
-        while waiting and engine.get_num_unfinished_requests() < setting.clients:
-            index, prompt = waiting.pop()
-            given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-            engine.add_request(str(first + index), given, how.clone())
-        for output in engine.step():
-            if output.finished:
-                whole, times = output.outputs[0], output.metrics
-                later = (times.last_token_ts - times.first_token_ts) / max(1, times.num_generation_tokens - 1)
-                answer = Answer(whole.text, list(whole.token_ids), times.first_token_latency, later)
-                answers[int(output.request_id) - first] = answer
-    return [answers[index] for index in range(len(prompts))]
+if __name__ == "__main__":
+    main()

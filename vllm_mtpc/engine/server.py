@@ -1,91 +1,139 @@
-"""`vllm serve` as a child that never outlives its parent, and asked over a Unix socket.
+"""Run `vllm serve` as a child process that never outlives its parent, and send it requests.
 
-Replicas on Ray and batch jobs are vLLM's own server, so whatever its API can do they can: nothing of it is written down
-twice. A socket in place of a port: two engines of one machine never want the same one, and nobody else can ask it.
+Every command that serves goes through `VllmServer`: batch jobs and replicas on Ray use a Unix socket, so that two
+engines of one machine need no ports and no other user can reach them; `bench serve`, `doctor` and `play` use a port.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.process import engine_environment
 from vllm_mtpc.errors import EngineFailed
 
 if TYPE_CHECKING:
     import aiohttp
 
 PROGRAM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
-TAIL = 25  # lines of its output that explain why it ended
+HOST = "127.0.0.1"
+LOG_LINES = 25  # of the server's output in an error message
 HEALTH_TIMEOUT_S = 20.0
+JSON = {"Content-Type": "application/json"}
 
 
 class EngineGone(EngineFailed):
-    """The server was gone when it was asked: the request has not reached it."""
+    """The server had ended before it received the request."""
 
 
-class ServerProcess(subprocess.Popen):
-    """A command behind `python -m vllm_mtpc.engine.process`, running until `stop`.
+def free_port() -> int:
+    """Return a port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
 
-    output: where its lines go, besides the last ones, which are kept for the message of EngineFailed.
+
+class _UnixConnection(http.client.HTTPConnection):
+    """An HTTP connection over the Unix socket that is given as its host."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.host)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Blocking requests to one server.
+
+    Args:
+        port: local port of the server.
+        timeout_s: longest wait for a part of an answer.
+        process: id of the server's first process, where this process started it.
+        path: Unix socket of the server, in place of the port.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: TextIO | None = None) -> None:
-        self._output = output
-        self._tail: deque[str] = deque(maxlen=TAIL)
-        super().__init__(
-            [sys.executable, "-m", "vllm_mtpc.engine.process", *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
-        self._reader = threading.Thread(target=self._read_output, daemon=True)
-        self._reader.start()
+    port: int = 0
+    timeout_s: float = 120.0
+    process: int | None = None
+    path: str | None = None
 
-    def check_running(self) -> None:
-        """Raises EngineFailed with its last lines where it has ended."""
-        if self.poll() is not None:
-            self._reader.join(1.0)  # its last lines are on their way
-            raise self.failed(f"ended with exit code {self.returncode}")
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
 
-    def failed(self, what: str) -> EngineFailed:
-        return EngineFailed(f"vllm serve {what}\nIts last lines:\n" + "\n".join(self._tail))
+    @contextlib.contextmanager
+    def ask(
+        self, method: str, path: str, body: bytes | str | None = None, timeout_s: float | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        timeout = timeout_s or self.timeout_s
+        connection: http.client.HTTPConnection
+        if self.path is None:
+            connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)
+        else:
+            connection = _UnixConnection(self.path, timeout=timeout)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {**JSON, "Host": "localhost"})
+            yield connection.getresponse()
 
-    def stop(self) -> None:
-        assert self.stdin is not None  # a pipe
-        with contextlib.suppress(OSError):
-            self.stdin.close()  # the watcher takes it as our end
-        self.wait()
-        self._reader.join(1.0)
+    def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
+        with self.ask("GET", path, timeout_s=timeout_s) as response:
+            return response.status, response.read().decode("utf-8", errors="replace")
 
-    def _read_output(self) -> None:
-        assert self.stdout is not None  # a pipe
-        with contextlib.suppress(ValueError):  # closed while it is read
-            for line in self.stdout:
-                self._tail.append(line.rstrip())
-                if self._output is not None:
-                    self._output.write(line)
-                    self._output.flush()
+    def post(self, path: str, body: bytes) -> tuple[int, str]:
+        with self.ask("POST", path, body) as response:
+            return response.status, response.read().decode("utf-8", errors="replace")
+
+    def is_healthy(self) -> bool:
+        try:
+            return self.get("/health", HEALTH_TIMEOUT_S)[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def acceptance(self) -> Acceptance:
+        return Acceptance.read(self.get("/metrics", timeout_s=30)[1])
+
+    def model(self) -> str:
+        """Return the name of the served model."""
+        return json.loads(self.get("/v1/models")[1])["data"][0]["id"]
+
+    def complete(self, body: dict[str, Any]) -> list[list[int]]:
+        """Return the token ids of every choice of one `/v1/completions` request.
+
+        Raises:
+            EngineFailed: the server refuses the request or fails.
+        """
+        status, text = self.post("/v1/completions", json.dumps({**body, "return_token_ids": True}).encode())
+        if status != 200:
+            raise EngineFailed(f"POST /v1/completions returned {status}: {text[:500]}")
+        return [choice["token_ids"] for choice in json.loads(text)["choices"]]
 
 
-class EngineServer:
-    """One `vllm serve ARGUMENTS` on a Unix socket.
+class VllmServer:
+    """One `vllm serve ARGUMENTS` in a child process.
 
-    environment: added to this process's. program: what is started, for tests. output: as of ServerProcess.
+    Args:
+        arguments: words after `vllm serve`.
+        environment: variables added to those of this process.
+        program: the command in place of `vllm serve`, for tests.
+        output: file that receives the server's output; its last lines are kept for error messages in any case.
+        port: local port to listen on; None: a Unix socket.
     """
 
     def __init__(
@@ -94,97 +142,160 @@ class EngineServer:
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = PROGRAM,
         output: TextIO | None = None,
+        port: int | None = None,
     ) -> None:
-        self._command = [*program, *arguments]
+        self._folder = tempfile.mkdtemp(prefix="vllm_mtpc-")  # short: a socket's path has at most 107 characters
+        path = str(Path(self._folder, "http")) if port is None else None
+        where = ["--uds", path] if path else ["--host", HOST, "--port", str(port)]
+        self._command = [sys.executable, "-m", "vllm_mtpc.engine.process", *program, *arguments, *where]
         self._environment = {**os.environ, **(environment or {})}
-        self._output = output
-        self._folder = Path(tempfile.mkdtemp(prefix="vllm_mtpc-"))  # short: a socket's path has at most 107 characters
-        self._process: ServerProcess | None = None
+        self._output, self._lines = output, deque[str](maxlen=LOG_LINES)
+        self._process: subprocess.Popen[str] | None = None
         self._session: aiohttp.ClientSession | None = None
+        self.client = Client(port or 0, path=path)
 
-    async def start(self, timeout_s: float = 1800.0) -> None:
-        """Starts it and waits until it is healthy. Raises EngineFailed with its last lines; then it has ended."""
-        import aiohttp
+    def start(self, timeout_s: float = 1800.0) -> None:
+        """Start the server and wait until it is healthy.
 
-        socket = str(self._folder / "http")
-        self._process = ServerProcess([*self._command, "--uds", socket], self._environment, self._output)
-        connector = aiohttp.UnixConnector(path=socket, limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        Raises:
+            EngineFailed: it ended, or was not healthy in time; it is stopped, and the message has its last lines.
+        """
+        for _ in self._poll_start(timeout_s):
+            time.sleep(0.25)
+
+    async def start_async(self, timeout_s: float = 1800.0) -> None:
+        """Start the server as `start` does, without blocking the event loop."""
+        for _ in self._poll_start(timeout_s):
+            await asyncio.sleep(0.25)
+
+    def _poll_start(self, timeout_s: float) -> Iterator[None]:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read_output, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+        self.client = replace(self.client, process=self._process.pid)
         deadline = time.monotonic() + timeout_s
         try:
-            while not await self._is_healthy():
+            while not self.client.is_healthy():
                 self.check_running()
                 if time.monotonic() > deadline:
-                    raise self._process.failed(f"was not healthy after {timeout_s:.0f} s")
-                await asyncio.sleep(0.25)
-        except EngineFailed:
-            await self.stop()
+                    raise self._failure(f"was not healthy after {timeout_s:.0f} s")
+                yield
+        except BaseException:
+            self.stop()
             raise
 
-    async def stop(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+    def stop(self) -> None:
+        """End the server and everything that it started."""
         if self._process is not None:
-            await asyncio.to_thread(self._process.stop)
+            assert self._process.stdin is not None  # a pipe
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # the watcher then ends the server
+            self._process.wait()
+            self._reader.join(1.0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def ended(self) -> None:
-        """Returns when the server has ended by itself."""
+    def check_running(self) -> None:
+        """Raise EngineFailed with the last lines of the output if the server has ended."""
+        if self._running.poll() is not None:
+            self._reader.join(1.0)  # its last lines may still be in the pipe
+            raise self._failure(f"ended with exit code {self._running.returncode}")
+
+    def check(self) -> None:
+        """Raise EngineFailed unless the server runs and its engine is healthy."""
+        self.check_running()
+        if not self.client.is_healthy():
+            self.check_running()
+            raise self._failure("is not healthy")
+
+    async def wait(self) -> None:
+        """Return when the server has ended."""
         while self._running.poll() is None:
             await asyncio.sleep(0.2)
-
-    def check_running(self) -> None:
-        self._running.check_running()
-
-    @property
-    def _running(self) -> ServerProcess:
-        assert self._process is not None  # `start` comes first
-        return self._process
-
-    @property
-    def _connected(self) -> aiohttp.ClientSession:
-        assert self._session is not None  # `start` comes first
-        return self._session
-
-    async def check(self) -> None:
-        """Raises EngineFailed unless the server runs and its engine is healthy."""
-        self.check_running()
-        if not await self._is_healthy():
-            self.check_running()
-            raise self._running.failed("is not healthy")
 
     @contextlib.asynccontextmanager
     async def ask(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request; leaving early ends it.
+        """Send one request; leaving the context early cancels it.
 
-        Raises EngineFailed where the server does not answer to the end, EngineGone where it takes nothing any more. An
-        answer of a server whose engine has died counts as none: vLLM answers 500 to what was being computed.
+        vLLM answers 500 to the requests of an engine that dies, so after such a status the engine is checked.
+
+        Raises:
+            EngineGone: the server does not accept requests any more.
+            EngineFailed: the server or its engine ended before the answer was complete.
         """
         import aiohttp
 
+        if self._session is None:
+            connector = aiohttp.UnixConnector(path=self.client.path or "", limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         try:
             url = f"http://localhost{path}"
-            async with self._connected.request(method, url, data=body or None, headers=headers) as response:
+            async with self._session.request(method, url, data=body or None, headers=headers) as response:
                 if response.status >= 500:
-                    await self.check()
+                    await asyncio.to_thread(self.check)
                 yield response
         except aiohttp.ClientConnectorError as error:
-            raise EngineGone(str(self._running.failed(f"has ended: {error}"))) from None
+            raise EngineGone(str(self._failure(f"has ended: {error}"))) from None
         except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
-            raise self._running.failed(f"did not answer: {error!r}") from None
+            raise self._failure(f"did not answer: {error!r}") from None
 
     async def text(self, path: str) -> str:
         async with self.ask("GET", path) as response:
             return await response.text()
 
-    async def _is_healthy(self) -> bool:
-        import aiohttp
+    async def close(self) -> None:
+        """Stop the server, and the connections of `ask`."""
+        if self._session is not None:
+            await self._session.close()
+        await asyncio.to_thread(self.stop)
 
+    @property
+    def _running(self) -> subprocess.Popen[str]:
+        assert self._process is not None  # `start` comes first
+        return self._process
+
+    def _failure(self, what: str) -> EngineFailed:
+        return EngineFailed(f"vllm serve {what}\nIts last lines:\n" + "\n".join(self._lines))
+
+    def _read_output(self, lines: TextIO) -> None:
+        with contextlib.suppress(ValueError):  # closed while it is read
+            for line in lines:
+                self._lines.append(line.rstrip())
+                if self._output is not None:
+                    self._output.write(line)
+                    self._output.flush()
+
+
+@contextlib.contextmanager
+def run_server(
+    arguments: Sequence[str], log: Path, timeout_s: float = 600.0, environment: Mapping[str, str] | None = None
+) -> Iterator[Client]:
+    """Run `vllm serve ARGUMENTS` on a free port with its output in `log`; yield its client when it is healthy.
+
+    Args:
+        arguments: words after `vllm serve`.
+        log: file of the output.
+        timeout_s: longest start.
+        environment: added to that of every engine (`engine_environment`).
+
+    Raises:
+        EngineFailed: the server did not start.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        server = VllmServer(arguments, {**engine_environment(), **(environment or {})}, PROGRAM, output, free_port())
         try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-            async with self._connected.get("http://localhost/health", timeout=timeout) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
-            return False
+            server.start(timeout_s)
+            yield server.client
+        finally:
+            server.stop()

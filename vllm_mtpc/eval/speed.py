@@ -55,7 +55,6 @@ def measure(
     for group in [engines] if together else [[one] for one in engines]:
         with ExitStack() as stack:
             alive = [(name, stack.enter_context(launched(of, prompts, logs / f"{name}.log"))) for name, of in group]
-            _ = [one.about for _, one in alive]  # waits until they are ready
             deadline = time.monotonic() + SECONDS * len(group) / len(engines)
             for turn, one in enumerate(passes):
                 for name, child in alive[:: -1 if turn // len(cells) % 2 else 1]:

@@ -1,7 +1,7 @@
-"""The page and what it asks for. The page talks to this app alone, which asks the two servers; nothing is kept.
+"""The web app of `vllm-mtpc play`: it serves the page and forwards its requests to the two servers.
 
-The app adds the API key to what it forwards, so it answers its own page only: the Host header must be an IP address,
-localhost or the name of --host (a site whose name is made to resolve to this machine sends that name: DNS rebinding).
+The app adds the API key to forwarded requests, so it answers only its own page: the Host header must be an IP address,
+localhost or the name of --host. This prevents DNS rebinding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLICY = (
 
 
 class Side(NamedTuple):
-    """A server. folder: of the head that it is to draft with, where several take turns in one server."""
+    """A server; `folder`: of its head, if several heads share the server."""
 
     name: str
     url: str
@@ -40,14 +40,14 @@ class Side(NamedTuple):
 
 
 class Play:
-    """plain: the server without drafts; heads: those with, of which the page shows one at a time."""
+    """App of a server without drafts and of heads; the page shows one head at a time."""
 
     def __init__(self, target: str, plain: Side, heads: Sequence[Side], prompt: str) -> None:
         self.target, self.plain, self.heads, self.prompt = target, plain, list(heads), prompt
         self.session: aiohttp.ClientSession  # while the app runs
 
     def app(self, host: str = "localhost") -> web.Application:
-        """host: the name that it is served under, next to localhost and IP addresses."""
+        """Return the app; `host`: its name in addition to localhost and IP addresses."""
         app = web.Application(client_max_size=1 << 20, middlewares=[self._check_sender])
         self.hosts = re.compile(rf"(localhost|{re.escape(host)}|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
         app.cleanup_ctx.append(self._connected)
@@ -70,7 +70,7 @@ class Play:
 
     @web.middleware
     async def _check_sender(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests of other sites, and bodies that a browser sends to other sites without asking (not JSON)."""
+        """Refuse requests of other sites, and bodies other than JSON, which a browser sends to other sites unasked."""
         own = (None, f"http://{request.host}", f"https://{request.host}")
         if not self.hosts.fullmatch(request.host) or request.headers.get("Origin") not in own:
             raise web.HTTPForbidden(text="a request of another site; open the page as localhost or by its IP address")
@@ -88,7 +88,7 @@ class Play:
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def settings(self, request: web.Request) -> web.Response:
-        """What the page begins with; who is not there is said on it."""
+        """Return the settings that the page starts with; servers that do not answer are left out."""
         found = []
         for head in self.heads:
             found.append({"name": head.name, "drafts": await drafts_of(self.session, head.url)})
@@ -100,8 +100,7 @@ class Play:
         return web.json_response({**shown, "heads": found})
 
     async def ask(self, request: web.Request) -> web.StreamResponse:
-        """A line of JSON for every step: {"pieces", "tokens", "ms"}; {"steps", "accepted"} of a server that counts;
-        {"error"} where it ends early."""
+        """Stream a line of JSON per step, {"pieces", "tokens", "ms"}; then {"steps", "accepted"}, or {"error"}."""
         asked = Asked.model_validate_json(await request.read())
         is_plain = request.match_info["side"] == "plain"
         side = self.plain if is_plain else self.heads[asked.head]
@@ -115,12 +114,12 @@ class Play:
                 await response.write(json.dumps(step._asdict()).encode() + b"\n")
         except EngineFailed as error:
             await response.write(json.dumps({"error": str(error)}).encode() + b"\n")
-        except ConnectionError:  # the page has gone, or Stop was pressed: the server is told by our leaving
+        except ConnectionError:  # the page was closed, or Stop was pressed: returning cancels the request
             pass
         return response
 
     async def switch(self, request: web.Request) -> web.Response:
-        """Another head in the server of the first: heads that are folders share one."""
+        """Change the head of the server that the heads share."""
         head = self.heads[Chosen.model_validate_json(await request.read()).head]
         if head.folder is None:
             return web.json_response({"head": head.name})

@@ -1,4 +1,4 @@
-"""`vllm-mtpc play`: starts what is not running yet, and shows the page."""
+"""`vllm-mtpc play`: start servers that are not running yet, and show the page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_mtpc import demo
-from vllm_mtpc.bench import serve
 from vllm_mtpc.checkpoint import read_config, resolve_head
+from vllm_mtpc.engine import server
 from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.play.app import Play, Side
@@ -33,17 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head",
         action="append",
         metavar="[NAME=]HEAD",
-        help="a head's folder, hub name, or the address of a server with one; several: the page switches (default: the "
-        "packaged ones)",
+        help="a head's folder or hub name, or the address of its server; repeatable (default: packaged heads)",
     )
     add("--plain", metavar="URL", help="the address of a server without a head (default: one is started)")
     add("--port", type=int, default=8600, help="of the page (8600)")
-    add("--host", default="127.0.0.1", help="who may see it (127.0.0.1: this machine)")
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("engine", nargs="*", metavar="-- FLAG", help="flags of `vllm serve` for servers that are started")
 
 
 def run(args: argparse.Namespace) -> int:
-    names = [named(one) for one in args.head or []]
+    names = [parse_head(one) for one in args.head or []]
     are_urls = {is_url(head) for _, head in names}
     if len(are_urls) > 1 or (args.plain is not None) != (are_urls == {True}):
         raise UsageError(
@@ -52,19 +51,19 @@ def run(args: argparse.Namespace) -> int:
         )
     if are_urls == {True}:
         heads = [Side(name, url.rstrip("/")) for name, url in names]
-        show(args, Play("", Side("plain", address(args.plain)), heads, PROMPTS[False]))
+        show(args, Play("", Side("plain", server_address(args.plain)), heads, PROMPTS[False]))
         return 0
-    with started(args, names) as play:
+    with run_servers(args, names) as play:
         show(args, play)
     return 0
 
 
-def named(text: str) -> tuple[str, str]:
-    """(name, head) of "NAME=HEAD" or HEAD."""
+def parse_head(text: str) -> tuple[str, str]:
+    """Return (name, head) of "NAME=HEAD" or HEAD."""
     name, is_given, head = text.partition("=")
     if not is_given or "/" in name:
         name, head = "", text
-    head = address(head) if is_url(head) else head
+    head = server_address(head) if is_url(head) else head
     return name or (urlsplit(head).netloc if is_url(head) else Path(head).name), head
 
 
@@ -72,16 +71,16 @@ def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def address(text: str) -> str:
-    """Raises UsageError unless it is the address of a server."""
+def server_address(text: str) -> str:
+    """Return the address of a server without /v1; raises UsageError for other text."""
     if not is_url(text) or not urlsplit(text).netloc:
         raise UsageError(f"{text!r} is no address of a server; allowed: http://HOST:PORT; correct it")
     return text.rstrip("/").removesuffix("/v1")
 
 
 @contextlib.contextmanager
-def started(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> Iterator[Play]:
-    """Two servers: of the target as it is, and with the first head, which the page may swap for others."""
+def run_servers(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> Iterator[Play]:
+    """Run two servers: of the target alone, and with the first head, which the page can replace by the others."""
     is_demo = args.target is None and not names
     if not names and args.target is not None:
         raise UsageError("--target without --head: name the head that is to draft for it, --head HEAD_FOLDER")
@@ -92,20 +91,20 @@ def started(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> Itera
     engine = [*(DEMO_ENGINE if is_demo else ()), *args.engine]
     spec = {"method": config.speculators_model_type, "model": str(first)}
     drafting = ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
-    words = {"plain": [target, *engine], "head": [target, *engine, *drafting]}
+    arguments = {"plain": [target, *engine], "head": [target, *engine, *drafting]}
     environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
     print(f"starting two servers of {target}, plain and with {first.name}; this takes a minute", flush=True)
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
 
-        def start(name: str) -> serve.Client:
+        def start(name: str) -> server.Client:
             log = Path(logs) / f"{name}.log"
-            return stack.enter_context(serve.server(words[name], log, START_S, environment))
+            return stack.enter_context(server.run_server(arguments[name], log, START_S, environment))
 
-        plain, head = pool.map(start, words)
-        url = f"http://{serve.HOST}:{head.port}"
+        plain, head = pool.map(start, arguments)
+        url = f"http://{server.HOST}:{head.port}"
         sides = [Side(name, url, str(folder)) for name, folder in folders.items()]
         shown = "the packaged demo" if is_demo else Path(target).name
-        yield Play(shown, Side("plain", f"http://{serve.HOST}:{plain.port}"), sides, PROMPTS[is_demo])
+        yield Play(shown, Side("plain", f"http://{server.HOST}:{plain.port}"), sides, PROMPTS[is_demo])
 
 
 def target_of(head: Path) -> str:
@@ -115,10 +114,13 @@ def target_of(head: Path) -> str:
 
 
 def show(args: argparse.Namespace, play: Play) -> None:
-    """Until Ctrl+C."""
+    """Serve the page until Ctrl+C."""
     from aiohttp import web
 
     if args.host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"warning: --host {args.host}: whoever reaches it uses the servers with your {API_KEY}", file=sys.stderr)
+        print(
+            f"warning: --host {args.host}: everyone who reaches it uses the servers with your {API_KEY}",
+            file=sys.stderr,
+        )
     print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
     web.run_app(play.app(args.host), host=args.host, port=args.port, print=None)

@@ -1,8 +1,8 @@
-"""A completion as the steps that made it, of any server with vLLM's OpenAI API.
+"""Stream a completion step by step from a server with vLLM's OpenAI API.
 
-vLLM sends a chunk for every step of a request, so a chunk of k tokens is k - 1 accepted drafts and a token of the
-target's own. On a machine that is too busy to send one before the next is there, vLLM joins them: live numbers are then
-too good. A server that counts by request (--per-request-spec-decode-metrics summary) says at the end how it was.
+vLLM sends a chunk per step of a request, so a chunk of k tokens has k - 1 accepted drafts and one token of the target.
+A busy server joins chunks, and the live numbers are then too high. A server with --per-request-spec-decode-metrics
+summary reports the exact counts at the end.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pydantic import BaseModel, Field
 
 from vllm_mtpc.errors import EngineFailed, printable
 
-HEADERS_S = 30.0  # longest wait for a connection; answers may take as long as they do
+HEADERS_S = 30.0  # longest wait for a connection
 
 
 class Chosen(BaseModel):
-    """A head, by its place in the page's list."""
+    """A head, by its index in the page's list."""
 
     head: int = Field(ge=0)
 
 
 class Asked(Chosen):
-    """What the page asks for. drafts: most per step (None: as the server decides); chat: by the chat template."""
+    """A request of the page; `drafts`: maximum per step (None: the server's); `chat`: use the chat template."""
 
     prompt: str
     temperature: float = Field(ge=0, allow_inf_nan=False)
@@ -37,7 +37,7 @@ class Asked(Chosen):
     chat: bool = False
 
     def request(self, model: str) -> tuple[str, dict[str, Any]]:
-        """Path and body of the API."""
+        """Return the path and body for the API."""
         body: dict[str, Any] = {"model": model, "temperature": self.temperature, "max_tokens": self.max_tokens}
         body |= {"stream": True, "return_token_ids": True}
         body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -52,7 +52,7 @@ class Asked(Chosen):
 
 
 class Step(NamedTuple):
-    """One chunk: its tokens as text (one piece where they cannot be told apart), how many, when (ms since asked)."""
+    """One chunk: its tokens as text (one piece if they cannot be separated), their number, ms since the request."""
 
     pieces: list[str]
     tokens: int
@@ -60,22 +60,21 @@ class Step(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What the server itself has counted of an answer: steps of the target, and drafts accepted by position."""
+    """The server's counts of an answer: steps of the target, and accepted drafts by position."""
 
     steps: int
     accepted: list[int]
 
     @classmethod
     def of(cls, tokens: int, metrics: dict[str, Any]) -> Counted:
-        """metrics: vLLM's of speculative decoding; steps without a draft are not among its own."""
+        """Return the counts of vLLM's metrics of speculative decoding, which leave out steps without drafts."""
         by_count = metrics["acceptance_histogram"]
         accepted = [sum(by_count[k:]) for k in range(1, len(by_count))]
         return cls(tokens - sum(accepted), accepted)
 
 
 async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Asked) -> AsyncIterator[Step | Counted]:
-    """The steps of one answer, and at its end what the server has counted, where it does. Raises EngineFailed, in
-    words, where it does not answer."""
+    """Yield the steps of one answer, then the server's counts if it has them. Raises EngineFailed."""
     path, body = asked.request(model)
     started, counted = time.perf_counter(), 0
     try:
@@ -102,7 +101,7 @@ async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Ask
 
 
 def pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
-    """The chunk's text token by token, where the server says how it falls apart; else in one piece."""
+    """Return the chunk's text token by token if the server separates it, else in one piece."""
     text: str = choice.get("text") or choice.get("delta", {}).get("content") or ""
     logprobs = choice.get("logprobs") or {}
     pieces = logprobs.get("tokens") or [one["token"] for one in logprobs.get("content") or []]
@@ -112,7 +111,7 @@ def pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
 
 
 def message_of(text: str) -> str:
-    """What an error of the API says."""
+    """Return the message of an error of the API."""
     try:
         body = json.loads(text)
         error = body.get("error", body)
@@ -123,7 +122,7 @@ def message_of(text: str) -> str:
 
 
 async def model_of(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """The model of a server: {"id", "max_model_len" where vLLM says it}. Raises EngineFailed."""
+    """Return the model of a server: {"id", "max_model_len" on vLLM}. Raises EngineFailed."""
     try:
         async with session.get(url + "/v1/models") as response:
             if response.status != 200:
@@ -142,7 +141,7 @@ async def has_chat_template(session: aiohttp.ClientSession, url: str, model: str
 
 
 async def drafts_of(session: aiohttp.ClientSession, url: str) -> int | None:
-    """Most drafts per step, by the server's own counters; None: it drafts nothing, or does not say."""
+    """Return the maximum number of drafts per step by the server's counters; None: no drafts, or no counters."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

@@ -2,8 +2,8 @@
 
     serve run vllm_mtpc.ray_serve:app model=TARGET speculative-config='{"method": "mtpc", "model": "HEAD"}' replicas=2
 
-What `app` takes is in options.py; every other key is a flag of `vllm serve`. Ray's own LLM library is not used: it
-answers with an error what a replica had not answered when it died, and this app asks another replica.
+The keys of `app` are in options.py; every other key is a flag of `vllm serve`. Ray's LLM library is not used: it
+returns an error for requests of a replica that died, and this app sends them to another replica.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def app(arguments: dict[str, Any]) -> Application:
-    """What `serve run` and `serve deploy` call. What is refused is one line."""
+    """Return the app for `serve run` and `serve deploy`; errors about options are one line."""
     from vllm_mtpc.ray_serve.deployments import build
     from vllm_mtpc.ray_serve.options import parse
 

@@ -1,14 +1,13 @@
-"""The two deployments of the app: engines, and the router that asks them.
+"""The two deployments of the app: engines, and the router that sends them requests.
 
     client ── HTTP ──► Serve's proxy ──► Router (head node) ──► Engine ── Unix socket ──► vllm serve
                                               └── dies unanswered? another Engine
 
-The router holds a request until an engine has begun to answer. What an engine takes with it when it dies (its process,
-its replica, its node) is given to another one; an answer that is not streamed is handed on only when it is whole, so
-it can always be asked again. A stream that has begun cannot: it ends with an error event. A request that outlives
-`attempts` engines is answered 502, one without an answer in time 504. Only engines that had the request are counted,
-each once: Serve sends requests to a replica whose server has just died, and prefers it, for it has none. The router
-sits on the head node, without which there is no cluster either.
+The router keeps a request until an engine starts to answer. If the engine dies (its process, replica or node), another
+one receives the request. An answer that is not streamed is returned only when it is complete, so the request can always
+be retried. A stream that has started cannot: it ends with an error event. After `attempts` engines the response is 502,
+without an answer in time 504. Only engines that had the request are counted, each once: Serve prefers a replica whose
+server has just died, because it has no requests. The router runs on the head node, without which there is no cluster.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from vllm_mtpc.engine.server import PROGRAM, EngineGone, EngineServer
+from vllm_mtpc.engine.server import PROGRAM, EngineGone, VllmServer
 from vllm_mtpc.errors import EngineFailed, UsageError, first_line, one_line
 from vllm_mtpc.ray_serve.options import ServeOptions
 
 logger = logging.getLogger("ray.serve")
 DIED = (EngineFailed, RayActorError, ObjectLostError, WorkerCrashedError)
 HEAD_NODE = {"node:__internal_head__": 0.001}
-# Headers that belong to one connection, not to what is asked or answered.
+# Headers of a connection, not of a request or response.
 OF_CONNECTION = {"host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "date"}
-OF_SERVE = {"x-request-id"}  # its proxy answers with the request's own, or one of its own making
-ATTEMPTS = "x-vllm-mtpc-attempts"  # of an answer: engines that have had the request
-PAUSE_S = 0.2  # before a request is given to another engine
+OF_SERVE = {"x-request-id"}  # set by Serve's proxy
+ATTEMPTS = "x-vllm-mtpc-attempts"  # of a response: engines that had the request
+PAUSE_S = 0.2  # before another engine receives a request
 METRICS_S = 10.0  # longest wait for an engine's /metrics
-ABORTED = b'"finish_reason":"abort"'  # in an answer of a server that is being stopped
+ABORTED = b'"finish_reason":"abort"'  # in a response of a server that is being stopped
 
 
 class Asked(NamedTuple):
@@ -62,7 +61,7 @@ class Asked(NamedTuple):
 
 
 class Head(NamedTuple):
-    """How an answer begins; bytes follow: all at once, or a stream's events."""
+    """Start of a response; its bytes follow, all at once or as events of a stream."""
 
     status: int
     headers: dict[str, str]
@@ -75,16 +74,16 @@ class Engine:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, command: Sequence[str], environment: dict[str, str], start_timeout_s: float, program: Sequence[str]
     ) -> None:
-        self.server = EngineServer(command, environment, program, output=sys.stderr)
-        await self.server.start(start_timeout_s)
+        self.server = VllmServer(command, environment, program, output=sys.stderr)
+        await self.server.start_async(start_timeout_s)
         self._watch = asyncio.create_task(self._end_with_server())
 
     async def check_health(self) -> None:
-        """Called by Serve, which replaces this replica when it raises."""
-        await self.server.check()
+        """Raise EngineFailed for a replica that Serve must replace."""
+        await asyncio.to_thread(self.server.check)
 
     async def metrics(self) -> tuple[str, str]:
-        """This replica's name and its server's /metrics; no text where it does not answer."""
+        """Return the replica's name and its server's /metrics; empty if it does not answer."""
         try:
             text = await asyncio.wait_for(self.server.text("/metrics"), METRICS_S)
         except (EngineFailed, asyncio.TimeoutError):
@@ -92,7 +91,7 @@ class Engine:
         return serve.get_replica_context().replica_id.unique_id, text
 
     async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes | EngineFailed]:
-        """The answer's head and its bytes; an EngineFailed ends it, not raised: Serve would log a traceback of each."""
+        """Yield the response's head and bytes; a failure is yielded, as Serve logs tracebacks of exceptions."""
         try:
             async with self.server.ask(asked.method, asked.path, asked.body, asked.headers) as answer:
                 is_stream = answer.content_type == "text/event-stream"
@@ -108,13 +107,13 @@ class Engine:
                 else:
                     yield body
         except EngineFailed as error:
-            short = type(error)(first_line(error))  # the last lines of its output are in the log already
+            short = type(error)(first_line(error))  # its output is in the log
             short.actor_id = ray.get_runtime_context().get_actor_id()  # type: ignore[attr-defined]  # as Ray's
             yield short
 
     async def _end_with_server(self) -> None:
-        """A replica without a server must get no requests: it ends at once, not at Serve's next look."""
-        await self.server.ended()
+        """End a replica whose server has ended, before Serve's next health check."""
+        await self.server.wait()
         try:
             self.server.check_running()
         except EngineFailed as error:
@@ -123,11 +122,11 @@ class Engine:
 
     async def __del__(self) -> None:
         self._watch.cancel()
-        await self.server.stop()
+        await self.server.close()
 
 
 class Router:
-    """The app's entrance: gives each request to an engine, and to another one where that one dies."""
+    """Entrance of the app: send each request to an engine, and to another one if that dies."""
 
     def __init__(self, engines: DeploymentHandle, attempts: int, timeout_s: float) -> None:
         self._replicas, self._engines = engines, engines.options(stream=True, method_name="forward")
@@ -149,7 +148,7 @@ class Router:
             except DIED as error:
                 if not isinstance(error, EngineGone):  # an engine without a name is one more: a request must end
                     died.add(getattr(error, "actor_id", None) or uuid.uuid4().hex)
-                logger.warning("%s %s: asked again after %s", asked.method, asked.path, _short(error))
+                logger.warning("%s %s: retried after %s", asked.method, asked.path, _short(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
             except asyncio.TimeoutError:
@@ -179,7 +178,7 @@ class Router:
                 yield part
                 part = await _next(parts, time.monotonic() + self._timeout_s)
         except DIED as error:
-            logger.warning("a stream was cut: %s", _short(error))
+            logger.warning("a stream ended early: %s", _short(error))
             yield _event("the engine died while it answered; ask again")
         except asyncio.TimeoutError:
             yield _event(f"the stream stood still for {self._timeout_s:g} s")
@@ -188,7 +187,7 @@ class Router:
 
 
 def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Application:
-    """The app. `program` is what an engine's server is started with, for tests."""
+    """Return the app; `program`: command in place of `vllm serve`, for tests."""
     gpus = options.num_gpus(ray.is_initialized() and bool(ray.cluster_resources().get("GPU")))
     engines = serve.deployment(
         Engine,
@@ -210,7 +209,7 @@ def build(options: ServeOptions, program: Sequence[str] = PROGRAM) -> serve.Appl
 
 
 def with_replicas(texts: Mapping[str, str]) -> bytes:
-    """One page of the /metrics of all replicas, by their names; every sample gets the label `replica`."""
+    """Merge the /metrics of replicas, by their names; every sample gets the label `replica`."""
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
         for family in text_string_to_metric_families(text):
@@ -220,7 +219,7 @@ def with_replicas(texts: Mapping[str, str]) -> bytes:
 
 
 def _scale(options: ServeOptions) -> dict[str, Any]:
-    """How many replicas. Raises UsageError where Serve does not take `autoscaling`; it ignores unknown keys."""
+    """Return Serve's options for the number of replicas. Raises UsageError for keys that Serve does not have."""
     if options.max_replicas is None:
         return {"num_replicas": options.replicas}
     named = options.model_dump(include={"min_replicas", "max_replicas", "target_ongoing_requests"})
@@ -236,7 +235,7 @@ def _scale(options: ServeOptions) -> dict[str, Any]:
 
 
 async def _next(parts: Any, deadline: float) -> Any:
-    """The next part of an answer; None after the last. Raises the EngineFailed that ends it."""
+    """Return the next part of a response, None after the last. Raises the EngineFailed that ends it."""
     try:
         part = await asyncio.wait_for(anext(parts), max(0.0, deadline - time.monotonic()))
     except StopAsyncIteration:
@@ -247,12 +246,12 @@ async def _next(parts: Any, deadline: float) -> Any:
 
 
 def _short(error: BaseException) -> str:
-    error = getattr(error, "cause", None) or error  # without what Ray writes around it
+    error = getattr(error, "cause", None) or error  # without the text that Ray adds
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def _body(message: str, code: int) -> dict[str, Any]:
-    """As vLLM's errors are."""
+    """Return an error in the form of vLLM's."""
     return {"error": {"message": message, "type": "EngineFailed", "param": None, "code": code}}
 
 

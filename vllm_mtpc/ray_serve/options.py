@@ -1,4 +1,4 @@
-"""What the app on Ray Serve takes: its own keys, checked here, and flags of `vllm serve`, checked by vLLM's parser."""
+"""Options of the app on Ray Serve: its own keys, and flags of `vllm serve` that vLLM's parser validates."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from vllm_mtpc.engine.options import API_KEY, EngineOptions, parse_mapping, vali
 from vllm_mtpc.errors import UsageError
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
-SHUTDOWN_S = 30  # for answers under way when an engine is asked to end; vLLM's default is 0
+SHUTDOWN_S = 30  # for running requests when an engine is stopped; vLLM's default is 0
 EXAMPLE = "serve run vllm_mtpc.ray_serve:app model=TARGET"
 
 
 class ServeOptions(EngineOptions):
     """Keys of `serve run vllm_mtpc.ray_serve:app KEY=VALUE ...` and of `args` in a Serve config file."""
 
-    min_replicas: int = Field(1, ge=0, description="fewest engines when nothing is asked (autoscaling)")
-    max_replicas: int | None = Field(None, ge=1, description="most engines; naming it turns autoscaling on")
-    target_ongoing_requests: int = Field(16, ge=1, description="requests at an engine that autoscaling aims at")
+    min_replicas: int = Field(1, ge=0, description="minimum number of engines (autoscaling)")
+    max_replicas: int | None = Field(None, ge=1, description="maximum number of engines; enables autoscaling")
+    target_ongoing_requests: int = Field(16, ge=1, description="requests per engine that autoscaling aims at")
     autoscaling: dict[str, Any] = Field(
         {}, description="other keys of Serve's autoscaling_config, JSON: upscale_delay_s"
     )
-    max_ongoing_requests: int = Field(256, ge=1, description="most requests at an engine; others wait in Serve")
-    request_timeout_s: float = Field(600, gt=0, description="longest wait for an answer, or the next part of a stream")
-    health_period_s: float = Field(5, gt=0, description="time between two looks at an engine")
+    max_ongoing_requests: int = Field(
+        256, ge=1, description="maximum number of requests per engine; others wait in Serve"
+    )
+    request_timeout_s: float = Field(
+        600, gt=0, description="longest wait for an answer, or for the next part of a stream"
+    )
+    health_period_s: float = Field(5, gt=0, description="time between two health checks")
 
     _autoscaling = field_validator("autoscaling", mode="before")(parse_mapping)
 
@@ -43,18 +47,18 @@ class ServeOptions(EngineOptions):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What is added to the environment of an engine, on whichever node: the API key of this process too."""
+        """Variables added to the environment of an engine on any node, with the API key of this process."""
         own = {API_KEY: os.environ[API_KEY]} if os.environ.get(API_KEY) else {}
         return {**own, **self.env}
 
 
 def parse(arguments: dict[str, Any]) -> ServeOptions:
-    """Options of what was typed; dashes and underscores are one. Raises UsageError."""
+    """Return validated options; dashes and underscores in keys are equal. Raises UsageError."""
     given = {key.replace("-", "_"): value for key, value in arguments.items()}
     for key, instead in OURS.items():
         if key in given:
             raise UsageError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
-    typed = given.pop("engine", {})  # flags of `vllm serve` as one mapping, which may be JSON
+    typed = given.pop("engine", {})  # flags of `vllm serve` as a mapping or JSON
     try:
         engine = parse_mapping(typed)
     except ValueError as error:

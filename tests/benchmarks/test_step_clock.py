@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_mtpc.engine import steps as engine_steps
-from vllm_mtpc.engine.steps import StepClock, draft_method, runner_of
+from benchmarks import step_clock as engine_steps
+from benchmarks.step_clock import StepClock, draft_method, runner_of
 
 PART = 0.004  # seconds
 

@@ -1,0 +1,142 @@
+"""Measure several ways of decoding so that a machine whose speed drifts does not decide the comparison.
+
+Interleaved (engines that fit on the machine together, as on a CPU): all engines run, and one measures at a time. Every
+round runs each setting on all engines, every second round in the opposite order; speed-ups are those of a round.
+Bracketed (an engine needs the whole GPU): one engine after the other, plain vLLM first and last; speed-ups are over
+the mean of its passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from vllm_mtpc.bench.decodings import Decoding, Missing
+from vllm_mtpc.engine.passes import Engine, Measured, Setting
+from vllm_mtpc.errors import EngineFailed
+from vllm_mtpc.progress import Bar
+
+Start = Callable[[Decoding], AbstractContextManager[Engine]]
+CHECKED = 8  # prompts of the greedy check
+ORDERS = {
+    "interleaved": "every round runs each setting on all engines in turn, each second round in the opposite order; "
+    "speed-up: over plain's pass of the same round, median of the rounds (least and most).",
+    "bracketed": "one engine after the other, plain first and last; speed-up: over the mean of plain's passes, median "
+    "of the rounds (least and most).",
+}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a way of decoding; `baseline`: tokens/s of plain vLLM that it is compared with."""
+
+    decoding: Decoding
+    cell: Setting
+    round: int
+    measured: Measured
+    baseline: float = 0.0
+
+    @property
+    def speedup(self) -> float:
+        return self.measured.tokens_per_second / self.baseline
+
+
+@dataclass
+class Comparison:
+    """Passes of a run, greedy answers by (group, decoding), and ways of decoding that could not run."""
+
+    passes: list[Pass] = field(default_factory=list)
+    greedy: dict[Decoding, list[list[int]]] = field(default_factory=dict)
+    missing: list[Missing] = field(default_factory=list)
+
+    def identical(self, decoding: Decoding) -> tuple[int, int] | None:
+        """Return how many greedy answers equal those of plain vLLM of the same group, and their number."""
+        plain = next((found for one, found in self.greedy.items() if one.is_plain and one.group == decoding.group), [])
+        if decoding.is_plain or decoding not in self.greedy:
+            return None
+        return sum(mine == its for mine, its in zip(self.greedy[decoding], plain, strict=True)), len(plain)
+
+
+def compare(
+    decodings: Sequence[Decoding],
+    cells: Sequence[Setting],
+    rounds: int,
+    start: Start,
+    order: str,
+    into: Comparison,
+    deadline: float = float("inf"),
+) -> None:
+    """Measure every setting with every way of decoding.
+
+    Args:
+        decodings: plain vLLM first.
+        cells: settings.
+        rounds: of an engine; every round has other prompts.
+        start: starts the engine of a way of decoding.
+        order: of ORDERS.
+        into: receives the passes.
+        deadline: `time.monotonic()`; no round but the first starts that would end after it.
+
+    Raises:
+        EngineFailed: plain vLLM failed; without it nothing can be compared.
+    """
+    together = order == "interleaved"
+    groups = [decodings] if together else [[one] for one in (*decodings, decodings[0])]
+    passes: list[Pass] = []
+    with Bar(total=sum(map(len, groups)) * rounds * len(cells), desc="passes", unit="pass") as bar:
+        for group in groups:
+            passes += _measure_group(group, cells, rounds, start, into, deadline, bar)
+    for one in passes:
+        plain = [other for other in passes if other.decoding.is_plain and other.cell == one.cell]
+        paired = [other for other in plain if other.round == one.round] if together else plain
+        into.passes.append(replace(one, baseline=fmean(other.measured.tokens_per_second for other in paired)))
+
+
+def _measure_group(
+    decodings: Sequence[Decoding],
+    cells: Sequence[Setting],
+    rounds: int,
+    start: Start,
+    into: Comparison,
+    deadline: float,
+    bar: Bar,
+) -> list[Pass]:
+    """Return the passes of engines that run at the same time."""
+    engines: dict[Decoding, Engine] = {}
+    passes: list[Pass] = []
+
+    @contextlib.contextmanager
+    def may_fail(decoding: Decoding):
+        try:
+            yield
+        except EngineFailed as error:
+            if decoding.is_plain:
+                raise
+            engines.pop(decoding, None)
+            into.missing.append(Missing(decoding.name, f"its engine failed: {error.reason}", decoding.is_required))
+
+    with contextlib.ExitStack() as stack:
+        for decoding in decodings:
+            bar.set_postfix_str(f"starting {decoding.name} ({decoding.group})")
+            with may_fail(decoding):
+                engines[decoding] = stack.enter_context(start(decoding))
+                into.greedy[decoding] = engines[decoding].complete_greedy(cells[0], CHECKED)
+        longest = 0.0
+        for turn in range(rounds):
+            begun = time.monotonic()
+            if turn and begun + longest > deadline:
+                break
+            for cell in cells:
+                for decoding in list(engines)[:: -1 if turn % 2 else 1]:
+                    with may_fail(decoding):
+                        found = engines[decoding].measure(replace(cell, first=turn * cell.prompts))
+                        passes.append(Pass(decoding, cell, turn, found))
+                        rate, step = found.tokens_per_second, found.tokens_per_step
+                        bar.set_postfix_str(f"{decoding.name}, {cell.name}: {rate:.1f} tok/s, {step:.2f} tokens/step")
+                        bar.update()
+            longest = max(longest, time.monotonic() - begun)
+    return passes
