@@ -40,8 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: over a minute, or many engines; scripts/test.sh runs it only with --all")
-    config.addinivalue_line("markers", "column(*names): columns of docs/features.md that the test speaks for")
-    config.addinivalue_line("markers", "feature(name, kind, *columns, why=''): a row of docs/features.md, see there")
+    config.addinivalue_line("markers", "column(*names): columns of benchmarks/FEATURES.md that the test speaks for")
+    config.addinivalue_line(
+        "markers", "feature(name, kind, *columns, why=''): a row of benchmarks/FEATURES.md, see there"
+    )
     file = config.getoption("--outcome")
     if file and not hasattr(config, "workerinput"):
         config.pluginmanager.register(outcome.Outcome(file))

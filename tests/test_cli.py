@@ -12,7 +12,7 @@ import pytest
 import vllm_mtpc
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.cli import COMMANDS, main
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import SETUP
 from vllm_mtpc.heads import build_head
 

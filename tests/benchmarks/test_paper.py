@@ -1,4 +1,4 @@
-"""The papers' tables: what is refused, what the document shows, and that Appendix E's HMMs are what they are called."""
+"""The papers' tables: the document shows the result files; Appendix E's HMMs have the properties of their names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import frame, spec_bench
+from benchmarks.paper import frame
 from benchmarks.paper.mtpc_students import HMMS
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.engine import provenance
@@ -26,22 +26,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> frame.Table:
     return made
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["nothing"], "nothing is no table: allowed are ptp-table-8, all; type one"),
-        (
-            ["all", "--quick"],
-            "--quick without --out: its numbers say nothing and are not kept; name a folder with --out",
-        ),
-    ],
-)
-def test_refused_in_one_line(words, line, table, capsys):
-    assert command.main(words) != 0
-    assert capsys.readouterr().err.strip() == f"benchmarks/paper/run.sh: error: {line}"
-
-
-def test_a_table_is_written_and_shown(table, tmp_path, monkeypatch):
+def test_table_of_a_result_file_is_in_the_document(table, tmp_path, monkeypatch):
     assert command.main(["ptp-table-8", "--quick", "--out", str(tmp_path)]) == 0
     kept = json.loads((tmp_path / "paper-ptp-table-8.json").read_text())
     assert kept["rows"] == ROWS
@@ -52,29 +37,21 @@ def test_a_table_is_written_and_shown(table, tmp_path, monkeypatch):
     assert "2.346" in shown
     assert "The paper:" in shown
     assert shown.endswith("It says so.")
-    text = frame.document({"ptp-table-8": table}, (provenance.ROOT / "benchmarks" / "PAPERS.md").read_text(encoding="utf-8"))
+    text = frame.document(
+        {"ptp-table-8": table}, (provenance.ROOT / "benchmarks" / "PAPERS.md").read_text(encoding="utf-8")
+    )
     assert shown in text
     assert frame.document({"ptp-table-8": table}, text) == text  # made again, it is the same
 
 
-def test_what_was_not_run_is_said(table, tmp_path, monkeypatch):
-    monkeypatch.setattr(frame, "result", lambda name: tmp_path / name)
-    assert "Not run. Smaller here." in frame.section("ptp-table-8", table)
-
-
-def test_the_papers_numbers_belong_to_tables():
+def test_published_numbers_fit_their_tables():
     assert frame.published().keys() <= command.TABLES.keys()
     for one in frame.published().values():
         assert all(len(row) == len(one["columns"]) for row in one["rows"])
 
 
-def test_a_second_turn_has_the_first_answer_before_it():
-    assert spec_bench.prompt(["one?"], []) == "USER: one?\nASSISTANT:"
-    assert spec_bench.prompt(["one?", "two?"], [" 1"]) == "USER: one?\nASSISTANT:  1\nUSER: two?\nASSISTANT:"
-
-
 @pytest.mark.parametrize("what", list(HMMS)[1:])
-def test_hmms_stay_what_they_are_called(what):
+def test_hmm_keeps_its_property_in_training(what):
     torch.manual_seed(0)
     head = LinearHead(get_circuit("hmm", 4, 3), 7, 5)
     HMMS[what].trainer.prepare(head)

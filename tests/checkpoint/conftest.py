@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.linear import LinearHead
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_mtpc.checkpoint import check_tensors, load_head, read_config, save_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import DraftLayers

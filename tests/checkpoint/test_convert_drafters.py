@@ -18,7 +18,7 @@ from tests.support.files import front_matter_of
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.hf import bind, load_target
 from vllm_mtpc.hf.model import Target

@@ -20,8 +20,8 @@ from vllm_mtpc.checkpoint import check_ptp, check_tensors, load_head, load_ptp, 
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest, read_circuit_config
 from vllm_mtpc.cli import main
-from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import MODULES

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.config.base import SPECULATORS_VERSION
-from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import MtpcError
 
 TARGET = {

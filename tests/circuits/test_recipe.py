@@ -12,7 +12,7 @@ import torch
 
 from tests.support import circuit_checks, recipe
 from tests.support.enumeration import Enumerated, conditionals, make, random_params
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.kernels.draft import naive
 
@@ -67,7 +67,7 @@ EVERYWHERE = f"""
 import vllm_mtpc.circuits as circuits
 circuits.CIRCUITS.update({{{recipe.LINE.strip()}}})
 from benchmarks import draft, kernels, synthetic
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.plots import draw as plots
 from vllm_mtpc.train import options
 assert all(part.CIRCUITS is circuits.CIRCUITS for part in (draft, kernels, synthetic))

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_mtpc.config.base import AnyHeadConfig
-from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError, HeadConfigError, MtpcError, ServeConfigError, one_line
 from vllm_mtpc.heads import head_options
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS

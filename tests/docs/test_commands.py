@@ -1,53 +1,87 @@
-"""What the documentation tells to type: options exist, JSON is JSON, files are there. Nothing is run."""
+"""Commands of the documentation: options exist, JSON is JSON, files and modules are there. Nothing is run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
+import shlex
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support import commands
 from vllm_mtpc import METHODS
 from vllm_mtpc.cli import COMMANDS, _parser
 
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`vllm-mtpc ([^`]+)`")
 FILE = re.compile(r"(?:\./)?((?:scripts|benchmarks|vllm_mtpc|tests)/[\w./-]+)$")
 MODULE = re.compile(r"(?:benchmarks|tests|vllm_mtpc)(?:\.\w+)*$")
+ENDS = {"|", "||", "&&", ";", "&", ">", ">>", "<", "do", "done"}
 
 
-def problem(words: list[str]) -> str | None:
-    """What is wrong with the arguments of `vllm-mtpc`."""
-    try:
-        _parser(words).parse_args(words)
-    except SystemExit as end:
-        if end.code:
-            return "cannot be parsed"
+def documents(root: Path) -> list[Path]:
+    return [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md")), root / "kernels" / "README.md"]
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Words of every command in the bash blocks of a Markdown text; a quotation may go on over lines."""
+    for block in (block for _, language, block in BLOCK.findall(text) if language == "bash"):
+        pending = ""
+        for line in block.replace("\\\n", " ").splitlines():
+            pending += line
+            lexer = shlex.shlex(pending, posix=True, punctuation_chars=";|&")
+            lexer.whitespace_split = True
+            try:
+                words = ["1" if word == "$k" else word for word in lexer]  # the variable of a loop
+            except ValueError:
+                pending += "\n"
+                continue
+            pending = ""
+            command: list[str] = []
+            for word in [*words, ";"]:
+                if word in ENDS and command:
+                    yield command
+                command = [] if word in ENDS else [*command, word]
+
+
+def arguments_of_ours(words: list[str]) -> list[str] | None:
+    """The arguments of `vllm-mtpc` in a command; None where it is another command."""
+    for at, word in enumerate(words):
+        if word.rsplit("/", 1)[-1] == "vllm-mtpc" or (word == "vllm_mtpc" and words[at - 1] == "-m"):
+            return words[at + 1 :]
     return None
 
 
+def is_parsed(words: list[str]) -> bool:
+    try:
+        _parser(words).parse_args(words)
+    except SystemExit as end:
+        return not end.code
+    return True
+
+
 def options(words: list[str]) -> set[str]:
-    """The options of the command that is typed, and of a command of it."""
+    """The options of a command and of its subcommand."""
     parser: argparse.ArgumentParser = _parser(words)
-    found: set[str] = set()
-    for word in [None, *words]:
+    found = set(parser._option_string_actions)
+    for word in words:
         inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        if word is not None and inner and word in inner[0].choices:
+        if inner and word in inner[0].choices:
             parser = inner[0].choices[word]
-        found |= set(parser._option_string_actions)
+            found |= set(parser._option_string_actions)
     return found
 
 
-def wrong_in(words: list[str], root: Path) -> list[str]:
-    """Everything that is wrong with a command."""
+def problems(words: list[str], root: Path) -> list[str]:
     found = []
-    if (own := commands.ours(words)) is not None and problem(own):
+    if (own := arguments_of_ours(words)) is not None and not is_parsed(own):
         found.append(f"vllm-mtpc {' '.join(own)}: cannot be parsed")
     for at, word in enumerate(words):
         if (named := FILE.match(word)) and not (root / named[1]).exists() and not word.endswith(".json"):
-            found.append(f"{word}: is not there")
+            found.append(f"{word}: no such file")
         if at and words[at - 1] == "-m" and MODULE.match(word) and not find_spec(word):
             found.append(f"{word}: no such module")
         if "speculative-config" in word:
@@ -55,59 +89,35 @@ def wrong_in(words: list[str], root: Path) -> list[str]:
             try:
                 method = json.loads(text).get("method")
             except ValueError:
-                found.append(f"{text}: is no JSON")
+                found.append(f"{text}: not JSON")
             else:
                 found += [] if method in METHODS else [f"{text}: method {method}"]
     return found
 
 
-@pytest.fixture(scope="module")
-def written(root: Path) -> list[tuple[str, list[str]]]:
-    found = []
-    for file in commands.documents(root):
-        for words in commands.lines_in(file.read_text(encoding="utf-8")):
-            found.append((str(file.relative_to(root)), words))
-    return found
-
-
-def test_commands_of_the_documentation(
-    written: list[tuple[str, list[str]]], root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sum(commands.ours(words) is not None for _, words in written) > 40
-    wrong = [f"{file}: {text}" for file, words in written for text in wrong_in(words, root)]
-    assert not wrong, "\n".join(wrong) + capsys.readouterr().err
-
-
-def test_options_within_the_text(root: Path) -> None:
-    """Pieces such as `vllm-mtpc eval --simulate`: the command and its options exist."""
-    wrong = []
-    for file in commands.documents(root):
-        for words in commands.inline(file.read_text(encoding="utf-8")):
+def test_commands_of_the_documentation_are_accepted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {file.relative_to(root): file.read_text(encoding="utf-8") for file in documents(root)}
+    written = [(file, words) for file, text in texts.items() for words in commands_in(text)]
+    assert sum(arguments_of_ours(words) is not None for _, words in written) > 40
+    wrong = [f"{file}: {problem}" for file, words in written for problem in problems(words, root)]
+    for file, text in texts.items():
+        for words in (piece.split() for piece in INLINE.findall(BLOCK.sub("", text))):
             named = {word.partition("=")[0].rstrip(",;.)") for word in words if word.startswith("--")}
             if words[0] not in COMMANDS or named - options(words):
-                wrong.append(f"{file.relative_to(root)}: vllm-mtpc {' '.join(words)}")
-    assert not wrong, "\n".join(wrong)
+                wrong.append(f"{file}: vllm-mtpc {' '.join(words)}")
+    assert not wrong, "\n".join(wrong) + capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("vllm-mtpc eval HEAD --data X", 0),
-        ("vllm-mtpc eval HEAD --dara X", 1),
-        ("vllm-mtpc eval HEAD --data X    # what is said\nvllm-mtpc evil HEAD", 1),
         ("for k in 0 1; do\n    python -m vllm_mtpc train --lora-layers $k --out X\ndone", 0),
+        ("vllm-mtpc eval HEAD --data X    # a comment\nvllm-mtpc evil HEAD", 1),
         ("vllm-mtpc bench serve \\\n    --demo --jsn FILE | tail", 1),
-        ("""vllm serve X --speculative-config '{"method": "mtpc",\n "model": "H"}'""", 0),
-        ("""vllm serve X --speculative-config '{"method": "mtcp"}'""", 1),
-        ("scripts/setup.sh && scripts/sutep.sh", 1),
-        ("python -m benchmarks.sweep X; python -m benchmarks.swoop X", 1),
+        ("""vllm serve X --speculative-config '{"method": "mtcp",\n "model": "H"}'""", 1),
+        ("scripts/setup.sh && scripts/sutep.sh; python -m benchmarks.swoop X", 2),
     ],
 )
-def test_a_wrong_command_would_be_found(text: str, count: int, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [wrong for words in commands.lines_in(f"```bash\n{text}\n```\n") for wrong in wrong_in(words, root)]
+def test_wrong_command_is_found(text: str, count: int, root: Path) -> None:
+    found = [wrong for words in commands_in(f"```bash\n{text}\n```\n") for wrong in problems(words, root)]
     assert len(found) == count, found
-
-
-def test_a_wrong_option_within_the_text_would_be_found() -> None:
-    assert "--simulate" in options(["eval"]) and "--simulat" not in options(["eval"])
-    assert "--peers" in options(["bench", "serve"])

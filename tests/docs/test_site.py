@@ -1,94 +1,126 @@
-"""The site of docs/ builds without a warning, loads nothing from elsewhere, and its links lead somewhere."""
+"""The site of docs/ builds without a warning, loads nothing from other hosts, and every link leads to a target."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from functools import cache
+from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
-from mkdocs.config import load_config
 
-from tests.support import links
-
-BROKEN = "[a](nowhere.md) [b](heads.md#nothing) [c](../kernels/nothing.py) [d](heads.md#circuits-and-heads)\n"
+LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
+HEADING = re.compile(r"#{1,6} +(.+?) *#*$")
 
 
-def test_every_page_is_in_the_site(root: Path, site: Path) -> None:
-    for page in (root / "docs").glob("*.md"):
-        assert (site / page.with_suffix(".html").name).is_file()
+class Page(HTMLParser):
+    """Links, anchors, and what a browser loads without a click, of a page of HTML."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id" and value:
+                self.anchors.add(value)
+            if name in ("href", "src") and value:
+                self.links.append(value)
+                if tag != "a" and not (tag == "link" and ("rel", "canonical") in attrs):
+                    self.loads.append(value)
 
 
-def test_links_and_anchors(site: Path) -> None:
-    assert not links.broken_html(site)
+@cache
+def html(file: Path) -> Page:
+    return Page(file.read_text(encoding="utf-8"))
 
 
-def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
-    hrefs = ["#a", "#b", "no.html", "x.html#a", "x.html#b"]
-    (tmp_path / "x.html").write_text('<p id="a">' + "".join(f'<a href="{href}">x</a>' for href in hrefs))
-    found = [line.removeprefix("x.html: ") for line in links.broken_html(tmp_path)]
-    assert found == ["#b", "no.html", "x.html#b"]
+def prose(file: Path) -> str:
+    """A Markdown file without its blocks and pieces of code."""
+    text = re.sub(r"^( *)```.*?^\1```", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
 
 
-def test_no_page_links_to_an_example_address(site: Path) -> None:
-    linked = {urlsplit(link).netloc for file in site.rglob("*.html") for link in links.html(file).links}
-    assert not [place for place in linked if "example" in place]
+@cache
+def headings(file: Path) -> set[str]:
+    """Anchors that GitHub makes of a Markdown file's headings."""
+    found: list[str] = []
+    for line in prose(file).splitlines():
+        if match := HEADING.match(line):
+            text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match[1]).lower()
+            slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+            found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return set(found)
 
 
-@pytest.mark.parametrize("address", ["", "https://host.example/r"])
-def test_link_out_of_the_docs_leads_to_the_repository_or_is_text(
-    root: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MTPC_REPOSITORY", address)
-    config = load_config(str(root / "mkdocs.yml"))
-    file = SimpleNamespace(abs_src_path=str(root / "docs" / "x.md"), src_uri="x.md")
-    text = "[`base`](../setup.py#L1) [a](../docs/heads.md) [kernels](../kernels)"
-    (hook,) = config.plugins.events["page_markdown"][:1]
-    shown = hook(text, page=SimpleNamespace(file=file), config=config)
-    blob, tree = "(https://host.example/r/blob/main/setup.py#L1)", "(https://host.example/r/tree/main/kernels)"
-    own = f"[`base`]{blob} [a](../docs/heads.md) [kernels]{tree}"
-    assert shown == (own if address else "`base` [a](../docs/heads.md) kernels")
+def broken_links(root: Path, files: list[Path]) -> list[str]:
+    """`FILE: LINK` for every relative link of HTML or Markdown files without a target inside `root`."""
+    wrong = []
+    for file in files:
+        for link in html(file).links if file.suffix == ".html" else LINK.findall(prose(file)):
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
+                continue
+            place = root / url.path.lstrip("/") if url.path.startswith("/") else file.parent / unquote(url.path)
+            target = place.resolve() if url.path else file
+            target = target / "index.html" if file.suffix == ".html" and target.is_dir() else target
+            anchor = "" if url.fragment.startswith("__") else unquote(url.fragment)  # the theme's own
+            found = {".html": lambda path: html(path).anchors, ".md": headings}.get(target.suffix, lambda path: set())
+            if not target.is_relative_to(root) or not target.exists() or (anchor and anchor not in found(target)):
+                wrong.append(f"{file.relative_to(root)}: {link}")
+    return wrong
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
-    loaded = {link for file in site.rglob("*.html") for link in links.html(file).loads}
+@pytest.fixture(scope="module")
+def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built where torch and vLLM cannot be imported."""
+    out, absent = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("absent")
+    for name in ("torch", "vllm"):
+        (absent / f"{name}.py").write_text(f"raise ImportError('the site needs no {name}')\n")
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(absent)}
+    command = [root / "scripts" / "site.sh", out]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_site_has_every_page_and_no_broken_link(root: Path, site: Path) -> None:
+    files = sorted(site.rglob("*.html"))
+    assert {page.with_suffix(".html").name for page in (root / "docs").glob("*.md")} <= {file.name for file in files}
+    assert not broken_links(site, files)
+    assert not [link for file in files for link in html(file).links if "example" in urlsplit(link).netloc]
+    assert {"vllm_mtpc.has_heads", "vllm_mtpc.circuits.base.Circuit.sample"} <= html(site / "api.html").anchors
+
+
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
+    loaded = {link for file in site.rglob("*.html") for link in html(file).loads}
     assert loaded and not [link for link in loaded if link.startswith(("http", "//"))]
     styles = [file.read_text(encoding="utf-8") for file in site.rglob("*.css")]
     assert styles and not [style for style in styles if "url(http" in style or "url(//" in style]
 
 
-def test_the_api_is_read_from_docstrings(site: Path) -> None:
-    page = links.html(site / "api.html")
-    assert {"vllm_mtpc.has_heads", "vllm_mtpc.circuits.base.Circuit.sample", "vllm_mtpc.ray_serve.app"} <= page.ids
-    assert "Exact draws" in (site / "api.html").read_text(encoding="utf-8")
+def test_links_of_the_markdown_lead_to_files_and_headings(root: Path) -> None:
+    files = [
+        *root.glob("*.md"),
+        *(root / "docs").rglob("*.md"),
+        *(root / "kernels").rglob("*.md"),
+        *(root / "benchmarks").glob("*.md"),
+    ]
+    assert not broken_links(root, files)
 
 
-def test_links_of_the_markdown(root: Path) -> None:
-    files = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "kernels").rglob("*.md")]
-    assert not links.broken_markdown(root, files)
-
-
-def test_a_broken_link_of_the_markdown_would_be_found(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "heads.md").write_text("# Heads\n\n## Circuits and heads\n")
-    (tmp_path / "docs" / "page.md").write_text(BROKEN + "```\n[e](e.md)\n```\n")
-    found = links.broken_markdown(tmp_path, [tmp_path / "docs" / "page.md"])
-    assert [line.split(": ")[1] for line in found] == ["nowhere.md", "heads.md#nothing", "../kernels/nothing.py"]
-
-
-def test_a_warning_ends_the_build(root: Path, tmp_path: Path) -> None:
-    """Of a page that links to nothing, inside docs/ or outside."""
-    for name in ("scripts", "docs", "vllm_mtpc", "kernels", "README.md", "benchmarks"):
-        (tmp_path / name).symlink_to(root / name)
-    (tmp_path / "docs").unlink()
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text(BROKEN)
-    (tmp_path / "docs" / "heads.md").write_text("# Heads\n\n## Circuits and heads\n")
-    text = (root / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[0]
-    (tmp_path / "mkdocs.yml").write_text(text)
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", "site"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert all(link in done.stderr for link in ("nowhere.md", "#nothing", "../kernels/nothing.py")), done.stderr
+def test_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "heads.md").write_text("# Heads\n\n## Circuits and heads\n")
+    (tmp_path / "page.md").write_text(
+        "[a](no.md) [b](heads.md#no) [c](heads.md#circuits-and-heads)\n```\n[e](e.md)\n```\n"
+    )
+    (tmp_path / "x.html").write_text('<p id="a"><a href="#a"></a><a href="#b"></a><a href="x.html#a"></a></p>')
+    found = broken_links(tmp_path, [tmp_path / "page.md", tmp_path / "x.html"])
+    assert found == ["page.md: no.md", "page.md: heads.md#no", "x.html: #b"]

@@ -18,7 +18,7 @@ PROMPTS = [list(text) for text in (b"import os\n", b"def read(path):\n    ", b"c
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 ENGINES = ("0", "1")
 CASES = {"v1": ("v1", "mtpc", "btree"), "v2": ("v2", "mtpc", "btree"), "ptp": ("v2", "ptp", "o-ptp")}
-ON = {"v1": "mtpc on V1", "v2": "mtpc on V2", "ptp": "ptp on V2"}  # columns of docs/features.md
+ON = {"v1": "mtpc on V1", "v2": "mtpc on V2", "ptp": "ptp on V2"}  # columns of benchmarks/FEATURES.md
 
 
 def accepted(text: str) -> dict[str, float]:
@@ -38,7 +38,7 @@ def words(method: str, head: str) -> list[str]:
 @pytest.mark.feature("data parallel", "exact")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.column(ON[case])) for case in CASES])
-def test_two_engines(case: str, tmp_path: Path) -> None:
+def test_both_data_parallel_engines_draft(case: str, tmp_path: Path) -> None:
     runner, method, head = CASES[case]
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **forks.ENVIRONMENTS[runner]}
     with server.run_server(words(method, head), tmp_path / "log", 1200, environment) as client:
@@ -49,6 +49,5 @@ def test_two_engines(case: str, tmp_path: Path) -> None:
         counted = accepted(client.get("/metrics", timeout_s=30)[1])
     engine = Engine(str(demo.path("target")), [Call(PROMPTS, [GREEDY] * len(PROMPTS))], {"max_model_len": 256})
     plain = run({"plain": engine}, runner)["plain"]
-    assert not isinstance(plain, str), plain
     assert [[tokens] for tokens in outputs] == plain[0].tokens
     assert counted.keys() == set(ENGINES) and min(counted.values()) > 0

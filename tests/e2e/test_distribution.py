@@ -76,18 +76,18 @@ def test_distribution_of_the_first_tokens(check: Any, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [case(name) for name in CASES])
-def test_distribution(check: Any, name: str, record_property: Callable[[str, Any], None]) -> None:
+def test_distribution_of_all_tokens(check: Any, name: str, record_property: Callable[[str, Any], None]) -> None:
     record_property(distribution_table.DISTRIBUTION, check(name, DRAWS))
 
 
-def test_the_table_is_what_was_measured(root: Path) -> None:
-    written = (root / "docs" / "internals.md").read_text(encoding="utf-8")
+def test_table_of_distributions_is_current(root: Path) -> None:
+    written = (root / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     assert distribution_table.table() in written, (
-        "type: python -m tests.support.distribution_table --write docs/internals.md"
+        "type: python -m tests.support.distribution_table --write benchmarks/RESULTS.md"
     )
 
 
-def test_a_setting_that_is_ignored_would_be_found(check: Any) -> None:
+def test_ignored_setting_would_be_found(check: Any) -> None:
     """The distributions are further from the one without the setting than draws may be."""
     plain, *others = (
         distributions.exact_distribution(check.target, PROMPT, LENGTH, setting)

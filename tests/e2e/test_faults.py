@@ -47,7 +47,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "victim"), [(1, "EngineCore"), (2, "Worker_TP1")])
-def test_a_killed_process_ends_the_server(ranks: int, victim: str, tmp_path: Path) -> None:
+def test_killed_process_ends_the_server(ranks: int, victim: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))), "TORCHDYNAMO_DISABLE": "1"}
     words = [*WORDS, "--tensor-parallel-size", str(ranks)]
@@ -78,8 +78,6 @@ def test_jumping_clocks_and_a_full_kv_cache_change_no_greedy_token() -> None:
         },
         "v1",
     )
-    for reply in replies.values():
-        assert not isinstance(reply, str), reply
     plain, jumping = replies["plain"], replies["jumps"]
     assert [reply.tokens for reply in jumping] == [reply.tokens for reply in plain]
     for reply in jumping:

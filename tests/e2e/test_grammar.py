@@ -83,8 +83,6 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
     if request.param == "v1":  # which drafts the argmax where it does not mask
         engines["unmasked"] = engine("unmasked drafts")
     replies = run(engines, request.param, async_scheduling=True)
-    for name, reply in replies.items():
-        assert not isinstance(reply, str), (name, reply)
     by_call = {name: dict(zip(calls(), reply, strict=True)) for name, reply in replies.items()}
     return {"unmasked": by_call["off"], **by_call}
 
@@ -97,10 +95,10 @@ def test_greedy_text_is_plain_vllms(outputs: dict[str, dict[str, Reply]], name: 
 
 
 @pytest.mark.feature("drafts masked with the grammar", "exact")
-def test_every_draft_is_allowed_by_the_grammar(outputs: dict[str, dict[str, Reply]]) -> None:
+def test_masked_drafts_are_allowed_by_the_grammar(outputs: dict[str, dict[str, Reply]]) -> None:
     drafts = [noted for reply in outputs["masked"].values() for noted in reply.recorded]
     assert sum(len(drafted) for drafted, _ in drafts) > 500
-    assert all(drafted == valid or valid[-1:] == [EOS] for drafted, valid in drafts)  # V2 drafts on behind the end
+    assert all(drafted == valid or valid[-1:] == [EOS] for drafted, valid in drafts)  # V2 drafts past the end
     unmasked = [noted for reply in outputs["off"].values() for noted in reply.recorded]
     assert any(drafted != valid and valid[-1:] != [EOS] for drafted, valid in unmasked), (
         "the test sees forbidden drafts where there are any"
@@ -109,7 +107,7 @@ def test_every_draft_is_allowed_by_the_grammar(outputs: dict[str, dict[str, Repl
 
 @pytest.mark.feature("drafts masked with the grammar", "exact")
 @pytest.mark.parametrize("call", ["greedy", "drawn"])
-def test_more_tokens_per_step(outputs: dict[str, dict[str, Reply]], call: str) -> None:
+def test_masked_drafts_raise_tokens_per_step(outputs: dict[str, dict[str, Reply]], call: str) -> None:
     """tokens/step = emitted / (emitted - accepted drafts)."""
     found = {}
     for name in ("unmasked", "masked"):
@@ -150,7 +148,7 @@ def test_answers_are_valid(outputs: dict[str, dict[str, Reply]], name: str) -> N
         pytest.param("v2", marks=pytest.mark.column("mtpc on V2")),
     ],
 )
-def test_no_answer_of_many_is_invalid(runner: str) -> None:
+def test_ten_thousand_answers_are_valid(runner: str) -> None:
     """10,000 drawn answers, 32 in flight; where kernels are interpreted 200."""
     count = 200 if runner == "v2" and not forks.ON_GPU else 10_000
     parts = [

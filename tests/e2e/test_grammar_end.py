@@ -1,4 +1,4 @@
-"""Requests that write on behind the end of their grammar, with every backend of vLLM, and grammars without a token."""
+"""Requests that go on after the end of their grammar, with every backend of vLLM, and grammars that allow no token."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import Call, Engine, beside_plain, run
-from tests.support.features import RUNNERS
+from tests.support.engine import Call, Engine, run, run_with_plain
+from tests.support.requests import ON
 from vllm_mtpc import demo
 
 STARTS = ("import os\n\n\ndef walk(path):\n    ", "x = ", "for a in b")
@@ -26,25 +26,29 @@ def engine(backend: str, is_ours: bool, **options: Any) -> Engine:
     return Engine(str(demo.path("target")), calls, arguments, "grammars waited for" if is_ours else None)
 
 
-@pytest.fixture(scope="module", params=RUNNERS)
-def runner(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.mark.feature("ignore_eos, end of text", "exact")
-@pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
-def test_text_goes_on_behind_a_grammar_as_without_drafts(runner: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("runner", "backend"),
+    [
+        pytest.param("v1", "xgrammar", marks=ON["mtpc on V1"]),
+        pytest.param("v2", "guidance", marks=ON["mtpc on V2"]),
+        pytest.param("v1", "guidance", marks=[pytest.mark.slow, ON["mtpc on V1"]]),
+        pytest.param("v1", "outlines", marks=[pytest.mark.slow, ON["mtpc on V1"]]),
+        pytest.param("v2", "xgrammar", marks=[pytest.mark.slow, ON["mtpc on V2"]]),
+        pytest.param("v2", "outlines", marks=[pytest.mark.slow, ON["mtpc on V2"]]),
+    ],
+)
+def test_text_after_the_end_of_a_grammar_is_that_without_drafts(runner: str, backend: str) -> None:
     options = {"min_survival": 0} if runner == "v1" else {}
-    ours, plain = beside_plain(engine(backend, True, **options), engine(backend, False), runner)
+    ours, plain = run_with_plain(engine(backend, True, **options), engine(backend, False), runner)
     for mine, theirs in zip(ours, plain, strict=True):
         assert mine.tokens == theirs.tokens
         assert mine.finish == theirs.finish
     assert all(len(tokens) == 8 for reply in ours[:2] for (tokens,) in reply.tokens)
     assert ours[1].metrics["vllm:spec_decode_num_accepted_tokens"] > 5
     assert ours[2].finish == [["error"]]
-    print(ours[2].tokens)
 
 
-def test_a_backend_that_takes_no_drafts_is_refused() -> None:
-    refused = run({"ours": engine("lm-format-enforcer", True)}, "v1")["ours"]
-    assert isinstance(refused, str) and "backend='lm-format-enforcer' with drafts" in refused
+def test_grammar_backend_without_drafts_is_refused() -> None:
+    refused = run({"ours": engine("lm-format-enforcer", True)}, "v1", fails=("ours",))["ours"]
+    assert "backend='lm-format-enforcer' with drafts" in refused

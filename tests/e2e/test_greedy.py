@@ -6,16 +6,24 @@ asserted, so that a scenario that stopped happening fails instead of passing uns
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.engine import Call, Engine, Reply, run
+from tests.support.engine import Call, Engine, Reply, run, run_with_plain
 from tests.support.requests import CODE, LENGTHS, prompt
 from vllm_mtpc import demo
 
 CIRCUITS = ("ff", "cp", "hmm", "btree")
 VARIED = ("3 drafts", "greedy drafts")  # btree's
+DTYPES = ("head in float32", "head in bfloat16")
+OPTIONS = {
+    "3 drafts": {"num_speculative_tokens": 3},
+    "greedy drafts": {"draft_sample_method": "greedy"},
+    "head in float32": {"head_dtype": "float32"},
+    "head in bfloat16": {"head_dtype": "bfloat16"},
+}
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}
 BUDGET, BLOCKS = 40, 10  # tokens per step; KV blocks of 32, too few for eight requests at once
 
@@ -55,7 +63,7 @@ def engine(speculative_config: dict[str, Any] | None) -> Engine:
 V2_MARKS = (pytest.mark.column("mtpc on V2"), pytest.mark.feature("asynchronous scheduling", "exact"))
 SLOW = pytest.param(("v2", ("ff", "cp", "hmm", *VARIED)), marks=[pytest.mark.slow, *V2_MARKS], id="v2, others")
 V1_MARKS = (pytest.mark.column("mtpc on V1"), pytest.mark.feature("synchronous scheduling", "exact"))
-SLOW_ON_V1 = pytest.param(("v1", ("cp", "hmm")), marks=[pytest.mark.slow, *V1_MARKS], id="v1, others")
+SLOW_ON_V1 = pytest.param(("v1", ("cp", "hmm", *DTYPES)), marks=[pytest.mark.slow, *V1_MARKS], id="v1, others")
 
 
 @pytest.fixture(
@@ -73,11 +81,8 @@ def answers(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     engines = {"plain": engine(None)}
     for name in names:
         head = str(demo.path(name if name in CIRCUITS else "btree"))
-        options = {"3 drafts": {"num_speculative_tokens": 3}, "greedy drafts": {"draft_sample_method": "greedy"}}
-        engines[name] = engine({"method": "mtpc", "model": head, **options.get(name, {})})
+        engines[name] = engine({"method": "mtpc", "model": head, **OPTIONS.get(name, {})})
     outputs = run(engines, runner, async_scheduling=runner == "v2")
-    for name, replies in outputs.items():
-        assert not isinstance(replies, str), (name, replies)
     return outputs
 
 
@@ -135,3 +140,42 @@ def test_seeded_request_does_not_depend_on_its_batch(answers: dict[str, list[Rep
     for name, replies in drafted(answers).items():
         next_to = replies[names.index("greedy next to sampled")].tokens[1]
         assert next_to == replies[names.index("sampled alone")].tokens[0], name
+
+
+@pytest.mark.feature("max_model_len reached", "exact", "mtpc on V1")
+def test_drafts_reach_the_last_token_of_the_context() -> None:
+    """On V1: within a draft's length of the end, where vLLM would give every request of the batch K zeros."""
+    calls, arguments = [Call([prompt(100)], [GREEDY])], {"max_model_len": 106}
+    plain = Engine(str(demo.path("target")), calls, arguments)
+    spec = {"method": "mtpc", "model": str(demo.path("btree"))}
+    ours = Engine(plain.model, calls, {**arguments, "speculative_config": spec})
+    (drafted,), (without,) = run_with_plain(ours, plain, "v1")
+    assert drafted.tokens == without.tokens and len(without.tokens[0][0]) == 6
+    assert drafted.metrics["vllm:spec_decode_num_accepted_tokens"] >= 2
+
+
+@pytest.mark.feature("asynchronous scheduling", "off", "mtpc on V1", why="V1 drafts from token lists on the host")
+def test_v1_is_scheduled_synchronously() -> None:
+    from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
+
+    spec = SimpleNamespace(
+        method="mtpc",
+        head=SimpleNamespace(head="linear", lora_layers=0),
+        aux_layers=(),
+        rejection_sample_method="standard",
+        min_survival=None,
+        verify=None,
+        has_default_schedule=True,
+        num_speculative_tokens_per_batch_size=[(1, 8, 3)],
+    )
+    config = SimpleNamespace(
+        speculative_config=spec,
+        use_v2_model_runner=False,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        structured_outputs_config=SimpleNamespace(backend="auto"),
+        lora_config=None,
+    )
+    MtpcSpeculativeConfig.check_engine(spec, config)
+    assert config.scheduler_config.async_scheduling is False
+    assert spec.num_speculative_tokens_per_batch_size is None  # the worker plans by what it observes

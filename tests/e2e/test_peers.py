@@ -32,8 +32,6 @@ def served(target: Path, peers: dict[str, Any], prompts: list[list[int]]) -> dic
         for name, value in {"plain": None, **peers}.items()
     }
     replies = run(engines, "v1")
-    for name, reply in replies.items():
-        assert not isinstance(reply, str), (name, reply)
     return {name: reply[0] for name, reply in replies.items()}
 
 
@@ -42,7 +40,7 @@ def accepted(reply: Reply) -> tuple[int, int]:
     return tuple(int(reply.metrics[f"vllm:spec_decode_num_{what}_tokens"]) for what in ("accepted", "draft"))
 
 
-def test_the_mtp_layer_of_a_target(tmp_path: Path) -> None:
+def test_mtp_layer_of_a_target_is_served(tmp_path: Path) -> None:
     make_mimo(tmp_path)
     peers = rows(tmp_path, ["mtp"], {})
     assert peers == {"MTP": {"method": "mtp", "num_speculative_tokens": 1}}
@@ -52,7 +50,8 @@ def test_the_mtp_layer_of_a_target(tmp_path: Path) -> None:
     assert 0 < taken < drafted
 
 
-def test_an_eagle_layer_and_a_draft_model(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_eagle_layer_and_draft_model_are_served(tmp_path: Path) -> None:
     """The layer is trained; the target as its own draft model must be right every time."""
     train_eagle(tmp_path)
     target = demo.path("target")
@@ -65,13 +64,13 @@ def test_an_eagle_layer_and_a_draft_model(tmp_path: Path) -> None:
     taken, drafted = accepted(replies["layer"])
     assert 0.1 < taken / drafted < 0.9
     taken, drafted = accepted(replies["itself"])
-    assert taken > 0.95 * drafted  # not those behind an answer's end
+    assert taken > 0.95 * drafted  # drafts past the end of an answer are rejected
 
 
 @pytest.mark.skipif(
     find_spec("arctic_inference") is None, reason="arctic-inference is not installed: pip install arctic-inference"
 )
-def test_suffix_decoding() -> None:
+def test_suffix_decoding_is_served() -> None:
     target = demo.path("target")
     replies = served(target, rows(target, ["suffix"], {}), [prompt(40), prompt(25, 3)])
     assert replies["suffix"].tokens == replies["plain"].tokens and accepted(replies["suffix"])[0] > 0

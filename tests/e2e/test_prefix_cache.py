@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from tests.support.engine import Call, Engine, Reply, beside_plain
+from tests.support.engine import Call, Engine, Reply, run_with_plain
 from tests.support.models import make_head
 from tests.support.requests import ACCEPTED, COLUMNS
 from vllm_mtpc import demo
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def conversations() -> list[Call]:
-    """Three texts that begin alike, asked again and then behind the answers of others: hits of all lengths."""
+    """Three texts that begin alike, asked again and then after the answers to others: hits of all lengths."""
     begin = [byte % VOCAB for byte in (Path(__file__).read_bytes())[: 5 * BLOCK + 3]]
     greedy = {"temperature": 0.0, "max_tokens": ANSWER, "ignore_eos": True, "detokenize": False}
     turns = [[begin], [begin, begin[: 3 * BLOCK], [*begin, 5, 6]], [[*begin, *range(40)], begin[: 2 * BLOCK + 1]]]
@@ -72,7 +72,7 @@ def asked_and_found(runner: str, target: Path, head: Path | None, method: str) -
 def check(runner: str, target: Path, head: Path, method: str = "mtpc") -> list[Reply]:
     """Equal text and counters; returns the head's replies."""
     engines = (asked_and_found(runner, target, one, method) for one in (head, None))
-    with_head, without = beside_plain(*engines, runner)
+    with_head, without = run_with_plain(*engines, runner)
     for plain, ours in zip(without, with_head, strict=True):
         assert ours.tokens == plain.tokens
         assert {name: ours.metrics[name] for name in COUNTED} == {name: plain.metrics[name] for name in COUNTED}
@@ -84,12 +84,12 @@ def check(runner: str, target: Path, head: Path, method: str = "mtpc") -> list[R
     ("runner", "method"),
     [COLUMNS[0], *(pytest.param(*column.values, marks=[*column.marks, pytest.mark.slow]) for column in COLUMNS[1:])],
 )
-def test_hits_are_those_of_plain_vllm(runner: str, method: str) -> None:
+def test_prefix_cache_hits_equal_plain_vllm(runner: str, method: str) -> None:
     ours = check(runner, demo.path("target"), demo.path(HEADS[method]), method)
     assert ours[-1].metrics[ACCEPTED] > 0
 
 
 @pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
-def test_hits_of_a_target_with_windows_are_those_of_plain_vllm(folder: Path, runner: str) -> None:
+def test_prefix_cache_hits_with_sliding_windows_equal_plain_vllm(folder: Path, runner: str) -> None:
     ours = check(runner, folder / "target", folder / "head")
     assert ours[-1].metrics["vllm:spec_decode_num_drafts"] > 0

@@ -57,7 +57,9 @@ def distance(target: LlamaForCausalLM, draws: Tensor) -> float:
     ("runner", "fault"),
     [("v1", "uniform in q"), pytest.param("v2 at once", "uniform in q, V2", marks=pytest.mark.slow)],
 )
-def test_tokens_have_the_targets_conditionals_and_a_wrong_q_is_found(runner: str, fault: str, tmp_path: Path) -> None:
+def test_tokens_follow_the_conditionals_of_the_target_and_wrong_q_is_found(
+    runner: str, fault: str, tmp_path: Path
+) -> None:
     target = make_target(tmp_path / "target", VOCAB, seed=1, hidden_size=32)
     make_tokenizer(tmp_path / "target", VOCAB)
     make_head(tmp_path / "head", target, "btree", WINDOW, components=3)
@@ -71,7 +73,6 @@ def test_tokens_have_the_targets_conditionals_and_a_wrong_q_is_found(runner: str
 
     found: dict[str | None, float] = {}
     for name, replies in run(engines, runner).items():
-        assert not isinstance(replies, str), replies
         assert drafts_per_step(replies[0]) > WINDOW - 1.1, "drafts are not forced"
         found[name] = distance(target, torch.tensor(draws_of(replies[0])))
     print(f"{runner}: D sqrt(N) {found}, at most {CRITICAL:.2f} by chance")

@@ -1,4 +1,4 @@
-"""PTP heads in vLLM: whatever is drafted, and however, the text is what the u-coupled sampler says without drafts.
+"""PTP heads in vLLM: whatever is drafted, the text is that of the u-coupled sampler without drafts.
 
 All engines run Model Runner V2 in Triton's interpreter, float32. Heads have random adapters where acceptance does not
 matter; the oracle drafts the right text up to a random place, so that every number of accepted drafts occurs.
@@ -7,6 +7,8 @@ matter; the oracle drafts the right text up to a random place, so that every num
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.models import make_ptp_head, make_target
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.config.plan import merged_plan
 
@@ -85,34 +87,46 @@ DRAFTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def outputs(folder) -> dict[str, dict[str, Reply]]:
+NIGHTLY = ("merged 1", "merged 6", "merged c-ptp", "dynamic", "two passes c-ptp")
+EVERY_RUN = [name for name in DRAFTED if name not in NIGHTLY]
+
+
+def replies_of(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Reply]]:
+    """Replies by engine and call: plain vLLM, its sampler with u without drafts, and engines that draft."""
     calls = list(CALLS.values())
     engines = {
         "plain": engine(folder, [CALLS["greedy"]]),
         "undrafted": engine(folder, calls, injected="coupled_without_drafts"),
-        # directly behind the engine whose text the oracle knows
-        **{name: engine(folder, calls, **DRAFTED[name]) for name in ("oracle", *(DRAFTED.keys() - {"oracle"}))},
+        # the oracle drafts the text of the engine before it
+        **{name: engine(folder, calls, **DRAFTED[name]) for name in sorted(names, key=lambda name: name != "oracle")},
     }
     replies = run(engines, "v2", async_scheduling=True)
-    for name, reply in replies.items():
-        assert not isinstance(reply, str), (name, reply)
     return {name: dict(zip(CALLS, reply, strict=False)) for name, reply in replies.items()}
 
 
-@pytest.mark.column("ptp on V2")
-@pytest.mark.feature("top_k", "exact")
-@pytest.mark.feature("top_p", "exact")
-@pytest.mark.feature("seed: the same text in any batch", "exact")
-@pytest.mark.feature("preemption by recompute", "exact")
-@pytest.mark.feature("asynchronous scheduling", "exact")
-@pytest.mark.feature("max_model_len reached", "exact")
-@pytest.mark.feature("eager", "exact")
-@pytest.mark.feature("prefix caching", "exact", why="with hits counted")
-@pytest.mark.parametrize("name", DRAFTED)
-@pytest.mark.parametrize("call", CALLS)
-def test_text_is_that_without_drafts(outputs, name: str, call: str) -> None:
-    assert outputs[name][call].tokens == outputs["undrafted"][call].tokens
+@pytest.fixture(scope="module")
+def outputs(folder: Path) -> dict[str, dict[str, Reply]]:
+    return replies_of(folder, EVERY_RUN)
+
+
+@pytest.fixture(scope="module")
+def nightly(folder: Path) -> dict[str, dict[str, Reply]]:
+    return replies_of(folder, NIGHTLY)
+
+
+FEATURES = ["top_k", "top_p", "seed: the same text in any batch", "preemption by recompute", "prefix caching", "eager"]
+FEATURES += ["asynchronous scheduling", "max_model_len reached"]
+EXACT = [pytest.mark.feature(row, "exact", "ptp on V2") for row in FEATURES]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[*EXACT, *([pytest.mark.slow] if name in NIGHTLY else [])]) for name in DRAFTED],
+)
+def test_text_is_that_without_drafts(name: str, request: pytest.FixtureRequest) -> None:
+    outputs = request.getfixturevalue("nightly" if name in NIGHTLY else "outputs")
+    for call in CALLS:
+        assert outputs[name][call].tokens == outputs["undrafted"][call].tokens, call
 
 
 def test_greedy_text_is_plain_vllms(outputs) -> None:
@@ -128,10 +142,10 @@ def test_every_number_of_drafts_is_accepted(outputs) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_replayed_pass_drafts_the_same(outputs, call: str) -> None:
+def test_replayed_pass_drafts_the_same(outputs, call: str) -> None:
     """Token for token, in batches of 1 to 4 that are padded to 2 and 4."""
     steps = outputs["two passes replayed"][call].recorded
-    assert len(steps) > 5 and all(replays == 1 and is_same for replays, is_same in steps)
+    assert len(steps) > 5 and all(step == {"replayed": 1, "same": True} for step in steps)
 
 
 def test_first_draft_of_two_passes_is_exact(outputs) -> None:
@@ -145,7 +159,7 @@ def test_first_draft_of_two_passes_is_exact(outputs) -> None:
 @pytest.mark.column("ptp on V2")
 @pytest.mark.feature("preemption by recompute", "exact")
 @pytest.mark.feature("prefix caching", "exact")
-def test_requests_were_preempted_and_found_in_the_cache(outputs) -> None:
+def test_requests_are_preempted_and_found_in_the_cache(outputs) -> None:
     assert outputs["few blocks"]["to the end"].metrics["vllm:num_preemptions"] > 0
     assert outputs["merged 3"]["prefix hits"].metrics["vllm:prefix_cache_hits"] > 0
 
@@ -164,14 +178,12 @@ def recorded(folder) -> dict[str, Reply]:
         **{head: engine(folder, one, head, "record_real_rows") for head in ("idle", "loud")},
     }
     replies = run(engines, "v2")
-    for name, reply in replies.items():
-        assert not isinstance(reply, str), (name, reply)
     return {name: reply[0] for name, reply in replies.items()}
 
 
 @pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
 @pytest.mark.parametrize("head", ["o-ptp", "c-ptp"])
-def test_group_states_are_the_students(folder, recorded, head: str, draft_pass: str) -> None:
+def test_states_of_groups_equal_the_student(folder, recorded, head: str, draft_pass: str) -> None:
     """States of groups equal [prefix | u ..] read by the student on transformers, one sequence at a time.
 
     Other kernels, the same numbers in float32: the largest difference allowed is 2e-4 of the states' size. Rows that
@@ -206,15 +218,13 @@ def drafted(folder) -> dict[tuple[str, str], Reply]:
         for case in cases
     }
     replies = run(engines, "v2")
-    for name, reply in replies.items():
-        assert not isinstance(reply, str), (name, reply)
     return {case: replies[" ".join(case)][0] for case in cases}
 
 
 @pytest.mark.slow  # in every run test_text_is_that_without_drafts serves a late network
 @pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
 @pytest.mark.parametrize("head", ["late", "c-ptp"])
-def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) -> None:
+def test_served_drafts_equal_the_evaluator(folder, drafted, head: str, draft_pass: str) -> None:
     """What is served is what the evaluator reads from the student.
 
     Without the late network it is not, nor with another trust, nor (c-ptp) as another variant.
@@ -238,7 +248,7 @@ def test_drafts_are_the_evaluators(folder, drafted, head: str, draft_pass: str) 
         first = int(draft_pass == "two-pass")  # there x_1 is read, and the first draft is exact
         rows = draft_rows(student, 3 - first)
         start = known - 2 + first  # of the window: the last token it sees
-        keys = torch.arange(start, start + rows.stop + 1)  # u of the tokens behind it
+        keys = torch.arange(start, start + rows.stop + 1)  # u of the tokens after it
         u = uniform(torch.full_like(keys, 11 + number), keys)[None]
         read, zero = student.prefix(text[None, : start + 1]), torch.zeros(1, dtype=torch.long)
         found = []

@@ -1,6 +1,6 @@
-"""A request with a seed has the text that plain vLLM writes, whatever is drafted for it and for its neighbours.
+"""A request with a seed has the text of plain vLLM, whatever is drafted for it and for its neighbours.
 
-Plain vLLM and an engine with a head answer the same requests; what may not matter is made to happen:
+Plain vLLM and an engine with a head answer the same requests. What must not change the text happens in them:
 batches whose number of drafts switches between 7, 3, 1 and 0, prompts in chunks, preemption, prefix hits, neighbours
 without a seed, four answers per request.
 """
@@ -14,13 +14,12 @@ import pytest
 from tests.support import forks
 from tests.support.engine import Call, Engine, Reply, run
 from tests.support.features import RUNNERS
-from tests.support.requests import CODE
+from tests.support.requests import ACCEPTED, CODE
 from vllm_mtpc import demo
 
 KEY = "num_speculative_tokens_per_batch_size"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
-PROMPTS, TOKENS = 200, 12
+PROMPTS, TOKENS = 84, 12  # every combination of temperature, options and length
 PROCESSED: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.8}, {"presence_penalty": 1.0}]
 SCHEDULE = [[1, 2, 7], [3, 5, 3], [6, 6, 1], [7, 12, 0]]
 LENGTHS = (6, 150, 33, 64, 12, 90, 20)
@@ -41,7 +40,7 @@ def calls() -> dict[str, Call]:
     unseeded = {"temperature": 1.0, "ignore_eos": True, "max_tokens": TOKENS}
     some = [list((3 * CODE)[index % 100 :][: LENGTHS[index % 7]]) for index in range(PROMPTS)]
     return {
-        "200 prompts": Call(some, [seeded(index) for index in range(PROMPTS)]),
+        "84 prompts": Call(some, [seeded(index) for index in range(PROMPTS)]),
         "few at once": Call(some[:2], [seeded(index, max_tokens=40) for index in range(2)]),
         "next to others": Call(some[:12], [seeded(index) if index % 2 else unseeded for index in range(12)]),
         "n=4": Call(some[:3], [seeded(index, n=4) for index in range(3)]),
@@ -77,15 +76,13 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     runner = request.param
     if runner == "v1" and forks.ON_GPU:
         pytest.skip("V1 on a GPU draws noise of the vocabulary's size: a seed promises the distribution alone there")
-    # V1 on a CPU cannot read a seeded prompt in chunks, with or without drafts, and plans by time unless it is told
+    # V1 on a CPU cannot read a seeded prompt in chunks, with or without drafts; its plan depends on time
     more = {"enable_chunked_prefill": False, "max_num_batched_tokens": 240} if runner == "v1" else {}
     given = {"min_survival": 0} if runner == "v1" else {}
     noted = "noted lengths v1" if runner == "v1" else "noted lengths"
     engines = {"plain": engine(None, **more), "head": engine(given, noted, **more)}
     engines |= {fault: engine(given, fault, ["few at once"], **more) for fault in (*FAULTS[runner], APART[runner])}
     found = run(engines, runner, async_scheduling=True)
-    for replies in found.values():
-        assert not isinstance(replies, str), replies
     return found
 
 
@@ -95,7 +92,7 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
 @pytest.mark.feature("preemption by recompute", "exact")
 @pytest.mark.feature("prefix caching", "exact", why="with hits counted")
 @pytest.mark.parametrize("name", list(calls()))
-def test_a_seed_has_the_text_of_plain_vllm(outputs: dict[str, list[Reply]], name: str) -> None:
+def test_seeded_text_is_plain_vllms(outputs: dict[str, list[Reply]], name: str) -> None:
     at = list(calls()).index(name)
     wanted, found = outputs["plain"][at].tokens, outputs["head"][at].tokens
     for index, given in enumerate(calls()[name].sampling):
@@ -103,7 +100,7 @@ def test_a_seed_has_the_text_of_plain_vllm(outputs: dict[str, list[Reply]], name
             assert found[index] == wanted[index], (index, given)
 
 
-def test_other_noise_is_caught(outputs: dict[str, list[Reply]]) -> None:
+def test_other_noise_is_found(outputs: dict[str, list[Reply]]) -> None:
     wanted = outputs["plain"][list(calls()).index("few at once")].tokens
     faults = [outputs[name] for names in FAULTS.values() for name in names if name in outputs]
     assert faults and all(replies[0].tokens != wanted for replies in faults)
@@ -120,7 +117,7 @@ def test_drafts_take_the_targets_noise(outputs: dict[str, list[Reply]]) -> None:
     assert kept > 1.1 * kept_apart
 
 
-def test_what_may_not_matter_has_happened(outputs: dict[str, list[Reply]]) -> None:
+def test_every_scenario_happened(outputs: dict[str, list[Reply]]) -> None:
     first, last = outputs["head"][0], outputs["head"][-1]
     assert {drafts for reply in outputs["head"] for _, drafts in reply.recorded} >= {7, 3, 1, 0}
     assert first.metrics["vllm:num_preemptions"] > 0
@@ -139,7 +136,6 @@ def tokens_per_step(circuit: str, temperature: float) -> dict[str, float]:
         engines[verify].calls = [Call([list((3 * CODE)[at : at + 60]) for at in range(40)], [sampling] * 40)]
     found = {}
     for verify, replies in run(engines, "v2").items():
-        assert not isinstance(replies, str), replies
         metrics = replies[0].metrics
         found[verify] = 1 + metrics[ACCEPTED] / metrics["vllm:spec_decode_steps"]
     return found
@@ -148,7 +144,7 @@ def tokens_per_step(circuit: str, temperature: float) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("circuit", ["ff", "btree"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_coupling_keeps_almost_as_many_drafts(circuit: str, temperature: float) -> None:
+def test_coupling_accepts_almost_as_many_drafts(circuit: str, temperature: float) -> None:
     """The table of docs/serving.md. (1 - TV) / (1 + TV) is never below half of 1 - TV."""
     found = tokens_per_step(circuit, temperature)
     print(f"{circuit}, T={temperature}: {found}")

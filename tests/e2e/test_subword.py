@@ -87,7 +87,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def on_v1(made: dict[str, Path]) -> dict[str, list[Reply] | str]:
+def on_v1(made: dict[str, Path]) -> dict[str, list[Reply]]:
     return run({family: engine(place, injected="note drafts") for family, place in made.items()}, "v1")
 
 
@@ -95,13 +95,14 @@ def expected(place: Path) -> list[Prediction]:
     return predict(place / "target", place / "head", PROMPTS, LENGTH, torch.float32)
 
 
-def answered(reply: list[Reply] | str) -> Reply:
-    assert not isinstance(reply, str), reply
+def answered(reply: list[Reply]) -> Reply:
     return reply[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_draft_is_the_heads(made: dict[str, Path], on_v1: dict[str, list[Reply] | str], family: str) -> None:
+def test_drafts_equal_the_head_on_transformers(
+    made: dict[str, Path], on_v1: dict[str, list[Reply]], family: str
+) -> None:
     reply, wanted = answered(on_v1[family]), expected(made[family])
     assert [answer for (answer,) in reply.tokens] == [one.answer[:LENGTH] for one in wanted]
     steps = [step for one in wanted for step in one.steps]
@@ -113,13 +114,13 @@ def test_every_draft_is_the_heads(made: dict[str, Path], on_v1: dict[str, list[R
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_lm_head_is_read_once_a_step(on_v1: dict[str, list[Reply] | str], family: str) -> None:
+def test_lm_head_is_read_once_per_step(on_v1: dict[str, list[Reply]], family: str) -> None:
     """x_1 and all drafts, every component: one call, however many they are."""
     shapes = [shapes for _, shapes in answered(on_v1[family]).recorded]
     assert shapes and all(one == [(1, WINDOW, COMPONENTS, 64)] for one in shapes)
 
 
-def test_the_soft_cap_matters(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_head_without_soft_cap_is_found(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault the test above has to find: an lm_head without the cap drafts something else."""
     import tests.support.predicted as module
 
@@ -129,7 +130,7 @@ def test_the_soft_cap_matters(made: dict[str, Path], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_quantised_targets(made: dict[str, Path], tmp_path: Path) -> None:
+def test_quantised_target_keeps_its_text(made: dict[str, Path], tmp_path: Path) -> None:
     """int8 layers with an lm_head left out, and an int8 lm_head, through vLLM's own: the output is the target's."""
     engines = {}
     for name, quantises_head in (("layers", False), ("lm_head", True)):
@@ -144,7 +145,7 @@ def test_quantised_targets(made: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_capped_and_tied_on_v2(made: dict[str, Path]) -> None:
+def test_capped_and_tied_target_on_v2(made: dict[str, Path]) -> None:
     place = made["gemma2"]
     (wanted,) = predict(place / "target", place / "head", PROMPTS[:1], LENGTH, torch.float32)
     asked = {"drafted": engine(place, PROMPTS[:1], "drafts by kernel")}

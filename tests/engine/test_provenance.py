@@ -14,7 +14,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file
 
 FILES = sorted(provenance.RESULTS.glob("*.json"))
-TEXTS = [provenance.ROOT / "README.md", *sorted((provenance.ROOT / "docs").glob("*.md"))]
+TEXTS = [provenance.ROOT / "README.md", *sorted(provenance.ROOT.glob("[db]*/*.md"))]
 MARK = "Measured on a checkout that differed from its commit:"  # opens a paragraph of docs/performance.md
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.heads_zoo import EMBEDDING, D, V, build
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import backbone
 from vllm_mtpc.heads.backbone import BackboneHead

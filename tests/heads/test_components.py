@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support import circuit_checks
 from tests.support.heads_zoo import LM_HEAD, N, V, build, hidden_states
 from vllm_mtpc.circuits import CIRCUITS
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import DraftParams
 from vllm_mtpc.heads.components import add_components

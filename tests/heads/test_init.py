@@ -9,7 +9,7 @@ from tests.support.circuit_checks import SMALL, build, check_growth_from_a_cp, c
 from tests.support.enumeration import CIRCUITS
 from tests.support.heads_zoo import LM_HEAD, D, V
 from vllm_mtpc.circuits import circuit_class
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import HEADS, build_head
 from vllm_mtpc.heads.base import INIT_STD

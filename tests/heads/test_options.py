@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.linear import LinearHead
 
@@ -38,7 +38,7 @@ heads.HEADS["scaled"] = heads.Entry("tests.heads.test_options:Scaled", (SCALE,))
 
 import argparse
 import pytest
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.train import command
 

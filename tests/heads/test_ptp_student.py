@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from vllm_mtpc.checkpoint.ptp_head import load_student, save_ptp
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import MODULES
 from vllm_mtpc.heads.ptp.student import Student

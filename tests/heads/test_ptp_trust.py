@@ -7,7 +7,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.heads.ptp.distribution import conditional, draft_tokens, log_likelihood, reads_u
 from vllm_mtpc.kernels.pick import pick
 

@@ -91,7 +91,7 @@ def test_nothing_is_compiled_while_serving(name: str) -> None:
 def _count(name: str) -> tuple[list[str], list[str]]:
     """Variants that the warm-up compiles, and those that batches of 1 .. 1,024 need next to them."""
     from tests.support.compiled import META, last_of, variants, vllms_gumbel
-    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads import build_head
     from vllm_mtpc.heads.memory import by_batch, rows_at_once
     from vllm_mtpc.proposers.heads.grammar import Follower, Masks

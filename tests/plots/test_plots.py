@@ -57,14 +57,12 @@ def test_loss_is_drawn_over_steps(tmp_path: Path, drawn: list) -> None:
         ({}, "90 % total variation, the rest nats"),  # the default
         ({"acceptance": 1}, "total variation"),
         ({"acceptance": 0}, "nats per token"),
-        ({"acceptance_form": "log"}, "nats per token"),
-        ({"acceptance": 1, "acceptance_form": "length"}, "-accepted / (n - 1)"),
         ({"head": "ptp"}, "nats per token"),
     ],
 )
 def test_loss_axis_names_its_unit(tmp_path: Path, drawn: list, values: dict, unit: str) -> None:
     options = parse({"target": "t", "data": ["d"], "out": tmp_path, **values})
-    draw.plot_loss(METRICS, tmp_path, options.job.loss_unit(options))
+    draw.plot_loss(METRICS, tmp_path, options.trainer.loss_unit(options))
     assert drawn[0].axes[0].get_ylabel() == f"loss ({unit})"
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, Qwen3NextConfig
 from tests.support.configs import engine_config, refusal, write_head
 from tests.support.models import make_ptp_head, random_layers
 from vllm_mtpc.checkpoint import read_config, save_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.proposers.config.refusals import BEFORE_NORM

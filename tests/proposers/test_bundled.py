@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.heads import bundled, counts

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.patches.frontend import maybe_override_with_speculators
 

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.configs import engine_config, refusal, write_head
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_head, save_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head, linear
 from vllm_mtpc.proposers.heads import load
 from vllm_mtpc.proposers.heads.load import load_served_head

@@ -20,7 +20,7 @@ from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target, random_layers
 from tests.support.speculators import CPU
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 
 HEADS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from vllm_mtpc.checkpoint import load_head, save_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.kernels.draft import naive
@@ -38,7 +38,7 @@ class Target:
 
     @torch.no_grad()
     def aux(self, tokens: list[int]) -> Tensor:
-        """What a backbone reads, [1, T, m D]: the residual stream behind so many layers, the last one's too."""
+        """What a backbone reads, [1, T, m D]: the residual stream after these layers, the last one's too."""
         streams = []
         hooks = [
             layer.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
@@ -52,7 +52,7 @@ class Target:
 
     @torch.no_grad()
     def best(self, tokens: list[int]) -> list[int]:
-        """The likeliest token behind each."""
+        """The most probable next token at each place."""
         return self.model(torch.tensor([tokens])).logits[0].argmax(dim=-1).tolist()
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -63,7 +63,7 @@ class Target:
 
 
 def states(head: BackboneHead, aux: Tensor, starts: Tensor, first: Tensor) -> Tensor:
-    """[W, n, D] of windows behind positions starts[W] of one text, whose x_1 are first[W]."""
+    """[W, n, D] of windows after positions starts[W] of one text, whose x_1 are first[W]."""
     place = torch.arange(aux.shape[1])[None]
     return head.read(head.context(aux, place, torch.zeros_like(place)), torch.zeros_like(starts), starts, first)
 
@@ -106,7 +106,7 @@ class Reference:
 
     @torch.no_grad()
     def drafts(self, aux: Tensor, prefix: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """States [W, n, D] and drafts [W, n - 1] behind so many tokens, prefix[W], of a text whose aux is given."""
+        """States [W, n, D] and drafts [W, n - 1] after prefix[W], of a text whose aux is given."""
         read = states(self.head, aux, prefix - 1, first)
         params = self.head.draft_params(read, first, self.config.window - 1)
         return read, naive.draft(self.head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1))

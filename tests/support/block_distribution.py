@@ -20,7 +20,7 @@ def distributions() -> tuple[Tensor, Tensor]:
 
 
 def step(last: Tensor, anchor: Tensor, seeds: Tensor, is_fresh: bool) -> tuple[Tensor, Tensor]:
-    """Tokens [B, K + 1] and how many are valid [B], behind the tokens last [B] at positions anchor [B].
+    """Tokens [B, K + 1] and how many are valid [B], after the tokens last [B] at positions anchor [B].
 
     is_fresh: noise as it is where blocks are served; else drafts are keyed by the request's seed and their position.
     """
@@ -68,7 +68,7 @@ def step(last: Tensor, anchor: Tensor, seeds: Tensor, is_fresh: bool) -> tuple[T
 
 
 def decode(is_fresh: bool, seed: int) -> list[list[int]]:
-    """LENGTH tokens of BATCH requests behind token 0 at position 1."""
+    """LENGTH tokens of BATCH requests after token 0 at position 1."""
     seeds = torch.randint(1 << 62, (BATCH,), generator=torch.Generator().manual_seed(seed))
     texts = [[0] for _ in range(BATCH)]
     while running := [row for row, text in enumerate(texts) if len(text) <= LENGTH]:

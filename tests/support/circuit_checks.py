@@ -12,7 +12,7 @@ from scipy.special import log_softmax, logsumexp
 from tests.support.enumeration import Enumerated, all_tokens, prefix_marginals, repeated
 from tests.support.heads_zoo import LM_HEAD, OPTIONS, D, V, hidden_states
 from vllm_mtpc.circuits import Circuit, CircuitParams
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head

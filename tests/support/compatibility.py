@@ -1,7 +1,7 @@
-"""The page of what was run with what, docs/compatibility.md: vLLM, Python, model runner, as kept runs of the tests say.
+"""Write benchmarks/COMPATIBILITY.md: releases of vLLM, Python and model runners of the kept runs of the tests.
 
     scripts/test.sh --outcome=benchmarks/results/tests-NAME.json      on another Python or vLLM: one more run
-    python -m tests.support.compatibility --write docs/compatibility.md
+    python -m tests.support.compatibility --write benchmarks/COMPATIBILITY.md
 
 What is declared is read from setup.py and proposers/config/versions.py; what was run,
 from benchmarks/results/tests-*.json.
@@ -18,81 +18,77 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.features import COLUMNS, ROWS
+from tests.support.features import COLUMNS, ROWS, write_page
 
 ROOT = Path(__file__).parents[2]
 RUNS = "benchmarks/results/tests-*.json"
 HEADER = """# Compatibility
 
-vLLM, Python and model runner. Written by `python -m tests.support.compatibility --write docs/compatibility.md` from
-what is declared ([setup.py](../setup.py), [versions.py](../proposers/config/versions.py)) and from kept runs of the
+vLLM, Python and model runner. Written by `python -m tests.support.compatibility --write benchmarks/COMPATIBILITY.md`
+from
+the declared releases ([setup.py](../setup.py), [versions.py](../proposers/config/versions.py)) and from kept runs of
+the
 tests (`benchmarks/results/tests-*.json`); not to be edited.
 
-A cell counts the rows of the [features](features.md) page that the tests of a run have shown: they *hold*, or are
-*refused* or turned off as the page says, or *failed*; of the others that run has no test. **Not run**: nobody has kept
-a run there.
+A cell counts rows of [FEATURES.md](FEATURES.md) that the tests of a run have shown: they *hold*, are *refused* or
+turned off,
+or *failed*; the run has no test of the others. **Not run**: no run is stored.
 """
 FOOTER = """
 V1 and V2 are vLLM's model runners. V2 ran on a CPU, its kernels interpreted; no run on a GPU is kept. Of vLLM 0.33 no
-build for a CPU exists: its Python ran by hand on the compiled files of 0.32, for [a part of the
-tests](internals.md#releases-of-vllm), of which no file is kept. The CPU build of vLLM needs Python 3.11 or later. Other
-releases of vLLM are tried with a warning; what they have moved is named when a head is asked for.
+build for a CPU exists: CI runs [a part of the tests](../docs/internals.md#releases-of-vllm) on its Python with the
+compiled
+files of 0.32 (no file is kept). The CPU build of vLLM needs Python 3.11 or later. Other
+releases of vLLM are tried with a warning; moved names are reported when a head is used.
 """
 
 
-def declared(root: Path = ROOT) -> tuple[list[str], list[str], dict[str, list[str]]]:
-    """Releases of vLLM, versions of Python, and what the extras that bring vLLM ask for."""
-    versions = ast.parse((root / "proposers" / "config" / "versions.py").read_text(encoding="utf-8"))
-    text = (root / "setup.py").read_text(encoding="utf-8")
-    releases = next(
-        ast.literal_eval(node.value)
-        for node in versions.body
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["TESTED"]
-    )
-    pythons = re.search(r'"Programming Language :: Python :: \{version\}" for version in (\([^)]*\))', text)
-    if pythons is None:
-        raise ValueError("setup.py names no versions of Python where this looks for them; mend declared()")
-    extras = {name: re.search(rf'^    "{name}": (\[.*\]),$', text, re.MULTILINE) for name in ("cpu", "cuda")}
-    wanted = {name: ast.literal_eval(found[1]) for name, found in extras.items() if found}
-    return list(releases), [one for one in ast.literal_eval(pythons[1]) if "." in one], wanted
+def declared() -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Return the tested releases of vLLM, the versions of Python, and the requirements of the extras with vLLM."""
+    versions = (ROOT / "proposers" / "config" / "versions.py").read_text(encoding="utf-8")
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    releases = re.search(r"^TESTED\b[^=]*= (.+?)(?:  #.*)?$", versions, re.MULTILINE)
+    pythons = re.search(r'"Programming Language :: Python :: \{version\}" for version in (\([^)]*\))', setup)
+    extras = {name: re.search(rf'^    "{name}": (\[.*\]),$', setup, re.MULTILINE) for name in ("cpu", "cuda")}
+    wanted = {name: ast.literal_eval(found[1]) for name, found in extras.items()}
+    return list(ast.literal_eval(releases[1])), [one for one in ast.literal_eval(pythons[1]) if "." in one], wanted
 
 
-def page(runs: Sequence[dict[str, Any]], root: Path = ROOT) -> str:
-    """The text of docs/compatibility.md from the JSON of runs (tests/support/outcome.py)."""
-    releases, pythons, extras = declared(root)
-    ran: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for run in sorted(runs, key=lambda run: run["time"]):
-        ran[minor(run["versions"]["vllm"]), minor(run["versions"]["python"])].append(run)
-    beyond = sorted(set(ran) - {(release, python) for release in releases for python in pythons})
-    rows = [(release, python) for release in releases for python in pythons] + beyond
+def page(runs: Sequence[dict[str, Any]] | None = None) -> str:
+    """Return the text of benchmarks/COMPATIBILITY.md from runs of the tests; None: the kept runs."""
+    if runs is None:
+        runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(ROOT.glob(RUNS))]
+    releases, pythons, extras = declared()
+    newest = {_versions(run): run for run in sorted(runs, key=lambda run: run["time"])}
+    rows = [(release, python) for release in releases for python in pythons]
     table = ["| vLLM | Python | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for key in rows:
-        newest = ran[key][-1] if ran[key] else None
-        cells = ["not run" if newest is None else counted(newest, column) for column in COLUMNS]
+    for key in [*rows, *sorted(newest.keys() - set(rows))]:
+        cells = [_counted(newest[key], column) if key in newest else "not run" for column in COLUMNS]
         table.append(f"| {' | '.join([*key, *cells])} |")
     lists = [f"* `.[{name}]`: {', '.join(f'`{one}`' for one in wanted)}" for name, wanted in extras.items()]
-    kept = [described(run) for found in ran.values() for run in found]
-    return "\n".join([HEADER, *table, FOOTER, "## Kept runs", "", *kept, "", "## What is asked for", "", *lists, ""])
+    kept = [_described(run) for run in runs]
+    return "\n".join([HEADER, *table, FOOTER, "## Kept runs", "", *kept, "", "## Requirements", "", *lists, ""])
 
 
-def counted(run: dict[str, Any], column: str) -> str:
-    """How many features hold in a column, are refused, failed; those that nothing has tested are left out."""
-    said: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def _counted(run: dict[str, Any], column: str) -> str:
+    """The number of features that hold in a column, are refused, or failed."""
+    shown: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for cell in run["cells"]:
         if cell["column"] == column and cell["feature"] in ROWS and (cell["failed"] or cell["passed"]):
-            said[cell["feature"]].append(cell)
-    failed = sum(any(cell["failed"] for cell in cells) for cells in said.values())
-    held = sum(
-        any(cell["kind"] in ("distribution", "exact") for cell in cells) and not any(cell["failed"] for cell in cells)
-        for cells in said.values()
-    )
-    refused = len(said) - failed - held
-    parts = [f"{count} {word}" for count, word in ((held, "hold"), (refused, "refused or off")) if count]
-    parts += [f"**{failed} failed**"] * bool(failed)
+            shown[cell["feature"]].append(cell)
+    failed = [row for row, cells in shown.items() if any(cell["failed"] for cell in cells)]
+    held = [
+        row
+        for row, cells in shown.items()
+        if row not in failed and any(cell["kind"] in ("distribution", "exact") for cell in cells)
+    ]
+    refused = len(shown) - len(failed) - len(held)
+    parts = [f"{count} {word}" for count, word in ((len(held), "hold"), (refused, "refused or off")) if count]
+    parts += [f"**{len(failed)} failed**"] * bool(failed)
     return ", ".join(parts) + f" of {len(ROWS)}" if parts else "not run"
 
 
-def described(run: dict[str, Any]) -> str:
+def _described(run: dict[str, Any]) -> str:
     versions, hardware = run["versions"], run["hardware"]
     device = ", ".join(hardware.get("gpus") or []) or f"{hardware['cores']} CPU cores"
     which = "without the slow tests" if "not slow" in run["command"] else "all tests"
@@ -105,21 +101,11 @@ def described(run: dict[str, Any]) -> str:
     )
 
 
-def minor(version: str) -> str:
-    """ "0.32.0+cpu" -> "0.32"."""
-    return ".".join(version.split("+")[0].split(".")[:2])
-
-
-def kept_runs(root: Path = ROOT) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(root.glob(RUNS))]
-
-
-def main(arguments: list[str]) -> None:
-    if len(arguments) != 2 or arguments[0] != "--write":
-        given = " ".join(arguments) or "nothing"
-        sys.exit(f"given {given}; type: python -m tests.support.compatibility --write docs/compatibility.md")
-    Path(arguments[1]).write_text(page(kept_runs()), encoding="utf-8")
+def _versions(run: dict[str, Any]) -> tuple[str, str]:
+    """Minor versions of vLLM and Python: ("0.32", "3.11")."""
+    of = run["versions"]
+    return tuple(".".join(of[name].split("+")[0].split(".")[:2]) for name in ("vllm", "python"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write_page(sys.argv[1:], page)

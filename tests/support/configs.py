@@ -11,7 +11,7 @@ import torch
 
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
 

@@ -40,7 +40,7 @@ PTP = ("o-ptp", "c-ptp", "late")
 DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
 CUT = {**DRAFT_ALL, "min_survival": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
-PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of a step's drafts, and behind
+PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of a step's drafts, and after
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Measured:
     def check(self) -> None:
         for row in self.rows:
             print(f"{self.name}: {row}: {self.verdict(row)}")
-        assert self.acceptance or not self.case.head, "no draft was accepted: nothing is said of a head"
+        assert self.acceptance or not self.case.head, "no draft was accepted: the head is not tested"
         wrong = [row for row in self.rows if row.is_kept == self.case.is_fault]
         assert not wrong, wrong
 
@@ -188,7 +188,6 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
     start, case = time.monotonic(), CASES[name]
     made = engine(folder, target, case, count * case.together, length if case.together == 1 else LENGTH)
     replies = run({"one": made}, case.runner, timeout=20_000)["one"]
-    assert not isinstance(replies, str), replies
     draws = draws_by_kind(replies[0], len(case.settings), _at_once(case))
     distributions = [exact_distribution(target, PROMPT, LENGTH, SETTINGS[name]) for name in case.settings]
     if case.together > 1:

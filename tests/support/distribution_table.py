@@ -1,7 +1,7 @@
-"""The table of distributions on Model Runner V2: kept as JSON while the tests run, shown in docs/internals.md.
+"""The table of distributions on Model Runner V2: kept as JSON while the tests run, shown in benchmarks/RESULTS.md.
 
 pytest tests/e2e/test_distribution.py --distributions=benchmarks/results/distribution-v2.json
-python -m tests.support.distribution_table --write docs/internals.md
+python -m tests.support.distribution_table --write benchmarks/RESULTS.md
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def table() -> str:
 def main(arguments: list[str]) -> None:
     if len(arguments) != 2 or arguments[0] != "--write":
         given = " ".join(arguments) or "nothing"
-        sys.exit(f"given {given}; type: python -m tests.support.distribution_table --write docs/internals.md")
+        sys.exit(f"given {given}; type: python -m tests.support.distribution_table --write benchmarks/RESULTS.md")
     page = Path(arguments[1])
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2], encoding="utf-8")

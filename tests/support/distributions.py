@@ -1,4 +1,4 @@
-"""The exact distribution of what a tiny target says, and how far a sample may be from it."""
+"""The exact distribution of the texts of a tiny target, and the largest distance of a sample from it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ SETTINGS = {
 }
 MIXED = tuple(SETTINGS)  # 13 kinds of request
 SETTINGS["T=0.7, top-p 0.9"] = Setting(temperature=0.7, top_p=0.9)
-# the rows of docs/features.md that the settings' distributions speak for
+# the rows of benchmarks/FEATURES.md that the settings' distributions speak for
 FEATURES = (
     "temperature",
     "top_k",
@@ -129,9 +129,9 @@ def exact_distribution(model: LlamaForCausalLM, prompt: list[int], length: int, 
 
 
 def _penalised(logits: torch.Tensor, prompt: list[int], sequences: torch.Tensor, setting: Setting) -> torch.Tensor:
-    """Presence and frequency count what was said before the position, repetition the prompt too."""
-    said = torch.nn.functional.one_hot(sequences, logits.shape[-1])
-    counts = said.cumsum(1) - said
+    """Presence and frequency count the tokens before the position, repetition the prompt too."""
+    tokens = torch.nn.functional.one_hot(sequences, logits.shape[-1])
+    counts = tokens.cumsum(1) - tokens
     seen = counts > 0
     seen[..., prompt] = True
     repeated = torch.where(logits > 0, logits / setting.repetition_penalty, logits * setting.repetition_penalty)

@@ -1,4 +1,4 @@
-"""Runs vLLM engines in a process of their own, on either model runner, and hands back their outputs.
+"""Run vLLM engines in a process of their own, on either model runner, and return their outputs.
 
 A test describes engines (their arguments, then calls one after the other); `run` builds them in turn in one forked
 process (tests/support/forks.py).
@@ -10,12 +10,12 @@ import gc
 import json
 import os
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from tests.support import forks
+from tests.support.faults import inject
+from tests.support.recorders import RECORDED, TEXTS
 
 SMALL = {
     "dtype": "float32",
@@ -29,6 +29,10 @@ if forks.ON_GPU:  # vLLM's own: CUDA graphs, inductor, asynchronous scheduling; 
     del SMALL["enforce_eager"]
     SMALL |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 SMALL |= json.loads(os.environ.get("MTPC_TEST_ENGINE", "{}"))
+
+
+# Environment of two tensor-parallel ranks on a CPU.
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Call:
 
 @dataclass
 class Engine:
-    """`LLM(model, **arguments)` and what to ask it; `injected` names a change made before, mostly a fault (faults/)."""
+    """`LLM(model, **arguments)` and what to ask it; `injected` names an entry of faults.FAULTS."""
 
     model: str
     calls: list[Call]
@@ -74,47 +78,35 @@ class Reply:
 
 
 def run(
-    engines: dict[str, Engine], runner: str, async_scheduling: bool = False, timeout: float = 1200, **more_env: str
-) -> dict[str, list[Reply] | str]:
-    """Replies by engine name; the traceback as a string instead where the engine raised.
+    engines: dict[str, Engine],
+    runner: str,
+    async_scheduling: bool = False,
+    timeout: float = 1200,
+    fails: tuple[str, ...] = (),
+    **more_env: str,
+) -> dict[str, Any]:
+    """Return the replies of each engine by its name.
 
-    runner: one of tests.support.forks.ENVIRONMENTS.
+    Args:
+        engines: Engines by name; each is started when the one before has ended.
+        runner: One of tests.support.forks.ENVIRONMENTS.
+        async_scheduling: Schedule asynchronously, which on a CPU vLLM does not do by itself.
+        timeout: Seconds for all engines together.
+        fails: Engines that must raise; the reply is the traceback.
+        more_env: Environment variables of the engines' process.
     """
-    if async_scheduling and runner != "v1" and not forks.ON_GPU:  # where it is on by itself
+    if async_scheduling and runner != "v1" and not forks.ON_GPU:
         more_env["MTPC_TEST_ASYNC"] = "1"
-    return forks.call(runner, "tests.support.engine:answers", engines, timeout=timeout, **more_env)
+    replies = forks.call(runner, "tests.support.engine:answers", engines, timeout=timeout, **more_env)
+    for name, reply in replies.items():
+        assert isinstance(reply, str) == (name in fails), (name, reply)
+    return replies
 
 
-def beside_plain(ours: Engine, plain: Engine, runner: str) -> tuple[list[Reply], list[Reply]]:
+def run_with_plain(ours: Engine, plain: Engine, runner: str) -> tuple[list[Reply], list[Reply]]:
     """Replies of an engine with a head and of plain vLLM on the same runner, V2's with asynchronous scheduling."""
     found = run({"ours": ours, "plain": plain}, runner, async_scheduling=runner == "v2")
-    for name, reply in found.items():
-        assert not isinstance(reply, str), (name, reply)
     return found["ours"], found["plain"]
-
-
-def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Puts `value` in the place of an attribute; returns what undoes it."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, original)
-
-
-FAULTS = (
-    "backbone",
-    "clock",
-    "draft",
-    "drafter",
-    "grammar",
-    "distribution",
-    "layer",
-    "profile",
-    "ptp",
-    "seed",
-    "window",
-)  # modules of faults/
-RECORDED: list[Any] = []  # what an injected change notes
-TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran last, in the order they were asked
 
 
 def _sampling_params(arguments: dict[str, Any]) -> Any:
@@ -130,7 +122,7 @@ def _sampling_params(arguments: dict[str, Any]) -> Any:
 def _answer(engine: Engine) -> list[Reply]:
     from vllm import LLM
 
-    undo = _injections()[engine.injected]() if engine.injected else None
+    undo = inject(engine.injected) if engine.injected else None
     llm = LLM(engine.model, **{**SMALL, **engine.arguments})
     replies = []
     texts = []
@@ -210,12 +202,6 @@ def _refused(llm: Any, prompts: list[Any], call: Call) -> Reply:
     except Exception as error:
         return Reply([], [], [], [], {}, error=str(error))
     raise AssertionError(f"{call.sampling} was not refused")
-
-
-def _injections() -> dict[str, Callable[[], Callable[[], None]]]:
-    """By name what makes a change, and returns what undoes it."""
-    modules = (import_module(f"tests.support.faults.{name}") for name in FAULTS)
-    return {name: inject for module in modules for name, inject in module.INJECTED.items()}
 
 
 def answers(engines: dict[str, Engine]) -> dict[str, list[Reply] | str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.interpreted import launch, moved, poisoned
 from vllm_mtpc.circuits import CIRCUITS, base, circuit_class, conditionals
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.train.losses import step_loss

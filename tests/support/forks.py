@@ -101,7 +101,7 @@ class _Server:
             raise RuntimeError(f"the server of forks ended with {self.process.wait()}") from None
 
     def close(self) -> None:
-        """The server ends as soon as nobody is at the other end, and with it what it has forked."""
+        """Close the connection: the server ends, and with it the processes it has forked."""
         self.connection.close()
         self.process.wait()
 
@@ -146,7 +146,7 @@ def _in_a_fork(connection: Connection, task: tuple[Any, ...], log: IO[bytes]) ->
     theirs.close()
     try:
         ready = wait([connection, answers], timeout=timeout)
-        if connection in ready:  # nobody waits any more
+        if connection in ready:  # the test process has ended
             raise EOFError
         if not ready:
             return "timeout", _end_of(log)

@@ -66,9 +66,9 @@ def first_tokens(count: int, is_kept: bool) -> Tensor:
         )
         columns.append(draft)
     rows = torch.stack(columns, dim=1)  # [count, 1 + K] token of each row
-    # the rows behind the first forbidden draft are not masked: there, any token is as good as another
-    is_behind = ((rows >= 2).cumsum(1) > 0)[:, :, None]
-    logits = torch.where(is_behind, torch.zeros(len(P)), torch.tensor(P).log())
+    # the rows after the first forbidden draft are not masked: there, any token is as good as another
+    is_later = ((rows >= 2).cumsum(1) > 0)[:, :, None]
+    logits = torch.where(is_later, torch.zeros(len(P)), torch.tensor(P).log())
     invalid = ((rows >= 2).cumsum(1) > 0).flatten()
     rows = rows.flatten().masked_fill(unmark_first(invalid) if is_kept else invalid, -1)
     steps = torch.arange(DRAFTS + 1)

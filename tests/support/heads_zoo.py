@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.checkpoint.ptp_head import save_ptp
-from vllm_mtpc.config.mtpc import HeadConfig
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import MODULES, DraftLayers
 from vllm_mtpc.heads.ptp.embedding import build_embedding
@@ -76,7 +76,7 @@ def make_head(
 ) -> None:
     """A head fitted a little to its target's own samples, so that drafts are accepted and rejected.
 
-    is_bad: it learns to say what the target finds least likely. token_scale: times what the token before adds.
+    is_bad: it learns the least probable tokens of the target. token_scale: times what the token before adds.
     """
     config = HeadConfig.create(
         circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target", **options

@@ -1,6 +1,6 @@
 """`pytest --outcome=FILE`: what a run found, kept as JSON.
 
-From it docs/features.md is written (tests/support/features.py) and the files are put in the order in which workers take
+It is the source of benchmarks/FEATURES.md (tests/support/features.py), and of the order of files in which workers take
 them (tests/conftest.py).
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.features import KEPT
 from vllm_mtpc.engine import provenance
 
-KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "tests-all.json"
 CELL = "feature"  # name of the property of a test that carries a cell of the feature page
 
 
@@ -64,7 +64,7 @@ class Outcome:
         }
 
     def cells_as_json(self) -> list[dict[str, Any]]:
-        """What each test function says of each cell of the feature page, and how many of its cases ended how."""
+        """The cells of the feature page that each test function fills, with its counts of results."""
         counted: dict[tuple[str, ...], dict[str, int]] = {}
         for test in sorted(self.cells):
             function = test.partition("[")[0].removeprefix("tests/")

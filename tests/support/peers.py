@@ -42,7 +42,7 @@ def change(folder: Path, **more: object) -> None:
 def train_eagle(folder: Path, steps: int = 150) -> None:
     """An EAGLE layer for the demo target, trained on library text: from h_t and x_(t + 1) to h_(t + 1), and x_(t + 2).
 
-    vLLM's: no norm before the layer nor behind it, the target's embedding and lm_head.
+    vLLM's: no norm before or after the layer, the target's embedding and lm_head.
     """
     target = load_target(demo.path("target"), torch.float32)
     texts = [text[:129] for text in demo.held_out(demo.texts()) if len(text) > 128]

@@ -25,7 +25,7 @@ class Prediction(NamedTuple):
 
     answer: list[int]
     steps: list[Step]
-    last: list[int]  # drafts after the last step, which nobody verifies
+    last: list[int]  # drafts after the last step, which are not verified
 
 
 def lm_head_of(target: PreTrainedModel) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""What end-to-end tests ask the demo for: prompts, a schema, engines by runner and method; and how logprobs compare."""
+"""Prompts, schemas and options of end-to-end tests, and the comparison of logprobs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ METHODS = {
         "ptp": {"method": "ptp", "model": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 48},
     },
 }
+ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}  # no plan, no pruning
+ON = {name: pytest.mark.column(name) for name in ("mtpc on V1", "mtpc on V2", "ptp on V2")}
 COLUMNS = [
-    pytest.param("v1", "mtpc", marks=pytest.mark.column("mtpc on V1")),
-    # interpreted kernels are slow: test_features.py has the other runner in every run
-    pytest.param("v2", "mtpc", marks=[pytest.mark.slow, pytest.mark.column("mtpc on V2")]),
-    pytest.param("v2", "ptp", marks=[pytest.mark.slow, pytest.mark.column("ptp on V2")]),
+    pytest.param("v1", "mtpc", marks=ON["mtpc on V1"]),
+    # interpreted kernels are slow: in every run test_matrix.py has the other runner
+    pytest.param("v2", "mtpc", marks=[pytest.mark.slow, ON["mtpc on V2"]]),
+    pytest.param("v2", "ptp", marks=[pytest.mark.slow, ON["ptp on V2"]]),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.eval.acceptance import _at_contexts, along_text
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads import build_head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.support.tiny import llama_target
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.eval.decode import Decoded, decode
 from vllm_mtpc.eval.ptp_acceptance import Coupling
 from vllm_mtpc.eval.text import Sampling

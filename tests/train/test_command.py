@@ -80,7 +80,7 @@ def test_a_place_that_may_not_be_written_is_one_line(place, capsys, monkeypatch)
     monkeypatch.setattr(Path, "write_bytes", denied)
     assert main(["train", *flags(place, "denied", dry_run=True)]) == 1
     said = capsys.readouterr().err.splitlines()[-1]  # after a progress bar
-    assert said.startswith("vllm-mtpc: error: ") and "Permission denied; get the right to read or write it" in said
+    assert said.startswith("vllm-mtpc: error: ") and "Permission denied; change its permissions" in said
 
 
 def test_fine_tuning_starts_where_the_head_was(place):
@@ -121,7 +121,7 @@ def test_a_run_does_not_replace_another_run_s_state(place, capsys, monkeypatch):
     for changes in ({}, {"seed": 1}, {"regenerate": 4}):
         assert main(["train", *flags(place, "started", **changes)]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
-        assert "holds the state of another run (state/trainer.pt); type --resume to go on with it, or another" in error
+        assert "holds the state of another run (state); type --resume to go on with it, or another" in error
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 

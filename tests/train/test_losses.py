@@ -173,7 +173,7 @@ def test_distribution_is_asked_for_only_where_it_is_needed():
 
 
 def head_config(o: TrainOptions):
-    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.config.mtpc_config import HeadConfig
 
     sizes = {"model_type": "llama", "vocab_size": V, "hidden_size": 8}
     return HeadConfig.create(

@@ -1,0 +1,87 @@
+"""The makers of the packaged demo: text that repeats, byte and subword targets that learn and can be read again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.demo import byte_target, corpus, subword_target, train_target
+
+VOCAB = 300
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("TOKENS_PER_STEP", 128), ("SHORT", 32), ("LONG", 64)):
+        monkeypatch.setattr(byte_target, name, size)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> corpus.Corpus:
+    lines = (f"def function_{index}(argument):\n    return argument + {index}  # größer\n" for index in range(200))
+    (tmp_path / "text.txt").write_text("".join(lines))
+    return corpus.load_file(tmp_path / "text.txt")
+
+
+def test_corpus_is_the_same_on_every_call_and_keeps_held_out_files_apart(tmp_path: Path) -> None:
+    for index in range(40):
+        (tmp_path / f"m{index:02d}.py").write_text(f"value_{index} = {index}\n" * 8)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "skipped.py").write_text("skipped = True\n" * 8)
+    first, second = corpus.load(tmp_path), corpus.load(tmp_path)
+    assert first.sha256 == second.sha256 and first.files == 40
+    held_out = bytes(byte for byte in first.valid.tokens.tolist() if byte != corpus.EOS)
+    assert held_out == (tmp_path / "m19.py").read_bytes() + (tmp_path / "m39.py").read_bytes()
+    crops = [corpus.crops(first.train, 64, 33, torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*crops)
+
+
+def test_byte_target_learns_and_repeats(text: corpus.Corpus) -> None:
+    def train(steps: int, long_steps: int) -> torch.nn.Module:
+        return byte_target.train(text, steps, long_steps, byte_target.target_config(layers=1, intermediate_size=64))
+
+    before = byte_target.bits_per_byte(train(1, 0), text.valid)
+    first, second = train(30, 5), train(30, 5)
+    assert byte_target.bits_per_byte(first, text.valid) < before - 1
+    assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_target_command_writes_a_target_and_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "words.txt"
+    file.write_bytes(b"to be or not to be, that is the question. " * 100)
+    words = ["--out", str(tmp_path / "target"), "--text", str(file), "--steps", "3", "--long-steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["train_target", *words, "--layers", "1", "--intermediate-size", "32"])
+    train_target.main()
+    record = json.loads((tmp_path / "target" / "provenance.json").read_text())
+    model = byte_target.load(tmp_path / "target")
+    measured = byte_target.bits_per_byte(model, corpus.load_file(file).valid, 32, train_target.LOSS_BYTES)
+    assert record["figures"]["bits_per_byte"] == pytest.approx(measured)
+
+
+@pytest.mark.parametrize("family", subword_target.FAMILIES)
+def test_subword_target_of_every_family_is_trained_and_read(text: corpus.Corpus, family: str, tmp_path: Path) -> None:
+    tokenizer, subwords = subword_target.as_subwords(text, VOCAB)
+    assert tokenizer.decode(subwords.train.tokens[1:]).encode() == corpus.documents(text.train)[0]
+    model = byte_target.train(subwords, 1, 0, subword_target.target_config(family, VOCAB, hidden_size=64))
+    byte_target.save(model, tmp_path, tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == subword_target.FAMILIES[family] and config["vocab_size"] == VOCAB
+    assert byte_target.load(tmp_path)(input_ids=subwords.train.tokens[None, :8].long()).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_subword_example_trains_and_serves(root: Path) -> None:
+    """From text to a table of served heads; the steps are too few for its figures to mean anything."""
+    out = root / "build" / "subword-quick"
+    shutil.rmtree(out, ignore_errors=True)
+    subprocess.run([root / "scripts" / "subword_demo.sh", "--quick"], check=True, timeout=1500)
+    result = json.loads((out / "serve.json").read_text())
+    names = {row["decoding"].replace(",", " ").split()[0] for row in result["rows"]}
+    assert names == {"plain", "ff", "btree"} and not result["not_run"]
+    assert all(row["identical"][0] == row["identical"][1] for row in result["rows"] if row["identical"])

@@ -1,0 +1,70 @@
+"""List the claims of the tests: tests/claims.md, one line per test function, grouped by module.
+
+python -m tests.support.claims --write tests/claims.md
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HEADER = """# Claims
+
+The claims of the tests. Written by `python -m tests.support.claims --write tests/claims.md` from the docstrings of the
+test modules and the names and marks of the test functions; not to be edited. `nightly` tests run with `--all`.
+"""
+
+
+def page(folder: Path = ROOT / "tests") -> str:
+    """Return the text of tests/claims.md.
+
+    Args:
+        folder: The folder of the tests.
+    """
+    parts = [HEADER]
+    for file in sorted(folder.rglob("test_*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        claims = list(_claims(tree.body))
+        if claims:
+            parts += [f"## {file.relative_to(folder)}", "", _sentence(tree), "", *claims, ""]
+    return "\n".join(parts)
+
+
+def _claims(body: list[ast.stmt]) -> list[str]:
+    lines = []
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            lines += _claims(node.body)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            name = node.name.removeprefix("test_").replace("_", " ")
+            features = ", ".join(_features(node))
+            notes = [f"features: {features}" if features else "", "nightly" * _is_slow(node)]
+            lines.append("; ".join([f"* {name}", *filter(None, notes)]))
+    return lines
+
+
+def _sentence(node: ast.Module) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+
+
+def _marks(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
+    return [mark for mark in node.decorator_list if ast.unparse(mark).startswith("pytest.mark.")]
+
+
+def _features(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    calls = [mark for mark in _marks(node) if isinstance(mark, ast.Call) and mark.args]
+    named = [call for call in calls if ast.unparse(call.func) == "pytest.mark.feature"]
+    return [ast.unparse(call.args[0]).strip("'\"") for call in named]
+
+
+def _is_slow(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(mark) == "pytest.mark.slow" for mark in _marks(node))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] != "--write":
+        sys.exit("usage: python -m tests.support.claims --write tests/claims.md")
+    Path(sys.argv[2]).write_text(page(), encoding="utf-8")

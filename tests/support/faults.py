@@ -1,0 +1,394 @@
+"""Faults and recorders that tests put into an engine's process: one table of named attributes and their replacements.
+
+An entry of `FAULTS` maps the path of an attribute of vLLM or of this package to a function that receives the original
+and returns its replacement. Entries whose replacements share state are functions that return such a mapping. A path
+that does not exist raises, so that a fault cannot be lost by renaming what it replaces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+from unittest import mock
+
+from tests.support import recorders
+from tests.support.recorders import MERGED, PROPOSER, PTP, RECORDED, SPECULATOR, V1, V2, VERIFICATION, Patches
+
+V1_REJECTION = "vllm.v1.sample.rejection_sampler.rejection_sample"
+V2_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
+HEAD_WORKER = "vllm_mtpc.proposers.patches.worker.HeadWorker"
+BACKBONE, LAYERED = f"{V2}.backbone_speculator", f"{V2}.layered"
+GRAMMAR = "vllm_mtpc.proposers.heads.grammar"
+UNIFORM = 0.15  # the share of a uniform distribution in a wrong q
+MARKED = 0  # the token whose drafts are thrown away
+LENGTHS = (3, 1, 0, 2)  # numbers of drafts, in turns
+JUMPS = (0.0, 3600.0, -3600.0, 86400.0)  # seconds by which a clock is wrong, in turns
+
+
+def inject(*names: str) -> Callable[[], None]:
+    """Put named faults into this process; returns the function that removes them."""
+    stack = ExitStack()
+    for name in names:
+        patches = FAULTS[name]
+        for path, replace in (patches() if callable(patches) else patches).items():
+            owner_path, _, attribute = path.rpartition(".")
+            owner = resolve_name(owner_path)
+            stack.enter_context(mock.patch.object(owner, attribute, replace(getattr(owner, attribute))))
+    return stack.close
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda original: value
+
+
+def _raises(message: str, note: str = "") -> Callable[[Any], Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        RECORDED.extend([note] * bool(note))
+        raise RuntimeError(message)
+
+    return _constant(fail)
+
+
+# Verification
+
+
+def _drop_recovered_v1(original: Any) -> Any:
+    def rejection_sample(draft_token_ids: Any, num_draft_tokens: list[int], *args: Any, **kwargs: Any) -> Any:
+        output = original(draft_token_ids, num_draft_tokens, *args, **kwargs)
+        for row, drafted in zip(output, num_draft_tokens, strict=True):
+            emitted = int((row >= 0).sum())
+            if 1 < emitted <= drafted:
+                row[emitted - 1] = -1
+        return output
+
+    return rejection_sample
+
+
+def _drop_recovered_v2(original: Any) -> Any:
+    def rejection_sample(logits: Any, draft_logits: Any, drafts: Any, ends: Any, *args: Any, **kwargs: Any) -> Any:
+        sampled, counts = original(logits, draft_logits, drafts, ends, *args, **kwargs)
+        return sampled, counts - ((counts > 1) & (counts <= ends.diff() - 1)).to(counts.dtype)
+
+    return rejection_sample
+
+
+def _uniform_in_q_v1(original: Any) -> Any:
+    def rejection_sample(drafts: Any, num_drafts: Any, width: Any, ends: Any, q: Any, *args: Any, **more: Any) -> Any:
+        return original(drafts, num_drafts, width, ends, (1 - UNIFORM) * q + UNIFORM / q.shape[-1], *args, **more)
+
+    return rejection_sample
+
+
+def _uniform_in_q_v2(original: Any) -> Any:
+    """For requests at temperature 1."""
+
+    def rejection_sample(logits: Any, draft_logits: Any, *args: Any, **more: Any) -> Any:
+        mixed = (1 - UNIFORM) * draft_logits.float().softmax(-1) + UNIFORM / draft_logits.shape[-1]
+        return original(logits, mixed.log(), *args, **more)
+
+    return rejection_sample
+
+
+def _other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Patches]:
+    """Draw the target's tokens with the noise of the step's first row, or of another stream.
+
+    The check of the noise at start is switched off: it would find the fault before any text.
+    """
+
+    def patches() -> Patches:
+        first_rows: list[Any] = []
+
+        def verify(original: Any) -> Any:
+            def _verify(self: Any, logits: Any, q: Any, drafts: Any, pos: Any, begins: Any, *args: Any) -> Any:
+                first_rows[:] = [pos[begins[:-1].long()].repeat_interleave(begins.diff(), output_size=len(pos))]
+                return original(self, logits, q, drafts, pos, begins, *args)
+
+            return _verify
+
+        def sample(original: Any) -> Any:
+            def gumbel_sample(logits: Any, slots: Any, temperature: Any, seeds: Any, pos: Any, **given: Any) -> Any:
+                at = first_rows[0] if of_first_row else pos
+                return original(logits, slots, temperature, seeds, at, **{**given, **replaced})
+
+            return gumbel_sample
+
+        return {
+            f"{VERIFICATION}.Verifier._verify": verify,
+            f"{VERIFICATION}.gumbel_sample": sample,
+            f"{VERIFICATION}.check_noise": _constant(lambda *given: None),
+        }
+
+    return patches
+
+
+# Drafts
+
+
+def _one_stream(original: Any) -> Any:
+    def _draft(self: Any, *args: Any) -> None:
+        self.noise_pos %= resolve_name(f"{VERIFICATION}.DRAFTING")
+        original(self, *args)
+
+    return _draft
+
+
+def _own_stream(original: Any) -> Any:
+    def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
+        self.noise_pos[:num_reqs] += resolve_name(f"{VERIFICATION}.DRAFTING")
+        original(self, num_reqs, num_drafts)
+
+    return _draft
+
+
+def _scored_without_tokens(original: Any) -> Any:
+    def _draft(self: Any, *args: Any) -> None:
+        original(self, *args)
+        drawn = self.draft_tokens.clone()
+        self.model.bigram = lambda *_: None  # hides the method
+        original(self, *args)
+        del self.model.bigram
+        self.draft_tokens.copy_(drawn)
+
+    return _draft
+
+
+def _length_of_drawn(original: Any) -> Any:
+    """Verify drafts up to the first MARKED one: the length depends on what was drawn."""
+
+    def take_draft_token_ids(self: Any) -> Any:
+        made, states = original(self), self.req_states
+        for row, name in enumerate(made.req_ids if made else ()):
+            drawn = states.draft_tokens[states.req_id_to_index[name], : len(made.draft_token_ids[row])].tolist()
+            made.draft_token_ids[row] = list(itertools.takewhile(lambda token: token != MARKED, drawn))
+        return made
+
+    return take_draft_token_ids
+
+
+def _lengths_in_turns(original: Any) -> Any:
+    lengths = itertools.cycle(LENGTHS)
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.dynamic_sd_lookup = [next(lengths)] * (1 + self.max_num_running_reqs)
+        return original(self, *args, **kwargs)
+
+    return schedule
+
+
+def _swapping(original: Any) -> Any:
+    """Before every step swap the served head with "hmm, bad" next to it."""
+    folders: list[Path] = []
+
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        if not folders:
+            own = Path(self.vllm_config.speculative_config.model_folder)
+            folders.extend([own, own.parent / "hmm, bad"])
+        folders.reverse()
+        self.swap_head(str(folders[0]))
+        return super(resolve_name(HEAD_WORKER), self).execute_model(scheduler_output)
+
+    return execute_model
+
+
+def _clock(name: str, wrong: list[float], chance: random.Random) -> Callable[[Any], Any]:
+    """Jump by hours in one call of ten, and stand still in one of ten; `perf_counter`, which costs use, is recorded."""
+
+    def wrap(original: Any) -> Any:
+        last = [0.0]
+
+        def read() -> float:
+            if chance.random() < 0.1:
+                wrong[0] = chance.choice(JUMPS)
+            if not last[0] or chance.random() < 0.9:
+                last[0] = original() + wrong[0]
+            RECORDED.extend([last[0]] * (name == "perf_counter"))
+            return last[0]
+
+        return read
+
+    return wrap
+
+
+def _jumping_clocks() -> Patches:
+    wrong, chance = [0.0], random.Random(0)
+    return {f"time.{name}": _clock(name, wrong, chance) for name in ("time", "monotonic", "perf_counter")}
+
+
+# Grammars
+
+
+def _wait_for_grammar(original: Any) -> Any:
+    def start(self: Any, name: str, params: Any) -> None:
+        original(self, name, params)
+        while (follower := self.followers.get(name)) and follower.asked and follower.asked.grammar is None:
+            time.sleep(0.001)
+
+    return start
+
+
+def _no_masks(original: Any) -> Any:
+    return lambda self, *args: resolve_name(f"{GRAMMAR}.Masks")(None)
+
+
+def _scored_unmasked_v1() -> Patches:
+    """Draw drafts from the masked distribution, and hand the unmasked one to the rejection sampler."""
+    running: list[Any] = []
+
+    def propose(original: Any) -> Any:
+        def noting(self: Any, *args: Any) -> Any:
+            running[:] = [self]
+            return original(self, *args)
+
+        return noting
+
+    def around(original: Any) -> Any:
+        def faulty(self: Any, pick: Any) -> Any:
+            masked = original(self, pick)
+
+            def scored(log_q: Any, k: int) -> Any:
+                q = log_q.softmax(-1)
+                drafts = masked(log_q, k)
+                running[0].draft_probs[: len(q), k] = q
+                return drafts
+
+            return scored
+
+        return faulty
+
+    return {f"{PROPOSER}.propose": propose, f"{GRAMMAR}.Masks.around": around, **GRAMMARS_COMPILED}
+
+
+def _scored_unmasked_v2(original: Any) -> Any:
+    def _draft_masked(self: Any, *args: Any) -> None:
+        unmasked = self.draft_logits.clone()
+        original(self, *args)
+        self.draft_logits.copy_(unmasked)
+
+    return _draft_masked
+
+
+# Draft layers, backbones, PTP
+
+
+def _shifted(original: Any) -> Any:
+    return lambda self, states, positions, slots: original(self, states, positions + 1, slots)
+
+
+def _causal(original: Any) -> Any:
+    return lambda **given: original(**{**given, "causal": True})
+
+
+def _stale_rows(original: Any) -> Any:
+    return lambda self, positions, states: original(self, positions, states.roll(1, dims=0))
+
+
+def _squared(original: Any) -> Any:
+    return lambda *args: original(*args) ** 2
+
+
+GRAMMARS_COMPILED: Patches = {f"{GRAMMAR}.Grammars.start": _wait_for_grammar}
+NOTED_STATES = recorders.after_propose(recorders.state_and_drafts)
+NOTED_LAYERS: Patches = {f"{LAYERED}.LayeredSpeculator.propose": NOTED_STATES}
+NOTED_BACKBONE: Patches = {f"{BACKBONE}.BackboneSpeculator.propose": NOTED_STATES}
+NOTED_PTP = recorders.after_propose(recorders.ptp_drafts)
+NO_HEAD = _raises("half of the head")
+NO_KERNEL = _raises("no kernel image is available", note="drafted")
+
+FAULTS: dict[str, Patches | Callable[[], Patches]] = {
+    # verification
+    "drop_recovered": {V1_REJECTION: _drop_recovered_v1},
+    "drop_recovered_v2": {V2_REJECTION: _drop_recovered_v2},
+    "other temperature": {V2_REJECTION: lambda original: lambda logits, *a, **k: original(logits / 1.25, *a, **k)},
+    "uniform in q": {V1_REJECTION: _uniform_in_q_v1},
+    "uniform in q, V2": {V2_REJECTION: _uniform_in_q_v2},
+    "noise of the first row": _other_noise(of_first_row=True),
+    "noise of drafts": _other_noise(is_drafting=True),
+    "noise of other tokens": {
+        f"{V1}.runner.draw": lambda original: lambda logits, numbers: original(logits, numbers.roll(-1) + 1)
+    },
+    "noted_seeds": {
+        f"{V2}.speculator.step_seeds": recorders.noted_seeds("speculator"),
+        f"{VERIFICATION}.step_seeds": recorders.noted_seeds("verification"),
+    },
+    # drafts
+    "one stream": {f"{SPECULATOR}._generate_draft": _one_stream},
+    "drafts of their own": {f"{SPECULATOR}._generate_draft": _own_stream},
+    "drafts of their own v1": {
+        f"{V1}.proposer.read_ahead": lambda original: lambda generator, count: original(generator, count) ^ 1
+    },
+    "scored without tokens": {f"{SPECULATOR}._generate_draft": _scored_without_tokens},
+    "drawn cut": {"vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids": _length_of_drawn},
+    "switching": {"vllm.v1.core.sched.scheduler.Scheduler.schedule": _lengths_in_turns},
+    "swapping": {f"{HEAD_WORKER}.execute_model": _swapping},
+    "does_not_load": {f"{V1}.proposer.load_served_head": NO_HEAD, f"{V2}.speculator.load_served_head": NO_HEAD},
+    "keeps_shapes": {f"{SPECULATOR}.keeps_shapes": _constant(True)},
+    "drafts by kernel": lambda: recorders.drafts_by("kernel"),
+    "drafts by blocks": lambda: recorders.drafts_by("blocks"),
+    "drafts by definition": lambda: recorders.drafts_by("definition"),
+    "note drafts": recorders.note_drafts,
+    "noted lengths": {f"{SPECULATOR}.propose": recorders.lengths_v2},
+    "noted lengths v1": {f"{PROPOSER}.propose": recorders.lengths_v1},
+    "clock jumps": _jumping_clocks,
+    # grammars
+    "grammars waited for": GRAMMARS_COMPILED,
+    "grammars never compiled": {f"{GRAMMAR}.Grammars._compile": _constant(lambda self, *args: None)},
+    "unmasked drafts": {f"{GRAMMAR}.Grammars.masks": _no_masks},
+    "masked drafts scored unmasked": _scored_unmasked_v1,
+    "masked drafts scored unmasked on V2": {
+        f"{SPECULATOR}._generate_masked_draft": _scored_unmasked_v2,
+        **GRAMMARS_COMPILED,
+    },
+    "noted drafts": {
+        "vllm.v1.structured_output.StructuredOutputManager.validate_tokens": recorders.validated_drafts,
+        **GRAMMARS_COMPILED,
+    },
+    # draft layers and backbones; the names begin with what records the drafts
+    "layers": NOTED_LAYERS,
+    "layers without adapters": {
+        f"{V2}.lora.GatedLinear.forward": _constant(lambda self, x: self.base(x)),
+        **NOTED_LAYERS,
+    },
+    "layers stale trunk": {f"{LAYERED}.DraftLayers.forward": _stale_rows, **NOTED_LAYERS},
+    "layers unread chunks": recorders.unread_chunks(
+        f"{LAYERED}.LayeredSpeculator.propose",
+        f"{LAYERED}.DraftLayers.forward",
+        lambda self, positions, states: states,  # the target's states
+    ),
+    "backbone": NOTED_BACKBONE,
+    "backbone in graphs": lambda: recorders.in_graphs(f"{BACKBONE}.BackboneSpeculator", "FULL", NOTED_STATES),
+    "backbone context one on": {f"{BACKBONE}.ServedBackbone.write_context": _shifted, **NOTED_BACKBONE},
+    "backbone unread chunks": recorders.unread_chunks(
+        f"{BACKBONE}.BackboneSpeculator.propose", f"{BACKBONE}.BackboneSpeculator._write_context", lambda *args: None
+    ),
+    "backbone causal": {f"{BACKBONE}.build_attn_metadata": _causal, **NOTED_BACKBONE},
+    "note their drafts": {
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator.propose": recorders.after_propose(
+            recorders.dflash_drafts
+        ),
+        "vllm.model_executor.models.qwen3_dflash.DFlashQwen3Model._normalize_context_k": recorders.norm_of_each_layer,
+    },
+    # PTP
+    "squared_u": {f"{VERIFICATION}.u_of": _squared, f"{V2}.ptp.ptp_speculator.u_of": _squared},
+    "coupled_without_drafts": {
+        "vllm.v1.worker.gpu.model_runner.Sampler": lambda _: resolve_name(f"{VERIFICATION}.CoupledSampler")
+    },
+    "oracle": recorders.oracle,
+    "record_groups": lambda: {f"{MERGED}.propose": recorders.merged_groups} | recorders.second_pass_groups(),
+    "record_drafts": {f"{MERGED}.propose": NOTED_PTP, f"{PTP}.propose": NOTED_PTP},
+    "record_real_rows": {f"{MERGED}._run_merged_pass": recorders.real_rows},
+    "replayed": lambda: recorders.in_graphs(PTP, "FULL_DECODE_ONLY"),
+    # memory
+    "measured_as_on_a_gpu": recorders.profiled_as_on_a_gpu,
+    "first_draft_fails": lambda: (
+        recorders.profiled_as_on_a_gpu()
+        | {f"{SPECULATOR}._generate_draft": NO_KERNEL, f"{V1}.proposer.naive.draft": NO_KERNEL}
+    ),
+    "poisoned": recorders.poisoned,
+    "freed_early": lambda: recorders.poisoned(early=4),
+}

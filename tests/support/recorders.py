@@ -1,0 +1,423 @@
+"""Recorders that tests put into an engine's process: what is drafted and for which state, and graphs without a GPU.
+
+tests/support/faults.py has the table that names them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+Patches = dict[str, Callable[[Any], Any]]
+RECORDED: list[Any] = []  # what recorders note during a call
+TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran last, in the order of the requests
+
+V1, V2 = "vllm_mtpc.proposers.v1", "vllm_mtpc.proposers.v2"
+PROPOSER, SPECULATOR = f"{V1}.proposer.MtpcProposer", f"{V2}.speculator.MtpcSpeculator"
+PTP, MERGED = f"{V2}.ptp.ptp_speculator.PtpSpeculator", f"{V2}.ptp.merged.MergedSpeculator"
+VERIFICATION = f"{V2}.verification"
+PTP_CAPTURED = f"{V2}.ptp.ptp_speculator.CAPTURED"  # attention backends whose second pass is captured
+CACHE_BYTES = 1 << 26  # what is left for the KV cache after profiling
+
+
+def request_number(name: str) -> int:
+    """The index of a request among the prompts of an engine: offline, vLLM counts them from 0."""
+    return int(name.partition("-")[0])
+
+
+def drafts_by(path: str) -> Patches:
+    """Draft by "kernel" in one launch, in "blocks" of the vocabulary, or by "definition"; record the drafts."""
+
+    def make_drafter(original: Any) -> Any:
+        def _drafter(self: Any, head: Any) -> Any:
+            made = None if path == "definition" else original(self, head)
+            assert made is None or made.one_launch == (path == "kernel")
+            return made
+
+        return _drafter
+
+    def draft(original: Any) -> Any:
+        def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
+            original(self, num_reqs, num_drafts)
+            if (self.idx_mapping[:num_reqs] >= 0).all():  # no dummy run
+                parts = (self.draft_tokens, self.draft_token_confidence_probs)
+                RECORDED.append([part[:num_reqs, :num_drafts].clone() for part in parts])
+
+        return _draft
+
+    def in_blocks(original: Any) -> Any:
+        return lambda self, *args: original(self, *args, one_launch=False)
+
+    patches = {f"{SPECULATOR}._make_drafter": make_drafter, f"{SPECULATOR}._generate_draft": draft}
+    return patches | ({"vllm_mtpc.kernels.draft.kernel.Drafter.__init__": in_blocks} if path == "blocks" else {})
+
+
+def note_drafts() -> Patches:
+    """V1: record the drafts of every step and the shapes of the states that the target's lm_head received."""
+    shapes: list[tuple[int, ...]] = []
+
+    def lend(original: Any) -> Any:
+        def _lm_head(*args: Any, **kwargs: Any) -> Any:
+            logits = original(*args, **kwargs)
+            return lambda states: (shapes.append(tuple(states.shape)), logits(states))[1]
+
+        return _lm_head
+
+    def propose(original: Any) -> Any:
+        def noted(self: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
+            shapes.clear()
+            drafts = original(self, *args, **kwargs)
+            RECORDED.append((drafts, list(shapes)))
+            return drafts
+
+        return noted
+
+    return {"vllm_mtpc.proposers.heads.load._lm_head": lend, f"{PROPOSER}.propose": propose}
+
+
+def lengths_v1(original: Any) -> Any:
+    def propose(self: Any, *args: Any, **more: Any) -> Any:
+        drafts = original(self, *args, **more)
+        RECORDED.append((len(drafts), max(map(len, drafts))))
+        return drafts
+
+    return propose
+
+
+def lengths_v2(original: Any) -> Any:
+    def propose(self: Any, input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **more: Any) -> Any:
+        RECORDED.append((input_batch.num_reqs, num_speculative_tokens))
+        return original(self, input_batch, *args, num_speculative_tokens=num_speculative_tokens, **more)
+
+    return propose
+
+
+def noted_seeds(module: str) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def step_seeds(seeds: Any, anchor: Any) -> Any:
+            RECORDED.extend((module, *row) for row in zip(seeds.tolist(), anchor.tolist(), strict=True))
+            return original(seeds, anchor)
+
+        return step_seeds
+
+    return wrap
+
+
+def validated_drafts(original: Any) -> Any:
+    """Record (drafts, the prefix that the grammar allows) for structured requests."""
+
+    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
+        valid = original(self, request, spec_tokens)
+        RECORDED.extend([(list(spec_tokens), list(valid))] * bool(request.use_structured_output))
+        return valid
+
+    return validate_tokens
+
+
+# Speculators of Model Runner V2
+
+
+def after_propose(handle: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Call handle(self, row, request name, drafts, batch, num_sampled, num_rejected) for each row; record its result.
+
+    A result of None is not recorded.
+    """
+
+    def wrap(original: Any) -> Any:
+        def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            drafts = original(self, input_batch, *args, **kwargs)
+            if not kwargs.get("dummy_run"):
+                given = SimpleNamespace(batch=input_batch, sampled=args[4], rejected=args[5], **kwargs)
+                notes = [handle(self, row, name, drafts, given) for row, name in enumerate(input_batch.req_ids)]
+                RECORDED.extend(note for note in notes if note is not None)
+            return drafts
+
+        return propose
+
+    return wrap
+
+
+def state_and_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given: Any) -> dict[str, Any]:
+    """Where the text ends, the state that the head reads there, and the drafts."""
+    return {
+        "request": request_number(name),
+        "prefix": int(self.noise_pos[row]) % resolve_name(f"{VERIFICATION}.DRAFTING"),
+        "hidden": self.hidden_states[row].clone(),
+        "drafts": drafts[row, : given.num_speculative_tokens].clone(),  # later columns are stale
+    }
+
+
+def dflash_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given: Any) -> dict[str, Any]:
+    query = self.input_buffers.query_start_loc[row]
+    return {
+        "request": request_number(name),
+        "prefix": int(self.input_buffers.positions[query]),
+        "first": int(self.input_buffers.input_ids[query]),
+        "drafts": drafts[row].clone(),
+    }
+
+
+def norm_of_each_layer(original: Any) -> Any:
+    """As on a GPU: on a CPU vLLM 0.32 norms the context's keys of every layer with the first layer's weights."""
+
+    def _normalize_context_k(self: Any, keys: Any) -> Any:
+        out = torch.empty_like(keys)
+        for layer, weight in enumerate(self._k_norm_weights):
+            resolve_name("vllm._custom_ops").rms_norm(out[layer], keys[layer], weight, self._rms_norm_eps)
+        return out
+
+    return _normalize_context_k
+
+
+def unread_chunks(propose_path: str, method: str, skip: Callable[..., Any]) -> Patches:
+    """Return skip(..) in place of a method's result in steps that sample nothing: pieces of a prompt are missing."""
+    samples_nothing = [False]
+
+    def propose(original: Any) -> Any:
+        noting = after_propose(state_and_drafts)(original)
+
+        def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            samples_nothing[0] = not kwargs.get("dummy_run") and not args[5].any()  # num_sampled
+            return noting(self, *args, **kwargs)
+
+        return propose
+
+    def skipping(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return skip(self, *args) if samples_nothing[0] else original(self, *args, **kwargs)
+
+        return call
+
+    return {propose_path: propose, method: skipping}
+
+
+# PTP
+
+
+def _index_of_first_draft(row: int, given: Any) -> int:
+    """Number of tokens of a request before its first draft: its text and x_1."""
+    last = int(given.batch.query_start_loc[row + 1] - given.rejected[row]) - 1
+    return int(given.batch.positions[last]) + 2
+
+
+def oracle() -> Patches:
+    """Draft the text of the engine before, wrong from a random place on."""
+    coin, texts = random.Random(7), list(TEXTS)
+
+    def correct(self: Any, row: int, name: str, drafts: torch.Tensor, given: Any) -> None:
+        if int(given.sampled[row]):
+            first = _index_of_first_draft(row, given)
+            right = texts[request_number(name)][first : first + drafts.shape[1]]
+            keep = coin.randint(0, drafts.shape[1])
+            text = [*right[:keep], *((token + 1) % 8 for token in right[keep:])]
+            drafts[row, : len(text)] = torch.tensor(text, dtype=drafts.dtype)
+
+    return {f"{MERGED}.propose": after_propose(correct)}
+
+
+def ptp_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given: Any) -> dict[str, Any] | None:
+    if not int(given.sampled[row]):
+        return None
+    return {"request": name, "known": _index_of_first_draft(row, given), "drafts": drafts[row].tolist()}
+
+
+def merged_groups(original: Any) -> Any:
+    """Record the states of each request's group of auxiliary rows and the length of the text before it."""
+
+    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafted, num_sampled = self.merged_output, args[4]
+        if drafted is not None and not kwargs.get("dummy_run"):
+            accepted = (num_sampled[: input_batch.num_reqs].long() - 1).clamp(min=0)
+            start, size = drafted.layout.find_group(accepted)
+            for row, name in enumerate(input_batch.req_ids):
+                if int(num_sampled[row]) and int(size[row]):
+                    first = row * drafted.layout.rows + int(start[row])
+                    hidden = drafted.hidden[first : first + int(size[row])].clone()
+                    prefix = int(drafted.position[row] + 1 + accepted[row])
+                    RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden})
+        return original(self, input_batch, *args, **kwargs)
+
+    return propose
+
+
+def second_pass_groups() -> Patches:
+    """Record the same of the second of two passes."""
+    is_sampled: list[bool] = []
+
+    def generate(original: Any) -> Any:
+        def _generate_draft(self: Any, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
+            is_sampled[:] = map(bool, num_sampled.tolist())
+            original(self, input_batch, num_sampled, drafts)
+
+        return _generate_draft
+
+    def run(original: Any) -> Any:
+        def _run_draft_pass(self: Any, input_batch: Any, num_aux: int) -> torch.Tensor:
+            hidden = original(self, input_batch, num_aux)
+            for row, name in enumerate(input_batch.req_ids):
+                if is_sampled[row]:  # x_1 is the group's first row
+                    prefix = int(self.prefix_lens[row]) + 1
+                    RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden[row, 1:].clone()})
+            return hidden
+
+        return _run_draft_pass
+
+    return {f"{PTP}._generate_draft": generate, f"{PTP}._run_draft_pass": run}
+
+
+def real_rows(original: Any) -> Any:
+    def _merged_pass(self: Any, step: Any, *args: Any) -> torch.Tensor:
+        hidden = original(self, step, *args)
+        RECORDED.append(hidden[: step.num_tokens].clone())
+        return hidden
+
+    return _merged_pass
+
+
+# KV caches
+
+
+def poisoned(early: int = 0) -> Patches:
+    """Fill blocks with NaN when they are handed out and, without prefix caching, when they are freed; record how many
+    are in use. `early`: free windows as if so many more tokens had been computed.
+    """
+    caches: list[torch.Tensor] = []
+
+    def poison(blocks: list[Any]) -> None:
+        for cache in caches:
+            cache[[block.block_id for block in blocks]] = torch.nan
+
+    def new(original: Any) -> Any:
+        def get_new_blocks(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            blocks = original(self, *args, **kwargs)
+            poison(blocks)
+            RECORDED.append(self.num_gpu_blocks - 1 - self.get_num_free_blocks())  # block 0 belongs to no request
+            return blocks
+
+        return get_new_blocks
+
+    def free(original: Any) -> Any:
+        def free_blocks(self: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
+            blocks = list(blocks)
+            original(self, blocks, *args, **kwargs)
+            if not self.enable_caching:
+                poison([block for block in blocks if block.ref_cnt == 0 and not block.is_null])
+
+        return free_blocks
+
+    def bind(original: Any) -> Any:
+        return lambda self, kv_cache: (original(self, kv_cache), caches.append(kv_cache))[0]
+
+    def skipped(original: Any) -> Any:
+        return lambda self, num_computed_tokens: original(self, num_computed_tokens + early)
+
+    pool = "vllm.v1.core.block_pool.BlockPool"
+    return {
+        f"{pool}.get_new_blocks": new,
+        f"{pool}.free_blocks": free,
+        "vllm_mtpc.models.paged_cache.PagedCache.bind_kv_cache": bind,
+        "vllm_mtpc.models.evabyte.window.WindowManager.get_num_skipped_tokens": skipped,
+    }
+
+
+# CUDA graphs and memory, as on a GPU
+
+
+def in_graphs(owner: str, mode: str, record: Callable[[Any], Any] | None = None) -> Patches:
+    """Draft from graphs, which a stand-in for CUDA's calls again; batches are padded to 2 and 4.
+
+    Record the number of replays of each step. Without another recorder of `propose`, `record`, draft each step a second
+    time without graphs, and record whether the drafts are equal.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from tests.support.speculators import Recorder
+
+    recorder = Recorder()
+
+    def init(original: Any) -> Any:
+        def init_cudagraph_manager(self: Any, _: Any) -> None:
+            _set_graph_sizes(self.vllm_config)
+            self.attn_cg_support = mock.Mock(min_cg_support=AttentionCGSupport.UNIFORM_BATCH)
+            with recorder.in_place():
+                original(self, CUDAGraphMode[mode])
+
+        return init_cudagraph_manager
+
+    def propose(original: Any) -> Any:
+        original = original if record is None else record(original)
+
+        def from_graphs(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("dummy_run"):
+                return original(self, *args, **kwargs)
+            with recorder.in_place():
+                if not recorder.captured:
+                    kept = self.block_tables.slot_mappings.clone()  # of the current step
+                    self.capture()
+                    self.block_tables.slot_mappings.copy_(kept)
+                before = len(recorder.replayed)
+                drafts = original(self, *args, **kwargs).clone()
+                note = {"replayed": len(recorder.replayed) - before}
+                if record is None:
+                    with mock.patch.object(self.graphs, "find", lambda *batch: None):
+                        note["same"] = torch.equal(drafts, original(self, *args, **kwargs))
+            RECORDED.append(note)
+            return drafts
+
+        return from_graphs
+
+    return {f"{owner}.init_cudagraph_manager": init, f"{owner}.propose": propose, PTP_CAPTURED: lambda _: ("CPU_ATTN",)}
+
+
+def profiled_as_on_a_gpu() -> Patches:
+    """Run vLLM's profile of a forward pass; on V2 capture the drafts' graphs in vLLM's minimal KV cache.
+
+    Record the blocks of that cache and the number of graphs.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    from tests.support.speculators import Recorder
+
+    recorder = Recorder()
+
+    def capture(runner: Any) -> None:
+        speculator, spec = runner.speculator, runner.vllm_config.speculative_config
+        _set_graph_sizes(runner.vllm_config)
+        cudagraph_utils._init_minimal_kv_cache_for_profiling(runner)
+        blocks = runner.kv_cache_config.num_blocks
+        speculator.attn_cg_support = mock.Mock(min_cg_support=AttentionCGSupport.UNIFORM_BATCH)
+        has_graphs = getattr(spec, "draft_pass", "two-pass") == "two-pass"
+        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY if has_graphs else CUDAGraphMode.NONE)
+        speculator.capture()
+        speculator.graphs = None
+        cudagraph_utils._teardown_profiling_state(runner)
+        RECORDED.append((blocks, len(recorder.captured)))
+
+    def determine_available_memory(self: Any) -> int:
+        with set_current_vllm_config(self.vllm_config), recorder.in_place():
+            self.model_runner.profile_run()
+            if self.vllm_config.use_v2_model_runner and self.model_runner.speculator is not None:
+                capture(self.model_runner)
+        return CACHE_BYTES
+
+    return {
+        "vllm.v1.worker.cpu_worker.CPUWorker.determine_available_memory": lambda _: determine_available_memory,
+        "torch.accelerator.synchronize": lambda _: lambda: None,
+        "torch.accelerator.empty_cache": lambda _: lambda: None,
+        PTP_CAPTURED: lambda _: ("CPU_ATTN",),
+    }
+
+
+def _set_graph_sizes(config: Any) -> None:
+    compilation = config.compilation_config
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [2, 4], 4
