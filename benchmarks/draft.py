@@ -23,7 +23,7 @@ from benchmarks import timing
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.cli import guard
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.loading import resolve

@@ -113,7 +113,7 @@ def write_head(folder: Path, target: Any, args: argparse.Namespace) -> None:
     import torch
 
     from vllm_mtpc.checkpoint import save_head
-    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads import build_head
 
     kind = args.head or default_head(target.vocab_size)

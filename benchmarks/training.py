@@ -204,7 +204,7 @@ class Job:
     def __init__(self, shape: Shape, device: Any) -> None:
         import torch
 
-        from vllm_mtpc.config.mtpc import HeadConfig
+        from vllm_mtpc.config.mtpc_config import HeadConfig
         from vllm_mtpc.heads import build_head
         from vllm_mtpc.train.options import parse
         from vllm_mtpc.train.trainer import BETAS

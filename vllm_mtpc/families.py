@@ -34,7 +34,7 @@ class Family:
 
 FAMILIES = {
     "mtpc": Family(
-        config="vllm_mtpc.config.mtpc:HeadConfig",
+        config="vllm_mtpc.config.mtpc_config:HeadConfig",
         check="vllm_mtpc.checkpoint.load:check_head",
         load="vllm_mtpc.checkpoint.load:load_head",
         facts="vllm_mtpc.checkpoint.inspect:mtpc_facts",
@@ -43,7 +43,7 @@ FAMILIES = {
         serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
     ),
     "ptp": Family(
-        config="vllm_mtpc.config.ptp:PtpConfig",
+        config="vllm_mtpc.config.ptp_config:PtpConfig",
         check="vllm_mtpc.checkpoint.ptp_head:check_ptp",
         load="vllm_mtpc.checkpoint.ptp_head:load_ptp",
         facts="vllm_mtpc.checkpoint.inspect:ptp_facts",

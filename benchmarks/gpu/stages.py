@@ -186,7 +186,7 @@ def trained(programme: Programme, name: str, folder: Path, seconds: float, **opt
             {"seq_len": 40, "evaluation_sequences": 2, "evaluation_tokens": 8},
         ),
     }
-    resume = ["--resume"] if (folder / "state" / "trainer.pt").is_file() else []
+    resume = ["--resume"] if any((folder / "state").glob("step-*")) else []
     command = words(*MTPC, "train", *resume, **given, **options)
     weights = folder / ("adapter_model.safetensors" if options.get("head") == "ptp" else "model.safetensors")
     return Part(name, seconds, command, folder / "provenance.json", list(data.values()), makes=weights)

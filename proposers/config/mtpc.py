@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.heads.memory import by_batch, draft_memory
 from vllm_mtpc.proposers.config import refusals, schedule

@@ -29,7 +29,7 @@ import numpy as np
 from vllm_mtpc.errors import HeadConfigError, ServeConfigError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config.ptp import PtpConfig
+    from vllm_mtpc.config.ptp_config import PtpConfig
 
 MAX_ROUNDS = 100
 MAX_STARTS = 8  # of either kind

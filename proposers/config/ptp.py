@@ -10,7 +10,7 @@ from pydantic import Field, SkipValidation
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.config import refusals
 from vllm_mtpc.proposers.config.mtpc import COMMON_KEYS, MtpcSpeculativeConfig, weights_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtpc.errors import ServeConfigError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config.mtpc import HeadConfig
+    from vllm_mtpc.config.mtpc_config import HeadConfig
 
 KEY = "num_speculative_tokens_per_batch_size"
 Schedule = list[tuple[int, int, int]]  # (smallest batch, largest batch, drafts), both ends included

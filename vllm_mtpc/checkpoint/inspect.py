@@ -14,8 +14,8 @@ from vllm_mtpc.files import open_tensors, read_json
 from vllm_mtpc.heads import HEADS
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config.mtpc import HeadConfig
-    from vllm_mtpc.config.ptp import PtpConfig
+    from vllm_mtpc.config.mtpc_config import HeadConfig
+    from vllm_mtpc.config.ptp_config import PtpConfig
 
 Report = dict[str, Any]
 # Parts of the report that have their own rows.

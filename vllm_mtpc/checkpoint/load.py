@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, file_exists, head_method, require_weights
 from vllm_mtpc.config.base import AnyHeadConfig
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, one_line
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import open_tensors, read_json

@@ -47,6 +47,7 @@ def card_data(
 
 
 def front_matter(data: ModelCardData) -> str:
+    """Return the YAML block at the start of a model card."""
     return f"---\n{data.to_yaml()}\n---"
 
 
@@ -108,4 +109,5 @@ def converted_card(config: AnyHeadConfig, title: str, source: str) -> str:
 
 
 def tags_of(config: AnyHeadConfig) -> list[str]:
+    """Return the tags of a head on the hub."""
     return list(dict.fromkeys(["mtpc", config.speculators_model_type, "speculative-decoding"]))

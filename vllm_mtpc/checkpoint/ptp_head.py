@@ -31,7 +31,7 @@ from vllm_mtpc.checkpoint.load import (
 )
 from vllm_mtpc.checkpoint.locate import U_EMBED_FILE, require_weights
 from vllm_mtpc.checkpoint.save import to_save, write_folder
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import open_tensors
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES, Adapters

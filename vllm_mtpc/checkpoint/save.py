@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, SERVED_FILE, U_EMBED_FILE, WEIGHTS_FILE
 from vllm_mtpc.config.base import AnyHeadConfig
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import replacing
 from vllm_mtpc.heads.adapters import Adapters, DraftLayers

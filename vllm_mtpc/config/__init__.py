@@ -1,1 +1,1 @@
-"""The `config.json` of heads (base.py, mtpc.py, ptp.py) and configs of byte-level targets."""
+"""The `config.json` of heads (base.py, mtpc_config.py, ptp_config.py) and configs of byte-level targets."""

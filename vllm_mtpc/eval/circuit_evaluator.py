@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm_mtpc.checkpoint import load_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import Contexts, Rejection, collect, exact_counts, step_starts, summarise

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.checkpoint.ptp_head import load_student
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.eval import ptp_acceptance as rule
 from vllm_mtpc.eval.evaluator import (

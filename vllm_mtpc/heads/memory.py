@@ -152,9 +152,9 @@ def divides_logits(head: Head, num_ranks: int) -> bool:
 
 
 def _lm_head(vocab_size: int, num_ranks: int, is_divided: bool) -> tuple[Callable[[Tensor], Tensor], Shard | None]:
-    """vLLM's `compute_logits` by what it allocates, as `proposers/heads/load.py` lends it.
+    """Return a stand-in for `compute_logits` of vLLM with the same allocations, and the shard of a rank.
 
-    A rank's columns; where logits are not divided then those of all ranks, and these side by side.
+    Logits that are not divided are gathered from all ranks.
     """
     padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
     shard = Shard(0, num_ranks, vocab_size, lambda own: torch.cat([own] * num_ranks), padded)

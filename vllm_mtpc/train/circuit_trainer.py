@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint import load_head, read_circuit_config, resolve_head, save_head
 from vllm_mtpc.circuits import get_circuit
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import with_backbone, with_draft_layers

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_mtpc.proposers.config.plan import VARIANTS, Bucket, accepted_of
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config.ptp import PtpConfig
+    from vllm_mtpc.config.ptp_config import PtpConfig
 
 
 class GroupBlocks:

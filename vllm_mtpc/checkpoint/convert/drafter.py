@@ -34,7 +34,7 @@ from vllm_mtpc.checkpoint.locate import CONFIG_FILE, download, verifier_name
 from vllm_mtpc.checkpoint.metadata import converted_card
 from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.checkpoint.shards import Shards, unequal_rows
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import read_json
 from vllm_mtpc.heads import build_head

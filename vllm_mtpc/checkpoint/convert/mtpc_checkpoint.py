@@ -38,7 +38,7 @@ from vllm_mtpc.checkpoint.load import check_adapter_shapes, module_names, shapes
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.checkpoint.metadata import converted_card
 from vllm_mtpc.checkpoint.save import save_head
-from vllm_mtpc.config.mtpc import HeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, printable
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, Adapters

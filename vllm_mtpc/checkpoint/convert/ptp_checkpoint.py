@@ -23,7 +23,7 @@ from vllm_mtpc.checkpoint.load import check_shapes, shapes_of
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.checkpoint.metadata import converted_card
 from vllm_mtpc.checkpoint.ptp_head import save_ptp
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import check_lengths
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding

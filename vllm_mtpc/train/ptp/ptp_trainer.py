@@ -11,8 +11,8 @@ import torch
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE
-from vllm_mtpc.checkpoint.ptp import load_ptp, load_student, save_ptp
-from vllm_mtpc.config.ptp import PtpConfig
+from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student, save_ptp
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.ptp_acceptance import measure_ptp
