@@ -30,8 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_mtpc.proposers.config import versions
-from vllm_mtpc.proposers.patches import configured, endpoint, frontend, sampling
-from vllm_mtpc.proposers.patches.patch import declared
+from vllm_mtpc.proposers.patches.vllm_patches import EVERY_PROCESS, WITH_HEAD, WITH_HEAD_SWAP
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("proposers", "vllm_mtpc")
@@ -203,7 +202,8 @@ class Finding:
 
 
 def replaced(sources: Sources) -> Iterator[Finding]:
-    for patch in declared(frontend, sampling, configured, endpoint, minor=sources.minor()):
+    patches = (*EVERY_PROCESS, *WITH_HEAD, *WITH_HEAD_SWAP)
+    for patch in (one for one in patches if sources.minor() >= one.since):
         found = sources.find(patch.module, patch.attribute)
         if found is None:
             yield Finding("replaced", patch.key, "gone", patch.why)

@@ -27,7 +27,7 @@ drafter() { # NAME DATA [ARGUMENT ...]
 serve() { # NAME DATA
     "$python" -m vllm_mtpc bench serve --heads "$out/$1-head" --peers --data "$2" --concurrency 1 4 16 --prompts 12 \
         --max-tokens 96 --rounds "${ROUNDS:-4}" --json "benchmarks/results/other-$1-cpu.json" \
-        --variant 'every draft={"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}'
+        --variant 'every draft={"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}'
 }
 
 target qwen3 subword_target --family qwen3 --vocab-size 2048 --hidden-size 160 --steps 350

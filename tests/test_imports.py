@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground up: a room imports those before it. A room is a folder of the package, or a file next to the folders.
 ROOMS = (
     *("errors", "families", "files", "progress", "flags"),
-    *("kernels", "circuits", "heads", "config", "checkpoint", "hf"),
+    *("kernels", "circuits", "heads", "config", "plan", "checkpoint", "hf"),
     *("proposers.config", "proposers.heads", "proposers.v1", "proposers.v2", "proposers.patches", "models", "plugin"),
     *("engine", "report", "demo", "data", "eval", "publish", "batch", "plots", "train", "bench", "play", "ray_serve"),
     *("cli", "benchmarks"),

@@ -40,7 +40,7 @@ FAMILIES = {
         facts="vllm_mtpc.checkpoint.inspect:mtpc_facts",
         evaluator="vllm_mtpc.eval.circuit_evaluator:MtpcEvaluator",
         trainer="vllm_mtpc.train.circuit_trainer:CircuitTrainer",
-        serving="vllm_mtpc.proposers.config.mtpc:MtpcSpeculativeConfig",
+        serving="vllm_mtpc.proposers.config.circuit_options:MtpcSpeculativeConfig",
     ),
     "ptp": Family(
         config="vllm_mtpc.config.ptp_config:PtpConfig",
@@ -49,6 +49,6 @@ FAMILIES = {
         facts="vllm_mtpc.checkpoint.inspect:ptp_facts",
         evaluator="vllm_mtpc.eval.ptp_evaluator:PtpEvaluator",
         trainer="vllm_mtpc.train.ptp.ptp_trainer:PtpTrainer",
-        serving="vllm_mtpc.proposers.config.ptp:PtpSpeculativeConfig",
+        serving="vllm_mtpc.proposers.config.ptp_options:PtpSpeculativeConfig",
     ),
 }

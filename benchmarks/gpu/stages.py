@@ -17,7 +17,7 @@ from vllm_mtpc import demo
 PASSED = r"\b[1-9]\d* passed"  # pytest ends with 0 where every test was skipped
 MTPC = [sys.executable, "-m", "vllm_mtpc"]
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
-EVERY_DRAFT = "every draft=" + json.dumps({"num_speculative_tokens_per_batch_size": "off", "min_survival": 0})
+EVERY_DRAFT = "every draft=" + json.dumps({"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0})
 
 
 def words(*given: Any, **options: Any) -> list[str]:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def speculative(head: Path, window: int) -> dict[str, Any]:
     given = {"method": "mtpc", "model": str(head), "num_speculative_tokens": window - 1}
-    return given | {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
+    return given | {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}
 
 
 def measure(

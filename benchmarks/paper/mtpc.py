@@ -29,7 +29,7 @@ from vllm_mtpc.train.options import TrainOptions
 STEPS, CONTINUED, WINDOWS = 250, 100, 128
 LOSS = {"beta": 0.0, "acceptance": 0.0, "train_first": True, "gamma": 0.9}  # the paper's: likelihood of all n tokens
 CELL = Setting("T=1, c=1", 1, 1.0, 96, 8)
-ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}  # in every step, as the paper's
+ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}  # in every step, as the paper's
 ROUNDS = 2
 WIDTHS = (8, 16, 32, 64, 128)
 LAYERS = (0, 1, 2, 4)

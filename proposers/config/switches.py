@@ -1,5 +1,4 @@
-"""What the environment switches on and off, and the warning of a head that its target bundles and that is not
-served."""
+"""Environment variables of the package, its logger, and the warning for a bundled head that is not served."""
 
 from __future__ import annotations
 
@@ -7,24 +6,25 @@ import logging
 import os
 from pathlib import Path
 
-AUTO = "MTPC_AUTO"  # a target that bundles a head is served with it
-DEBUG = "MTPC_DEBUG"  # every rank's drafts are compared; costs a meeting of the ranks per step
-SWAP = "MTPC_ALLOW_HEAD_SWAP"  # `vllm serve` has POST /mtpc/head
-REQUEST_DRAFTS = "MTPC_REQUEST_DRAFTS"  # a request may have fewer drafts than the engine makes
-OFF = ("0", "false", "off", "no")
+AUTO = "MTPC_AUTO"  # serve a target with the head that it bundles (default: on)
+DEBUG = "MTPC_DEBUG"  # compare the drafts of all ranks in every step
+SWAP = "MTPC_ALLOW_HEAD_SWAP"  # add POST /mtpc/head to `vllm serve`
+REQUEST_DRAFTS = "MTPC_REQUEST_DRAFTS"  # let a request have fewer drafts than the engine makes (default: on)
 
 logger = logging.getLogger("vllm.mtpc")
 
 
 def is_on(variable: str, default: str) -> bool:
-    return (os.environ.get(variable, "").strip().lower() or default) not in OFF
+    """Return whether an environment variable is set to something else than 0, false, off or no."""
+    return (os.environ.get(variable, "").strip().lower() or default) not in ("0", "false", "off", "no")
 
 
 def warn(head: Path | str, error: Exception | str) -> None:
+    """Log that the target is served without its bundled head."""
     text = "Serving without drafts: the head that the target bundles, %s, is not served here: %s"
     logger.warning(text, head, reason(error))
 
 
 def reason(error: Exception | str) -> str:
-    """The message of an error in one line; its class where it has none."""
+    """Return the message of an error in one line; its class if it has none."""
     return " ".join(str(error).split()) or type(error).__name__

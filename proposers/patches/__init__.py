@@ -1,25 +1,16 @@
-"""The vLLM patches: how vLLM comes to know two more speculative methods.
+"""The vLLM integration: patches (`vllm_patches.py`) and subclasses of vLLM's classes (`engine_classes.py`).
 
-`frontend.py` holds what runs where a configuration is made. What runs elsewhere are subclasses of vLLM's classes, which
-the configuration of an engine with a head names: `scheduler.py`, `worker.py`, `proposers/v1/runner.py`,
-`proposers/v2/model_runner_v2.py`. docs/internals.md lists them, and every attribute that is replaced.
+docs/internals.md lists every replaced attribute.
 """
 
 from __future__ import annotations
 
 
 def install() -> None:
-    """Declare the patches of every process; each takes effect when its module is imported, at once if it already is."""
+    """Apply the patches of every process; each takes effect when vLLM imports its module."""
     from vllm_mtpc.proposers.config.switches import SWAP, is_on
-    from vllm_mtpc.proposers.patches import frontend, patch, sampling
+    from vllm_mtpc.proposers.patches import patch, vllm_patches
 
-    patch.apply(*patch.declared(frontend, sampling))
+    patch.apply(*vllm_patches.EVERY_PROCESS)
     if is_on(SWAP, "0"):
-        patch.when_imported("vllm.entrypoints.launchers.app", _with_endpoint)
-
-
-def _with_endpoint() -> None:
-    """In an API server, whose libraries the endpoint needs."""
-    from vllm_mtpc.proposers.patches import endpoint, patch
-
-    patch.apply(*patch.declared(endpoint))
+        patch.apply(*vllm_patches.WITH_HEAD_SWAP)

@@ -1,15 +1,13 @@
-"""`POST /mtpc/head {"path": ...}` of `vllm serve`: another head from the next step on (heads/swap.py).
+"""`POST /mtpc/head {"path": ...}` of `vllm serve`: serve another head from the next step on (heads/swap.py).
 
-An administrator's: who may post here decides what files the server reads. It is there where the environment says
-MTPC_ALLOW_HEAD_SWAP=1, and asks for the server's API key where there is one (vLLM asks for it below /v1 alone). vLLM's
-plugins of endpoints would need no patch, but are announced by a warning to everybody who has this package installed.
+For administrators: a caller chooses files that the server reads. The endpoint exists if MTPC_ALLOW_HEAD_SWAP=1, and
+requires the server's API key, which vLLM itself checks for /v1 alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,28 +18,14 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm_mtpc import METHODS
 from vllm_mtpc.checkpoint import resolve_head
 from vllm_mtpc.errors import CheckpointError, printable
-from vllm_mtpc.proposers.patches.patch import patch
 
 PATH = "/mtpc/head"
 MAX_DOWNLOAD = 4 << 30  # bytes of a head that is named by its repository
 WANTED = f'{PATH} takes {{"path": "HEAD_FOLDER"}}, a folder on the server or a repository on the hub'
 
 
-@patch(
-    "vllm.entrypoints.launchers.app",
-    "attach_endpoint_plugins",
-    needs=("app", "supported_tasks"),
-    why=f"serve POST {PATH} where the environment allows it",
-)
-def attach_endpoint_plugins(original: Callable[..., None], app: Any, supported_tasks: Any) -> None:
-    original(app, supported_tasks)
-    ours = HeadEndpoint()
-    ours.attach_router(app)
-    app.state.endpoint_plugins = [*app.state.endpoint_plugins, ours]
-
-
 class HeadEndpoint:
-    """An EndpointPlugin of vLLM's."""
+    """vLLM's EndpointPlugin for /mtpc/head."""
 
     name, required_tasks = "mtpc_head", ("generate",)
 
@@ -60,7 +44,7 @@ class HeadEndpoint:
     async def swap(self, request: Request) -> JSONResponse:
         if self.guard is not None and not self.guard.verify_token(request.headers):
             return JSONResponse({"error": "Unauthorized"}, status_code=401)
-        # vLLM lets every web page send JSON (CORS), and browsers name the page; a page does not have the key
+        # vLLM allows every web page to send JSON (CORS); browsers add the origin, and a page does not have the key
         if self.guard is None and "origin" in request.headers:
             return refused(f"{PATH} takes no requests of web pages without an API key; use curl", 403)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -74,7 +58,7 @@ class HeadEndpoint:
         spec = getattr(getattr(self.engine, "vllm_config", None), "speculative_config", None)
         if getattr(spec, "method", None) not in METHODS:
             return refused("no head is served here; start the server with a speculative_config of method mtpc or ptp")
-        try:  # here: requests wait while workers are busy
+        try:  # in this process: requests would wait for busy workers
             folder = await asyncio.to_thread(resolve_head, path, max_bytes=MAX_DOWNLOAD)
         except CheckpointError as error:
             return refused(str(error))
@@ -85,6 +69,6 @@ class HeadEndpoint:
 
 
 def refused(message: str, code: int = 400) -> JSONResponse:
-    """As vLLM's own errors are."""
+    """Return an error in the format of vLLM's own."""
     body = {"message": printable(message, 1000), "type": "BadRequestError", "code": code}
     return JSONResponse({"error": body}, status_code=code)

@@ -1,10 +1,9 @@
-"""Two ways to change vLLM, both checked against what they rely on: patches of single attributes, derived classes.
+"""Patches of vLLM's attributes, and classes derived from vLLM's; both are checked against the installed vLLM.
 
-A patch is declared, and applied once. A module that is not imported yet is patched right after its import, so that
-declaring one costs nothing and imports nothing.
+A module that is not imported yet is patched right after its import: applying a patch imports nothing.
 
-A class of ours (`HeadWorker`) derives from the class all of vLLM's share (`Worker`), and a configuration names it.
-Which of vLLM's runs depends on the device and the user (`CPUWorker`): the two are put together when it is known.
+A class of ours (`HeadWorker`) derives from the base class of vLLM's (`Worker`). The class that vLLM chooses depends on
+the device and the user (`CPUWorker`): `derived` combines the two when it is known.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from types import ModuleType
 from typing import Any, TypeVar
 
 from vllm_mtpc.proposers.config import versions
@@ -24,34 +22,41 @@ from vllm_mtpc.proposers.config import versions
 Head = TypeVar("Head")
 logger = logging.getLogger("vllm.mtpc")
 
-applied: dict[str, Patch] = {}  # "module:attribute" -> the patch in force
-problems: list[str] = []  # why a patch could not be applied; see refuse_moved
+applied: dict[str, Patch] = {}  # by "module:attribute"
+problems: list[str] = []  # patches that could not be applied, for refuse_moved
 
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """One replaced attribute of vLLM: what `function(original, *args, **kwargs)` returns is what a call of it returns.
+    """A replaced attribute of vLLM.
 
-    An attribute that is no function has needs None, and becomes `function(original)`.
+    Attributes:
+        module: module of the attribute.
+        attribute: its dotted name inside the module.
+        function: called as function(original, *args, **kwargs) in place of a function. If `needs` is None, the
+            attribute becomes function(original).
+        needs: parameters that the original must have.
+        why: the reason, for the log.
+        since: the first minor release of vLLM with the attribute.
     """
 
     module: str
-    attribute: str  # dotted, inside the module
+    attribute: str
     function: Callable[..., Any]
-    needs: tuple[str, ...] | None  # parameters that the original must take
+    needs: tuple[str, ...] | None
     why: str
-    since: tuple[int, int]  # the first minor release of vLLM that has it
+    since: tuple[int, int]
 
     @property
     def key(self) -> str:
         return f"{self.module}:{self.attribute}"
 
     def replace(self, original: Any) -> Any:
-        """The new value of the attribute."""
+        """Return the new value of the attribute."""
         if self.needs is None:
             return self.function(original)
         function = self.function
-        if "." not in self.attribute:  # a function of a module, which may be called at every step
+        if "." not in self.attribute:  # of a module: called at every step, and partial is faster
             return functools.update_wrapper(functools.partial(function, original), original)
 
         @functools.wraps(original)
@@ -64,38 +69,35 @@ class Patch:
 def patch(
     module: str, attribute: str, needs: tuple[str, ...] | None = None, *, why: str, since: tuple[int, int] = (0, 0)
 ) -> Callable[[Callable[..., Any]], Patch]:
-    """Declares the decorated function as a patch; `apply` puts it in force."""
+    """Make a Patch of the decorated function."""
     return lambda function: Patch(module, attribute, function, needs, why, since)
 
 
-def declared(*files: ModuleType, minor: tuple[int, int] | None = None) -> list[Patch]:
-    """The patches that these modules declare for a minor release of vLLM (None: the one that is installed)."""
-    minor = minor or versions.vllm_minor()
-    every = (value for file in files for value in vars(file).values())
-    return [one for one in every if isinstance(one, Patch) and minor >= one.since]
-
-
 def apply(*patches: Patch) -> None:
-    """Put patches in force, each once; a second, different patch of the same attribute raises RuntimeError."""
+    """Apply the patches that exist in the installed vLLM, each once.
+
+    Raises:
+        RuntimeError: another patch has replaced the attribute.
+    """
     for one in patches:
         holder = applied.get(one.key)
-        if holder is None:
+        if holder is None and versions.vllm_minor() >= one.since:
             applied[one.key] = one
             when_imported(one.module, functools.partial(_patch_module, one))
-        elif holder is not one:
+        elif holder not in (None, one):
             ours, theirs = one.function.__name__, holder.function.__name__
             raise RuntimeError(f"{one.key} is already replaced by {theirs}; {ours} would undo it")
 
 
 def _patch_module(patch: Patch) -> None:
-    why_not = _replaced(patch)
+    why_not = _replace(patch)
     if why_not:
         problems.append(f"{patch.key} ({why_not})")
     logger.debug("vllm_mtpc %s %s: %s", "did not replace" if why_not else "replaced", patch.key, why_not or patch.why)
 
 
-def _replaced(patch: Patch) -> str:
-    """Put a patch in force; returns why that is not possible, if it is not."""
+def _replace(patch: Patch) -> str:
+    """Apply a patch; return the reason if that is not possible."""
     *path, name = patch.attribute.split(".")
     try:
         owner = functools.reduce(getattr, path, sys.modules[patch.module])
@@ -107,16 +109,17 @@ def _replaced(patch: Patch) -> str:
         return f"it no longer takes {', '.join(sorted(missing))}"
     try:
         replacement = patch.replace(function)
-    except Exception as error:  # it would be one of importing vLLM, also for who serves no head
+    except Exception as error:  # raising here would fail vLLM's import, with or without a head
         return f"{type(error).__name__}: {error}"
     setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
     return ""
 
 
 def refuse_moved(moved: list[str] | None = None) -> None:
-    """Raises ServeConfigError that names what vLLM has moved, if anything; None: patches that could not be applied.
+    """Raise ServeConfigError that names changed parts of vLLM.
 
-    Modules are imported in different processes, so each that serves a head asks, and finds problems of its own.
+    Args:
+        moved: their names; None: the patches that could not be applied in this process.
     """
     moved = problems if moved is None else moved
     if not moved:
@@ -131,9 +134,10 @@ def refuse_moved(moved: list[str] | None = None) -> None:
 
 @functools.cache
 def derived(ours: type[Head], theirs: type) -> type[Head]:
-    """`theirs` with the methods of `ours` in front, which call vLLM's with super().
+    """Return `theirs` with the methods of `ours` in front, which call vLLM's by super().
 
-    Raises ServeConfigError where a method of `theirs` no longer takes what the one of `ours` passes on.
+    Raises:
+        ServeConfigError: a method of `theirs` lacks a parameter that the method of `ours` passes on.
     """
     moved = []
     for name, method in vars(ours).items():
@@ -150,7 +154,7 @@ def derived(ours: type[Head], theirs: type) -> type[Head]:
 
 
 def named(ours: type, name: str) -> type:
-    """What a module's `__getattr__` answers vLLM, which looks up there the "module:Class" that `ours` derives from."""
+    """Return the class for a module's `__getattr__(name)`: `ours` derived from the "module:Class" of `name`."""
     if ":" not in name:
         raise AttributeError(name)
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -159,7 +163,7 @@ def named(ours: type, name: str) -> type:
 
 
 def _names(function: object) -> set[str]:
-    """Parameters of a method by name, `self` among them; nothing for one that only passes on what it is given."""
+    """Return the parameters of a method by name; empty for one that only passes on its arguments."""
     if not inspect.isfunction(function):
         return set()
     parameters = inspect.signature(function).parameters.items()
@@ -168,7 +172,7 @@ def _names(function: object) -> set[str]:
 
 
 class _AfterImport(MetaPathFinder):
-    """Runs callbacks once a named module has been executed; leaves sys.meta_path when none is left."""
+    """Runs callbacks after a named module is executed; leaves sys.meta_path when none is waiting."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
@@ -197,7 +201,7 @@ _after_import = _AfterImport()
 
 
 def when_imported(module: str, callback: Callable[[], None]) -> None:
-    """Call back once a module is imported to its end: one that is being imported may lack what is patched."""
+    """Call back once a module is imported completely, at once if it already is."""
     found = sys.modules.get(module)
     if found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False):
         callback()

@@ -1,7 +1,4 @@
-"""The worker of an engine that serves a head: vLLM's, whichever it is, with our model runner.
-
-Engines name it in `parallel_config.worker_cls`; other engines never import this file.
-"""
+"""The worker of an engine that serves a head; the engine's `parallel_config.worker_cls` names it."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from vllm_mtpc.proposers.patches.patch import derived, named, refuse_moved
 
 
 def __getattr__(name: str) -> Any:
-    """The worker that is derived from another one: vLLM looks its name up here."""
+    """Return the worker derived from "module:Class" of vLLM, which looks that name up here."""
     return named(HeadWorker, name)
 
 
 class HeadWorker(Worker):
-    """What is added to any worker of vLLM's, on either model runner."""
+    """Additions to any worker of vLLM, for either model runner."""
 
     def init_device(self) -> None:
         refuse_moved()
@@ -30,11 +27,11 @@ class HeadWorker(Worker):
             with our_speculator():
                 super().init_device()
         else:
-            from vllm_mtpc.proposers.v1.runner import HeadModelRunner
+            from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner
 
             with _custom_class(self.vllm_config.speculative_config):
                 super().init_device()
-        runner = self.model_runner  # made by vLLM, which knows the device's class
+        runner = self.model_runner
         runner.__class__ = derived(HeadModelRunner, runner.__class__)
         runner.begin()
 
@@ -48,13 +45,17 @@ class HeadWorker(Worker):
         return times
 
     def swap_head(self, path: str) -> dict[str, Any]:
-        """By `collective_rpc`: serve another head from the next step on. Raises ServeConfigError, nothing changed."""
+        """Serve another head from the next step on (called by `collective_rpc`); on ServeConfigError nothing changes.
+
+        Args:
+            path: folder of the head.
+        """
         from vllm_mtpc.proposers.heads.swap import swap
 
         return swap(self.model_runner, path)
 
     def try_swap_head(self, path: str) -> dict[str, Any]:
-        """The same; what would be raised is under "error": who calls from another process gets it as it was said."""
+        """Call `swap_head`; return {"error": message} instead of raising, for callers in another process."""
         from vllm_mtpc.errors import MtpcError
 
         try:
@@ -65,14 +66,14 @@ class HeadWorker(Worker):
 
 @contextmanager
 def _custom_class(spec: Any) -> Iterator[None]:
-    """V1 builds our proposer through its offered `custom_class`, which it only looks at while it starts."""
+    """While V1's runner starts, name our proposer by vLLM's method `custom_class`."""
     proposer = "BundledProposer" if spec.is_bundled else "MtpcProposer"
-    ours = {"method": spec.method, "model": spec.model}
+    original = {"method": spec.method, "model": spec.model}
     try:
         # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
         object.__setattr__(spec, "method", "custom_class")
         object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.proposer.{proposer}")
         yield
     finally:
-        for name, value in ours.items():
+        for name, value in original.items():
             object.__setattr__(spec, name, value)

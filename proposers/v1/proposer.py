@@ -1,12 +1,11 @@
 """MtPC drafts on vLLM's V1 runner.
 
-Algorithm (per request): take the target's hidden state at its last accepted token and the token x_1 the target chose
-there, observe x_1 in the circuit, draw x_2 .. x_{1+K} from the exact conditionals, and keep those conditionals for
-vLLM's rejection sampler.
+For each request: take the target's hidden state at its last accepted token and the token x_1 sampled there, condition
+the circuit on x_1, sample x_2 .. x_{1+K} from the exact conditionals, and hand these conditionals to vLLM's rejection
+sampler.
 
-Differences from Model Runner V2: tokens arrive and leave as lists on the host, there is no counter based noise (a
-seeded request draws with its own generator: `runner.py`), and the draft probabilities are handed over normalised, after
-temperature.
+Differences from Model Runner V2: tokens are lists on the host, noise is not counter-based (a seeded request draws with
+its own generator, see `model_runner_v1.py`), and the draft probabilities are normalised after temperature.
 """
 
 from __future__ import annotations
@@ -29,58 +28,51 @@ from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.pick.naive import of_mass
-from vllm_mtpc.proposers.config.request import drafts_of
+from vllm_mtpc.proposers.config.request_options import max_drafts
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.heads import bundled
 from vllm_mtpc.proposers.heads.counts import check_ranks
-from vllm_mtpc.proposers.heads.grammar import Grammars
+from vllm_mtpc.proposers.heads.grammar_masks import Grammars
 from vllm_mtpc.proposers.heads.load import load_served_head, log_drafts
-from vllm_mtpc.proposers.v1.survival import GREEDY, SAMPLED, Confidence, Drafted, Survival, card_rates
+from vllm_mtpc.proposers.v1.draft_planner import GREEDY, SAMPLED, Confidence, Drafted, DraftPlanner, card_rates
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
 
-def _kinds(sampling_metadata: Any, batch: int) -> NDArray[np.int64]:
-    """Of each request [B], GREEDY or SAMPLED; a tensor is read only where a batch holds both."""
-    if sampling_metadata.all_greedy or sampling_metadata.all_random:
-        return np.full(batch, GREEDY if sampling_metadata.all_greedy else SAMPLED)
-    return np.where(sampling_metadata.temperature.numpy(force=True) < GREEDY_BELOW, GREEDY, SAMPLED)
-
-
-def take(generator: torch.Generator, count: int) -> torch.Tensor:
-    """The numbers [count] int64 of the next tokens, one draw each, as `TopKTopPSampler.forward_cpu` draws them."""
+def draw_numbers(generator: torch.Generator, count: int) -> torch.Tensor:
+    """Return the numbers [count] int64 of the next tokens, one draw each, as `TopKTopPSampler.forward_cpu` does."""
     return torch.randint(0, 2**31, (count,), generator=generator, dtype=torch.int64)
 
 
-def read_ahead(generator: torch.Generator, count: int) -> torch.Tensor:
-    """The same, and they will be drawn again."""
+def peek_numbers(generator: torch.Generator, count: int) -> torch.Tensor:
+    """Return the same numbers and leave the generator as it is."""
     state = generator.get_state()
-    numbers = take(generator, count)
+    numbers = draw_numbers(generator, count)
     generator.set_state(state)
     return numbers
 
 
-def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Tokens [T] int64 of processed logits [T, V] float32, as vLLM draws them with these numbers [T]."""
+def sample_tokens(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return tokens [T] int64 of processed logits [T, V] float32, as vLLM samples them with these numbers [T]."""
     return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), numbers)
 
 
-def as_point(probs: torch.Tensor, rows: list[int], tokens: torch.Tensor) -> None:
-    """Make the distributions `rows` of probs [B, V] points at tokens [B], in place.
+def set_one_hot(probs: torch.Tensor, rows: list[int], tokens: torch.Tensor) -> None:
+    """Make rows of probs [B, V] one-hot at tokens [B], in place.
 
-    Drafts of structured requests that are not masked (heads/grammar.py) are the argmax and scored as such: where vLLM
-    cuts them then depends on nothing that was drawn, and the output keeps its distribution.
+    Drafts of structured requests that are not masked (heads/grammar_masks.py) are the argmax, with probability 1: where
+    vLLM prunes them then depends on nothing that was sampled, and the output distribution is unchanged.
     """
     if rows:
         probs[rows] = torch.nn.functional.one_hot(tokens[rows], probs.shape[1]).to(probs.dtype)
 
 
-def most_drafts(processors: Any) -> dict[int, int]:
-    """By row of the batch, the most drafts of a request that may not end yet; processors: the batch's, of vLLM.
+def drafts_before_min_tokens(processors: Any) -> dict[int, int]:
+    """Return, by row of the batch, the most drafts of a request that has not reached `min_tokens`.
 
-    vLLM forbids a text to end before it has `min_tokens`. At drafted positions it counts the drafts before them, but at
-    the token behind the last draft only what was there before the step: a step that passes `min_tokens` could not end
-    the text where plain vLLM could. With so few drafts that no step passes it, both counts agree.
+    vLLM forbids the end of text before `min_tokens`. At drafted positions it counts the drafts before them, but at the
+    token after the last draft only the tokens before the step: a step that passes `min_tokens` could not end the text
+    where plain vLLM could. With so few drafts no step passes it.
     """
     return {
         row: max(min_tokens - len(outputs) - 1, 0)
@@ -92,9 +84,10 @@ def most_drafts(processors: Any) -> dict[int, int]:
 
 
 class MtpcProposer:
-    """Drafts for a batch; `model` is the head, buffers are allocated once."""
+    """Proposer of a circuit head; buffers are allocated once."""
 
-    is_idle = False  # a head that the target bundles has failed, and nothing drafts
+    is_idle = False  # whether a bundled head has failed, and nothing is drafted
+    keeps_shapes = False  # whether a swapped head must have the shapes of the served one
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         spec, self.vllm_config = vllm_config.speculative_config, vllm_config
@@ -102,43 +95,41 @@ class MtpcProposer:
         self.num_drafts, self.target_dtype = spec.num_speculative_tokens, vllm_config.model_config.dtype
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        rates = card_rates(measured_acceptance(Path(spec.model_folder)), self.num_drafts)
-        # measured costs are those of one clock: all tensor-parallel ranks must plan alike
-        self.survival = Survival(
-            rates, spec.load, spec.min_survival, share=lambda costs: get_tp_group().broadcast_object(costs)
+        self.planner = DraftPlanner(
+            card_rates(measured_acceptance(Path(spec.model_folder)), self.num_drafts),
+            spec.load,
+            spec.min_acceptance,
+            share=lambda costs: get_tp_group().broadcast_object(costs),
         )
         self.confidence = Confidence(max_num_reqs, self.num_drafts)
-        self.cut = Counter[str]()
+        self.pruned = Counter[str]()
         self.is_debug = is_on(DEBUG, "0")
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
         if self.is_probabilistic:
             shape = (max_num_reqs, self.num_drafts, spec.head.vocab_size)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32)
 
-    keeps_shapes = False  # of a head that takes another one's place
-
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the head next to the target, on the target's device."""
-        self.model, device = self._loaded(self.folder, target_model), next(target_model.parameters()).device
+        self.model, device = self._load_head(self.folder, target_model), next(target_model.parameters()).device
         self.confidence.values = self.confidence.values.to(device)
         if self.is_probabilistic:
             self.draft_probs = self.draft_probs.to(device)
         log_drafts(self.vllm_config, "NONE")
 
-    def prepared(self, made: Any, target_model: torch.nn.Module) -> Callable[[], None]:
-        """Reads the head of another configuration; returns what puts it in force (heads/swap.py)."""
-        head, rates = self._loaded(made.model_folder, target_model), measured_acceptance(Path(made.model_folder))
+    def prepared(self, spec: Any, target_model: torch.nn.Module) -> Callable[[], None]:
+        """Load the head of another configuration; return what makes it the served one (heads/swap.py)."""
+        head, measured = self._load_head(spec.model_folder, target_model), measured_acceptance(Path(spec.model_folder))
 
         def commit() -> None:
-            self.model, self.folder = head, made.model_folder
-            self.survival.begin_anew(card_rates(rates, self.num_drafts), made.load)
+            self.model, self.folder = head, spec.model_folder
+            self.planner.replace_head(card_rates(measured, self.num_drafts), spec.load)
 
         return commit
 
-    def _loaded(self, folder: str, target_model: torch.nn.Module) -> Head:
+    def _load_head(self, folder: str, target_model: torch.nn.Module) -> Head:
         device, dtype = next(target_model.parameters()).device, self.target_dtype
-        # Reading the leaf weights is most of a draft on a CPU, and bfloat16 halves it where products are native; the
-        # conditionals are float32 whatever it is
+        # reading leaf weights is most of a draft on a CPU; the conditionals are float32 in any case
         if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             dtype = torch.bfloat16
         return load_served_head(
@@ -149,51 +140,64 @@ class MtpcProposer:
     def propose(
         self,
         runner: Any,
-        sampled_token_ids: list[list[int]],  # per request; [] where a prompt is not read to its end
+        sampled_token_ids: list[list[int]],
         sampling_metadata: Any,
-        sample_hidden_states: torch.Tensor,  # [num rows with logits, D]
+        sample_hidden_states: torch.Tensor,
         spec_decode_metadata: Any,
         scheduler_output: Any,
     ) -> list[list[int]]:
-        """Drafts per request ([] for an unfinished prompt); leaves their probabilities with the runner."""
+        """Draft for a batch; the runner receives the draft probabilities.
+
+        Args:
+            runner: vLLM's model runner.
+            sampled_token_ids: tokens of this step per request; [] for an unfinished prompt.
+            sampling_metadata: vLLM's.
+            sample_hidden_states: [num rows with logits, D].
+            spec_decode_metadata: vLLM's; None for a step that verified nothing.
+            scheduler_output: vLLM's.
+
+        Returns:
+            Drafts per request; [] for an unfinished prompt.
+        """
         names, emitted = runner.input_batch.req_ids, [len(tokens) for tokens in sampled_token_ids]
         verified = [0] * len(emitted) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         rows = len(emitted) + sum(verified)
         is_plain = not scheduler_output.scheduled_new_reqs and scheduler_output.total_num_scheduled_tokens == rows
-        self.cut["budget"] += self.survival.begin(names, verified, emitted, is_plain)
+        self.pruned["budget"] += self.planner.begin_step(names, verified, emitted, is_plain)
         started = time.perf_counter()
         runner._draft_probs = runner._draft_prob_req_ids = None
-        kind = _kinds(sampling_metadata, len(emitted))
-        asked = [drafts_of(runner.requests[name].sampling_params, self.num_drafts) for name in names]
+        kind = _request_kinds(sampling_metadata, len(emitted))
+        asked = [max_drafts(runner.requests[name].sampling_params, self.num_drafts) for name in names]
         most = min(scheduler_output.num_spec_tokens_to_schedule, max(asked))  # by the user's schedule
         num_sampled = int(kind.sum())
-        num_drafts, least = self.survival.plan(len(kind) - num_sampled, num_sampled, most)
-        self.cut["request"] += sum(self.num_drafts - one for one in asked)
-        self.cut["schedule"] += sum(max(0, one - num_drafts) for one in asked)
+        num_drafts, threshold = self.planner.plan(len(kind) - num_sampled, num_sampled, most)
+        self.pruned["request"] += sum(self.num_drafts - one for one in asked)
+        self.pruned["schedule"] += sum(max(0, one - num_drafts) for one in asked)
         drafts: list[list[int]] = [[] for _ in emitted]
         drafted = None
         if num_drafts:
             num_rows = torch.tensor(verified) + 1  # [B], with logits
             last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
             hidden = sample_hidden_states[last]
-            drafts, ended = self._draft(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
-            confidence = self.confidence.of(len(kind), num_drafts)
-            most_of = [min(num_drafts, one) for one in asked]
-            likely = list(map(min, self.survival.lengths(confidence, kind, least), most_of))
-            self.cut["survival"] += sum(most_of) - sum(likely)
-            early = most_drafts(sampling_metadata.logitsprocs)
-            drafts = [
-                one[: min(likely[row], ended.get(row, num_drafts), early.get(row, num_drafts))] if emitted[row] else []
-                for row, one in enumerate(drafts)
-            ]
+            drafts, grammar_ends = self._generate_drafts(
+                runner, sampled_token_ids, sampling_metadata, hidden, num_drafts
+            )
+            confidence = self.confidence.read(len(kind), num_drafts)
+            allowed = [min(num_drafts, one) for one in asked]
+            likely = list(map(min, self.planner.lengths(confidence, kind, threshold), allowed))
+            self.pruned["confidence"] += sum(allowed) - sum(likely)
+            early = drafts_before_min_tokens(sampling_metadata.logitsprocs)
+            for row, length in enumerate(likely):
+                length = min(length, grammar_ends.get(row, num_drafts), early.get(row, num_drafts))
+                drafts[row] = drafts[row][:length] if emitted[row] else []
             drafted = Drafted(kind, confidence, list(map(len, drafts)))
         seconds = time.perf_counter() - started
         if num_drafts and self.is_debug:
             check_ranks(drafts)
-        self.survival.end(names, drafted, seconds)
+        self.planner.end_step(names, drafted, seconds)
         return drafts
 
-    def _draft(
+    def _generate_drafts(
         self,
         runner: Any,
         sampled_token_ids: list[list[int]],
@@ -201,47 +205,46 @@ class MtpcProposer:
         hidden: torch.Tensor,  # [B, D]
         num_drafts: int,
     ) -> tuple[list[list[int]], dict[int, int]]:
-        """All drafts [B, K], and by row where a grammar ends them."""
+        """Return all drafts [B, K], and by row the number of drafts at which a grammar ends."""
         batch, names = len(sampled_token_ids), runner.input_batch.req_ids
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, names, sampled_token_ids)
         params = self.model.draft_params(hidden, first, num_drafts)
-        pick: naive.Pick = self._argmax
+        pick: naive.Pick = self._pick_argmax
         if self.is_probabilistic and not sampling_metadata.all_greedy:
             # an unfinished prompt must not advance its request's generator
             seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
             u = torch.rand(batch, num_drafts, dtype=torch.float64, device=hidden.device)
-            pick = self._drawing(u, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
+            pick = self._make_sampler(u, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
         program, shard = self.model.circuit.program, self.model.leaf_shard
         drafts = naive.draft(program, *params, pick=masks.around(pick), shard=shard).tolist()
         masks.rewind()
         return drafts, masks.lengths
 
-    def _argmax(self, log_q: torch.Tensor, k: int) -> torch.Tensor:
-        """Draft k [B] of greedy drafting."""
-        self.confidence.argmax(k, log_q)
+    def _pick_argmax(self, log_q: torch.Tensor, k: int) -> torch.Tensor:
+        self.confidence.record_argmax(k, log_q)
         return log_q.argmax(dim=-1)
 
-    def _drawing(
+    def _make_sampler(
         self,
         u: torch.Tensor,  # [B, K] float64, uniform
         temperature: torch.Tensor,  # [B]
         seeds: dict[int, torch.Generator],  # by row
-        unmasked: list[int],  # rows under a grammar that does not mask them
+        unmasked: list[int],  # rows of structured requests whose grammar does not mask them
         couples: bool,
     ) -> naive.Pick:
-        """What draws a draft [B] at each request's temperature, and leaves what it comes from in draft_probs[:B].
+        """Return a function that samples draft k of all requests and stores its conditionals in draft_probs[:B, k].
 
-        couples: requests with a seed are drawn for with the numbers that the target's tokens will be drawn with.
+        couples: whether requests with a seed take the numbers that the target's tokens will be sampled with.
         """
         is_greedy = temperature < GREEDY_BELOW
         is_greedy[unmasked] = True
         scale = torch.where(is_greedy, 1.0, temperature)[:, None]
-        some_are_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # looked up once, not per draft
+        has_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # read once, not per draft
         coupled = list(seeds) if couples else []
         if coupled:
-            numbers = torch.stack([read_ahead(seeds[row], u.shape[1]) for row in coupled])  # [S, K]
+            numbers = torch.stack([peek_numbers(seeds[row], u.shape[1]) for row in coupled])  # [S, K]
         else:
             for row, generator in seeds.items():
                 u[row].uniform_(generator=generator)
@@ -249,20 +252,20 @@ class MtpcProposer:
         def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
             logits = log_q / scale if is_scaled else log_q
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(u), k])  # [B, V]
-            self.confidence.drawn(k, probs, is_greedy)
+            self.confidence.record_sample(k, probs, is_greedy)
             drafts = of_mass(probs, u[:, k])
             if coupled:
-                drafts[coupled] = draw(logits[coupled], numbers[:, k])
-            if some_are_greedy:
+                drafts[coupled] = sample_tokens(logits[coupled], numbers[:, k])
+            if has_greedy:
                 drafts = torch.where(is_greedy, probs.argmax(dim=-1), drafts)
-            as_point(probs, unmasked, drafts)
+            set_one_hot(probs, unmasked, drafts)
             return drafts
 
         return pick
 
 
 class BundledProposer(MtpcProposer):
-    """Of a head that its target bundles: one that fails to load, or to draft once, drafts nothing."""
+    """Proposer of a bundled head: if loading or the first draft fails, the target is served without drafts."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.folder = vllm_config.speculative_config.model_folder
@@ -273,7 +276,7 @@ class BundledProposer(MtpcProposer):
             self._attempt(self._load_and_draft, target_model)
 
     def _load_and_draft(self, target_model: torch.nn.Module) -> None:
-        """Kernels are compiled by the first draft; vLLM's profile of V1 runs none."""
+        """Load the head and draft once, which compiles kernels: vLLM's profiling on V1 drafts nothing."""
         super().load_model(target_model)
         head, device = self.model, next(target_model.parameters()).device
         states = torch.zeros(1, head.hidden_size, dtype=self.target_dtype, device=device)
@@ -296,3 +299,10 @@ class BundledProposer(MtpcProposer):
             return super().propose(runner, sampled_token_ids, *args)
         runner._draft_probs = runner._draft_prob_req_ids = None
         return [[] for _ in sampled_token_ids]
+
+
+def _request_kinds(sampling_metadata: Any, batch: int) -> NDArray[np.int64]:
+    """Return GREEDY or SAMPLED for each request, [B]; the temperatures are read only if the batch has both."""
+    if sampling_metadata.all_greedy or sampling_metadata.all_random:
+        return np.full(batch, GREEDY if sampling_metadata.all_greedy else SAMPLED)
+    return np.where(sampling_metadata.temperature.numpy(force=True) < GREEDY_BELOW, GREEDY, SAMPLED)

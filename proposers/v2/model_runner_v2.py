@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.model_runner import init_speculator as vllm_init_specula
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_mtpc.proposers.heads import bundled
-from vllm_mtpc.proposers.heads.counts import watch_speculator, with_counts
+from vllm_mtpc.proposers.heads.counts import attach_counts, watch_speculator
 from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
 
 GUARDED = ("load_model", "propose", "init_cudagraph_manager", "capture")
@@ -167,7 +167,7 @@ class HeadModelRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Return the step's output with the counts of pruned drafts, which reach the scheduler on Ray as well."""
-        return with_counts(super().sample_tokens(grammar_output), self.speculator)
+        return attach_counts(super().sample_tokens(grammar_output), self.speculator)
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Record also the number of rows with logits of each request."""

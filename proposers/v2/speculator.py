@@ -8,8 +8,8 @@ Algorithm, per request, after every target forward pass:
   4. store log q in `draft_logits`, which vLLM's rejection sampler scores the drafts with.
 
 `_generate_draft` is steps 2 to 4. It depends on fixed buffers alone and CUDA graphs hold it (`graphs.py`). Large
-batches are drafted in chunks of the rows that `heads/memory.py` allows. Nothing waits for the host, except the drafts
-of requests with a grammar (`structured_requests.py`).
+batches are drafted in chunks of the rows that `config/draft_memory.py` allows. Nothing waits for the host, except the
+drafts of requests with a grammar (`structured_requests.py`).
 
 Differences from DraftModelSpeculator:
   * There is no draft model: no attention, no KV cache. The head reads the target's hidden state.
@@ -34,13 +34,14 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax, gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.heads.base import DraftParams, Head
-from vllm_mtpc.heads.memory import by_batch, rows_at_once
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.leaf.kernel import batches
+from vllm_mtpc.plan.draft_schedule import expand_schedule
+from vllm_mtpc.proposers.config.draft_memory import rows_at_once
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
-from vllm_mtpc.proposers.heads.grammar import Masks
+from vllm_mtpc.proposers.heads.grammar_masks import Masks
 from vllm_mtpc.proposers.heads.load import kept, load_served_head, weights_dtype
 from vllm_mtpc.proposers.heads.swap import copy_tensors
 from vllm_mtpc.proposers.v2.gather import gather_last_rows
@@ -75,7 +76,7 @@ class MtpcSpeculator(DraftModelSpeculator):
         self.states: CoupledStates | None = None  # None: no request is coupled
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         ranges = self.speculative_config.num_speculative_tokens_per_batch_size
-        self.drafts_by_batch = by_batch(ranges, self.max_num_reqs, self.num_speculative_steps)
+        self.drafts_by_batch = expand_schedule(ranges, self.max_num_reqs, self.num_speculative_steps)
         self.graphs: DraftGraphs | None = None
         self.structured: StructuredRequests | None = None  # None: drafts are not masked with grammars
 

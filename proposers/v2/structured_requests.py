@@ -1,4 +1,4 @@
-"""Requests with a grammar on Model Runner V2, and the masks of their drafts (`proposers/heads/grammar.py`).
+"""Requests with a grammar on Model Runner V2, and the masks of their drafts (`proposers/heads/grammar_masks.py`).
 
 The whole batch is drafted first, in one launch. Then the host reads the tokens that structured requests have emitted,
 and `MtpcSpeculator._generate_masked_draft` drafts for them again, each draft masked and sampled with the same noise;
@@ -22,7 +22,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_mtpc.proposers.heads.grammar import Grammars, Masks
+from vllm_mtpc.proposers.heads.grammar_masks import Grammars, Masks
 
 
 @dataclass

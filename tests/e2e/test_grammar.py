@@ -64,7 +64,7 @@ def calls() -> dict[str, Call]:
 
 
 def engine(injected: str | None = None, drafts: bool = True, **options: object) -> Engine:
-    every = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
+    every = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}
     spec = {"method": "mtpc", "model": str(demo.path("btree")), **every}
     arguments = {
         "speculative_config": {**spec, **options} if drafts else None,

@@ -67,7 +67,7 @@ def text_of(word: tuple[int, ...]) -> str:
 def engine(folder: Path, count: int, injected: str | None = None, **options: object) -> Engine:
     grammar = {"regex": WORDS + TAIL}
     sampling = {"temperature": 1.0, "max_tokens": LENGTH, "structured_outputs": grammar, "detokenize": False}
-    every = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
+    every = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}
     spec = {"method": "mtpc", "model": str(folder / "btree"), **every, **options}
     arguments = {"speculative_config": spec, "max_model_len": 64, "max_num_seqs": 256}
     return Engine(str(folder / "target"), [asking(PROMPT, sampling, count)], arguments, injected)

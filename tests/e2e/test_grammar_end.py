@@ -39,7 +39,7 @@ def engine(backend: str, is_ours: bool, **options: Any) -> Engine:
     ],
 )
 def test_text_after_the_end_of_a_grammar_is_that_without_drafts(runner: str, backend: str) -> None:
-    options = {"min_survival": 0} if runner == "v1" else {}
+    options = {"min_acceptance": 0} if runner == "v1" else {}
     ours, plain = run_with_plain(engine(backend, True, **options), engine(backend, False), runner)
     for mine, theirs in zip(ours, plain, strict=True):
         assert mine.tokens == theirs.tokens

@@ -156,14 +156,14 @@ def test_drafts_reach_the_last_token_of_the_context() -> None:
 
 @pytest.mark.feature("asynchronous scheduling", "off", "mtpc on V1", why="V1 drafts from token lists on the host")
 def test_v1_is_scheduled_synchronously() -> None:
-    from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
+    from vllm_mtpc.proposers.config.circuit_options import MtpcSpeculativeConfig
 
     spec = SimpleNamespace(
         method="mtpc",
         head=SimpleNamespace(head="linear", lora_layers=0),
         aux_layers=(),
         rejection_sample_method="standard",
-        min_survival=None,
+        min_acceptance=None,
         verify=None,
         has_default_schedule=True,
         num_speculative_tokens_per_batch_size=[(1, 8, 3)],

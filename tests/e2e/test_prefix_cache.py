@@ -65,7 +65,7 @@ def asked_and_found(runner: str, target: Path, head: Path | None, method: str) -
     arguments |= {"enable_prefix_caching": True, "max_num_batched_tokens": 256}
     if head is not None:
         spec = {**OPTIONS[method], "model": str(head), "num_speculative_tokens_per_batch_size": "off"}
-        arguments["speculative_config"] = spec | ({"min_survival": 0.0} if runner == "v1" else {})
+        arguments["speculative_config"] = spec | ({"min_acceptance": 0.0} if runner == "v1" else {})
     return Engine(str(target), conversations(), arguments)
 
 

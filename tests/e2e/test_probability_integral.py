@@ -27,7 +27,7 @@ from tests.support.engine import Engine, Reply, run
 from tests.support.models import make_head, make_target, make_tokenizer
 
 VOCAB, WINDOW, PROMPT, LENGTH = 8, 4, [0, 1], 24
-FORCED = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}  # all WINDOW - 1 drafts in every step
+FORCED = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}  # all WINDOW - 1 drafts in every step
 TEXTS = 2_000  # N = 48,000
 D_FAULT = 0.0218  # measured with 16,000 texts on V1
 MIN_POWER = 0.999

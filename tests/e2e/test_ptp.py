@@ -18,7 +18,7 @@ from tests.support.engine import Call, Engine, Reply, run
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.kernels.uniform import uniform
-from vllm_mtpc.proposers.config.plan import merged_plan
+from vllm_mtpc.plan.row_groups import merged_plan
 
 VOCAB, WINDOW, LONGEST = 48, 7, 96
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41], [8], [20, 21, 22, 23, 24]]

@@ -78,7 +78,7 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
         pytest.skip("V1 on a GPU draws noise of the vocabulary's size: a seed promises the distribution alone there")
     # V1 on a CPU cannot read a seeded prompt in chunks, with or without drafts; its plan depends on time
     more = {"enable_chunked_prefill": False, "max_num_batched_tokens": 240} if runner == "v1" else {}
-    given = {"min_survival": 0} if runner == "v1" else {}
+    given = {"min_acceptance": 0} if runner == "v1" else {}
     noted = "noted lengths v1" if runner == "v1" else "noted lengths"
     engines = {"plain": engine(None, **more), "head": engine(given, noted, **more)}
     engines |= {fault: engine(given, fault, ["few at once"], **more) for fault in (*FAULTS[runner], APART[runner])}

@@ -53,7 +53,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 PROMPTS = [[3, 9, 4], [7, 60, 1, 12, 5, 2]]
 GREEDY = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
-EVERY_DRAFT = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0, "head_dtype": "float32"}
+EVERY_DRAFT = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0, "head_dtype": "float32"}
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 

@@ -75,7 +75,7 @@ def answers(
 ) -> tuple[list[Reply], list[Reply]]:
     """Replies of an engine with the head, and of plain vLLM."""
     spec = {**OPTIONS[head], "model": str(folder / head), "num_speculative_tokens_per_batch_size": "off"}
-    spec |= {"min_survival": 0.0} if runner == "v1" else {}
+    spec |= {"min_acceptance": 0.0} if runner == "v1" else {}
     arguments = {"skip_tokenizer_init": True, "max_model_len": 64}
     with_head = Engine(str(folder / "target"), ours, {**arguments, "speculative_config": spec}, injected)
     return run_with_plain(with_head, Engine(str(folder / "target"), plain, arguments), runner)

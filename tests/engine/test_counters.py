@@ -20,7 +20,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",position="2"} 1.0
 vllm:generation_tokens_total{engine="0",model_name="demo"} 25.0
 """
-LABELS = {"spec_decode_num_accepted_tokens_per_pos": "position", "spec_decode_drafts_cut": "by"}
+LABELS = {"spec_decode_num_accepted_tokens_per_pos": "position", "spec_decode_drafts_pruned": "by"}
 
 
 def test_metrics_of_a_server_are_read() -> None:
@@ -51,7 +51,7 @@ def test_metrics_of_this_process_are_read(monkeypatch) -> None:
     count("spec_decode_num_accepted_tokens_per_pos", _0=9, _1=5, _2=1)
     assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1))
     count("spec_decode_steps", all=60)
-    count("spec_decode_drafts_cut", schedule=80, survival=10)
+    count("spec_decode_drafts_pruned", schedule=80, confidence=10)
     assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0, 0))
 
 
@@ -59,15 +59,15 @@ def test_tokens_per_step_is_over_all_steps() -> None:
     """Ten steps in sixty drafted: the fifty others count, on a server and offline, and in sums."""
     text = PROMETHEUS + (
         'vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0\n'
-        'vllm:spec_decode_drafts_cut_total{by="schedule",engine="0",model_name="demo"} 80.0\n'
-        'vllm:spec_decode_drafts_cut_total{by="survival",engine="0",model_name="demo"} 10.0\n'
+        'vllm:spec_decode_drafts_pruned_total{by="schedule",engine="0",model_name="demo"} 80.0\n'
+        'vllm:spec_decode_drafts_pruned_total{by="confidence",engine="0",model_name="demo"} 10.0\n'
     )
     read = Acceptance.read(text)
     assert read == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0, 0))
     assert read.tokens_per_step == 1.25 and read.tokens_per_drafted_step == 2.5
-    assert read.cut_line() == "drafts pruned: schedule 67 %, survival 8 %, budget 0 %, request 0 %"
+    assert read.pruned_line() == "drafts pruned: schedule 67 %, confidence 8 %, budget 0 %, request 0 %"
     assert (read + read).tokens_per_step == 1.25 and (read + read - read) == read
-    assert Acceptance().cut_line() == ""
+    assert Acceptance().pruned_line() == ""
 
 
 def test_earlier_counters_are_subtracted() -> None:

@@ -209,7 +209,7 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
     args.head, args.target = str(head), str(demo.path("target"))
     assert doctor.run(args) == 0
     printed = capsys.readouterr().out
-    assert "tokens/step:" in printed and "min_survival" not in printed and "_per_batch_size" not in printed
+    assert "tokens/step:" in printed and "min_acceptance" not in printed and "_per_batch_size" not in printed
     rows = json.loads((head / "served.json").read_text())["rows"]
     assert [(row["temperature"], row["clients"]) for row in rows][:2] == [(0, 1), (1, 1)] and rows[0]["speedup"] > 0
     assert ("\nhealthy" in printed) == (min(row["speedup"] for row in rows) >= speed.SLOWER)  # a busy machine may lose

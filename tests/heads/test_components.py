@@ -115,7 +115,7 @@ def test_more_components_repeat_component_in() -> None:
 
 
 def test_leaf_products_of_default_schedules() -> None:
-    from vllm_mtpc.proposers.config.schedule import leaf_products
+    from vllm_mtpc.plan.draft_schedule import leaf_products
 
     def products(**given: int) -> int:
         target = {"hidden_size": 4096, "vocab_size": 128_256}

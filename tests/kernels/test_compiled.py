@@ -93,8 +93,9 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     from tests.support.compiled import META, last_of, variants, vllms_gumbel
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads import build_head
-    from vllm_mtpc.heads.memory import by_batch, rows_at_once
-    from vllm_mtpc.proposers.heads.grammar import Follower, Masks
+    from vllm_mtpc.plan.draft_schedule import expand_schedule
+    from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+    from vllm_mtpc.proposers.heads.grammar_masks import Follower, Masks
     from vllm_mtpc.proposers.v2 import speculator as module
 
     sizes = HEADS[name]
@@ -122,7 +123,7 @@ def _count(name: str) -> tuple[list[str], list[str]]:
     served.max_num_reqs, served.num_speculative_steps, served.use_fp64_gumbel = 1024, 7, False
     served.model, served.device = head, META
     served.drafter = served._make_drafter(head)
-    served.drafts_by_batch = by_batch(SCHEDULE, 1024, 7)
+    served.drafts_by_batch = expand_schedule(SCHEDULE, 1024, 7)
     served.rows_at_once = rows_at_once(head, served.drafts_by_batch, 7, torch.bfloat16)
     served.idx_mapping, served.seeds, served.first_tokens, served.noise_pos = torch.zeros(
         4, 1024, dtype=torch.int64, device=META

@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     fit_head(folder / "head", reference, SIZES, prompts, COUNT // 2)
     head = {"method": "mtpc", "model": str(folder / "head")}
     # all drafts in every step: a plan by the clock may draft, and so preempt, nothing on a busy machine
-    every = {"speculative_config": {**head, "num_speculative_tokens_per_batch_size": "off", "min_survival": 0}}
+    every = {"speculative_config": {**head, "num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}}
     ngram = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     target, btree = str(folder / "target"), ARGUMENTS | {"speculative_config": head}
     one_by_one = btree | {"enable_prefix_caching": False, "max_num_seqs": 1}

@@ -46,8 +46,8 @@ tests:  # the replicas of "good" have equal rates: ratios of sums are then exact
       - {series: 'vllm:spec_decode_num_accepted_tokens_total{model_name="good",replica="b"}', values: '42000+125x60'}
       - {series: 'vllm:spec_decode_steps_total{model_name="good",replica="a"}', values: '0+50x60'}
       - {series: 'vllm:spec_decode_steps_total{model_name="good",replica="b"}', values: '42000+50x60'}
-      - {series: 'vllm:spec_decode_drafts_cut_total{model_name="good",by="budget"}', values: '0+900x60'}
-      - {series: 'vllm:spec_decode_drafts_cut_total{model_name="stale",by="schedule"}', values: '0+900x60'}
+      - {series: 'vllm:spec_decode_drafts_pruned_total{model_name="good",by="budget"}', values: '0+900x60'}
+      - {series: 'vllm:spec_decode_drafts_pruned_total{model_name="stale",by="schedule"}', values: '0+900x60'}
     promql_expr_test:
       - expr: vllm_mtpc:tokens_per_step:rate5m
         eval_time: 50m
@@ -161,7 +161,7 @@ def test_every_panel_has_values(scraped: Prometheus, name: str) -> None:
         assert {one["metric"]["request"] for one in found} == {"greedy", "sampled", "structured"}
         assert all(1.0 < value < 8.0 for value in values), values
     if name == "Drafts not verified A":
-        assert {one["metric"]["by"] for one in found} == {"schedule", "survival", "budget", "request"}
+        assert {one["metric"]["by"] for one in found} == {"schedule", "confidence", "budget", "request"}
         assert next(float(one["value"][1]) for one in found if one["metric"]["by"] == "request") > 0
 
 

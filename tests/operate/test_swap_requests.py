@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from tests.support.hub import COMMIT, TOKEN, Hub, hub_server
 from vllm_mtpc import demo
-from vllm_mtpc.proposers.config import refusals  # noqa: F401  vLLM's configuration before its entry points
+from vllm_mtpc.proposers.config import engine_checks  # noqa: F401  vLLM's configuration before its entry points
 from vllm_mtpc.proposers.patches.endpoint import PATH, HeadEndpoint
 
 HEAD, TARGET = "someone/head", "someone/target"

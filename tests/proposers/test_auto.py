@@ -17,7 +17,7 @@ from vllm_mtpc.checkpoint.locate import bundled_heads, find_head
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.config.switches import AUTO
-from vllm_mtpc.proposers.patches import frontend
+from vllm_mtpc.proposers.patches import engine_args
 
 Lines = list[str]
 
@@ -199,13 +199,13 @@ def test_a_repository_in_the_hubs_cache(
     def model(name: str, runner: str = "generate") -> Any:
         return type("Target", (), {"model": name, "revision": None, "runner_type": runner})()
 
-    assert frontend.head_for(arguments, model("a/b")) == target / "mtpc"
-    assert frontend.head_for(arguments, model("a/c")) is None
-    assert frontend.head_for(arguments, model("a/b", "pooling")) is None
+    assert engine_args.find_bundled_head(arguments, model("a/b")) == target / "mtpc"
+    assert engine_args.find_bundled_head(arguments, model("a/c")) is None
+    assert engine_args.find_bundled_head(arguments, model("a/b", "pooling")) is None
 
 
 def test_a_name_that_is_no_repository() -> None:
-    assert frontend._folder("s3://bucket/model.gguf", None) is None
+    assert engine_args.find_folder("s3://bucket/model.gguf", None) is None
 
 
 def test_a_trained_head_is_bundled_by_where_it_is_written(target: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bad input: one line, at start, in the caller's process, with what was given, what is allowed, what to type."""
+"""Bad input: one line before the engine starts, with the given value, the allowed ones, and what to type."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ast
 import json
 import shutil
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,154 +16,218 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, Qwen3NextConfig
+from transformers import Qwen3NextConfig
 
-from tests.support.configs import engine_config, refusal, write_head
-from tests.support.models import make_ptp_head, random_layers
+from tests.support.configs import engine_config, write_head
+from tests.support.models import make_ptp_head, make_target, random_layers
 from vllm_mtpc.checkpoint import read_config, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.proposers.config.refusals import BEFORE_NORM
+from vllm_mtpc.proposers.config import engine_checks, ptp_options
+from vllm_mtpc.proposers.config.circuit_options import BEFORE_NORM
+from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, how_to_v2
+from vllm_mtpc.proposers.config.ptp_options import choose_attention
 from vllm_mtpc.proposers.config.versions import vllm_minor
 
+BACKBONE = {"head": "backbone", "component_rank": 2, "backbone_layers": 1, "backbone_kv_heads": 2}
+PIPELINE = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 
-def rewrite(place: Path, **changes: Any) -> None:
-    file = place / "head" / "config.json"
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `target` and heads for it: circuit, backbone, layered (LoRA draft layers), o-ptp, late."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    target = make_target(folder / "target", vocab_size=32, seed=0)
+    config = target.config.to_dict()
+    write_head(folder / "mtpc", config)
+    write_head(folder / "backbone", config, **BACKBONE)
+    write_head(folder / "uneven", config, **BACKBONE | {"backbone_heads": 3, "backbone_kv_heads": 1})
+    write_head(folder / "vocab", {**config, "vocab_size": 33})
+    write_head(folder / "hidden", {**config, "hidden_size": 96})
+    settings = {"circuit": "ff", "window": 4, "num_components": 1, "target": config, "verifier": "../target"}
+    layered = HeadConfig.create(**settings, lora_layers=1)
+    layers = random_layers(folder / "target", 1)
+    save_head(folder / "layered", layered, build_head(layered), {"command": "tests"}, "test", draft_layers=layers)
+    for variant in ("o-ptp", "late"):
+        make_ptp_head(folder / variant, target, variant, window=5)
+    return folder
+
+
+def rewrite(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_a_good_head_is_accepted_with_its_defaults(place: Path) -> None:
-    spec = engine_config(place / "target", {"method": "mtpc", "model": str(place / "head")}).speculative_config
-    assert spec.num_speculative_tokens == 4 and spec.draft_sample_method == "probabilistic"
-    assert "circuit='btree'" in repr(spec)
+def set_runner(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    import vllm.config.vllm
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(version - 1))
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)  # required by a V2 config; nothing runs here
 
 
-def test_a_head_may_name_greedy_drafts_as_its_default(place: Path) -> None:
-    rewrite(place, draft_sample_method="greedy")
-    given = {"method": "mtpc", "model": str(place / "head")}
-    assert engine_config(place / "target", given).speculative_config.draft_sample_method == "greedy"
-    asked = {**given, "draft_sample_method": "probabilistic"}
-    assert engine_config(place / "target", asked).speculative_config.draft_sample_method == "probabilistic"
+def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file)
 
 
-@pytest.fixture
-def with_backbone(place: Path) -> Path:
-    """The same folder; its head has a backbone."""
-    target = json.loads((place / "target" / "config.json").read_text())
-    write_head(place / "head", target, head="backbone", component_rank=2, backbone_layers=1, backbone_kv_heads=2)
-    return place
+def refusal(place: Path, head: str = "mtpc", engine: dict[str, Any] | None = None, /, **options: Any) -> str:
+    """Return the message that an engine with this head and these options of `speculative_config` is refused with."""
+    method = "ptp" if head in ("o-ptp", "late") else "mtpc"
+    given = {"method": method, "model": str(place / head), **options}
+    with pytest.raises(MtpcError) as caught:
+        engine_config(place / "target", given, **(engine or {}))
+    message = str(caught.value)
+    assert "\n" not in message, message
+    return message
 
 
-def test_a_backbone_has_slots_for_its_queries(with_backbone: Path) -> None:
-    from vllm.config import VllmConfig
-    from vllm.config.parallel import ParallelConfig
-    from vllm.engine.arg_utils import EngineArgs
+@dataclass
+class Case:
+    """A head, options and changes of files, and parts of the message (by " .. ") that they are refused with."""
 
-    given = {"method": "mtpc", "model": str(with_backbone / "head"), "num_speculative_tokens": 2}
-    args = EngineArgs(str(with_backbone / "target"), speculative_config=given, dtype="float32")
-    spec = args.create_speculative_config(args.create_model_config(), ParallelConfig())
-    assert spec.speculator() == "backbone_speculator.BackboneSpeculator" and spec.aux_layers
-    slots = VllmConfig.num_lookahead_tokens.fget
-    assert slots(SimpleNamespace(speculative_config=spec)) == 5  # as many as the window has tokens, not 1 + K
-    assert slots(SimpleNamespace(speculative_config=None)) == 0
+    wanted: str
+    head: str = "mtpc"
+    options: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    target: dict[str, Any] = field(default_factory=dict)  # changes of config.json
+    config: dict[str, Any] = field(default_factory=dict)
+    runner: int = 0  # 0: the default, V1 for circuits on a CPU and V2 for PTP
 
 
-def test_a_backbone_on_model_runner_v1(with_backbone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    message = refusal(with_backbone)
-    assert "kind 'backbone' on Model Runner V1" in message and "allowed: Model Runner V2" in message
+def options(wanted: str, head: str = "mtpc", /, **given: Any) -> Case:
+    return Case(wanted, head, given)
+
+
+MIMO = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+GEMMA = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
+BLOOM = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
+SLIDING = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+CASES = [
+    # values of options
+    *[options(f"num_speculative_tokens={k} .. 1 to 4", num_speculative_tokens=k) for k in (0, -1, 5, 2.5, "3")],
+    *[options(f"num_speculative_tokens={k} .. 1 to 4", "o-ptp", num_speculative_tokens=k) for k in (0, 5, "2")],
+    *[options("'min_acceptance'", min_acceptance=value) for value in (-0.1, 1, "high")],
+    *[options(f"{key!r} .. num_speculative_tokens", **{key: "x"})
+      for key in ("quantization", "parallel_drafting", "typo", "head")],
+    *[options(f"{key!r} .. draft_pass", "o-ptp", **{key: "x"})
+      for key in ("draft_sample_method", "rejection_sample_method", "typo", "head")],
+    *[options(key, "o-ptp", **{key: value}) for key, value in
+      {"draft_pass": "three", "group_sizes": "x", "max_aux_rows": 1, "aux_rows_per_request": 0}.items()],
+    options("draft_sample_method", draft_sample_method="beam"),
+    options("'verify'", verify="maybe"),
+    options("Model Runner V1 .. 'standard'", rejection_sample_method="block"),
+    *[options(f"{rule!r} .. verify='coupled' .. 'standard'", rejection_sample_method=rule, verify="coupled")
+      for rule in ("block", "synthetic")],
+    *[options(f"{rule!r} .. distribution .. standard, block, synthetic", rejection_sample_method=rule)
+      for rule in ("fly", "lenient")],
+    options("with a CPU .. full CUDA graphs .. min_acceptance", enable_adaptive_verification=True),
+    Case("min_acceptance=0.2 .. enable_adaptive_verification", options={"min_acceptance": 0.2}, runner=2),
+    # the head and its files
+    options("is of method 'mtpc', not 'ptp' .. \"method\": \"mtpc\"", method="ptp"),
+    options("is of method 'ptp', not 'mtpc'", "o-ptp", method="mtpc"),
+    options("bundles no head in mtpc/", model=None),
+    options("the folder does not exist", "nowhere"),
+    options("not a head's config", "target"),
+    Case("vocab_size=33 .. target", "vocab"),
+    Case("hidden_size=96 .. target", "hidden"),
+    Case("expander_rank=8 .. 'linear'", config={"expander_rank": 8}),
+    Case("'tensor-train' .. ff, cp, hmm, btree", config={"circuit": "tensor-train"}),
+    Case("'format_version' = 3 .. reads formats 1 and 2", config={"format_version": 3}),
+    Case("unknown key 'widnow' .. window", config={"widnow": 8}),
+    # the target
+    Case("MiMoForCausalLM, which returns hidden states from before its final norm .. "
+         '{"method": "mtp", "num_speculative_tokens": 1}', target=MIMO),
+    Case("from before its final norm", "late", target=MIMO, runner=2),
+    Case("full attention .. MtPC", "o-ptp", target=SLIDING),
+    Case("is GemmaForCausalLM .. LlamaForCausalLM .. lora_layers 0", "layered", target=GEMMA),
+    Case("a target with 2 layers .. has 3", "layered", target={"num_hidden_layers": 3}),
+    Case("does not return the states", "backbone", target=BLOOM),
+    Case("reads layer 2, but target", "backbone", target={"num_hidden_layers": 1},
+         config={"aux_hidden_state_layer_ids": [0, 2]}),
+    # the engine
+    Case("lora_layers=1 on Model Runner V1 .. allowed: Model Runner V2", "layered", runner=1),
+    Case("kind 'backbone' on Model Runner V1 .. allowed: Model Runner V2", "backbone", runner=1),
+    Case("allowed head_dtype: auto; given: bfloat16; remove", "backbone", {"head_dtype": "bfloat16"}),
+    Case("with backbone_heads=3, which tensor_parallel_size=2 does not divide", "uneven",
+         engine={"tensor_parallel_size": 2}),
+    Case("Model Runner V1 .. allowed: Model Runner V2 .. type scripts/v2_on_cpu.sh vllm serve .. MtPC", "o-ptp",
+         runner=1),
+    Case("max_model_len 'auto'", "o-ptp", engine={"max_model_len": -1}),
+    pytest.param(Case("pipeline_parallel_size=2", engine=PIPELINE),
+                 marks=pytest.mark.feature("pipeline parallel", "refused", "mtpc on V1")),
+    pytest.param(Case("pipeline_parallel_size=2 .. tensor_parallel_size", "o-ptp", engine=PIPELINE),
+                 marks=pytest.mark.feature("pipeline parallel", "refused", "ptp on V2")),
+    pytest.param(Case("enable_lora", "o-ptp", engine={"enable_lora": True}),
+                 marks=pytest.mark.feature("LoRA requests on the target", "refused", "ptp on V2")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.head}: {case.wanted[:40]}")
+def test_bad_input_is_refused_in_one_line(case: Case, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runner := case.runner or (2 if case.head == "o-ptp" else 0):
+        set_runner(monkeypatch, runner)
+    if case.target:
+        rewrite(place / "target" / "config.json", **case.target)
+    if case.config:
+        rewrite(place / case.head / "config.json", **case.config)
+    message = refusal(place, case.head, case.engine, **case.options)
+    for part in case.wanted.split(" .. "):
+        assert part in message
+
+
+def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def fill(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: (tensors[name] if name else next(iter(tensors.values())))[0].fill_(value)
 
 
 @pytest.mark.parametrize(
-    ("target", "head", "wanted"),
+    ("head", "file", "change", "wanted"),
     [
-        ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, {}, "does not hand out the states"),
-        ({"num_hidden_layers": 1}, {"aux_hidden_state_layer_ids": [0, 2]}, "reads layer 2, but target"),
+        ("mtpc", "model", drop("inner_bias"), "missing: inner_bias"),
+        ("mtpc", "model", lambda tensors: tensors.update(surplus=torch.zeros(2)), "unknown tensor(s): surplus"),
+        ("mtpc", "model", fill("root_weight", float("nan")), "'root_weight' holds NaN or infinity"),
+        ("mtpc", "model", fill("root_weight", float("inf")), "'root_weight' holds NaN or infinity"),
+        ("o-ptp", "adapter_model", fill("", float("nan")), "adapter_model.safetensors"),
     ],
 )
-def test_a_backbone_on_other_targets(
-    with_backbone: Path, target: dict[str, Any], head: dict[str, Any], wanted: str
-) -> None:
-    rewrite(with_backbone, **head)
-    file = with_backbone / "target" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **target}))
-    assert wanted in refusal(with_backbone)
+def test_damaged_tensors_are_refused(place: Path, head: str, file: str, change: Any, wanted: str) -> None:
+    change_tensors(place / head / f"{file}.safetensors", change)
+    assert wanted in refusal(place, head)
 
 
-def test_a_backbone_has_the_dtype_of_its_target(with_backbone: Path) -> None:
-    assert "allowed head_dtype: auto; given: bfloat16; remove" in refusal(with_backbone, head_dtype="bfloat16")
+def test_pickled_weights_are_refused(place: Path) -> None:
+    (place / "mtpc" / "model.safetensors").rename(place / "mtpc" / "model@900.pt")
+    assert "model@900.pt" in (message := refusal(place)) and "pickled weights are never loaded" in message
+    assert "is a file" in (message := refusal(place, "mtpc/model@900.pt")) and "model.safetensors" in message
 
 
-def test_a_backbone_that_ranks_do_not_divide(with_backbone: Path) -> None:
-    target = json.loads((with_backbone / "target" / "config.json").read_text())
-    options = {"component_rank": 2, "backbone_layers": 1, "backbone_heads": 3, "backbone_kv_heads": 1}
-    write_head(with_backbone / "head", target, head="backbone", **options)
-    given = {"method": "mtpc", "model": str(with_backbone / "head")}
-    with pytest.raises(MtpcError, match=r"with backbone_heads=3, which tensor_parallel_size=2 does not divide"):
-        engine_config(with_backbone / "target", given, tensor_parallel_size=2)
-
-
-@pytest.fixture
-def layered(place: Path) -> Path:
-    """The same folder; its head has draft layers."""
-    target = json.loads((place / "target" / "config.json").read_text())
-    settings = {"circuit": "ff", "window": 4, "num_components": 1, "target": target, "verifier": "../target"}
-    config = HeadConfig.create(**settings, lora_layers=1)
-    layers = random_layers(place / "target", 1)
-    save_head(place / "head", config, build_head(config), {"command": "tests"}, "test", draft_layers=layers)
-    return place
-
-
-def test_draft_layers_on_model_runner_v1(layered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    message = refusal(layered)
-    assert "lora_layers=1 on Model Runner V1" in message and "allowed: Model Runner V2" in message
-
-
-def test_draft_layers_of_other_models(layered: Path) -> None:
-    file = layered / "target" / "config.json"
-    other = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
-    message = refusal(layered)
-    assert "is GemmaForCausalLM" in message and "LlamaForCausalLM" in message and "lora_layers 0" in message
-
-
-def test_targets_whose_states_come_before_their_norm(place: Path) -> None:
-    file = place / "target" / "config.json"
-    other = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
-    message = refusal(place)
-    assert "MiMoForCausalLM, which hands out hidden states from before its final norm" in message
-    assert '{"method": "mtp", "num_speculative_tokens": 1}' in message
-
-
-@pytest.mark.parametrize("head", ["mtpc", "ptp"])
-def test_a_recurrent_target_is_refused_and_served_without_its_bundled_head(
+@pytest.mark.parametrize("head", ["mtpc", "o-ptp"])
+def test_recurrent_target_is_refused_and_served_without_its_bundled_head(
     place: Path, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen3-Next: three of four layers are linear attention. Greedy text with drafts was not plain vLLM's there."""
-    if head == "ptp":
-        shutil.rmtree(place / "head")
-        make_ptp_head(place / "head", LlamaForCausalLM.from_pretrained(place / "target"), "o-ptp", window=5)
+    """Qwen3-Next has linear attention in three of four layers; greedy text with drafts differed from plain vLLM's."""
     Qwen3NextConfig(
         vocab_size=32, hidden_size=64, num_hidden_layers=4, intermediate_size=64, num_attention_heads=2,
         num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         architectures=["Qwen3NextForCausalLM"],
     ).save_pretrained(place / "target")  # fmt: skip
-    message = refusal(place, method=head)
+    message = refusal(place, head)
     assert "is Qwen3NextForCausalLM, which has recurrent layers" in message and "drop speculative_config" in message
-    shutil.copytree(place / "head", place / "target" / "mtpc")
+    shutil.copytree(place / head, place / "target" / "mtpc")
     monkeypatch.delenv("MTPC_AUTO", raising=False)
     warned: list[str] = []
-    monkeypatch.setattr("vllm_mtpc.proposers.patches.frontend.warn", lambda *said: warned.append(str(said[1])))
-    made = engine_config(place / "target", None)
-    assert made.speculative_config is None and "vllm_mtpc" not in made.parallel_config.worker_cls
+    monkeypatch.setattr("vllm_mtpc.proposers.patches.engine_args.warn", lambda *given: warned.append(str(given[1])))
+    config = engine_config(place / "target", None)
+    assert config.speculative_config is None and "vllm_mtpc" not in config.parallel_config.worker_cls
     assert len(warned) == 1 and "recurrent layers" in warned[0]
 
 
-def test_vllm_norms_where_logits_are_computed_in_those_targets_alone() -> None:
-    """Of models that are no drafters: a class is in the table if it calls `norm` there, or is made of one that does."""
+def test_list_of_targets_that_norm_in_compute_logits_matches_vllm() -> None:
+    """A class that is no drafter is listed if it calls `norm` there, or is made of one that does."""
     import vllm
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -179,270 +246,255 @@ def test_vllm_norms_where_logits_are_computed_in_those_targets_alone() -> None:
     assert set(BEFORE_NORM) <= known or vllm_minor() < (0, 33)  # Step 5
 
 
-@pytest.mark.parametrize("layerwise", [True, False])
-def test_draft_layers_with_a_connector_that_works_layer_by_layer(layered: Path, layerwise: bool) -> None:
-    from vllm.config import KVTransferConfig
-
-    from vllm_mtpc.proposers.config.refusals import of_draft_layers, refuse
-
-    connector = KVTransferConfig(
-        kv_connector="LMCacheConnectorV1",
-        kv_role="kv_both",
-        kv_connector_extra_config={"use_layerwise": layerwise},
-    )
-    parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
-    config = SimpleNamespace(
-        speculative_config=SimpleNamespace(head=read_config(layered / "head"), has_backbone=False),
-        use_v2_model_runner=True,
-        parallel_config=parallel,
-        lora_config=None,
-        kv_transfer_config=connector,
-    )
-    if not layerwise:
-        refuse(of_draft_layers(config))
-        return
-    with pytest.raises(MtpcError, match=r"lora_layers=1 and a KV connector that works layer by layer: .*drop"):
-        refuse(of_draft_layers(config))
-
-
-def test_a_target_that_hands_out_wider_states(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSeek V4 does: vLLM sizes a speculator's buffers by them."""
+def test_target_with_wider_states_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSeek V4: vLLM sizes a speculator's buffers by them."""
     from vllm.model_executor.model_loader import utils
 
-    file = place / "target" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "hc_mult": 4}))
-    engine_config(place / "target", {"method": "mtpc", "model": str(place / "head")})  # its states are as wide as ever
-    handing = type("Model", (), {"get_mtp_target_hidden_states": lambda self: None})
-    monkeypatch.setattr(utils, "get_model_cls", lambda target: handing)
+    rewrite(place / "target" / "config.json", hc_mult=4)
+    engine_config(place / "target", {"method": "mtpc", "model": str(place / "mtpc")})  # its states have one copy
+    wide = type("Model", (), {"get_mtp_target_hidden_states": lambda self: None})
+    monkeypatch.setattr(utils, "get_model_cls", lambda target: wide)
     message = refusal(place)
-    assert "hands out hidden states of 4 x 64 numbers" in message and "hidden_size=64" in message
+    assert "returns hidden states of 4 x 64 numbers" in message and "hidden_size=64" in message
 
 
-def test_draft_layers_of_a_target_with_other_layers(layered: Path) -> None:
-    file = layered / "target" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 3}))
-    assert "a target with 2 layers" in (message := refusal(layered)) and "has 3" in message
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("pipeline_parallel_size", 2), ("decode_context_parallel_size", 2), ("enable_dbo", True), ("enable_lora", True)],
-)
-def test_what_draft_layers_are_not_served_with(layered: Path, option: str, value: Any) -> None:
-    from vllm_mtpc.proposers.config.refusals import of_draft_layers, refuse
-
-    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_dbo": False}
-    engine = SimpleNamespace(
+def layered_engine(made: Path, **parallel: Any) -> SimpleNamespace:
+    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_dbo": False} | parallel
+    return SimpleNamespace(
         use_v2_model_runner=True,
-        speculative_config=SimpleNamespace(head=read_config(layered / "head"), has_backbone=False),
-        parallel_config=SimpleNamespace(**parallel),
+        speculative_config=SimpleNamespace(head=read_config(made / "layered"), has_backbone=False),
+        parallel_config=SimpleNamespace(**sizes),
         lora_config=None,
         kv_transfer_config=None,
     )
-    refuse(of_draft_layers(engine))
-    setattr(*((engine, "lora_config", value) if option == "enable_lora" else (engine.parallel_config, option, value)))
+
+
+@pytest.mark.parametrize(
+    "option", ["pipeline_parallel_size", "decode_context_parallel_size", "enable_dbo", "enable_lora"]
+)
+def test_engine_option_is_refused_with_draft_layers(made: Path, option: str) -> None:
+    check_draft_layers(layered_engine(made))
+    engine = layered_engine(made, **{option: 2})
+    engine.lora_config = True if option == "enable_lora" else None
     with pytest.raises(MtpcError, match=f"lora_layers=1 and {option}"):
-        refuse(of_draft_layers(engine))
+        check_draft_layers(engine)
 
 
-@pytest.mark.parametrize("head", ["shared", "mlp", "transformer"])
-def test_every_head_is_accepted(place: Path, head: str) -> None:
-    write_head(place / "head", json.loads((place / "target" / "config.json").read_text()), head=head)
-    spec = engine_config(place / "target", {"method": "mtpc", "model": str(place / "head")}).speculative_config
-    assert spec.head.head == head
+@pytest.mark.parametrize("is_layerwise", [True, False])
+def test_layerwise_kv_connector_is_refused_with_draft_layers(made: Path, is_layerwise: bool) -> None:
+    from vllm.config import KVTransferConfig
+
+    engine = layered_engine(made)
+    engine.kv_transfer_config = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_extra_config={"use_layerwise": is_layerwise}
+    )
+    refused = pytest.raises(MtpcError, match=r"lora_layers=1 and a KV connector that works layer by layer: .*drop")
+    with refused if is_layerwise else nullcontext():
+        check_draft_layers(engine)
 
 
-def test_an_option_that_the_head_does_not_have(place: Path) -> None:
-    rewrite(place, expander_rank=8)
-    assert "expander_rank=8" in (message := refusal(place)) and "'linear'" in message
+def test_data_parallel_experts_are_refused_with_ptp(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config.model import ModelConfig
+
+    set_runner(monkeypatch, 2)
+    monkeypatch.setattr(ModelConfig, "is_moe", property(lambda self: True))
+    assert "data_parallel_size on a mixture of experts" in refusal(place, "o-ptp", {"data_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "variable", "wanted"),
+    [
+        (True, None, "scripts/v2_on_cpu.sh vllm serve"),
+        (True, "0", "scripts/v2_on_cpu.sh vllm serve"),
+        (False, "0", "drop VLLM_USE_V2_MODEL_RUNNER=0"),
+        (False, None, "vLLM's log gives"),
+    ],
+)
+def test_how_to_v2_fits_the_machine(
+    is_cpu: bool, variable: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_checks, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if variable:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+    assert wanted in how_to_v2() and ("drop" in how_to_v2()) == (not is_cpu and variable == "0")
+
+
+def test_too_small_a_cache_is_refused_with_ptp(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_runner(monkeypatch, 2)
+    config = engine_config(place / "target", {"method": "ptp", "model": str(place / "o-ptp")}, max_num_seqs=8)
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
+
+    def reserve(blocks: int) -> int:
+        cache = SimpleNamespace(num_blocks=blocks, kv_cache_groups=[group])
+        return config.speculative_config.reserved_blocks(config, cache)
+
+    reserved = reserve(10_000)
+    assert reserved > 0
+    with pytest.raises(MtpcError, match="max_aux_rows") as caught:
+        reserve(reserved + 2)  # a request of 64 tokens needs 3
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
+def test_flash_attn_replaces_flashinfer_unless_named(draft_pass: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that the user named stays, or is refused for the merged pass."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
+
+    named = SimpleNamespace(backend=Backend.FLASHINFER)
+    refused = pytest.raises(MtpcError, match=r"FLASHINFER .* type --attention-backend FLASH_ATTN")
+    with refused if draft_pass == "merged" else nullcontext():
+        choose_attention(named, draft_pass)
+    assert named.backend is Backend.FLASHINFER
+    chosen = SimpleNamespace(backend=None)
+    choose_attention(chosen, draft_pass)
+    assert chosen.backend is None  # a CPU
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    for capability, backend in ((90, None), (100, Backend.FLASH_ATTN)):
+        monkeypatch.setattr(
+            type(current_platform), "is_device_capability_family", lambda self, asked, own=capability: asked == own
+        )
+        choose_attention(chosen, draft_pass)
+        assert chosen.backend is backend
+    named = SimpleNamespace(backend=Backend.TRITON_ATTN)
+    choose_attention(named, draft_pass)
+    assert named.backend is Backend.TRITON_ATTN
+
+
+@pytest.mark.parametrize(("backend", "mode", "lines"), [
+    ("FLASHINFER", "FULL_AND_PIECEWISE", 1), ("FLASHINFER", "NONE", 0), ("FLASH_ATTN", "FULL_AND_PIECEWISE", 0)
+])  # fmt: skip
+def test_drafts_without_graphs_log_one_warning(
+    backend: str, mode: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_mtpc.proposers.v2.ptp import ptp_speculator as module
+
+    logged: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *values: logged.append(text % values))
+    modes: list[Any] = []
+    monkeypatch.setattr(module, "DraftGraphs", lambda config, device, mode, *more: modes.append(mode))
+    group = SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: backend), get_metadata_builder=lambda index: SimpleNamespace()
+    )
+    plan = SimpleNamespace(bucket=lambda batch: None)
+    made = SimpleNamespace(aux_groups=[[group]], plan=plan, max_num_reqs=2, vllm_config=None, device=None)
+    module.PtpSpeculator.init_cudagraph_manager(made, CUDAGraphMode[mode])
+    assert len(logged) == lines and (not logged or ("FLASHINFER" in logged[0] and "--attention-backend" in logged[0]))
+    assert modes == [CUDAGraphMode[mode if backend == "FLASH_ATTN" else "NONE"]]
+
+
+def test_defaults_of_a_circuit_head(place: Path) -> None:
+    spec = engine_config(place / "target", {"method": "mtpc", "model": str(place / "mtpc")}).speculative_config
+    assert spec.num_speculative_tokens == 4 and spec.draft_sample_method == "probabilistic"
+    assert "circuit='btree'" in repr(spec)
+    rewrite(place / "mtpc" / "config.json", draft_sample_method="greedy")
+    given = {"method": "mtpc", "model": str(place / "mtpc")}
+    assert engine_config(place / "target", given).speculative_config.draft_sample_method == "greedy"
+    asked = {**given, "draft_sample_method": "probabilistic"}
+    assert engine_config(place / "target", asked).speculative_config.draft_sample_method == "probabilistic"
+
+
+def test_defaults_of_a_ptp_head(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_runner(monkeypatch, 2)
+    chosen: list[str] = []
+    monkeypatch.setattr(ptp_options, "choose_attention", lambda config, draft_pass: chosen.append(draft_pass))
+    config = engine_config(place / "target", {"method": "ptp", "model": str(place / "o-ptp")})
+    spec = config.speculative_config
+    assert spec.num_speculative_tokens == 4 and spec.draft_pass == "two-pass" and spec.group_sizes == "static"
+    assert "variant='o-ptp'" in repr(spec) and chosen == ["two-pass"]
+    assert config.cache_config.block_size == 32  # on a CPU: groups own blocks, so small ones
+    assert engine_config(place / "o-ptp", None).speculative_config.method == "ptp"
+    rewrite(place / "target" / "config.json", **MIMO)  # without a late network rows go through the target's own norm
+    given = {"method": "ptp", "model": str(place / "o-ptp")}
+    assert engine_config(place / "target", given).speculative_config.head.late_width is None
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 4])
-def test_any_number_of_drafts_up_to_the_window(place: Path, drafts: int) -> None:
-    given = {"method": "mtpc", "model": str(place / "head"), "num_speculative_tokens": drafts}
+def test_number_of_drafts_up_to_the_window_is_accepted(place: Path, drafts: int) -> None:
+    given = {"method": "mtpc", "model": str(place / "mtpc"), "num_speculative_tokens": drafts}
     assert engine_config(place / "target", given).speculative_config.num_speculative_tokens == drafts
 
 
-@pytest.mark.parametrize("drafts", [0, -1, 5, 2.5, "3"])
-def test_more_drafts_than_the_window(place: Path, drafts: Any) -> None:
-    message = refusal(place, num_speculative_tokens=drafts)
-    assert f"num_speculative_tokens={drafts}" in message and "1 to 4" in message
+@pytest.mark.parametrize("head", ["shared", "mlp", "transformer"])
+def test_every_kind_of_head_is_accepted(place: Path, head: str) -> None:
+    write_head(place / "other", json.loads((place / "target" / "config.json").read_text()), head=head)
+    spec = engine_config(place / "target", {"method": "mtpc", "model": str(place / "other")}).speculative_config
+    assert spec.head.head == head
 
 
-def test_unknown_circuit(place: Path) -> None:
-    rewrite(place, circuit="tensor-train")
-    assert "'tensor-train'" in (message := refusal(place)) and "ff, cp, hmm, btree" in message
+def test_old_name_of_an_option_is_read_with_a_warning(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_mtpc.proposers.config import circuit_options
+
+    warned: list[str] = []
+    monkeypatch.setattr(circuit_options.logger, "warning", lambda text, *values: warned.append(text % values))
+    given = {"method": "mtpc", "model": str(place / "mtpc"), "min_survival": 0.25}
+    assert engine_config(place / "target", given).speculative_config.min_acceptance == 0.25
+    assert len(warned) == 1 and "min_survival is now min_acceptance" in warned[0]
 
 
-@pytest.mark.parametrize(("key", "value"), [("vocab_size", 33), ("hidden_size", 96)])
-def test_head_for_another_target(place: Path, key: str, value: int) -> None:
-    target = json.loads((place / "target" / "config.json").read_text())
-    write_head(place / "head", {**target, key: value})
-    message = refusal(place)
-    assert f"{key}={value}" in message and str(place / "target") in message
-
-
-def test_missing_tensor(place: Path) -> None:
-    change_tensors(place, lambda tensors: tensors.pop("inner_bias"))
-    assert "missing: inner_bias" in refusal(place)
-
-
-def test_extra_tensor(place: Path) -> None:
-    change_tensors(place, lambda tensors: tensors.update(surplus=torch.zeros(2)))
-    assert "unknown tensor(s): surplus" in (message := refusal(place)) and "leaf_weight" in message
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_tensor_with_nan(place: Path, value: float) -> None:
-    change_tensors(place, lambda tensors: tensors["root_weight"][0].fill_(value))
-    assert "'root_weight' holds NaN or infinity" in refusal(place)
-
-
-def change_tensors(place: Path, change: Any) -> None:
-    file = place / "head" / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    change(tensors)
-    save_file(tensors, file)
-
-
-def test_wrong_format_version(place: Path) -> None:
-    rewrite(place, format_version=3)
-    assert "'format_version' = 3" in (message := refusal(place)) and "reads formats 1 and 2" in message
-
-
-def test_unknown_config_key(place: Path) -> None:
-    rewrite(place, widnow=8)
-    assert "unknown key 'widnow'" in (message := refusal(place)) and "window" in message
-
-
-def test_pickle_where_safetensors_is_expected(place: Path) -> None:
-    (place / "head" / "model.safetensors").rename(place / "head" / "model@900.pt")
-    assert "model@900.pt" in (message := refusal(place)) and "pickled weights are never loaded" in message
-    message = refusal(place, model=str(place / "head" / "model@900.pt"))
-    assert "is a file" in message and "model.safetensors" in message
-
-
-def test_missing_head(place: Path) -> None:
-    assert "the folder does not exist" in refusal(place, model=str(place / "nowhere"))
-
-
-def test_a_target_is_not_a_head(place: Path) -> None:
-    assert "not a head's config" in refusal(place, model=str(place / "target"))
-
-
-def test_block_verification_is_refused_where_it_would_be_ignored(place: Path) -> None:
-    message = refusal(place, rejection_sample_method="block")
-    assert "Model Runner V1" in message and "'standard'" in message
-
-
-@pytest.mark.parametrize("method", ["block", "synthetic"])
-def test_coupling_leaves_nothing_to_reject(place: Path, method: str) -> None:
-    message = refusal(place, rejection_sample_method=method, verify="coupled")
-    assert repr(method) in message and "verify='coupled'" in message and "'standard'" in message
-    assert "'verify'" in refusal(place, verify="maybe")
-
-
-@pytest.mark.parametrize("method", ["fly", "lenient"])
-def test_verification_that_does_not_keep_the_distribution_is_refused(place: Path, method: str) -> None:
-    message = refusal(place, rejection_sample_method=method)
-    assert repr(method) in message and "distribution" in message and "standard, block, synthetic" in message
-
-
-def test_adaptive_verification_is_refused_where_vllm_has_none(place: Path) -> None:
-    message = refusal(place, enable_adaptive_verification=True)
-    assert "with a CPU" in message and "full CUDA graphs" in message and "min_survival" in message
-
-
-@pytest.mark.parametrize("value", [-0.1, 1, "high"])
-def test_min_survival_is_a_chance(place: Path, value: Any) -> None:
-    assert "'min_survival'" in refusal(place, min_survival=value)
-
-
-def test_min_survival_on_v2_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm.config.vllm
-
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)  # asked for when a config is made; nothing runs here
-    assert "enable_adaptive_verification" in refusal(place, min_survival=0.2)
-    given = {"method": "mtpc", "model": str(place / "head"), "rejection_sample_method": "block", "min_survival": 0}
+def test_block_verification_and_no_pruning_are_accepted_on_v2(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_runner(monkeypatch, 2)
+    given = {"method": "mtpc", "model": str(place / "mtpc"), "rejection_sample_method": "block", "min_acceptance": 0}
     assert engine_config(place / "target", given).speculative_config.rejection_sample_method == "block"
 
 
-@pytest.mark.parametrize("key", ["quantization", "parallel_drafting", "typo", "head"])
-def test_an_option_of_other_methods_is_refused(place: Path, key: str) -> None:
-    message = refusal(place, **{key: "x"})
-    assert repr(key) in message and "num_speculative_tokens" in message
+def test_backbone_reserves_slots_for_its_queries(place: Path) -> None:
+    from vllm.config import VllmConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
 
-
-def test_unknown_value_of_an_option(place: Path) -> None:
-    assert "draft_sample_method" in refusal(place, draft_sample_method="beam")
-
-
-def test_a_head_of_the_other_method(place: Path) -> None:
-    assert (
-        "is of method 'mtpc', not 'ptp'" in (message := refusal(place, method="ptp")) and '"method": "mtpc"' in message
-    )
-
-
-def test_no_model_and_no_bundled_head(place: Path) -> None:
-    assert "bundles no head in mtpc/" in refusal(place, model=None)
+    given = {"method": "mtpc", "model": str(place / "backbone"), "num_speculative_tokens": 2}
+    args = EngineArgs(str(place / "target"), speculative_config=given, dtype="float32")
+    spec = args.create_speculative_config(args.create_model_config(), ParallelConfig())
+    assert spec.speculator().startswith("backbone") and spec.aux_layers
+    slots = VllmConfig.num_lookahead_tokens.fget
+    assert slots(SimpleNamespace(speculative_config=spec)) == 5  # as many as the window has tokens, not 1 + K
+    assert slots(SimpleNamespace(speculative_config=None)) == 0
 
 
 def test_bundled_head_needs_no_name(place: Path) -> None:
-    shutil.copytree(place / "head", place / "target" / "mtpc")
+    shutil.copytree(place / "mtpc", place / "target" / "mtpc")
     spec = engine_config(place / "target", {"method": "mtpc"}).speculative_config
     assert spec.model == str(place / "target" / "mtpc")
 
 
-def test_a_head_folder_serves_its_verifier(place: Path) -> None:
-    made = engine_config(place / "head", None)
-    assert made.model_config.model == str((place / "target").resolve())
+def test_head_folder_serves_its_target(place: Path) -> None:
+    made = engine_config(place / "mtpc", None)
+    assert made.model_config.model == made.model_config.tokenizer == str((place / "target").resolve())
     assert made.speculative_config.head.circuit == "btree" and made.speculative_config.num_speculative_tokens == 4
-
-
-def test_a_damaged_head_folder_is_refused_before_vllm_reads_it(place: Path) -> None:
-    rewrite(place, speculators_config={"proposal_methods": []})
-    with pytest.raises(MtpcError, match="speculators_config") as caught:
-        engine_config(place / "head", None)
+    spec = engine_config(place / "mtpc", {"num_speculative_tokens": 2, "draft_sample_method": "greedy"})
+    assert spec.speculative_config.num_speculative_tokens == 2
+    assert spec.speculative_config.draft_sample_method == "greedy"
+    rewrite(place / "mtpc" / "config.json", speculators_config={"proposal_methods": []})
+    with pytest.raises(MtpcError, match="speculators_config") as caught:  # before vLLM reads it
+        engine_config(place / "mtpc", None)
     assert "\n" not in str(caught.value)
 
 
-def test_a_head_folder_with_options_of_the_user(place: Path) -> None:
-    made = engine_config(place / "head", {"num_speculative_tokens": 2, "draft_sample_method": "greedy"})
-    spec = made.speculative_config
-    assert (spec.num_speculative_tokens, spec.draft_sample_method) == (2, "greedy")
-    assert made.model_config.tokenizer == str((place / "target").resolve())
-
-
-def test_a_schedule_is_kept_on_v1(place: Path) -> None:
-    """vLLM 0.33 drops it but for methods of a list."""
-    given = {"method": "mtpc", "model": str(place / "head"), "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+def test_schedule_is_kept_on_v1(place: Path) -> None:
+    """vLLM 0.33 drops it for methods that it does not list."""
+    given = {"method": "mtpc", "model": str(place / "mtpc"), "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
     made = engine_config(place / "target", given)
     assert not made.use_v2_model_runner
     assert made.speculative_config.num_speculative_tokens_per_batch_size[0] == (1, 4, 3)
 
 
-def test_an_error_ends_vllms_own_command_in_one_line(
+def test_error_ends_the_vllm_command_in_one_line(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def theirs(*error: Any) -> None:
+    def original(*error: Any) -> None:
         print("a traceback", file=sys.stderr)
 
-    monkeypatch.setattr(sys, "excepthook", theirs)
-    refusal(place, model=str(place / "nowhere"))
-    assert sys.excepthook is theirs, "a script keeps its tracebacks"
+    monkeypatch.setattr(sys, "excepthook", original)
+    refusal(place, "nowhere")
+    assert sys.excepthook is original, "a script keeps its tracebacks"
     monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve"])
-    message = refusal(place, model=str(place / "nowhere"))
+    message = refusal(place, "nowhere")
     capsys.readouterr()
     sys.excepthook(MtpcError, MtpcError(message), None)
     assert capsys.readouterr().err == f"vllm: error: {message}\n"
     sys.excepthook(KeyError, KeyError("x"), None)
     assert capsys.readouterr().err == "a traceback\n"
-
-
-@pytest.mark.feature("pipeline parallel", "refused", "mtpc on V1")
-def test_pipeline_parallel_on_v1_is_refused(place: Path) -> None:
-    given = {"method": "mtpc", "model": str(place / "head")}
-    with pytest.raises(MtpcError, match="pipeline_parallel_size=2") as caught:
-        engine_config(place / "target", given, pipeline_parallel_size=2, distributed_executor_backend="mp")
-    assert "\n" not in str(caught.value)

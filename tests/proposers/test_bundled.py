@@ -18,7 +18,7 @@ from vllm_mtpc.proposers.heads import bundled, counts
 from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1 import proposer
-from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
+from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2 import model_runner_v2 as v2
 from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner as runner_v2
 
@@ -149,11 +149,11 @@ def test_a_steps_output_says_it(ours: type, is_idle: bool) -> None:
 
     one = object.__new__(derived(ours, Vllm))
     drafter = object.__new__(v2.IdleSpeculator) if is_idle else SimpleNamespace()
-    drafter.cut, drafter.is_idle = Counter(budget=1), is_idle
+    drafter.pruned, drafter.is_idle = Counter(budget=1), is_idle
     one.drafter = one.speculator = drafter
     output = one.sample_tokens(None).model_runner_output
     assert getattr(output, counts.IDLE, False) == is_idle
-    assert getattr(output, counts.CUT, None) == (None if is_idle else {"budget": 1})
+    assert getattr(output, counts.PRUNED, None) == (None if is_idle else {"budget": 1})
 
 
 def test_the_scheduler_plans_no_drafts_from_then_on() -> None:

@@ -18,8 +18,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_mtpc import plugin
 from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
 from vllm_mtpc.proposers.heads import counts
-from vllm_mtpc.proposers.patches import configured as patches
-from vllm_mtpc.proposers.patches import patch
+from vllm_mtpc.proposers.patches import metrics as ours
+from vllm_mtpc.proposers.patches import patch, vllm_patches
 from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
-    patch.apply(*patch.declared(patches))
+    patch.apply(*vllm_patches.WITH_HEAD)
 
 
 def test_what_the_schedule_cuts_is_counted() -> None:
@@ -37,13 +37,13 @@ def test_what_the_schedule_cuts_is_counted() -> None:
     counts.watch_speculator(speculator)
     batch = SimpleNamespace(num_reqs=4)
     assert speculator.propose(batch, dummy_run=True) == speculator.propose(batch, num_speculative_tokens=0) == "drafts"
-    assert speculator.cut == {"schedule": 12}  # of four requests, not of the dummy run
+    assert speculator.pruned == {"schedule": 12}  # of four requests, not of the dummy run
     output = SimpleNamespace(req_ids=["a"])
-    assert getattr(counts.with_counts(output, speculator), counts.CUT) == {"schedule": 12}
-    assert not speculator.cut  # taken once
+    assert getattr(counts.attach_counts(output, speculator), counts.PRUNED) == {"schedule": 12}
+    assert not speculator.pruned  # taken once
     speculator.propose(batch, num_speculative_tokens=2)
     speculator.propose(batch)
-    assert speculator.cut == {"schedule": 4}
+    assert speculator.pruned == {"schedule": 4}
 
 
 class Group:
@@ -100,7 +100,7 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
             return answers.pop(0)
 
     made = object.__new__(derived(HeadScheduler, Answering))
-    made.log_stats, made.num_spec_tokens, made.asked, made.requests = True, 3, {}, {}
+    made.log_stats, made.num_spec_tokens, made.drafts_asked, made.requests = True, 3, {}, {}
     return made
 
 
@@ -108,12 +108,14 @@ def test_counts_go_with_every_step() -> None:
     """Those of steps that verified nothing, too: tokens/step is over all of them."""
     stats, plain = SpecDecodingStats.new(3), sent(None)
     scheduler = scheduler_that([{0: SimpleNamespace(scheduler_stats=None)}, {0: plain}, {}, {0: sent(stats)}])
-    for cut in (1, 2, 3, 4):
-        output = SimpleNamespace(**{counts.CUT: {"survival": cut}}, req_ids="abc", sampled_token_ids=[[5], [], [7, 8]])
+    for pruned in (1, 2, 3, 4):
+        output = SimpleNamespace(
+            **{counts.PRUNED: {"confidence": pruned}}, req_ids="abc", sampled_token_ids=[[5], [], [7, 8]]
+        )
         scheduler.update_from_output(SimpleNamespace(scheduled_spec_decode_tokens={}), output)
-    assert +counts.counts_of(stats) == {"steps": 2, "survival": 4}
+    assert +counts.read_counts(stats) == {"steps": 2, "confidence": 4}
     made = plain.scheduler_stats.spec_decoding_stats
-    assert +counts.counts_of(made) == {"steps": 2, "survival": 2}
+    assert +counts.read_counts(made) == {"steps": 2, "confidence": 2}
     assert (made.num_drafts, made.num_spec_tokens) == (0, 3)
 
 
@@ -121,17 +123,17 @@ def test_steps_without_a_head_get_no_counts() -> None:
     answer = {0: sent(None)}
     scheduler_that([answer]).update_from_output(None, SimpleNamespace())
     assert answer[0].scheduler_stats.spec_decoding_stats is None
-    assert counts.counts_of(SpecDecodingStats.new(3)) == {}
+    assert counts.read_counts(SpecDecodingStats.new(3)) == {}
 
 
 def test_counts_travel_between_processes() -> None:
     """As vLLM sends them, without a field that its classes do not have."""
     stats = SpecDecodingStats.new(3)
     given = dict(zip(counts.NAMES, range(1, 1 + len(counts.NAMES)), strict=True))
-    counts.put_into(stats, given)
+    counts.append_counts(stats, given)
     wire = msgspec.msgpack.encode(SchedulerStats(spec_decoding_stats=stats))
     arrived = msgspec.msgpack.Decoder(SchedulerStats).decode(wire).spec_decoding_stats
-    assert arrived.num_spec_tokens == 3 and counts.counts_of(arrived) == given
+    assert arrived.num_spec_tokens == 3 and counts.read_counts(arrived) == given
     assert {field.name for field in fields(SpecDecodingStats)} >= {"num_draft_tokens_per_pos"}
 
 
@@ -139,7 +141,7 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
     from vllm.v1.metrics.loggers import SpecDecodingLogging
 
     now = 1000.0
-    monkeypatch.setattr(patches, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(ours, "time", SimpleNamespace(monotonic=lambda: now))
     logging, said = SpecDecodingLogging(), []
 
     def log(text: str, *values: Any) -> None:
@@ -149,17 +151,17 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
         stats = SpecDecodingStats.new(2)
         for _ in range(drafts):
             stats.observe_draft(2, 1)
-        counts.put_into(stats, {name.replace("_of_", " "): count for name, count in given.items()})
+        counts.append_counts(stats, {name.replace("_of_", " "): count for name, count in given.items()})
         logging.observe(stats)
 
     for _ in range(2):
-        step(1, steps=4, survival=4, greedy_of_steps=3, sampled_of_steps=1, greedy_of_accepted_tokens=1)
+        step(1, steps=4, confidence=4, greedy_of_steps=3, sampled_of_steps=1, greedy_of_accepted_tokens=1)
     now += 7
     logging.log(log_fn=log)
     assert said[0].startswith("SpecDecoding metrics: Mean acceptance length: 2.00")  # vLLM's: of steps with drafts
     assert said[1:] == [
         "Drafts of the last 7 s: 1.25 tokens/step over all 8 steps (greedy 1.33, sampled 1.00), without drafts 1.00; "
-        "of 2 a step 0.5 were verified and 0.2 accepted; not verified by survival 50%"
+        "of 2 per step 0.5 were verified and 0.2 accepted; pruned by confidence 50%"
     ]
     now += 10
     logging.log(log_fn=log)
@@ -171,22 +173,22 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
     now += 50
     logging.log(log_fn=log)
     assert said[2:] == [
-        "Drafts of the last 60 s: 1.00 tokens/step over all 3 steps, without drafts 1.00; of 2 a step 0.0 were "
-        "verified and 0.0 accepted; not verified by schedule 100%"
+        "Drafts of the last 60 s: 1.00 tokens/step over all 3 steps, without drafts 1.00; of 2 per step 0.0 were "
+        "verified and 0.0 accepted; pruned by schedule 100%"
     ]
     now += 60
     logging.log(log_fn=log)
     assert len(said) == 3
 
 
-def test_requests_are_counted_by_class() -> None:
+def test_requests_are_counted_count_by_class() -> None:
     def request(temperature: float, is_structured: bool = False) -> SimpleNamespace:
         sampling = SimpleNamespace(temperature=temperature)
         return SimpleNamespace(use_structured_output=is_structured, sampling_params=sampling)
 
     requests = {"a": request(0.0), "b": request(0.7), "c": request(0.7, True), "d": request(0.0)}
     output = SimpleNamespace(req_ids=list("abcdx"), sampled_token_ids=[[1, 2, 3], [4], [5, 6], [], [7]])
-    found = counts.by_class(requests, {"a": [1, 1, 1], "c": [2, 2]}, output)
+    found = counts.count_by_class(requests, {"a": [1, 1, 1], "c": [2, 2]}, output)
     assert +found == {
         "greedy steps": 1,
         "greedy draft_tokens": 3,
@@ -232,14 +234,17 @@ def test_prometheus_counts(method: str, counted: int | None) -> None:
     prom = Prom(spec, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, is_diffusion=False)
     for engine in (0, 0, 1):
         stats = SpecDecodingStats.new(2)
-        counts.put_into(stats, {"steps": 5, "budget": 3})
+        counts.append_counts(stats, {"steps": 5, "budget": 3})
         prom.observe(stats, engine)
     of = {"model_name": "m", "engine": "0"}
     assert registry.get_sample_value("vllm:spec_decode_steps_total", of) == counted
-    cut = {
-        name: registry.get_sample_value("vllm:spec_decode_drafts_cut_total", {**of, "by": name}) for name in counts.CUTS
+    pruned = {
+        name: registry.get_sample_value("vllm:spec_decode_drafts_pruned_total", {**of, "by": name})
+        for name in counts.PRUNED_BY
     }
-    assert cut == (
-        dict.fromkeys(counts.CUTS) if counted is None else {"schedule": 0, "survival": 0, "budget": 6, "request": 0}
+    assert pruned == (
+        dict.fromkeys(counts.PRUNED_BY)
+        if counted is None
+        else {"schedule": 0, "confidence": 0, "budget": 6, "request": 0}
     )
     assert registry.get_sample_value("vllm:spec_decode_num_drafts_total", of) == 0

@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.support import forks, speculators, tp_ranks
 from tests.support.speculators import CPU, Setting, batch, drafted, made_heads, speculator
 from tests.support.tp_ranks import KINDS, VOCAB, Target
-from vllm_mtpc.heads.memory import LiveBytes, draft_memory
 from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.proposers.config.draft_memory import LiveBytes, draft_memory
 
 # 32 components of the vocabulary are no small leaf.
 WINDOW, BATCH, DRAFTS = 5, 6, 4

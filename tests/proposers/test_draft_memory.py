@@ -12,7 +12,8 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from tests.support import forks
 from tests.support.speculators import CPU, Setting, batch, drafted, made_heads, speculator
-from vllm_mtpc.heads.memory import LiveBytes, by_batch, draft_memory
+from vllm_mtpc.plan.draft_schedule import expand_schedule
+from vllm_mtpc.proposers.config.draft_memory import LiveBytes, draft_memory
 
 SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]
 BATCH, VOCAB, DRAFTS = 24, 96, 4
@@ -135,8 +136,8 @@ def test_kernel_in_chunks_and_pytorch_draft_the_same(places: dict[str, Path]) ->
 @pytest.mark.parametrize("ranges", [SCHEDULE, [(1, 8, 7), (16, 20, 3)], [(1, 1, 5)], [(1, 50, 4), (51, 60, 0)]])
 @pytest.mark.parametrize("largest", [1, 2, 15, 55])
 def test_drafts_by_batch_equal_those_of_vllm(ranges: list[tuple[int, int, int]], largest: int) -> None:
-    assert by_batch(ranges, largest, 7)[1:] == build_dynamic_sd_schedule_lookup(ranges, largest, 7)[1:]
-    assert by_batch(None, largest, 7)[1:] == [7] * largest
+    assert expand_schedule(ranges, largest, 7)[1:] == build_dynamic_sd_schedule_lookup(ranges, largest, 7)[1:]
+    assert expand_schedule(None, largest, 7)[1:] == [7] * largest
 
 
 def test_live_bytes_counts_living_tensors() -> None:

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
-from vllm_mtpc.proposers.v1.proposer import most_drafts
+from vllm_mtpc.proposers.v1.proposer import drafts_before_min_tokens
 
 VOCAB, STOP, MIN = 4, 2, 3
 
@@ -30,7 +30,7 @@ def kept(said: int, planned: int = 3) -> int:
     params = SamplingParams(min_tokens=MIN, stop_token_ids=[STOP])
     made.update_state(BatchUpdate(1, removed=[], added=[(0, params, [], tokens := [])], moved=[]))
     tokens += [0] * said  # as the runner's own list, which the processor holds
-    return min(planned, most_drafts(SimpleNamespace(non_argmax_invariant=[made])).get(0, planned))
+    return min(planned, drafts_before_min_tokens(SimpleNamespace(non_argmax_invariant=[made])).get(0, planned))
 
 
 @pytest.mark.parametrize("said", range(MIN + 2))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_mtpc.proposers.patches.sampling import expand, expand_batch_to_tokens, is_broken
+from vllm_mtpc.proposers.patches.vllm_patches import expand, expand_batch_to_tokens, is_broken
 
 DTYPES = [torch.float32, torch.int32, torch.int64]
 

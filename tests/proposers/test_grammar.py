@@ -1,4 +1,4 @@
-"""Drafting under a grammar, piece by piece: what follows a grammar, what is masked, what is cut, what is refused."""
+"""Drafts of structured requests: grammars that follow a request, masks, forbidden drafts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.support.grammars import VOCAB, Counting
-from vllm_mtpc.proposers.heads import grammar as module
-from vllm_mtpc.proposers.heads.grammar import Follower, Grammars, Masks
-from vllm_mtpc.proposers.v1.proposer import as_point
+from vllm_mtpc.proposers.heads import grammar_masks as module
+from vllm_mtpc.proposers.heads.grammar_masks import Follower, Grammars, Masks
+from vllm_mtpc.proposers.v1.proposer import set_one_hot
 
 
 def masks(**grammars: Counting) -> Masks:
@@ -25,7 +25,7 @@ def argmax(log_q: Tensor, k: int) -> Tensor:
     return log_q.argmax(-1)
 
 
-def test_conditionals_are_masked_and_the_grammar_comes_back() -> None:
+def test_conditionals_are_masked_and_the_grammar_is_rolled_back() -> None:
     grammar = Counting()
     grammar.accept_tokens("r", [5, 6])
     step = masks(r1=grammar)
@@ -49,13 +49,13 @@ def test_masked_conditionals_are_distributions() -> None:
 
 
 def test_drafts_end_with_their_grammar() -> None:
-    """What follows a grammar's last token is cut, and that does not depend on the token that is cut."""
+    """Drafts after a grammar's last token are pruned, whatever they are."""
     ended, ending, going = Counting(), Counting(), Counting()
     ended.accept_tokens("r", [9])
     step = masks(r0=ended, r1=ending, r2=going)
     step.lengths[0] = 0
-    told = iter([[1, 1, 1], [2, 9, 2], [3, 3, 3]])
-    pick = step.around(lambda log_q, k: torch.tensor(next(told)))
+    tokens = iter([[1, 1, 1], [2, 9, 2], [3, 3, 3]])
+    pick = step.around(lambda log_q, k: torch.tensor(next(tokens)))
     for k in range(3):
         pick(torch.zeros(3, VOCAB), k)
     assert step.lengths == {0: 0, 1: 2}
@@ -63,11 +63,11 @@ def test_drafts_end_with_their_grammar() -> None:
     assert (ended.read, ending.read, going.read) == ([9], [], [])
 
 
-def test_a_batch_without_grammars_is_drafted_as_ever() -> None:
+def test_batch_without_grammars_is_not_masked() -> None:
     assert masks().around(argmax) is argmax
 
 
-def test_a_refused_token_ends_the_masking() -> None:
+def test_refused_token_ends_the_masking() -> None:
     follower = Follower(Counting())
     follower.read("r", [3, 4])
     assert follower.grammar is not None and follower.num_read == 2
@@ -76,7 +76,7 @@ def test_a_refused_token_ends_the_masking() -> None:
 
 
 def grammars(is_masking: bool = True, **given: Any) -> tuple[Grammars, list[Any]]:
-    """Grammars that compile to Counting at once, and a note of every compilation; given: structured_outputs_config."""
+    """Return Grammars that compile to Counting at once, and a list of the compilations."""
     reasoning = SimpleNamespace(**{"reasoning_parser": "", "enable_in_reasoning": False, **given})
     sizes = SimpleNamespace(max_num_seqs=4)
     made = Grammars(SimpleNamespace(scheduler_config=sizes, structured_outputs_config=reasoning), is_masking)
@@ -103,38 +103,38 @@ def test_followers_live_as_long_as_their_requests() -> None:
     requests = {"a": state([4]), "b": state([7], structured=False), "c": state([])}
     for name, one in requests.items():
         made.start(name, one.sampling_params)
-    step = made.masks(requests, ["a", "b", "c"], [[4], [7], []])  # c: a prompt that is not read to its end
+    step = made.masks(requests, ["a", "b", "c"], [[4], [7], []])  # c: an unfinished prompt
     assert set(step.rows) == {0} and not step.unmasked and len(compiled) == 2
     requests["a"].output_token_ids = [4, 5, 9]
     step = made.masks(requests, ["b", "a"], [[7], [5, 9]])
     assert step.rows[1].grammar.read == [4, 5, 9] and step.lengths == {1: 0} and len(compiled) == 2
-    requests["a"].output_token_ids = [4]  # started over
+    requests["a"].output_token_ids = [4]  # restarted
     assert made.masks(requests, ["a"], [[4]]).rows[0].grammar.read == [4] and len(compiled) == 3
     del requests["a"], requests["c"]
     made.masks(requests, ["b"], [[7]])
     assert not made.followers
 
 
-def test_unmasked_requests_are_scored_as_points() -> None:
+def test_unmasked_drafts_have_probability_one() -> None:
     made, compiled = grammars(is_masking=False)
     made.start("a", state([4]).sampling_params)
     step = made.masks({"a": state([4])}, ["a"], [[4]])
     assert step.unmasked == [0] and not step.rows and not compiled
     probs = torch.full((2, VOCAB), 1 / VOCAB)
-    as_point(probs, step.unmasked, torch.tensor([7, 8]))
+    set_one_hot(probs, step.unmasked, torch.tensor([7, 8]))
     assert probs[0].argmax() == 7 and probs[0].sum() == probs[0].max() == 1
     assert (probs[1] == 1 / VOCAB).all()
 
 
 @pytest.mark.parametrize(("is_enabled", "unmasked"), [(False, [0]), (True, [])])
-def test_drafts_are_unmasked_where_a_reasoning_parser_begins_the_grammar(is_enabled: bool, unmasked: list[int]) -> None:
+def test_drafts_are_unmasked_if_a_reasoning_parser_starts_the_grammar(is_enabled: bool, unmasked: list[int]) -> None:
     made, _ = grammars(reasoning_parser="qwen3", enable_in_reasoning=is_enabled)
     made.start("a", state([4]).sampling_params)
     assert made.masks({"a": state([4])}, ["a"], [[4]]).unmasked == unmasked
 
 
 def test_drafts_are_unmasked_until_a_grammar_is_compiled() -> None:
-    """No step waits for one; whole output is read once it is there. One that fails is given up."""
+    """No step waits for one; the whole output is read once it is compiled. One that fails is dropped."""
     made, compiled = grammars()
     requests = {"a": state([4]), "b": state([7])}
     for name, one in requests.items():
@@ -152,8 +152,8 @@ def test_drafts_are_unmasked_until_a_grammar_is_compiled() -> None:
     assert made.masks(requests, ["b"], [[7]]).unmasked == [0] and len(compiled) == 2
 
 
-def test_a_grammar_masks_once_every_rank_has_compiled_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks whose drafts differ would feed the target different texts."""
+def test_grammar_masks_once_every_rank_has_compiled_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with different drafts would verify different texts."""
     other_ranks = iter([[0], [1]])
     group = SimpleNamespace(world_size=2, cpu_group=None)
     monkeypatch.setattr(module, "model_parallel_is_initialized", lambda: True)
@@ -168,7 +168,7 @@ def test_a_grammar_masks_once_every_rank_has_compiled_it(monkeypatch: pytest.Mon
     assert [bool(made.masks(requests, ["a"], [[4]]).rows) for _ in range(3)] == [False, True, True], "asked twice only"
 
 
-def test_a_backend_that_cannot_be_made_costs_the_masks(caplog: pytest.LogCaptureFixture) -> None:
+def test_drafts_are_unmasked_if_the_backend_fails(caplog: pytest.LogCaptureFixture) -> None:
     made, compiled = grammars()
     made.start("a", state([]).sampling_params)
     made.manager = SimpleNamespace(grammar_init=lambda request: 1 / 0)
@@ -176,7 +176,7 @@ def test_a_backend_that_cannot_be_made_costs_the_masks(caplog: pytest.LogCapture
     assert made.masks({"a": state([4])}, ["a"], [[4]]).unmasked == [0]
 
 
-def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
+def test_drafts_after_the_first_forbidden_one_are_invalid() -> None:
     pytest.importorskip(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler", reason="vLLM is not installed: run scripts/setup.sh"
     )
@@ -188,7 +188,7 @@ def test_only_drafts_behind_the_first_forbidden_one_stay_invalid() -> None:
     assert torch.equal(unmark_first(invalid), expected)
 
 
-def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_v2_verifies_the_first_forbidden_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     from vllm_mtpc.proposers.v2.verification import Verifier
@@ -201,7 +201,7 @@ def test_the_verifier_on_v2_hands_on_what_it_keeps(monkeypatch: pytest.MonkeyPat
     assert verifier(None, None, probabilities, None) is None
 
 
-def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
+def test_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_mtpc.proposers.patches.patch import derived
@@ -216,7 +216,7 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
 
     def run(verifies_forbidden: bool) -> dict[str, list[int]]:
         requests = {
-            "cut": request(),
+            "pruned": request(),
             "whole": request(spec_token_ids=[1, 2, 3]),
             "free": request(use_structured_output=False),
             "prompt": request(is_prefill_chunk=True, spec_token_ids=[]),
@@ -226,15 +226,15 @@ def test_the_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
         scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*requests, "gone"], draft_token_ids=[[1, 2, 3]] * 5))
         return {name: one.spec_token_ids for name, one in requests.items()}
 
-    untouched = {"cut": [1, 2], "whole": [1, 2, 3], "free": [1, 2], "prompt": []}
-    assert run(True) == untouched | {"cut": [1, 2, -1]}
+    untouched = {"pruned": [1, 2], "whole": [1, 2, 3], "free": [1, 2], "prompt": []}
+    assert run(True) == untouched | {"pruned": [1, 2, -1]}
     assert run(False) == untouched
 
 
 @pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")
 def test_masks_of_ptp_are_refused() -> None:
     from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.config.ptp import PtpSpeculativeConfig
+    from vllm_mtpc.proposers.config.ptp_options import PtpSpeculativeConfig
 
     given = {"method": "ptp", "model": "x", "mask_drafts": True}
     with pytest.raises(ServeConfigError, match="'mask_drafts' is not an option of method 'ptp'"):

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.proposers.patches.frontend import maybe_override_with_speculators
+from vllm_mtpc.proposers.patches.vllm_patches import maybe_override_with_speculators
 
 
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, **given: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_mtpc.errors import HeadConfigError, ServeConfigError
-from vllm_mtpc.proposers.config.plan import choose_groups, merged_plan
+from vllm_mtpc.plan.row_groups import choose_groups, merged_plan
 from vllm_mtpc.proposers.v2.ptp.groups import dynamic_sizes
 
 VARIANTS = ("o-ptp", "c-ptp")

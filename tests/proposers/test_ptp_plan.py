@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mtpc.config.ptp_config import PtpConfig
-from vllm_mtpc.proposers.config.plan import Bucket, Plan, merged_plan, two_pass_plan
+from vllm_mtpc.plan.row_groups import Bucket, Plan, merged_plan, two_pass_plan
 from vllm_mtpc.proposers.v2.ptp.groups import (
     GroupBlocks,
     cumulative_acceptance,

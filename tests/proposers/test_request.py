@@ -8,18 +8,18 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_mtpc.proposers.config import request
+from vllm_mtpc.proposers.config import request_options as request
 
 
 @pytest.mark.parametrize(("extra", "drafts"), [(None, 7), ({}, 7), ({"mtpc_drafts": 3}, 3), ({"mtpc_drafts": 0}, 0)])
 def test_drafts_of_a_request(extra: dict[str, Any] | None, drafts: int) -> None:
-    request.check(SamplingParams(extra_args=extra), 7)
-    assert request.drafts_of(SamplingParams(extra_args=extra), 7) == drafts
+    request.check_request(SamplingParams(extra_args=extra), 7)
+    assert request.max_drafts(SamplingParams(extra_args=extra), 7) == drafts
 
 
 @pytest.mark.parametrize("given", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
 def test_what_vllm_does_not_verify_is_not_drafted_for(given: dict[str, Any]) -> None:
-    assert request.drafts_of(SamplingParams(**given), 7) == 0
+    assert request.max_drafts(SamplingParams(**given), 7) == 0
 
 
 @pytest.mark.parametrize(
@@ -29,32 +29,32 @@ def test_what_vllm_does_not_verify_is_not_drafted_for(given: dict[str, Any]) -> 
 def test_an_operator_refuses_requests_with_drafts_of_their_own(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request.check(SamplingParams(**given), 7)
+    request.check_request(SamplingParams(**given), 7)
     monkeypatch.setenv("MTPC_REQUEST_DRAFTS", "0")
     with pytest.raises(VLLMValidationError, match=r"MTPC_REQUEST_DRAFTS=0.*remove it"):
-        request.check(SamplingParams(**given), 7)
-    request.check(SamplingParams(temperature=0.5, logprobs=3), 7)
+        request.check_request(SamplingParams(**given), 7)
+    request.check_request(SamplingParams(temperature=0.5, logprobs=3), 7)
 
 
 def test_seeds_beyond_64_bits_are_refused() -> None:
     """Sample i of n has seed + i; a number that is too large ends Model Runner V2."""
-    request.check(SamplingParams(seed=2**63 - 2, n=2), 7)
+    request.check_request(SamplingParams(seed=2**63 - 2, n=2), 7)
     with pytest.raises(VLLMValidationError, match=rf"n=2.*allowed are seeds up to {2**63 - 2}; lower the seed"):
-        request.check(SamplingParams(seed=2**63 - 1, n=2), 7)
+        request.check_request(SamplingParams(seed=2**63 - 1, n=2), 7)
 
 
 def test_drafts_of_a_pooling_request() -> None:
-    assert request.drafts_of(None, 7) == 7
+    assert request.max_drafts(None, 7) == 7
 
 
 @pytest.mark.parametrize("value", [-1, 8, 2.5, "3", True, [1]])
 def test_bad_numbers_are_refused(value: Any) -> None:
     with pytest.raises(VLLMValidationError, match=r"mtpc_drafts=.*allowed are whole numbers from 0 .* to 7") as caught:
-        request.check(SamplingParams(extra_args={"mtpc_drafts": value}), 7)
+        request.check_request(SamplingParams(extra_args={"mtpc_drafts": value}), 7)
     assert "\n" not in str(caught.value)
 
 
 def test_a_misspelt_name_is_refused_and_others_are_not_ours() -> None:
     with pytest.raises(VLLMValidationError, match=r"'mtpc_draft' is not known; .* did you mean mtpc_drafts\?"):
-        request.check(SamplingParams(extra_args={"mtpc_draft": 1}), 7)
-    request.check(SamplingParams(extra_args={"session_id": "a"}), 7)
+        request.check_request(SamplingParams(extra_args={"mtpc_draft": 1}), 7)
+    request.check_request(SamplingParams(extra_args={"session_id": "a"}), 7)

@@ -17,10 +17,11 @@ from tests.support.configs import engine_config, ptp_config, refusal
 from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
-from vllm_mtpc.proposers.config import schedule
-from vllm_mtpc.proposers.config.plan import most_drafts
+from vllm_mtpc.plan import draft_schedule as schedule
+from vllm_mtpc.plan.row_groups import most_drafts
+from vllm_mtpc.proposers.config.circuit_options import MtpcSpeculativeConfig
+from vllm_mtpc.proposers.v1.draft_planner import DraftPlanner
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
-from vllm_mtpc.proposers.v1.survival import Survival
 
 KEY = schedule.KEY
 CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n'
@@ -122,12 +123,12 @@ def test_a_head_that_multiplies_much_drafts_less() -> None:
 
 
 def test_unmeasured_positions_continue_the_measured_ones() -> None:
-    assert schedule._survival([0.8, 0.6], 4) == [0.8, 0.6, 0.3, 0.15]
-    assert schedule._survival([], 2) == [0.5, 0.25]
+    assert schedule.cumulative_acceptance([0.8, 0.6], 4) == [0.8, 0.6, 0.3, 0.15]
+    assert schedule.cumulative_acceptance([], 2) == [0.5, 0.25]
 
 
 def test_merged_ranges() -> None:
-    assert schedule.merged([4, 4, 1, 0, 0]) == [(1, 2, 4), (3, 3, 1), (4, 5, 0)]
+    assert schedule.merge_ranges([4, 4, 1, 0, 0]) == [(1, 2, 4), (3, 3, 1), (4, 5, 0)]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_figures_are_read() -> None:
 @pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
 def test_ptp_rows_follow_the_schedule(variant: str, draft_pass: str) -> None:
     spec = ptp_config(variant, draft_pass, [[1, 2, 7], [3, 4, 0], [5, 8, 2]])
-    plan, full = spec.plan(8), spec._plan_of(7, 8)
+    plan, full = spec.plan(8), spec._plan_for(7, 8)
     assert plan.bucket(2).rows == full.bucket(2).rows > plan.bucket(8).rows > 0
     assert plan.bucket(3) is None and plan.bucket(4) is None  # and not the bucket of the batch above
     assert most_drafts(plan.bucket(8), variant, plan.leading) == 2
@@ -173,15 +174,15 @@ def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str) -> None
 
 def test_a_step_without_drafts_does_not_run_the_head() -> None:
     proposer = object.__new__(MtpcProposer)  # without a model: running it would raise
-    proposer.num_drafts, proposer.cut, proposer.is_debug = 7, Counter(), True
-    proposer.survival = Survival(np.full((2, 7), 0.5), 0.1)
+    proposer.num_drafts, proposer.pruned, proposer.is_debug = 7, Counter(), True
+    proposer.planner = DraftPlanner(np.full((2, 7), 0.5), 0.1)
     requests = {name: SimpleNamespace(sampling_params=None) for name in "ab"}
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]), requests=requests)
     sampling = SimpleNamespace(generators={}, all_greedy=True)
     step = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=2, num_spec_tokens_to_schedule=0)
     assert proposer.propose(runner, [[1], [2, 3]], sampling, None, None, step) == [[], []]
     assert runner._draft_probs is None and runner._draft_prob_req_ids is None
-    assert proposer.cut == {"schedule": 14, "budget": 0, "request": 0}
+    assert proposer.pruned == {"schedule": 14, "budget": 0, "request": 0}
 
 
 # requests of different length end one after the other: the batch shrinks through every range
@@ -235,12 +236,18 @@ def test_seeded_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]
     assert drafts(seeded) == drafts(greedy) == 0 and drafts(said["shrinking"][1]) > drafts(said["shrinking"][0])
 
 
-def test_a_schedule_in_words() -> None:
+def test_the_schedule_is_described_in_the_log() -> None:
+    def describe(ranges: Any, is_v2: bool = True) -> str:
+        spec = SimpleNamespace(
+            num_speculative_tokens=7, num_speculative_tokens_per_batch_size=ranges, min_acceptance=None
+        )
+        return MtpcSpeculativeConfig.describe_drafts(spec, is_v2)
+
     ranges = [(1, 4, 7), (5, 5, 2), (6, 1024, 0)]
-    assert schedule.in_words(ranges, 7) == "drafts per step by running requests: 7 at 1 to 4, 2 at 5, none from 6 on"
-    assert schedule.in_words([(1, 1024, 3)], 7) == "drafts per step by running requests: 3 from 1 on"
-    assert schedule.in_words(None, 7) == "7 drafts per step, at any batch size"
-    assert "as many as pay" in schedule.in_words(None, 7, is_planned=True)
+    assert describe(ranges) == "drafts per step by running requests: 7 at 1 to 4, 2 at 5, none from 6 on"
+    assert describe([(1, 1024, 3)]) == "drafts per step by running requests: 3 from 1 on"
+    assert describe(None) == "7 drafts per step, at any batch size"
+    assert "as measured costs and acceptance decide" in describe(None, is_v2=False)
 
 
 def test_dense_data_parallel_engines_have_a_schedule(place: Any) -> None:
@@ -263,5 +270,5 @@ def test_experts_that_step_together_have_none(place: Any, is_moe: bool, monkeypa
     args = EngineArgs(str(place / "target"), speculative_config={"method": "mtpc", "model": str(place / "head")})
     spec = args.create_speculative_config(args.create_model_config(), ParallelConfig(data_parallel_size=2))
     assert spec.num_speculative_tokens_per_batch_size is None  # while vLLM makes the configuration
-    spec.take_own_schedule()
+    spec.restore_own_schedule()
     assert (spec.num_speculative_tokens_per_batch_size is None) == is_moe

@@ -215,10 +215,10 @@ def test_drafts_take_the_noise_of_their_verification(tmp_path: Path) -> None:
 
 def test_numbers_of_v1_equal_those_of_vllm() -> None:
     """In the order of `TopKTopPSampler.forward_cpu`; numbers that were read ahead are drawn again."""
-    from vllm_mtpc.proposers.v1.proposer import read_ahead, take
+    from vllm_mtpc.proposers.v1.proposer import draw_numbers, peek_numbers
 
     one, other = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
     drawn = [torch.randint(0, 2**31, (1,), generator=one, dtype=torch.long).item() for _ in range(9)]
-    assert read_ahead(other, 8).tolist() == drawn[:8]
-    assert take(other, 3).tolist() == drawn[:3] and read_ahead(other, 2).tolist() == drawn[3:5]
-    assert take(other, 6).tolist() == drawn[3:]
+    assert peek_numbers(other, 8).tolist() == drawn[:8]
+    assert draw_numbers(other, 3).tolist() == drawn[:3] and peek_numbers(other, 2).tolist() == drawn[3:5]
+    assert draw_numbers(other, 6).tolist() == drawn[3:]

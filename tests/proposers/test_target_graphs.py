@@ -11,8 +11,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.support.configs import ptp_config
-from vllm_mtpc.proposers.config import ptp as config_ptp
-from vllm_mtpc.proposers.config import schedule
+from vllm_mtpc.plan import draft_schedule as schedule
+from vllm_mtpc.proposers.config import ptp_options as config_ptp
 
 MAX_NUM_SEQS = 1024  # vLLM's default on a GPU of 80 GB and more
 
@@ -75,6 +75,6 @@ def test_default_schedule_of_ptp_has_few_lengths(
     assert (few[0][2], few[-1][2]) == (every[0][2], every[-1][2])
 
 
-def test_few_lengths_keeps_the_longest_drafts() -> None:
-    assert schedule.few_lengths([7, 7, 5, 4, 4, 4, 0]) == [7, 7, 4, 4, 4, 4, 0]
-    assert schedule.few_lengths([7, 2, 0]) == [7, 2, 0]
+def test_limit_lengths_keeps_the_longest_drafts() -> None:
+    assert schedule.limit_lengths([7, 7, 5, 4, 4, 4, 0]) == [7, 7, 4, 4, 4, 4, 0]
+    assert schedule.limit_lengths([7, 2, 0]) == [7, 2, 0]

@@ -26,19 +26,19 @@ from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.byte_llama import stop_ids
-from vllm_mtpc.proposers.config import refusals, versions
-from vllm_mtpc.proposers.config.mtpc import MtpcSpeculativeConfig
-from vllm_mtpc.proposers.patches import configured, endpoint, frontend, patch, sampling, scheduler, worker
-from vllm_mtpc.proposers.v1.runner import HeadModelRunner as runner_v1
+from vllm_mtpc.proposers.config import versions
+from vllm_mtpc.proposers.config.circuit_options import MtpcSpeculativeConfig, check_options
+from vllm_mtpc.proposers.patches import engine_args, patch, scheduler, vllm_patches, worker
+from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner as runner_v2
 
-PATCHES = patch.declared(frontend, sampling, configured)
+PATCHES = [one for one in (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD) if versions.vllm_minor() >= one.since]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
-    patch.apply(*patch.declared(configured))
+    patch.apply(*vllm_patches.WITH_HEAD)
 
 
 @pytest.mark.parametrize("declared", PATCHES, ids=lambda declared: declared.key)
@@ -103,12 +103,12 @@ def test_a_misspelled_method_is_answered_with_ours(method: str, hint: str) -> No
 
 def test_methods_of_vllm_are_not_taken_for_ours() -> None:
     for method in ("mtp", "ngram", "nothing like it", None):
-        frontend.refuse_misspelt(method)
+        engine_args.refuse_misspelt(method)
 
 
 def test_a_misspelled_option_is_answered_with_what_was_meant() -> None:
-    with pytest.raises(ServeConfigError, match="remove it; did you mean min_survival"):
-        refusals.refuse(refusals.of_request({"method": "mtpc", "min_survial": 0}, MtpcSpeculativeConfig.user_keys))
+    with pytest.raises(ServeConfigError, match="remove it; did you mean min_acceptance"):
+        check_options({"method": "mtpc", "min_aceptance": 0}, MtpcSpeculativeConfig.user_keys)
 
 
 def test_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_users_without_a_head_get_vllms_classes() -> None:
 
 # What plugin.register() imports: the rest of the package is for those who serve a head.
 REGISTERED = ("", ".plugin", ".proposers", ".proposers.patches", ".proposers.config", ".models")
-REGISTERED += tuple(f".proposers.patches.{name}" for name in ("frontend", "patch", "sampling"))
+REGISTERED += tuple(f".proposers.patches.{name}" for name in ("engine_args", "patch", "vllm_patches"))
 REGISTERED += tuple(f".proposers.config.{name}" for name in ("switches", "versions"))
 REGISTERED += tuple(f".models.{name}" for name in ("registration", "byte_llama", "byte_llama.stop_ids"))
 
@@ -216,7 +216,7 @@ def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_mtpc"]:
         if name.removeprefix("vllm_mtpc") not in REGISTERED:
             monkeypatch.setitem(sys.modules, name, None)  # importing it raises
-    for broken in ("configured", "worker", "scheduler"):
+    for broken in ("engine_classes", "worker", "scheduler"):
         monkeypatch.setitem(sys.modules, f"vllm_mtpc.proposers.patches.{broken}", None)
     with pytest.raises(ImportError):
         engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
@@ -232,7 +232,7 @@ def test_what_runs_at_every_step_without_a_head_costs_less_than_a_microsecond() 
 
     def theirs(*args: Any) -> None: ...
 
-    wrapped, x = sampling.expand_batch_to_tokens.replace(theirs), torch.empty(1, device="meta")
+    wrapped, x = vllm_patches.expand_batch_to_tokens.replace(theirs), torch.empty(1, device="meta")
 
     def seconds(call: Any) -> float:
         return min(timeit.repeat(lambda: call(x, None, 3, 0, 0), number=1000, repeat=50)) / 1000
@@ -244,9 +244,8 @@ def test_only_config_and_the_mend_are_replaced_without_a_head() -> None:
     """In the classes that run at every step nothing is."""
     for made in (GPUModelRunner, runner_v2.__mro__[1], Worker, Scheduler, AsyncScheduler):
         assert not [name for name, value in vars(made).items() if getattr(value, "__module__", "").startswith("vllm_m")]
-    newest = tuple(map(int, versions.TESTED[-1].split(".")))
-    assert len(patch.declared(frontend, sampling, configured, minor=newest)) <= 11
-    assert {one.module for one in patch.declared(frontend, sampling)} == {
+    assert len(PATCHES) <= 11
+    assert {one.module for one in vllm_patches.EVERY_PROCESS} == {
         "vllm.engine.arg_utils",
         "vllm.config.vllm",
         "vllm.v1.sample.rejection_sampler",
@@ -257,7 +256,7 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     page = (root / "docs" / "internals.md").read_text(encoding="utf-8")
     table = page.partition("\n| vLLM attribute |")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
-    files = (frontend, sampling, configured, endpoint, stop_ids)
-    every = {one.key for one in patch.declared(*files, minor=tuple(map(int, versions.TESTED[-1].split("."))))}
+    patches = (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD, *vllm_patches.WITH_HEAD_SWAP)
+    every = {one.key for one in (*patches, stop_ids.try_get_generation_config)}
     every |= {"vllm.v1.worker.gpu.model_runner:init_speculator"}
     assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 14

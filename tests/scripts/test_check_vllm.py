@@ -82,6 +82,22 @@ def test_moved_attribute_is_found(check: ModuleType, file: str, old: str, new: s
     assert any(one[: len(finding)] == finding for one in found) if finding else found == []
 
 
+def test_attribute_that_only_later_releases_have(check: ModuleType) -> None:
+    """A patch with a first release is asked of sources from that release on; sources say which they are."""
+    key = next(one.key for one in check.EVERY_PROCESS if one.since > (0, 32))
+
+    class Of(check.Sources):
+        def __init__(self, minor: str) -> None:
+            super().__init__(check.installed())
+            self.number = minor
+
+        def _read(self, path: str) -> str | None:
+            return f"__version_tuple__ = {self.number}" if path == "vllm/_version.py" else super()._read(path)
+
+    assert key not in {finding.name for finding in check.replaced(Of("(0, 32, 1)"))}
+    assert key in {finding.name for finding in check.replaced(Of("(0, 33, 0)"))}
+
+
 def test_folder_without_vllm_is_refused(check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["check_vllm.py", "--sources", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"has no vllm/__init__\.py; name the folder above it"):

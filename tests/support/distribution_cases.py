@@ -37,8 +37,8 @@ HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
 OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}}
 OPTIONS["loud tokens"] = {"token_rank": 2, "token_scale": 10.0}
 PTP = ("o-ptp", "c-ptp", "late")
-DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}
-CUT = {**DRAFT_ALL, "min_survival": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
+DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}
+CUT = {**DRAFT_ALL, "min_acceptance": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
 PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of a step's drafts, and after
 

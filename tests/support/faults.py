@@ -24,7 +24,7 @@ V1_REJECTION = "vllm.v1.sample.rejection_sampler.rejection_sample"
 V2_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
 HEAD_WORKER = "vllm_mtpc.proposers.patches.worker.HeadWorker"
 BACKBONE, LAYERED = f"{V2}.backbone_speculator", f"{V2}.layered"
-GRAMMAR = "vllm_mtpc.proposers.heads.grammar"
+GRAMMAR = "vllm_mtpc.proposers.heads.grammar_masks"
 UNIFORM = 0.15  # the share of a uniform distribution in a wrong q
 MARKED = 0  # the token whose drafts are thrown away
 LENGTHS = (3, 1, 0, 2)  # numbers of drafts, in turns
@@ -226,7 +226,7 @@ def _jumping_clocks() -> Patches:
 def _wait_for_grammar(original: Any) -> Any:
     def start(self: Any, name: str, params: Any) -> None:
         original(self, name, params)
-        while (follower := self.followers.get(name)) and follower.asked and follower.asked.grammar is None:
+        while (follower := self.followers.get(name)) and follower.compiling and follower.compiling.grammar is None:
             time.sleep(0.001)
 
     return start
@@ -310,7 +310,9 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "noise of the first row": _other_noise(of_first_row=True),
     "noise of drafts": _other_noise(is_drafting=True),
     "noise of other tokens": {
-        f"{V1}.runner.draw": lambda original: lambda logits, numbers: original(logits, numbers.roll(-1) + 1)
+        f"{V1}.model_runner_v1.sample_tokens": lambda original: (
+            lambda logits, numbers: original(logits, numbers.roll(-1) + 1)
+        )
     },
     "noted_seeds": {
         f"{V2}.speculator.step_seeds": recorders.noted_seeds("speculator"),
@@ -320,7 +322,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "one stream": {f"{SPECULATOR}._generate_draft": _one_stream},
     "drafts of their own": {f"{SPECULATOR}._generate_draft": _own_stream},
     "drafts of their own v1": {
-        f"{V1}.proposer.read_ahead": lambda original: lambda generator, count: original(generator, count) ^ 1
+        f"{V1}.proposer.peek_numbers": lambda original: lambda generator, count: original(generator, count) ^ 1
     },
     "scored without tokens": {f"{SPECULATOR}._generate_draft": _scored_without_tokens},
     "drawn cut": {"vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids": _length_of_drawn},

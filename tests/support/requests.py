@@ -37,7 +37,7 @@ METHODS = {
         "ptp": {"method": "ptp", "model": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 48},
     },
 }
-ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_survival": 0}  # no plan, no pruning
+ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}  # no plan, no pruning
 ON = {name: pytest.mark.column(name) for name in ("mtpc on V1", "mtpc on V2", "ptp on V2")}
 COLUMNS = [
     pytest.param("v1", "mtpc", marks=ON["mtpc on V1"]),

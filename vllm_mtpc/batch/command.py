@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _summary(total: Counter[str], seconds: float, accepted: Acceptance, output: str) -> str:
     steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.steps or accepted.drafts else ""
-    if cut := accepted.cut_line():
+    if cut := accepted.pruned_line():
         steps += f" ({cut})"
     return (
         f"{total['lines']:,} lines answered, {total['errors']:,} of them with an error; {total['tokens']:,} tokens in "

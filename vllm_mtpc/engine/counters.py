@@ -17,7 +17,7 @@ DEFINITIONS = (
     "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
 )
 _PREFIX, _POSITIONS = "vllm:spec_decode_", "num_accepted_tokens_per_pos"
-CUTS = ("schedule", "survival", "budget", "request")
+PRUNED_BY = ("schedule", "confidence", "budget", "request")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Acceptance:
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     steps: int = 0  # of single requests, all of them; 0 if not counted (other methods)
-    cut: tuple[int, ...] = ()  # pruned drafts, by CUTS
+    pruned: tuple[int, ...] = ()  # by PRUNED_BY
 
     @property
     def tokens_per_step(self) -> float:
@@ -45,14 +45,14 @@ class Acceptance:
         return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
 
     @property
-    def cut_shares(self) -> dict[str, float]:
-        """Shares of pruned drafts by CUTS; empty if not counted."""
-        room = self.draft_tokens + sum(self.cut)
-        return {name: count / room for name, count in zip(CUTS, self.cut, strict=False)} if room else {}
+    def pruned_shares(self) -> dict[str, float]:
+        """Shares of pruned drafts by PRUNED_BY; empty if not counted."""
+        room = self.draft_tokens + sum(self.pruned)
+        return {name: count / room for name, count in zip(PRUNED_BY, self.pruned, strict=False)} if room else {}
 
-    def cut_line(self) -> str:
-        """Return e.g. "drafts pruned: schedule 12 %, survival 30 %"; empty if not counted."""
-        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.cut_shares.items())
+    def pruned_line(self) -> str:
+        """Return e.g. "drafts pruned: schedule 12 %, confidence 30 %"; empty if not counted."""
+        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.pruned_shares.items())
         return f"drafts pruned: {shares}" if shares else ""
 
     def __add__(self, other: Acceptance, sign: int = 1) -> Acceptance:
@@ -90,5 +90,7 @@ class Acceptance:
             totals["num_accepted_tokens", ""],
             tuple(totals[_POSITIONS, position] for position in positions),
             totals["steps", ""],
-            tuple(totals["drafts_cut", by] for by in CUTS) if any(name == "drafts_cut" for name, _ in totals) else (),
+            tuple(totals["drafts_pruned", by] for by in PRUNED_BY)
+            if any(name == "drafts_pruned" for name, _ in totals)
+            else (),
         )

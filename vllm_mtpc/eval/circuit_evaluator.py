@@ -77,7 +77,7 @@ class MtpcEvaluator(Evaluator):
 
     @staticmethod
     def serving(args: Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
-        return {"min_survival": 0}
+        return {"min_acceptance": 0}
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
         return Sampling(temperature, top_p, self.config.draft_sample_method == "greedy", top_k)

@@ -70,14 +70,14 @@ def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
     import torch
 
     from vllm_mtpc.checkpoint.load import read_circuit_config
-    from vllm_mtpc.heads.memory import by_batch, draft_memory
-    from vllm_mtpc.proposers.config.schedule import default_schedule
+    from vllm_mtpc.plan.draft_schedule import default_schedule, expand_schedule
+    from vllm_mtpc.proposers.config.draft_memory import draft_memory
 
     config = read_circuit_config(folder)
     drafts, is_drawn = config.num_speculative_tokens, config.draft_sample_method == "probabilistic"
     ranges = default_schedule(measured_acceptance(folder).values(), drafts, is_cpu=False)
     found = draft_memory(
-        config, by_batch(ranges, max_num_seqs, drafts), drafts, torch.bfloat16, num_ranks, is_drawn=is_drawn
+        config, expand_schedule(ranges, max_num_seqs, drafts), drafts, torch.bfloat16, num_ranks, is_drawn=is_drawn
     )
     return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks} | {
         f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()

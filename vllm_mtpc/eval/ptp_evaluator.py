@@ -37,7 +37,7 @@ from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, generate
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.proposers.config.plan import VARIANTS, GroupTable, choose_groups, drafts_of_rows
+from vllm_mtpc.plan.row_groups import VARIANTS, GroupTable, choose_groups, drafts_of_rows
 
 ROWS_PER_DRAFT = (2, 4)  # budgets in the table: auxiliary rows per draft of a step
 NOT_PICKED = 0.01  # share of tokens that may differ from the token u picks, by rounding

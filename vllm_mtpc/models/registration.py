@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from vllm_mtpc.models.byte_llama import stop_ids
-from vllm_mtpc.proposers.patches.patch import apply, declared, when_imported
+from vllm_mtpc.proposers.patches.patch import apply, when_imported
 
 ARCHITECTURES = {
     "EvaByteForCausalLM": "vllm_mtpc.models.evabyte.model:EvaByteForCausalLM",
@@ -20,7 +20,7 @@ ARCHITECTURES = {
 
 def register() -> None:
     """Register everything; a second call has no effect."""
-    apply(*declared(stop_ids))
+    apply(stop_ids.try_get_generation_config)
     for module, fill in (
         ("vllm.model_executor.models.registry", _models),
         ("vllm.transformers_utils.config", _configs),

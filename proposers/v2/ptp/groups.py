@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_mtpc.proposers.config.plan import VARIANTS, Bucket, accepted_of
+from vllm_mtpc.plan.row_groups import VARIANTS, Bucket, accepted_of
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp_config import PtpConfig

@@ -8,7 +8,7 @@ for each number d of drafts that may be accepted:
 
 If a drafts are accepted, the states of group a give the next drafts: o-ptp takes the argmax of each row but the first
 (which carries the u of the token that verification picks), c-ptp picks with the u of each row's successor. The other
-groups are dropped; `config/plan.py` gives rows to the groups where drafts are likely to end.
+groups are dropped; `vllm_mtpc/plan/row_groups.py` gives rows to the groups where drafts are likely to end.
 
 Differences from PtpSpeculator:
   * The student's forward pass replaces the target's: it runs over the batch that vLLM prepared, then the groups.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.config.plan import Bucket
+from vllm_mtpc.plan.row_groups import Bucket
 from vllm_mtpc.proposers.v2.ptp.groups import (
     Layout,
     cumulative_acceptance,

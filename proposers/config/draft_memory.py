@@ -1,13 +1,14 @@
-"""What a head takes of a device's memory while it is served, in bytes, known before anything is loaded.
+"""Device memory of a served head in bytes, computed before anything is loaded.
 
-The head, the kernels' buffers and a draft's products are made on torch's "meta" device, where tensors have a shape and
-no contents, and what lives at once is counted: no size is written down a second time.
+The head, the kernels' buffers and the products of a draft are made on torch's "meta" device, and the bytes of all
+tensors that are alive at once are counted.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,17 +41,9 @@ class DraftMemory(NamedTuple):
     activation: int  # at once during the largest draft, next to both
 
 
-def by_batch(ranges: Sequence[tuple[int, int, int]] | None, max_num_seqs: int, num_drafts: int) -> list[int]:
-    """Drafts of each batch size up to max_num_seqs, as vLLM's scheduler looks them up; [0] means nothing.
-
-    ranges: (smallest batch, largest batch, drafts), from batch 1 on; what is between two is the former's. None:
-    num_drafts in all.
-    """
-    ranges = ranges or [(1, max_num_seqs, num_drafts)]
-    table = [0]
-    for end, (_, _, drafts) in zip([low for low, _, _ in ranges[1:]] + [max_num_seqs + 1], ranges, strict=True):
-        table += [drafts] * (end - len(table))
-    return table[: max_num_seqs + 1]
+def weights_of(folder: Path) -> int:
+    """Return the bytes of the safetensors in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def rows_at_once(
@@ -60,10 +53,16 @@ def rows_at_once(
     logits_dtype: torch.dtype,
     graph_sizes: Sequence[int] = (),
 ) -> dict[int, int]:
-    """Requests that are drafted for at once, by their number of drafts, the largest draft first.
+    """Return the number of requests drafted for at once by number of drafts K, the largest draft first.
 
-    As many as drafts_by_batch[n] (drafts of a batch of n; [0] means nothing) gives so many, and LOGITS_BYTES hold; one
-    at least; CUDA graphs pad batches to graph_sizes. num_drafts: what is said where no batch gets a draft.
+    It is the largest batch with K drafts whose logits fit in LOGITS_BYTES, at least 1.
+
+    Args:
+        head: the head.
+        drafts_by_batch: K by batch size; index 0 is unused.
+        num_drafts: K where no batch has drafts.
+        logits_dtype: dtype of the logits.
+        graph_sizes: batch sizes of CUDA graphs, to which batches are padded.
     """
     largest = {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts} or {num_drafts: 1}
     largest = {
@@ -72,10 +71,10 @@ def rows_at_once(
     }
 
     def size(drafts: int) -> int:
-        """Bytes of the logits [1, 1 + K, r, V] of a request, and of those of x_1 in float32 next to them.
+        """Return the bytes of a request's logits [1, 1 + K, r, V], and of those of x_1 in float32.
 
-        What components have in common, [1, 1 + K, V], is next to them too. A rank that has some columns
-        only has the conditionals [1, K, V] next to them twice: its own, and all.
+        Heads of `component_rank` also have [1, 1 + K, V] logits, and a rank with some of the columns has its own
+        conditionals [1, K, V] and those of all ranks.
         """
         shard, r = head.leaf_shard, head.circuit.num_components
         columns = shard.rows if shard else head.vocab_size
@@ -98,10 +97,16 @@ def draft_memory(
     device_type: str = "cuda",
     is_drawn: bool = True,
 ) -> DraftMemory:
-    """Memory on one rank of Model Runner V2, for a target in `dtype` and head_dtype auto.
+    """Return the memory on one rank of Model Runner V2 for head_dtype auto.
 
-    drafts_by_batch as in `rows_at_once`, one entry for each batch size up to max_num_seqs. is_drawn: False where
-    draft_sample_method is greedy, and no conditionals are kept to verify drafts with.
+    Args:
+        config: a HeadConfig.
+        drafts_by_batch: K by batch size up to max_num_seqs; index 0 is unused.
+        num_drafts: the largest K.
+        dtype: the target's.
+        num_ranks: tensor-parallel ranks.
+        device_type: "cuda" or "cpu".
+        is_drawn: whether drafts are sampled; greedy drafts store no conditionals.
     """
     with torch.device("meta"), torch.inference_mode():
         head = build_head(config).to(dtype)
@@ -139,7 +144,7 @@ def draft_memory(
 
 
 def _passed(head: BackboneHead, rows: int, dtype: torch.dtype) -> Tensor:
-    """What the head reads of each request, made by its backbone's pass, whose context is in the KV cache."""
+    """Return the backbone's output that the head reads; its context is in the KV cache."""
     count, backbone = head.num_queries, head.backbone
     queries, position = torch.empty(rows, count, head.hidden_size, dtype=dtype), torch.empty(rows, count)
     context = backbone.context(torch.empty(rows, 0, backbone.fc.in_features, dtype=dtype), torch.empty(rows, 0))
@@ -147,7 +152,7 @@ def _passed(head: BackboneHead, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def divides_logits(head: Head, num_ranks: int) -> bool:
-    """Whether each rank keeps its columns of the logits: not of small leaves."""
+    """Return whether each rank keeps its columns of the logits, which pays for large leaves."""
     return num_ranks > 1 and not is_small(head.circuit.num_components, head.vocab_size)
 
 
@@ -171,7 +176,7 @@ def _lm_head(vocab_size: int, num_ranks: int, is_divided: bool) -> tuple[Callabl
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made while it is entered and still alive; `peak`: the most at once."""
+    """Counts the bytes of live tensors made while it is active; `peak`: the most at once."""
 
     now = peak = 0
 

@@ -1,21 +1,21 @@
-"""Auxiliary rows of PTP heads: how many a pass carries at each batch size, which group gets them, and their KV blocks.
+"""Auxiliary rows of PTP heads: the groups of rows of each batch size, and their KV blocks.
 
-A *group* is a run of auxiliary rows that reads a request's first c tokens and itself. Two passes have one group per
-request, led by the token that was just chosen. The merged pass verifies v drafts and drafts the next step's at once:
-before it is known how many drafts are accepted, a group of n_d rows stands ready for each number d. `max_aux_rows`
-limits the rows of a whole batch: larger batches draft less, and beyond the last size not at all. Everything here
-follows from the configuration alone: the scheduler's process and every worker agree on it.
+A group is a run of auxiliary rows that attends to the first c tokens of a request and to itself. With two passes each
+request has one group, after the token that was just sampled. The merged pass verifies v drafts and drafts for the next
+step at once: since the number of accepted drafts d is not known yet, there is a group of n_d rows for each d.
+`max_aux_rows` limits the rows of a whole batch, so larger batches draft less. Plans depend on the configuration alone:
+the scheduler's process and all workers have the same.
 
-The steps of a request with the merged pass are a Markov chain whose state is v, the drafts of the step:
+The steps of a request with the merged pass are a Markov chain with state v, the drafts of the step:
 
     P(d accepted | v) = S_d - S_(d+1) for d < v, S_v for d = v;   next v = drafts(n_d)
-    drafts(n) = n - 1 (o-ptp: row 0 only tells the others which token comes first) or n (c-ptp), at most K
+    drafts(n) = n - 1 (o-ptp: row 0 only carries the first token) or n (c-ptp), at most K
 
-with S_g = P(at least g leading drafts are right), measured. A table maximises the tokens per step of the chain's
-stationary distribution over all n with sum n_d <= B. By the performance difference lemma a change of n_d is worth, to
-first order, pi_d w(drafts(n_d)): pi the stationary distribution of d, w(v) the value of starting a step with v drafts.
-So a table is found by policy iteration: values of the present one, best allocation for them (a knapsack, solved
-exactly), again; then by exchanges of rows between two groups, each judged by its exact tokens per step.
+with S_g = P(at least g leading drafts are accepted), measured. A table maximises the tokens per step of the chain's
+stationary distribution over all n with sum n_d <= B. To first order a change of n_d is worth pi_d w(drafts(n_d)): pi is
+the stationary distribution of d, w(v) the value of starting a step with v drafts (performance difference lemma). A
+table is found by policy iteration (values of the current table, then the best allocation for them, a knapsack), then by
+exchanges of rows between two groups, each evaluated exactly.
 """
 
 from __future__ import annotations
@@ -32,23 +32,28 @@ if TYPE_CHECKING:
     from vllm_mtpc.config.ptp_config import PtpConfig
 
 MAX_ROUNDS = 100
-MAX_STARTS = 8  # of either kind
-MAX_EXCHANGES = 256  # judged exactly in one round, the most promising ones
-# Chance that a request ends: the chain has one stationary distribution, that of requests that start again.
+MAX_STARTS = 8  # of each of the two kinds of start
+MAX_EXCHANGES = 256  # evaluated exactly per round
+# Chance that a request ends and another starts, which makes the stationary distribution unique
 RESTART = 1e-9
-VARIANTS = {"o-ptp": 1, "c-ptp": 0, "late": 1, "independent": 1}  # rows of a group that draft nothing
-ASSUMED = 0.7  # chance of a further draft to be right, for a head that was never measured
+VARIANTS = {"o-ptp": 1, "c-ptp": 0, "late": 1, "independent": 1}  # rows of a group without a draft
+ASSUMED = 0.7  # acceptance of a further draft, for a head that was not measured
 
 
 class Bucket(NamedTuple):
-    """The groups of every request in a batch of at most `max_batch`: rows of each, by drafts accepted before it."""
+    """The groups of each request in a batch.
+
+    Attributes:
+        max_batch: the largest batch size.
+        sizes: rows of the group for d accepted drafts, d = 0, 1, ...
+    """
 
     max_batch: int
     sizes: tuple[int, ...]
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Accepted drafts d of the groups that have rows."""
+        """Numbers d of accepted drafts whose groups have rows."""
         return tuple(d for d, size in enumerate(self.sizes) if size)
 
     @property
@@ -58,19 +63,25 @@ class Bucket(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Buckets by batch size; `leading`: rows of real tokens at the head of each group (two passes: 1, merged: 0)."""
+    """Groups by batch size.
+
+    Attributes:
+        buckets: by increasing `max_batch`.
+        leading: rows of real tokens at the start of each group (two passes: 1, merged: 0).
+        dynamic: whether the sizes of a request's groups depend on the confidence of its drafts.
+    """
 
     buckets: tuple[Bucket, ...]
     leading: int
     dynamic: bool = False
 
     def bucket(self, num_reqs: int) -> Bucket | None:
-        """The groups for a batch; None where it is not drafted for."""
+        """Return the groups for a batch of num_reqs; None if it has no drafts."""
         found = next((bucket for bucket in self.buckets if num_reqs <= bucket.max_batch), None)
         return found if found is not None and found.rows else None
 
     def num_groups(self, bucket: Bucket) -> int:
-        """Groups per request; with dynamic sizes each of them may get rows."""
+        """Return the groups per request; with dynamic sizes every d may have rows."""
         return len(bucket.sizes) if self.dynamic and bucket.rows else len(bucket.groups)
 
     @property
@@ -80,34 +91,34 @@ class Plan(NamedTuple):
 
     @property
     def max_group_rows(self) -> int:
-        """Rows of the longest group, its leading ones included."""
+        """Rows of the longest group, including leading ones."""
         longest = max((bucket.rows if self.dynamic else max(bucket.sizes) for bucket in self.buckets), default=0)
         return longest + self.leading
 
     @property
     def max_rows(self) -> int:
-        """Rows of the groups of a whole batch."""
+        """Rows of all groups of a batch."""
         drafting = (bucket for bucket in self.buckets if bucket.rows)
         return max((bucket.max_batch * (bucket.rows + self.leading) for bucket in drafting), default=0)
 
     def blocks_per_group(self, block_size: int) -> int:
-        """KV blocks a group needs: it may start anywhere in its first one."""
+        """Return the KV blocks of a group, which may start anywhere in its first block."""
         return -(-(block_size - 1 + self.max_group_rows) // block_size)
 
     def num_blocks(self, block_size: int) -> int:
-        """KV blocks set aside for auxiliary rows."""
+        """Return the KV blocks reserved for auxiliary rows."""
         return self.max_groups * self.blocks_per_group(block_size)
 
 
 class GroupTable(NamedTuple):
-    """``sizes[d]``: rows of the group for d accepted drafts, d = 0..K; ``expected_tokens``: per step, stationary."""
+    """`sizes[d]`: rows of the group for d accepted drafts; `expected_tokens`: per step, stationary."""
 
     sizes: tuple[int, ...]
     expected_tokens: float
 
 
 def accepted_of(head: PtpConfig) -> list[float]:
-    """P(exactly g drafts accepted), g = 0 .. n - 1: as measured, else independent drafts that are right at ASSUMED."""
+    """Return P(exactly g drafts accepted), g = 0 .. n - 1: measured, else of independent drafts at ASSUMED."""
     if head.accepted is not None:
         return list(head.accepted)
     last = head.window - 1
@@ -115,9 +126,9 @@ def accepted_of(head: PtpConfig) -> list[float]:
 
 
 def two_pass_plan(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_rows: int) -> Plan:
-    """One group per request; its first draft comes from the leading token's own row.
+    """Return the plan of two passes: one group per request, whose first draft comes from the leading token's row.
 
-    K drafts need K auxiliary rows (o-ptp: one of them only says which token the first draft is) or K - 1 (c-ptp).
+    K drafts take K auxiliary rows (o-ptp) or K - 1 (c-ptp). For the arguments see `merged_plan`.
     """
     full = max(1, num_drafts - 1 + VARIANTS[head.variant])
     rows = {batch: min(full, max_aux_rows // batch - 1) for batch in _doubled(max_num_seqs)}
@@ -132,9 +143,18 @@ def merged_plan(
     rows_per_request: int | None = None,
     dynamic: bool = False,
 ) -> Plan:
-    """Groups of the merged pass, sizes chosen from the head's measured acceptance, for batches of 1, 2, 4, 8, ...
+    """Return the plan of the merged pass for batches of 1, 2, 4, 8, ... from the head's measured acceptance.
 
-    A request has ``rows_per_request`` (None: as many as are of use), in large batches fewer: ``max_aux_rows`` are all.
+    Args:
+        head: config of the head.
+        num_drafts: K.
+        max_num_seqs: the largest batch.
+        max_aux_rows: the most auxiliary rows of a batch.
+        rows_per_request: the most of one request; None: as many as are useful.
+        dynamic: see `Plan`.
+
+    Raises:
+        ServeConfigError: an argument is out of range.
     """
     if max_num_seqs < 1 or max_aux_rows < 0:
         raise ServeConfigError(
@@ -153,7 +173,12 @@ def merged_plan(
 
 
 def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int]) -> Plan:
-    """One plan of those that plan_of(K) gives for K drafts: drafts_by_batch[n - 1] of them in a batch of n, 0: none."""
+    """Return one plan for drafts by batch size.
+
+    Args:
+        plan_of: returns the plan for K drafts.
+        drafts_by_batch: K of batch size n at index n - 1; 0: none.
+    """
     plans = {drafts: plan_of(drafts) for drafts in set(drafts_by_batch) if drafts}
     width = 1 + max(plans, default=0)
     buckets: list[Bucket] = []
@@ -166,20 +191,28 @@ def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int
 
 
 def most_drafts(bucket: Bucket | None, variant: str, leading: int) -> int:
-    """The most drafts that a group of a bucket can give."""
+    """Return the most drafts of a group of a bucket; 0 without one."""
     return max(0, max(bucket.sizes) + leading - VARIANTS[variant]) if bucket else 0
 
 
 def drafts_of_rows(rows: Any, variant: str) -> Any:
-    """Drafts of groups of so many rows in the merged pass (arrays or tensors of integers)."""
+    """Return the drafts of groups with so many rows in the merged pass (arrays or tensors of integers)."""
     return (rows - VARIANTS[variant]).clip(min=0)
 
 
 def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, variant: str, window: int) -> GroupTable:
-    """Rows of each group of one request, at most ``budget`` in all.
+    """Return the table of groups of one request with the most tokens per step.
 
-    ``accepted``: P(exactly g drafts are right), g = 0, 1, ... (drafts beyond its end never are); ``num_drafts``: K.
-    Raises HeadConfigError or ServeConfigError where a value is not possible.
+    Args:
+        accepted: P(exactly g drafts are right), g = 0, 1, ...; missing ones are 0.
+        num_drafts: K.
+        budget: the most rows.
+        variant: "o-ptp", "c-ptp", "late" or "independent".
+        window: of the head.
+
+    Raises:
+        HeadConfigError: `variant` or `accepted` is not valid.
+        ServeConfigError: `num_drafts` or `budget` is out of range.
     """
     chain = _Chain(accepted, num_drafts, budget, variant, window)
     if budget >= chain.full_budget:
@@ -190,12 +223,12 @@ def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, varia
 
 
 def _doubled(most: int) -> list[int]:
-    """1, 2, 4, 8, ... and `most`."""
+    """Return 1, 2, 4, 8, ... and `most`."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def _merged(buckets: list[Bucket]) -> tuple[Bucket, ...]:
-    """Neighbours with the same groups as one."""
+    """Merge neighbours with the same groups."""
     return tuple(list(same)[-1] for _, same in groupby(buckets, key=lambda bucket: bucket.sizes))
 
 
@@ -219,18 +252,18 @@ class _Chain:
         self.drafts, self.budget, self.variant = num_drafts, budget, variant
         self.most = num_drafts + VARIANTS[variant]  # rows of a group that are of use
         self.full_budget = (num_drafts + 1) * self.most
-        survival = np.zeros(max(num_drafts + 1, len(chances)))
-        survival[: len(chances)] = chances[::-1].cumsum()[::-1] / chances.sum()
-        survival = np.minimum.accumulate(survival[: num_drafts + 1])  # S_0 = 1, ..., S_K
-        self.tokens = survival.cumsum()  # [K + 1] of a step with v drafts
+        cumulative = np.zeros(max(num_drafts + 1, len(chances)))
+        cumulative[: len(chances)] = chances[::-1].cumsum()[::-1] / chances.sum()
+        cumulative = np.minimum.accumulate(cumulative[: num_drafts + 1])  # S_0 = 1, ..., S_K
+        self.tokens = cumulative.cumsum()  # [K + 1] of a step with v drafts
         v, d = np.ogrid[: num_drafts + 1, : num_drafts + 1]
-        below = np.append(survival[1:], 0)
-        chance_of_d = np.where(d < v, survival - below, np.where(d == v, survival, 0.0))
+        below = np.append(cumulative[1:], 0)
+        chance_of_d = np.where(d < v, cumulative - below, np.where(d == v, cumulative, 0.0))
         self.transition = (1 - RESTART) * chance_of_d  # [v, d]
         self.transition[:, 0] += RESTART
 
     def stationary(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens per step [...] and distribution of d [..., K + 1] of tables sizes[..., K + 1]."""
+        """Return tokens per step [...] and the distribution of d [..., K + 1] of tables sizes[..., K + 1]."""
         drafts = drafts_of_rows(sizes, self.variant)
         step = self.transition[drafts]  # [..., d, next d]
         system = np.eye(step.shape[-1]) - step + 1
@@ -238,8 +271,8 @@ class _Chain:
         return (visits * self.tokens[drafts]).sum(-1), visits
 
     def values(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Stationary distribution [K + 1] of d, and by v [K + 1] the tokens of a step with v drafts and, relative to
-        the mean, of all behind it."""
+        """Return the stationary distribution of d [K + 1], and w [K + 1]: tokens of a step with v drafts and, relative
+        to the mean, of all later steps."""
         tokens, visits = self.stationary(sizes)
         drafts = drafts_of_rows(sizes, self.variant)
         step = self.transition[drafts]
@@ -251,7 +284,7 @@ class _Chain:
         return GroupTable(tuple(sizes.tolist()), float(self.stationary(sizes)[0]))
 
     def starts(self) -> Iterator[np.ndarray]:
-        """Tables to improve on: what chains of steps of several lengths need most often, and tables drawn at random."""
+        """Yield start tables: for chains of several lengths, and random ones."""
         for length in np.unique(np.geomspace(1, self.drafts, MAX_STARTS).round().astype(int)):
             yield self.allocate(self.transition[length], self.tokens, length + VARIANTS[self.variant])
         random = np.random.default_rng(0)
@@ -259,7 +292,7 @@ class _Chain:
             yield self.allocate(random.dirichlet(np.full(self.drafts + 1, 0.5)), self.tokens, self.most)
 
     def improved(self, sizes: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Applies ``step`` as long as tokens per step rise."""
+        """Apply `step` while tokens per step rise."""
         tokens = self.stationary(sizes)[0]
         for _ in range(MAX_ROUNDS):
             better = step(sizes)
@@ -273,7 +306,7 @@ class _Chain:
         return self.allocate(*self.values(sizes), self.most)
 
     def allocate(self, visits: np.ndarray, worth: np.ndarray, most: int) -> np.ndarray:
-        """The table with the largest sum of visits[d] worth[drafts(n_d)], n_d <= ``most``: a knapsack."""
+        """Return the table with the largest sum of visits[d] worth[drafts(n_d)], n_d <= `most`: a knapsack."""
         gain = worth[drafts_of_rows(np.arange(most + 1), self.variant)]  # by rows
         padded = np.full(most + self.budget + 1, -np.inf)
         padded[most:] = 0.0  # best sum of the groups so far, by rows they may have; nothing below 0 rows
@@ -290,7 +323,7 @@ class _Chain:
         return np.array(sizes[::-1])
 
     def exchanged(self, sizes: np.ndarray) -> np.ndarray:
-        """The best table in which one group has fewer rows and another one those that became free."""
+        """Return the best table in which one group gives rows to another."""
         visits, worth = self.values(sizes)
         worth = visits[:, None] * worth[drafts_of_rows(np.arange(self.most + 1), self.variant)]  # [d, rows]
         giver, taker, left = np.meshgrid(*map(np.arange, (len(sizes), len(sizes), self.most)), indexing="ij")

@@ -1,8 +1,7 @@
-"""`speculative_config` of method ptp: its own options, the targets it is served on, and the blocks it sets aside."""
+"""`speculative_config` of method ptp: its options, their checks, and the KV blocks that it reserves."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,24 +11,26 @@ from vllm.platforms import current_platform
 
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.config import refusals
-from vllm_mtpc.proposers.config.mtpc import COMMON_KEYS, MtpcSpeculativeConfig, weights_of
-from vllm_mtpc.proposers.config.plan import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
-from vllm_mtpc.proposers.config.schedule import Schedule, few_lengths, merged
+from vllm_mtpc.plan.draft_schedule import KEY, Schedule, expand_schedule, limit_lengths, merge_ranges
+from vllm_mtpc.plan.row_groups import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
+from vllm_mtpc.proposers.config.circuit_options import COMMON_KEYS, MtpcSpeculativeConfig, check_final_norm
+from vllm_mtpc.proposers.config.draft_memory import weights_of
+from vllm_mtpc.proposers.config.engine_checks import check_second_pass, check_structured_outputs, how_to_v2
+from vllm_mtpc.proposers.config.switches import logger
 
-logger = logging.getLogger("vllm.mtpc")
-
-CPU_BLOCK_SIZE = 32  # the smallest vLLM's CPU attention takes: each group of rows owns blocks of this size
+CPU_BLOCK_SIZE = 32  # the smallest of vLLM's CPU attention; each group of rows owns blocks of this size
 
 
 @config
 class PtpSpeculativeConfig(MtpcSpeculativeConfig):
-    """Options of a PTP head.
+    """vLLM's SpeculativeConfig for a PTP head.
 
-    draft_pass: draft inside the target's own pass, or in a second one. max_aux_rows: auxiliary rows of a whole batch;
-    larger batches draft less. aux_rows_per_request: at most so many for one request (merged pass). group_sizes: one
-    table of group sizes per batch size, or sizes by how sure each request's drafts are. u_table: 256 embeddings
-    instead of one computed for each u.
+    Attributes:
+        draft_pass: whether drafts come from the target's own pass ("merged") or from a second one.
+        max_aux_rows: auxiliary rows of a whole batch; larger batches draft less.
+        aux_rows_per_request: the most auxiliary rows of one request (merged pass).
+        group_sizes: one table of group sizes per batch size, or sizes by the confidence of each request's drafts.
+        u_table: 256 precomputed embeddings of u instead of one computed per u.
     """
 
     user_keys: ClassVar[tuple[str, ...]] = (
@@ -37,7 +38,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         *("draft_pass", "max_aux_rows", "aux_rows_per_request", "group_sizes", "u_table"),
     )
     shown: ClassVar[tuple[str, ...]] = (
-        *("model", "variant", "window", "lora_rank", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"),
+        *("model", "variant", "window", "lora_rank", "num_speculative_tokens", KEY),
         *("draft_pass", "max_aux_rows", "group_sizes"),
     )
     has_distribution: ClassVar[bool] = False
@@ -53,37 +54,34 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     u_table: bool = False
 
     def plan(self, max_num_seqs: int) -> Plan:
-        """Groups of auxiliary rows by batch size."""
-        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
+        """Return the groups of auxiliary rows by batch size."""
         ranges, drafts = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
         if ranges is None:
-            return self._plan_of(drafts, max_num_seqs)
-        by_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, drafts)[1:]
-        return scheduled_plan(lambda count: self._plan_of(count, max_num_seqs), by_batch)
+            return self._plan_for(drafts, max_num_seqs)
+        by_batch = expand_schedule(ranges, max_num_seqs, drafts)[1:]
+        return scheduled_plan(lambda count: self._plan_for(count, max_num_seqs), by_batch)
 
-    def _plan_of(self, drafts: int, max_num_seqs: int) -> Plan:
+    def _plan_for(self, drafts: int, max_num_seqs: int) -> Plan:
         rows, is_dynamic = self.max_aux_rows, self.group_sizes == "dynamic"
         if self.draft_pass == "two-pass":
             return two_pass_plan(self.head, drafts, max_num_seqs, rows)
         return merged_plan(self.head, drafts, max_num_seqs, rows, self.aux_rows_per_request, is_dynamic)
 
     def default_schedule(self) -> Schedule:
-        """As many drafts as the rows of each batch size can give: others would be verified for nothing.
-
-        On a GPU few lengths: vLLM captures graphs for each.
-        """
-        largest = self.max_aux_rows + 1  # a batch with more requests than rows is not drafted for
-        plan = self._plan_of(self.num_speculative_tokens, largest)
-        by_batch = [most_drafts(plan.bucket(n), self.head.variant, plan.leading) for n in range(1, largest + 1)]
-        by_batch = [min(drafts, self.num_speculative_tokens) for drafts in by_batch]
-        return merged(by_batch if current_platform.is_cpu() else few_lengths(by_batch))
+        """Return as many drafts as the rows of each batch size give; on a GPU few lengths, each with its graphs."""
+        most, largest = self.num_speculative_tokens, self.max_aux_rows + 1
+        plan = self._plan_for(most, largest)
+        by_batch = [
+            min(most, most_drafts(plan.bucket(batch), self.head.variant, plan.leading))
+            for batch in range(1, largest + 1)
+        ]
+        return merge_ranges(by_batch if current_platform.is_cpu() else limit_lengths(by_batch))
 
     def speculator(self) -> str:
         return "ptp.merged.MergedSpeculator" if self.draft_pass == "merged" else "ptp.ptp_speculator.PtpSpeculator"
 
     def device_bytes(self, vllm_config: Any) -> int:
-        return weights_of(Path(self.model_folder))  # what else it takes are rows of the target
+        return weights_of(Path(self.model_folder))  # its rows are rows of the target
 
     def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
         if not kv_cache_config.kv_cache_groups:
@@ -101,16 +99,48 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         return blocks
 
     def check_target(self) -> None:
-        refusals.refuse(refusals.of_ptp_target(self))
+        target, stages = self.target_model_config, self.target_parallel_config.pipeline_parallel_size
+        if stages > 1:
+            raise ServeConfigError(
+                f"speculative_config: method 'ptp' with pipeline_parallel_size={stages}: drafts come from the whole "
+                "target, which no stage holds; allowed: 1; use tensor_parallel_size"
+            )
+        kinds = getattr(target.hf_text_config, "layer_types", None) or ()
+        if target.use_mla or target.get_sliding_window() or any(kind != "full_attention" for kind in kinds):
+            raise ServeConfigError(
+                f"speculative_config: method 'ptp' on {target.model}, whose layers do not all have full attention with "
+                "a key and a value per head: allowed are such targets alone; use an MtPC head"
+            )
+        if target.uses_mrope:
+            raise ServeConfigError(
+                f"speculative_config: method 'ptp' on {target.model}, which has several positions per token: allowed "
+                "are targets with one; use an MtPC head"
+            )
+        if self.head.late_width:  # other variants go through the target's own norm
+            check_final_norm(self)
 
     def check_engine(self, vllm_config: Any) -> None:
-        """Refuse what PTP cannot be served with, once the engine's configuration is known; choose its block size."""
-        refusals.refuse(refusals.of_ptp_engine(vllm_config))
+        """Raise ServeConfigError for an engine PTP is not served with; choose attention backend and block size."""
+        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        check_structured_outputs(vllm_config)
+        if not vllm_config.use_v2_model_runner:
+            raise ServeConfigError(
+                "method 'ptp' on Model Runner V1: it drafts from token lists on the host, PTP from the target's own "
+                f"rows; allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head"
+            )
+        others = {
+            "kv_transfer_config": vllm_config.kv_transfer_config is not None,
+            "watermark_config": getattr(vllm_config, "watermark_config", None) is not None,
+            # engines step together there, and the second pass takes no part in it
+            "data_parallel_size on a mixture of experts": parallel.data_parallel_size > 1 and model.is_moe,
+            "max_model_len 'auto'": model.original_max_model_len == -1,  # fitted to blocks of which some are reserved
+        }
+        check_second_pass("method 'ptp' with", vllm_config, others)
         choose_attention(vllm_config.attention_config, self.draft_pass)
         if self.draft_pass == "merged":
             from vllm.config.compilation import CUDAGraphMode
 
-            # the target's pass is the student's, whose rows no captured graph has
+            # the drafts' rows are rows of the target's pass, and no captured graph has them
             vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
         cache = vllm_config.cache_config
         if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:

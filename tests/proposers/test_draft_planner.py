@@ -1,5 +1,4 @@
-"""Drafts cut by their chances: the output keeps the target's distribution, because no draft is looked at before it is
-cut."""
+"""Drafts planned and pruned on V1: plans follow measured costs, pruning leaves the output distribution unchanged."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from tests.support.engine import Call, Engine, run
 from vllm_mtpc import demo
 from vllm_mtpc.circuits import CircuitParams, get_circuit
 from vllm_mtpc.kernels.draft import naive
-from vllm_mtpc.proposers.v1.survival import (
+from vllm_mtpc.proposers.v1.draft_planner import (
     SAMPLED,
     Acceptance,
     Confidence,
     Costs,
-    Survival,
+    DraftPlanner,
     card_rates,
     draft_features,
     step_features,
@@ -29,34 +28,34 @@ from vllm_mtpc.proposers.v1.survival import (
 
 VOCAB, DRAFTS, COUNT = 3, 3, 100_000
 LEAST = 0.35
-Cut = Callable[[Confidence, int, Tensor, Tensor], None]  # (confidence, k, distribution [B, V], drawn token [B])
+Record = Callable[[Confidence, int, Tensor, Tensor], None]  # (confidence, k, distribution [B, V], drawn token [B])
 
 
 def test_what_is_kept_is_a_prefix() -> None:
-    survival = Survival(np.full((2, 3), 0.8), 0.1, 0.5)
+    planner = DraftPlanner(np.full((2, 3), 0.8), 0.1, 0.5)
     confidence = np.array([[0.9, 0.5, 0.9], [0.4, 1.0, 1.0], [1.0, 0.9, 0.6]])
-    lengths = survival.lengths(confidence, np.array([1, 1, 1]), 0.5)
-    assert lengths == [3, 3, 3]  # 0.8, 0.64, 0.51: nothing is known of confidences yet
-    survival.acceptance.lifts[1] = [0.2, 0.2, 0.2, 0.2, 0.5, 0.7, 0.9, 1.0, 1.2]
-    assert survival.lengths(confidence, np.array([1, 1, 1]), 0.5) == [1, 0, 2]
+    lengths = planner.lengths(confidence, np.array([1, 1, 1]), 0.5)
+    assert lengths == [3, 3, 3]  # 0.8, 0.64, 0.51: every lift is 1
+    planner.acceptance.lifts[1] = [0.2, 0.2, 0.2, 0.2, 0.5, 0.7, 0.9, 1.0, 1.2]
+    assert planner.lengths(confidence, np.array([1, 1, 1]), 0.5) == [1, 0, 2]
 
 
-def test_zero_keeps_all_and_always_drafts() -> None:
-    survival = Survival(np.full((2, 3), 0.02), 5.0, 0.0)
-    assert survival.plan(64, 0, 3) == (3, 0.0)
-    assert survival.lengths(np.full((2, 3), 1e-6), np.array([0, 1]), 0.0) == [3, 3]
+def test_min_acceptance_of_zero_prunes_nothing() -> None:
+    planner = DraftPlanner(np.full((2, 3), 0.02), 5.0, 0.0)
+    assert planner.plan(64, 0, 3) == (3, 0.0)
+    assert planner.lengths(np.full((2, 3), 1e-6), np.array([0, 1]), 0.0) == [3, 3]
 
 
-def test_confidences() -> None:
+def test_confidence_is_recorded() -> None:
     probs = torch.tensor([[0.7, 0.2, 0.1], [0.7, 0.2, 0.1], [1.0, 0.0, 0.0]])
     confidence = Confidence(5, 2)
-    confidence.drawn(1, probs, torch.tensor([True, False, False]))
-    confidence.argmax(0, probs.log())
-    np.testing.assert_allclose(confidence.of(3, 2), [[0.7, 0.7], [0.7, 0.54**0.5], [1.0, 1.0]], rtol=1e-6)
+    confidence.record_sample(1, probs, torch.tensor([True, False, False]))
+    confidence.record_argmax(0, probs.log())
+    np.testing.assert_allclose(confidence.read(3, 2), [[0.7, 0.7], [0.7, 0.54**0.5], [1.0, 1.0]], rtol=1e-6)
 
 
 def test_rates_come_from_the_card() -> None:
-    """Conditional chances from P(the first k are accepted); the other temperature stands in, 0.5 for the unknown."""
+    """Acceptance of draft k from P(the first k are accepted); 0.5 where it was not measured at any temperature."""
     rates = card_rates({"t1": [0.8, 0.4, 0.3]}, 4)
     np.testing.assert_allclose(rates, [[0.8, 0.5, 0.75, 0.5]] * 2)
     np.testing.assert_allclose(card_rates({}, 2), 0.5)
@@ -72,17 +71,17 @@ def test_acceptance_is_learnt(is_sharp: bool) -> None:
         chance = np.where(confidence > 0.12, 0.9, 0.3) if is_sharp else np.full((4, 2), 0.6)
         accepted = (generator.random((4, 2)) < chance).cumprod(axis=1).sum(axis=1)
         acceptance.observe(kind, confidence, np.full(4, 2), accepted)
-    both = acceptance.survival_of(np.array([[0.2, 0.2], [0.1, 0.1]]), np.array([0, 0]))
+    both = acceptance.cumulative(np.array([[0.2, 0.2], [0.1, 0.1]]), np.array([0, 0]))
     wanted = [[0.9, 0.81], [0.3, 0.09]] if is_sharp else [[0.6, 0.36]] * 2
     np.testing.assert_allclose(both, wanted, atol=0.06)
     np.testing.assert_allclose(acceptance.rates[1], 0.1)  # sampled requests were not seen: the card's figures
 
 
-def test_what_was_not_verified_is_not_counted() -> None:
+def test_unverified_drafts_are_not_counted() -> None:
     acceptance = Acceptance(np.full((2, 3), 0.5))
     acceptance.observe(np.array([1]), np.full((1, 3), 0.4), np.array([2]), np.array([0]))
     assert acceptance.rates[1, 0] < 0.5  # rejected
-    assert acceptance.rates[1, 1] == acceptance.rates[1, 2] == 0.5  # behind it, and not verified
+    assert acceptance.rates[1, 1] == acceptance.rates[1, 2] == 0.5  # after it, and not verified
 
 
 def machine(row: float, draft: float) -> Callable[[int, int], tuple[float, float]]:
@@ -93,23 +92,23 @@ def machine(row: float, draft: float) -> Callable[[int, int], tuple[float, float
 @pytest.mark.parametrize(("row", "draft"), [(0.0005, 0.0001), (0.02, 0.001), (0.001, 0.05)])
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("accepted", [0.15, 0.6, 0.95])
-def test_the_plan_is_the_best_of_a_strange_machine(row: float, draft: float, batch: int, accepted: float) -> None:
+def test_plan_is_best_on_an_unusual_machine(row: float, draft: float, batch: int, accepted: float) -> None:
     """Ten times slower than the constants', with other proportions: within 3 % of the best K; none for small gains."""
     took, acceptance = machine(row, draft), accepted ** np.arange(1, 8)
-    survival = Survival(np.full((2, 7), accepted), 0.1)
-    costs = survival._of(batch, False)
+    planner = DraftPlanner(np.full((2, 7), accepted), 0.1)
+    costs = planner._costs_for(batch, False)
     for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
         step, drafting = took(batch, drafts)
         costs.steps.observe(step_features(batch, batch * (1 + drafts), drafts > 0), step)
         if drafts:
             costs.drafts.observe(draft_features(batch, drafts), drafting)
-        survival._learn(costs)
+        planner._learn(costs)
     speed = [batch * (1 + acceptance[:drafts].sum()) / sum(took(batch, drafts)) for drafts in range(8)]
-    chosen, margin = survival._best(batch, 0, 7).drafts, 1.03 if batch == 1 else 1.1
+    chosen, margin = planner._find_best(batch, 0, 7).drafts, 1.03 if batch == 1 else 1.1
     assert speed[chosen] >= 0.97 * max(speed) or (chosen == 0 and max(speed) < margin * speed[0] / 0.97)
 
 
-def test_a_delayed_step_moves_nothing_far() -> None:
+def test_delayed_steps_have_little_weight() -> None:
     costs = Costs(0.1)
     for turn in range(200):
         costs.steps.observe(step_features(4, 32, True), 0.5 if turn % 20 == 10 else 0.02)
@@ -118,23 +117,23 @@ def test_a_delayed_step_moves_nothing_far() -> None:
 
 
 @pytest.mark.parametrize(("accepted", "load", "usual"), [(0.02, 9.0, 0), (0.98, 0.1, 7), (0.5, 0.1, 3)])
-def test_plans_are_doubted_for_a_small_share_of_the_time(accepted: float, load: float, usual: int) -> None:
+def test_trials_lose_a_small_share_of_the_time(accepted: float, load: float, usual: int) -> None:
     """A useless head is tried, and one that is nearly always right goes without a draft, at a loss of at most 2 %.
 
     Where there are two things to try, the dearer one has its turns too.
     """
-    survival = Survival(np.full((2, 7), accepted), load)
-    plans = [survival.plan(1, 0, 7)[0] for _ in range(3000)]
-    plan = survival._best(1, 0, 7)
+    planner = DraftPlanner(np.full((2, 7), accepted), load)
+    plans = [planner.plan(1, 0, 7)[0] for _ in range(3000)]
+    plan = planner._find_best(1, 0, 7)
     assert plan.drafts == usual
     tries = [drafts for drafts in plans if drafts != usual]
     assert len(tries) >= 8
-    assert set(tries) == set(dict(plan.others))
-    assert sum(dict(plan.others)[drafts] for drafts in tries) <= 0.02 * 3000 * plan.seconds
+    assert set(tries) == set(dict(plan.trials))
+    assert sum(dict(plan.trials)[drafts] for drafts in tries) <= 0.02 * 3000 * plan.seconds
 
 
 def learnt(at: int | None, jump: float = 0.0) -> np.ndarray:
-    """Weights behind 40 steps, of which step `at` seemed to take `jump` seconds."""
+    """Return the weights after 40 steps, with `jump` seconds measured for step `at`."""
     costs = Costs(0.1)
     for turn in range(40):
         step, draft = (jump, jump) if turn == at else (0.02, 0.004)
@@ -147,84 +146,84 @@ def learnt(at: int | None, jump: float = 0.0) -> np.ndarray:
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0, -1e-9, 1e-9, 0.0])
 @pytest.mark.parametrize("at", [0, 1, 20])
-def test_a_clock_that_jumps_teaches_nothing(jump: float, at: int) -> None:
+def test_clock_jumps_are_ignored(jump: float, at: int) -> None:
     """An hour for the first draft that counts would keep others from being tried for weeks."""
     np.testing.assert_allclose(learnt(at, jump), learnt(None), rtol=0.01)
 
 
-def test_ranks_learn_in_the_same_steps_whatever_their_clocks_say() -> None:
+def test_ranks_learn_in_the_same_steps_with_other_clocks() -> None:
     """They meet to share what was learnt: one that comes more rarely would leave the others waiting."""
-    told, jumping = Costs(0.1).steps, Costs(0.1).steps
+    steady, jumping = Costs(0.1).steps, Costs(0.1).steps
     for turn in range(100):
         features = step_features(1, 8, turn % 3 > 0)
-        assert told.observe(features, 0.01) == jumping.observe(features, 0.01 if turn % 2 else -3600.0)
-        assert told.is_known == jumping.is_known
+        assert steady.observe(features, 0.01) == jumping.observe(features, 0.01 if turn % 2 else -3600.0)
+        assert steady.is_known == jumping.is_known
 
 
-def test_a_slow_first_draft_decides_nothing() -> None:
+def test_slow_first_draft_is_ignored() -> None:
     """The first one pays for what is made once; a head that pays goes on drafting."""
-    survival = Survival(np.full((2, 7), 0.9), 0.1)
-    costs = survival._of(1, False)
+    planner = DraftPlanner(np.full((2, 7), 0.9), 0.1)
+    costs = planner._costs_for(1, False)
     for turn in range(4):
         costs.steps.observe(step_features(1, 8, True), 0.3 if turn == 0 else 0.006)
         costs.drafts.observe(draft_features(1, 7), 0.3 if turn == 0 else 0.002)
-        survival._learn(costs)
-        assert survival._best(1, 0, 7).drafts == 7
+        planner._learn(costs)
+        assert planner._find_best(1, 0, 7).drafts == 7
         assert costs.draft(1, 7) < 0.003
 
 
-def test_a_plan_that_loses_is_soon_given_up() -> None:
-    """Believed to pay by what is known of another size, until one step was without drafts."""
-    survival, accepted = Survival(np.full((2, 5), 0.55), 0.1), 0.55 ** np.arange(1, 6)
-    small = survival._of(4, False)
+def test_losing_plan_is_dropped_soon() -> None:
+    """The costs of another size predict a gain, until a step without drafts is measured."""
+    planner, accepted = DraftPlanner(np.full((2, 5), 0.55), 0.1), 0.55 ** np.arange(1, 6)
+    small = planner._costs_for(4, False)
     for drafts in (5, 0, 5, 5, 0, 5, 3, 5):
         small.steps.observe(step_features(4, 4 * (1 + drafts), drafts > 0), 0.0095)  # rows seem to cost nothing
         if drafts:
             small.drafts.observe(draft_features(4, drafts), 0.001)
-        survival._learn(small)
-    costs, plans = survival._of(12, False), []
+        planner._learn(small)
+    costs, plans = planner._costs_for(12, False), []
     for _ in range(30):
-        drafts = survival.plan(12, 0, 5)[0]
+        drafts = planner.plan(12, 0, 5)[0]
         plans.append(drafts)
         step = 0.0071 if drafts == 0 else 0.009 + 0.0002 * 12 * (1 + drafts)
         is_time = costs.steps.observe(step_features(12, 12 * (1 + drafts), drafts > 0), step)
         if drafts:
             costs.drafts.observe(draft_features(12, drafts), 0.005)
         if is_time:
-            survival._learn(costs)
+            planner._learn(costs)
     assert plans[0] > 0 and 1 + accepted.sum() < (0.009 + 0.0002 * 72 + 0.005) / 0.0071  # it did, and does not
     assert all(plans[:4]) and plans.count(0) >= 20  # a few more drafted steps, some of them tries
 
 
-def test_batches_of_a_new_size_begin_with_what_is_known_of_others() -> None:
-    """A slow machine with a dear head: no draft of a new size has to be seen to be taken for dear."""
-    survival, took = Survival(np.full((2, 7), 0.5), 0.1), machine(0.001, 0.05)
-    costs = survival._of(1, True)
+def test_new_batch_size_starts_with_costs_of_others() -> None:
+    """On a slow machine with an expensive head no draft of the new size is needed to know its cost."""
+    planner, took = DraftPlanner(np.full((2, 7), 0.5), 0.1), machine(0.001, 0.05)
+    costs = planner._costs_for(1, True)
     for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
         step, drafting = took(1, drafts)
         costs.steps.observe(step_features(1, 1 + drafts, drafts > 0), step)
         if drafts:
             costs.drafts.observe(draft_features(1, drafts), drafting)
-    survival._learn(costs)
-    assert survival._best(0, 12, 7).drafts == 0
+    planner._learn(costs)
+    assert planner._find_best(0, 12, 7).drafts == 0
 
 
-def test_what_is_known_of_others_is_that_of_the_nearest() -> None:
+def test_new_batch_size_takes_costs_of_the_nearest() -> None:
     """Of batches that are drawn as it is, however much nearer in size greedy ones are; then of the nearest size."""
-    survival = Survival(np.full((2, 7), 0.5), 0.1)
+    planner = DraftPlanner(np.full((2, 7), 0.5), 0.1)
     for batch, is_drawn, seconds in ((4, True, 0.01), (64, True, 0.1), (8, False, 1.0)):
-        costs = survival._of(batch, is_drawn)
+        costs = planner._costs_for(batch, is_drawn)
         for _ in range(8):
             costs.steps.observe(step_features(8, 8, False), seconds)
-        survival._learn(costs)
-    assert survival._of(8, True).step(8, 8, False) == pytest.approx(0.01, rel=0.1)
+        planner._learn(costs)
+    assert planner._costs_for(8, True).step(8, 8, False) == pytest.approx(0.01, rel=0.1)
 
 
-def look_at_the_distribution(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:
-    confidence.drawn(k, probs, torch.zeros(len(probs), dtype=torch.bool))
+def record_distribution(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:
+    confidence.record_sample(k, probs, torch.zeros(len(probs), dtype=torch.bool))
 
 
-def look_at_the_token(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:
+def record_token(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:
     """The fault: how sure the drafter is of the very token it drew."""
     confidence.values[:, k] = probs.gather(1, token[:, None])[:, 0]
 
@@ -241,7 +240,7 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
-def speculate(look: Cut) -> Tensor:
+def speculate(record: Record) -> Tensor:
     """[COUNT, DRAFTS + 1] tokens: one step of drafts, cut and verified, then the target's own."""
     generator = torch.Generator().manual_seed(0)
     circuit = get_circuit("hmm", DRAFTS + 1, 2)
@@ -255,19 +254,19 @@ def speculate(look: Cut) -> Tensor:
     def pick(log_q: Tensor, k: int) -> Tensor:
         distributions.append(log_q.exp())
         token = draw(distributions[-1], generator)
-        look(confidence, k, distributions[-1], token)
+        record(confidence, k, distributions[-1], token)
         return token
 
-    evidence = torch.zeros(COUNT, 2)  # a verifier's token that tells nothing
+    evidence = torch.zeros(COUNT, 2)  # the first token carries no information
     drafts = naive.draft(circuit.program, evidence, params.leaf[:, 1:], params.root, params.inner, pick=pick)
-    survival = Survival(np.full((2, DRAFTS), 0.9), 0.1, LEAST)
-    survival.acceptance.lifts[SAMPLED] = [0.1, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.1]  # as if learnt
-    length = torch.tensor(survival.lengths(confidence.of(COUNT, DRAFTS), np.full(COUNT, SAMPLED), LEAST))
+    planner = DraftPlanner(np.full((2, DRAFTS), 0.9), 0.1, LEAST)
+    planner.acceptance.lifts[SAMPLED] = [0.1, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.1]  # as if learnt
+    length = torch.tensor(planner.lengths(confidence.read(COUNT, DRAFTS), np.full(COUNT, SAMPLED), LEAST))
     assert length.unique().numel() > 1  # some are cut, and not all alike
     tokens, running = torch.zeros(COUNT, 0, dtype=torch.long), torch.ones(COUNT, dtype=torch.bool)
     for k in range(DRAFTS + 1):
         p = target_distribution(tokens)
-        token = draw(p, generator)  # behind the drafts: a bonus token, and then plain decoding
+        token = draw(p, generator)  # after the drafts: a bonus token, and then plain decoding
         if k < DRAFTS:
             q, draft = distributions[k], drafts[:, k]
             chance = p.gather(1, draft[:, None])[:, 0] / q.gather(1, draft[:, None])[:, 0]
@@ -280,28 +279,28 @@ def speculate(look: Cut) -> Tensor:
     return tokens
 
 
-def distance_and_floor(look: Cut) -> tuple[float, float]:
+def distance_and_floor(record: Record) -> tuple[float, float]:
     outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=DRAFTS + 1)))
     distribution = torch.ones(len(outcomes), dtype=torch.float64)
     for k in range(DRAFTS + 1):
         distribution *= target_distribution(outcomes[:, :k]).double().gather(1, outcomes[:, k : k + 1])[:, 0]
     distribution = distribution.numpy()
-    return total_variation(speculate(look).tolist(), distribution, VOCAB), noise_floor(distribution, COUNT)
+    return total_variation(speculate(record).tolist(), distribution, VOCAB), noise_floor(distribution, COUNT)
 
 
-def test_the_distribution_is_the_targets() -> None:
-    distance, floor = distance_and_floor(look_at_the_distribution)
+def test_pruning_keeps_the_distribution() -> None:
+    distance, floor = distance_and_floor(record_distribution)
     print(f"TV {distance:.5f}, allowed {floor:.5f}")
     assert distance < floor
 
 
-def test_an_injected_look_at_the_token_is_caught() -> None:
-    distance, floor = distance_and_floor(look_at_the_token)
+def test_pruning_by_the_sampled_token_is_found() -> None:
+    distance, floor = distance_and_floor(record_token)
     print(f"injected: TV {distance:.5f}, allowed {floor:.5f}")
     assert distance > 2 * floor
 
 
-def test_served() -> None:
+def test_served_greedy_text_is_unchanged_by_pruning() -> None:
     """The same greedy text from fewer verified drafts, of which more are accepted."""
     text = b"def read(path):\n    with open(path) as file:\n"
     call = Call([list(text), list(text[:15])], [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}] * 2)
@@ -310,7 +309,7 @@ def test_served() -> None:
         least: Engine(
             str(demo.path("target")),
             [call],
-            {"speculative_config": given | ({} if least == "default" else {"min_survival": least})},
+            {"speculative_config": given | ({} if least == "default" else {"min_acceptance": least})},
         )
         for least in (0, 0.2, 0.6, "default")  # last: as it pays on this machine, which no figure below depends on
     }

@@ -1,0 +1,426 @@
+"""`speculative_config` of method mtpc: its options, their checks, and vLLM's config object made from them.
+
+A head that cannot be served is refused here with a ServeConfigError of one line, before a worker starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, SkipValidation, ValidationError
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+from vllm.platforms import current_platform
+
+from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
+from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.errors import ServeConfigError, did_you_mean, one_line
+from vllm_mtpc.heads import needs_lm_head
+from vllm_mtpc.plan.draft_schedule import KEY, Schedule, default_schedule, expand_schedule, relative_load
+from vllm_mtpc.proposers.config.draft_memory import draft_memory
+from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
+from vllm_mtpc.proposers.config.switches import logger
+
+if TYPE_CHECKING:
+    from typing import Self
+
+COMMON_KEYS = ("method", "model", "revision", "num_speculative_tokens", KEY)  # options of every method
+RENAMED_KEYS = {"min_survival": "min_acceptance"}  # the old names are accepted until 0.3
+REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that must be rejected
+
+# Targets of LoRA draft layers. vLLM's class has `model.layers` and `model.norm`, a layer takes (positions, states,
+# residual), and returns the states that enter a layer on request. A test compares each with merged adapters.
+DRAFT_LAYER_TARGETS = tuple(
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "EvaByte", "TPULlama")
+)
+
+# vLLM's classes of these targets return the states before the final norm and apply it in `compute_logits`. Heads are
+# trained on the states after it. A test compares the list with vLLM's sources.
+BEFORE_NORM = (
+    *("MiMoForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+    *("Step5ForCausalLM", "Step5ForConditionalGeneration", "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
+)
+
+
+@config
+class MtpcSpeculativeConfig(SpeculativeConfig):
+    """vLLM's SpeculativeConfig for a circuit head.
+
+    The parent's __post_init__ accepts a closed list of methods and is not called. The draft's ModelConfig is the
+    target's own, because the head has no layers that vLLM would build.
+
+    Attributes:
+        head: the validated `config.json` of the folder `model`.
+        head_dtype: dtype of the head's weights. auto: the target's, and bfloat16 on CPUs that multiply it.
+        min_acceptance: Model Runner V1: a draft whose cumulative acceptance is below is not verified. 0: all are
+            verified. None: as measured costs and acceptance decide.
+        mask_drafts: whether drafts of structured requests are masked with their grammar.
+        verify: how drafted tokens are verified. None: requests with a seed by coupling, others by rejection.
+        model_folder: `model`; Model Runner V1 needs `model` for another value while it starts.
+        is_bundled: whether the target bundles the head and the user did not name it. If it fails, the target is served.
+        own_schedule: the schedule of dense data-parallel engines, until vLLM has made their configuration.
+    """
+
+    # All other options of vLLM's SpeculativeConfig belong to other methods and are refused.
+    user_keys: ClassVar[tuple[str, ...]] = (
+        *COMMON_KEYS,
+        *("min_acceptance", "mask_drafts", "enable_adaptive_verification", "draft_sample_method", "head_dtype"),
+        *("verify", "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+    )
+    shown: ClassVar[tuple[str, ...]] = (  # by __repr__: options, and fields of the head's config
+        *("method", "model", "circuit", "window", "num_components", "num_speculative_tokens", "draft_sample_method"),
+        *("head_dtype", KEY),
+    )
+    has_distribution: ClassVar[bool] = True  # drafts are sampled from q(x), which the rejection sampler receives
+
+    method: Literal["mtpc"] | None = None
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    head: SkipValidation[HeadConfig] = None  # type: ignore[assignment]
+    head_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    min_acceptance: float | None = Field(default=None, ge=0, lt=1)
+    mask_drafts: bool = True
+    verify: Literal["coupled", "rejection"] | None = None
+    model_folder: str = ""
+    has_default_schedule: bool = False
+    is_bundled: bool = False
+    own_schedule: SkipValidation[Schedule | None] = None
+
+    def __post_init__(self) -> None:
+        self.prompt_lookup_max = self.prompt_lookup_min = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+        self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
+
+    def __repr__(self) -> str:
+        known = vars(self.head) | vars(self)
+        return f"{type(self).__name__}({', '.join(f'{name}={known[name]!r}' for name in self.shown)})"
+
+    def compute_hash(self) -> str:
+        """Return the cache key of compiled targets; their graph returns the states of `aux_layers`."""
+        return f"{SpeculativeConfig.compute_hash(self)}-{self.aux_layers}"
+
+    @classmethod
+    def create(cls, *, target_model_config: ModelConfig, target_parallel_config: ParallelConfig, **given: Any) -> Self:
+        """Return the validated config for a user's `speculative_config`; options that are None are ignored.
+
+        Raises:
+            MtpcError: ServeConfigError, CheckpointError or HeadConfigError, each of one line.
+        """
+        target, parallel = target_model_config, target_parallel_config
+        given = {key: value for key, value in given.items() if value is not None}
+        check_options(given, cls.user_keys)
+        folder = _find_head_folder(given, target)
+        head = read_config(folder)
+        check_head(folder, head, given, target)
+        check_tensors(folder, head)
+        given.setdefault("draft_sample_method", getattr(head, "draft_sample_method", "greedy"))
+        drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
+        needs_default = KEY not in given
+        if not needs_default:
+            given[KEY] = parse_schedule(given[KEY], drafts)
+        given |= {"model": str(folder), "model_folder": str(folder), "head": head}
+        try:
+            made = cls(**given, target_model_config=target, target_parallel_config=parallel)
+        except ValidationError as error:
+            raise ServeConfigError(f"speculative_config: {one_line(error, list(cls.user_keys))}") from None
+        made.check_target()
+        # no default where data-parallel ranks step together, and none for a prescribed acceptance
+        is_synthetic = made.rejection_sample_method == "synthetic"
+        steps_together = parallel.data_parallel_size > 1 and target.is_moe
+        if needs_default and not steps_together and not is_synthetic:
+            made.num_speculative_tokens_per_batch_size = made.default_schedule()
+            made.has_default_schedule = True
+        if parallel.data_parallel_size > 1 and not steps_together:  # vLLM refuses a schedule with data parallelism
+            made.own_schedule = made.num_speculative_tokens_per_batch_size
+            made.num_speculative_tokens_per_batch_size = None
+        if is_synthetic:
+            made.min_acceptance, made.verify = made.min_acceptance or 0.0, "rejection"
+        return made
+
+    def restore_own_schedule(self) -> None:
+        """Set the schedule of a dense data-parallel engine once vLLM has made the configuration."""
+        if self.own_schedule is not None:
+            self.num_speculative_tokens_per_batch_size: Schedule | None = self.own_schedule
+            self.own_schedule = None
+
+    def default_schedule(self) -> Schedule:
+        """Return the drafts by batch size for a user who gives no schedule."""
+        measured = measured_acceptance(Path(self.model_folder)).values()
+        return default_schedule(measured, self.num_speculative_tokens, current_platform.is_cpu(), self.load)
+
+    @property
+    def load(self) -> float:
+        """Multiplications of the head's leaves for one draft, divided by those of the target for one row."""
+        return relative_load(self.head, self.target_model_config.hf_text_config)
+
+    @property
+    def aux_layers(self) -> list[int]:
+        """Layers of the target whose input states the head's draft layers or backbone read."""
+        count = getattr(self.head, "lora_layers", 0)  # a field of circuit heads alone
+        ours = getattr(self.head, "aux_hidden_state_layer_ids", None) or []
+        return [self.target_model_config.hf_text_config.num_hidden_layers - count] if count else list(ours)
+
+    @property
+    def lookahead(self) -> int:
+        """KV slots after a request's text that the queries of a backbone write to."""
+        return self.head.window if self.has_backbone else 0
+
+    @property
+    def has_backbone(self) -> bool:
+        return getattr(self.head, "head", None) == "backbone"
+
+    def speculator(self) -> str:
+        """Return the name of the speculator class in `vllm_mtpc.proposers.v2`."""
+        if self.has_backbone:
+            return "backbone_speculator.BackboneSpeculator"
+        return "layered.LayeredSpeculator" if self.aux_layers else "speculator.MtpcSpeculator"
+
+    def describe_drafts(self, is_v2: bool) -> str:
+        """Return one line for the log: the number of drafts by batch size."""
+        drafts, ranges = self.num_speculative_tokens, self.num_speculative_tokens_per_batch_size
+        if not is_v2 and self.min_acceptance is None:
+            return f"0 to {drafts} drafts per step, as measured costs and acceptance decide"
+        if ranges is None:
+            return f"{drafts} drafts per step, at any batch size"
+        texts = [f"{k or 'none'} at {low}" + (f" to {high}" if high > low else "") for low, high, k in ranges]
+        texts[-1] = f"{ranges[-1][2] or 'none'} from {ranges[-1][0]} on"
+        return f"drafts per step by running requests: {', '.join(texts)}"
+
+    def device_bytes(self, vllm_config: Any) -> int:
+        """Return the estimated bytes of the head and its drafts on each device, before a worker starts."""
+        num_drafts, max_num_seqs = self.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
+        by_batch = expand_schedule(self.num_speculative_tokens_per_batch_size, max_num_seqs, num_drafts)
+        ranks, device = vllm_config.parallel_config.tensor_parallel_size, vllm_config.device_config.device_type
+        is_sampled, dtype = self.draft_sample_method == "probabilistic", vllm_config.model_config.dtype
+        return sum(draft_memory(self.head, by_batch, num_drafts, dtype, ranks, device, is_sampled))
+
+    def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
+        """Return the number of KV blocks that requests do not get; raise ServeConfigError where too few remain."""
+        return 0
+
+    def check_target(self) -> None:
+        """Raise ServeConfigError for a target or layout that heads of this method are not served on."""
+        head, target, subject = self.head, self.target_model_config, f"speculative_config: head {self.model} has"
+        if head.lora_layers and target.architecture not in DRAFT_LAYER_TARGETS:
+            raise ServeConfigError(
+                f"{subject} lora_layers={head.lora_layers}, and target {target.model} is {target.architecture}: draft "
+                f"layers are served on {', '.join(DRAFT_LAYER_TARGETS)}; use a head trained with lora_layers 0"
+            )
+        ours = head.transformer_layer_config.get("num_hidden_layers")
+        depth = getattr(target.hf_text_config, "num_hidden_layers", None)
+        if head.lora_layers and ours not in (None, depth):
+            raise ServeConfigError(
+                f"{subject} draft layers of a target with {ours} layers, but {target.model} has {depth}; "
+                "use a head trained for this target"
+            )
+        check_final_norm(self)
+        if self.has_backbone:
+            self._check_backbone()
+
+    def _check_backbone(self) -> None:
+        head, target, ranks = self.head, self.target_model_config, self.target_parallel_config.tensor_parallel_size
+        subject = f"speculative_config: head {self.model} has a backbone"
+        for reason, holds in (
+            ("keeps compressed keys and values (MLA)", target.use_mla),
+            ("has several positions per token", target.uses_mrope),
+            ("does not return the states of its layers (vLLM: SupportsEagle3)",
+             not _target_class_has(target, "set_aux_hidden_state_layers")),
+        ):  # fmt: skip
+            if holds:
+                raise ServeConfigError(
+                    f"{subject}, and target {target.model} {reason}: not served together in this version; "
+                    "use a head of another kind"
+                )
+        depth, last = target.get_total_num_hidden_layers(), max(self.aux_layers)
+        if last > depth:
+            raise ServeConfigError(
+                f"{subject} that reads layer {last}, but target {target.model} has {depth}; "
+                "use a head trained for this target"
+            )
+        if self.head_dtype != "auto":
+            raise ServeConfigError(
+                f"{subject}, whose layers share the target's KV cache: allowed head_dtype: auto; given: "
+                f"{self.head_dtype}; remove head_dtype"
+            )
+        sizes = {name: getattr(head, name) for name in ("backbone_heads", "backbone_kv_heads", "backbone_width")}
+        if ranks % head.backbone_kv_heads == 0:  # ranks share key and value heads
+            del sizes["backbone_kv_heads"]
+        if uneven := [f"{name}={size}" for name, size in sizes.items() if size % ranks]:
+            raise ServeConfigError(
+                f"{subject} with {', '.join(uneven)}, which tensor_parallel_size={ranks} does not divide; "
+                "lower tensor_parallel_size"
+            )
+
+    def check_engine(self, vllm_config: Any) -> None:
+        """Raise ServeConfigError for an engine this head is not served with; make V1's scheduling synchronous."""
+        is_v2, head, rule = vllm_config.use_v2_model_runner, self.head, self.rejection_sample_method
+        stages, scheduler = vllm_config.parallel_config.pipeline_parallel_size, vllm_config.scheduler_config
+        if stages > 1 and not (is_v2 and scheduler.async_scheduling):
+            runner, remedy = ("V2 with synchronous scheduling", "drop --no-async-scheduling")
+            if not is_v2:
+                runner, remedy = "V1", how_to_v2()
+            raise ServeConfigError(
+                f"pipeline_parallel_size={stages} with drafts on Model Runner {runner}: vLLM crashes there; allowed: "
+                f"Model Runner V2 with asynchronous scheduling; {remedy}, or use tensor parallelism"
+            )
+        check_structured_outputs(vllm_config)
+        if self.aux_layers:
+            check_draft_layers(vllm_config)
+        if vllm_config.lora_config is not None and needs_lm_head(head.head):
+            raise ServeConfigError(
+                f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes "
+                "one row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop enable_lora or the "
+                "head"
+            )
+        if is_v2 and self.min_acceptance:
+            raise ServeConfigError(
+                f"min_acceptance={self.min_acceptance} on Model Runner V2, where drafts stay on the device; allowed: "
+                "0; drop it, or type enable_adaptive_verification: true"
+            )
+        if is_v2:
+            return
+        if self.verify == "coupled":
+            raise ServeConfigError(
+                "verify='coupled' on Model Runner V1, where requests without a seed have no noise that can be drawn "
+                f"again; allowed: 'rejection'; drop it, or {how_to_v2()}"
+            )
+        if rule == "block":
+            raise ServeConfigError(
+                "rejection_sample_method 'block' on Model Runner V1, which verifies token by token: allowed are "
+                "'standard' and 'synthetic'; drop it"
+            )
+        if rule == "synthetic" and current_platform.is_cpu():
+            raise ServeConfigError(
+                "rejection_sample_method 'synthetic' on Model Runner V1 on a CPU: vLLM's kernels there do not have it; "
+                "allowed: 'standard'; drop it, or use a GPU"
+            )
+        scheduler.async_scheduling = False  # V1 drafts from token lists on the host
+        if self.has_default_schedule and self.min_acceptance is None:  # the worker plans by measured costs
+            self.num_speculative_tokens_per_batch_size = None
+
+
+def check_options(given: dict[str, Any], allowed: tuple[str, ...]) -> None:
+    """Rename old options of a `speculative_config` in place; raise ServeConfigError for unknown or conflicting ones."""
+    for old, new in RENAMED_KEYS.items():
+        if old in given and new in allowed:
+            logger.warning("speculative_config: %s is now %s; the old name goes in 0.3", old, new)
+            given[new] = given.pop(old)
+    if unknown := next((key for key in given if key not in allowed), None):
+        raise ServeConfigError(
+            f"speculative_config: {unknown!r} is not an option of method {given['method']!r}; allowed: "
+            f"{', '.join(allowed)}; remove it{did_you_mean(unknown, allowed)}"
+        )
+    rule = given.get("rejection_sample_method", "standard")
+    if rule not in REJECTION_METHODS:
+        raise ServeConfigError(
+            f"speculative_config: rejection_sample_method={rule!r} does not keep the target's distribution or is not "
+            f"known; allowed: {', '.join(REJECTION_METHODS)}; drop it"
+        )
+    if rule != "standard" and given.get("verify") == "coupled":
+        raise ServeConfigError(
+            f"speculative_config: rejection_sample_method={rule!r} with verify='coupled', which rejects nothing; "
+            "allowed: 'standard'; drop one of them"
+        )
+
+
+def check_head(folder: Path, head: AnyHeadConfig, given: Mapping[str, Any], target: ModelConfig) -> None:
+    """Raise ServeConfigError for a head of another method or target, a recurrent target, or too many drafts."""
+    method, asked, subject = head.speculators_model_type, given["method"], f"speculative_config: head {folder}"
+    if method != asked:
+        raise ServeConfigError(f'{subject} is of method {method!r}, not {asked!r}; type {{"method": "{method}"}}')
+    for name, size in (("vocab_size", target.get_vocab_size()), ("hidden_size", target.get_hidden_size())):
+        if (own := getattr(head, name)) != size:
+            raise ServeConfigError(
+                f"{subject} has {name}={own}, but target {target.model} has {size}; use a head trained for this target "
+                f"(this one was trained for {head.speculators_config.verifier.name_or_path})"
+            )
+    if target.is_hybrid or target.is_attention_free:
+        raise ServeConfigError(
+            f"speculative_config: target {target.model} is {target.architecture}, which has recurrent layers: allowed "
+            "are targets with attention layers alone; drop speculative_config"
+        )
+    copies = getattr(target.hf_config, "hc_mult", 1)
+    # as vLLM's speculators find out, which size their buffers by it
+    if copies > 1 and _target_class_has(target, "get_mtp_target_hidden_states"):
+        raise ServeConfigError(
+            f"speculative_config: target {target.model} returns hidden states of {copies} x {head.hidden_size} "
+            f"numbers, the copies of its residual stream; head {folder} reads hidden_size={head.hidden_size}: allowed "
+            "are targets that return the output of their final norm; drop speculative_config"
+        )
+    drafts, most = given.get("num_speculative_tokens"), head.window - 1
+    if drafts is not None and not (isinstance(drafts, int) and 1 <= drafts <= most):
+        raise ServeConfigError(
+            f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window} and its "
+            f"first token is the target's own, so allowed are 1 to {most}; lower it or leave it out"
+        )
+
+
+def parse_schedule(given: Any, num_drafts: int) -> Schedule | None:
+    """Return the user's drafts by batch size, validated; None for "off" and false.
+
+    Raises:
+        ServeConfigError: it is not a list of [smallest batch, largest batch, drafts] from batch size 1 on.
+    """
+    if given is False or given == "off":
+        return None
+    from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+    try:
+        if not isinstance(given, (list, tuple)):
+            raise ValueError(f"is a {type(given).__name__}")
+        for entry in given:
+            if not isinstance(entry, (list, tuple)) or [type(number) for number in entry] != [int] * 3:
+                raise ValueError(f"{entry!r} is not three whole numbers")
+            if entry[2] > num_drafts:
+                raise ValueError(f"{entry[2]} drafts are more than num_speculative_tokens")
+        return validate_and_normalize_dynamic_sd_schedule([tuple(entry) for entry in given])
+    except ValueError as error:
+        raise ServeConfigError(
+            f"speculative_config: {KEY}={given!r}: {str(error).rstrip('.')}; allowed are [[smallest batch, largest "
+            f'batch, drafts], ...] from batch 1 on with 0 to {num_drafts} drafts, or "off"; type e.g. '
+            f"[[1, 8, {num_drafts}], [9, 9, 0]]"
+        ) from None
+
+
+def check_final_norm(spec: MtpcSpeculativeConfig) -> None:
+    """Raise ServeConfigError for a target whose hidden states come before its final norm."""
+    target = spec.target_model_config
+    if target.architecture in BEFORE_NORM:
+        raise ServeConfigError(
+            f"speculative_config: target {target.model} is {target.architecture}, which returns hidden states from "
+            f"before its final norm; head {spec.model} reads those after it: allowed are other targets; drop the head, "
+            'or serve the target\'s own MTP layers: {"method": "mtp", "num_speculative_tokens": 1}'
+        )
+
+
+def _target_class_has(target: ModelConfig, method: str) -> bool:
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    return hasattr(get_model_cls(target), method)
+
+
+def _find_head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
+    """Return the folder of the named head, else of the head that the target bundles."""
+    if "model" in given:
+        return resolve_head(str(given["model"]), given.get("revision"))
+    place: str | None = target.model
+    if not Path(target.model).is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            place = snapshot_download(target.model, revision=target.revision, allow_patterns=["mtpc/*"])
+        except Exception:  # offline, private or absent
+            place = None
+    bundled = find_head(place) if place else None
+    if bundled is None:
+        raise ServeConfigError(
+            f"speculative_config: no 'model' given and {target.model} bundles no head in mtpc/; "
+            'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
+        )
+    return bundled

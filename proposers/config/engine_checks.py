@@ -1,0 +1,119 @@
+"""Checks of an engine's configuration that heads of both methods share; each raises ServeConfigError of one line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.proposers.config.draft_memory import weights_of
+
+
+def check_adaptive_verification(engine_args: Any) -> None:
+    """Raise ServeConfigError where vLLM's adaptive verification does not run."""
+    mode = getattr(engine_args.compilation_config, "cudagraph_mode", None)
+    for reason, holds in (
+        ("a CPU", current_platform.is_cpu()),
+        ("VLLM_USE_V2_MODEL_RUNNER=0", os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"),
+        ("enforce_eager", engine_args.enforce_eager),
+        ("CUDA graphs without full ones", mode is not None and not mode.has_full_cudagraphs()),
+        ("enable_lora", engine_args.enable_lora),
+        ("pipeline_parallel_size above 1", engine_args.pipeline_parallel_size > 1),
+    ):
+        if holds:
+            raise ServeConfigError(
+                f"enable_adaptive_verification with {reason}: vLLM needs Model Runner V2 on a GPU with full CUDA "
+                "graphs, no LoRA and one pipeline stage; drop either; on Model Runner V1 min_acceptance prunes drafts"
+            )
+
+
+def check_memory(vllm_config: Any, target_folder: Path | None) -> None:
+    """Raise ServeConfigError where a head does not fit on the device next to its target, by the sizes of their files.
+
+    Args:
+        vllm_config: the engine's configuration.
+        target_folder: the target's files; None where they are not on this machine.
+    """
+    try:
+        total = current_platform.get_device_total_memory()
+    except NotImplementedError:
+        return
+    parallel, num_seqs = vllm_config.parallel_config, vllm_config.scheduler_config.max_num_seqs
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    target = weights_of(target_folder) / ranks if target_folder else 0
+    head = vllm_config.speculative_config.device_bytes(vllm_config)
+    usable = total * vllm_config.cache_config.gpu_memory_utilization
+    if target + head > usable:
+        raise ServeConfigError(
+            f"the target's {target / 2**30:.2f} GiB, and {head / 2**30:.2f} GiB of the head and its drafts at "
+            f"--max-num-seqs {num_seqs}, are more than the {usable / 2**30:.2f} GiB that vLLM may take of the device; "
+            "lower --max-num-seqs"
+        )
+
+
+def check_draft_layers(vllm_config: Any) -> None:
+    """Raise ServeConfigError for an engine that heads with draft layers or a backbone are not served with."""
+    spec, stages = vllm_config.speculative_config, vllm_config.parallel_config.pipeline_parallel_size
+    subject, remedy = f"a head with lora_layers={spec.head.lora_layers}", "a head trained with lora_layers 0"
+    if spec.has_backbone:
+        subject, remedy = "a head of kind 'backbone'", "a head of another kind"
+    if not vllm_config.use_v2_model_runner:
+        raise ServeConfigError(
+            f"{subject} on Model Runner V1, which keeps no KV cache for draft layers: allowed: Model Runner V2; "
+            f"{how_to_v2()}, or use {remedy}"
+        )
+    if stages > 1:
+        raise ServeConfigError(
+            f"{subject} and pipeline_parallel_size={stages}: draft layers are not divided into stages; allowed: 1; "
+            "use tensor_parallel_size"
+        )
+    # a connector that saves single layers while the target runs would miss the draft layers, which run after it
+    transfer, is_layerwise = vllm_config.kv_transfer_config, False
+    if transfer is not None and transfer.kv_connector is not None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        connector = KVConnectorFactory.get_connector_class(transfer)
+        is_layerwise = connector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+    check_second_pass(f"{subject} and", vllm_config, {"a KV connector that works layer by layer": is_layerwise})
+
+
+def check_structured_outputs(vllm_config: Any) -> None:
+    """Raise ServeConfigError for lm-format-enforcer, whose adapter in vLLM refuses drafts in every request."""
+    if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
+        raise ServeConfigError(
+            "structured_outputs_config: vLLM's adapter of backend='lm-format-enforcer' refuses drafts in every "
+            "request; allowed: auto, xgrammar, guidance, outlines; drop it"
+        )
+
+
+def check_second_pass(subject: str, vllm_config: Any, others: dict[str, bool]) -> None:
+    """Raise ServeConfigError for options that a pass of ours next to the target's is not served with.
+
+    Args:
+        subject: start of the message.
+        vllm_config: the engine's configuration.
+        others: further options, by name: whether they are set.
+    """
+    parallel = vllm_config.parallel_config
+    options = {
+        "enable_lora": vllm_config.lora_config is not None,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "enable_dbo": getattr(parallel, "enable_dbo", False),
+        **others,
+    }
+    for name, is_set in options.items():
+        if is_set:
+            raise ServeConfigError(f"{subject} {name}: not served together in this version; drop {name}")
+
+
+def how_to_v2() -> str:
+    """Return what the user types for Model Runner V2 on this machine."""
+    if current_platform.is_cpu():
+        return "without a GPU type scripts/v2_on_cpu.sh vllm serve ... in the checkout of vllm_mtpc"
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return "drop VLLM_USE_V2_MODEL_RUNNER=0"
+    return "vLLM's log gives above why it chose V1"

@@ -1,0 +1,69 @@
+"""Options of one request: `extra_args` of SamplingParams, `vllm_xargs` over HTTP.
+
+A limit set by the request does not depend on the drafted tokens, so its output distribution is unchanged. Requests with
+`min_p`, `logit_bias` or `logprob_token_ids`, which vLLM does not serve with drafts, are served without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from vllm_mtpc.errors import did_you_mean
+from vllm_mtpc.proposers.config.switches import REQUEST_DRAFTS, is_on
+
+DRAFTS = "mtpc_drafts"  # the most drafts per step of this request; 0: none
+_LARGEST_SEED = 2**63 - 1
+
+
+def max_drafts(params: Any, limit: int) -> int:
+    """Return the most drafts per step of a request, at most `limit`.
+
+    Args:
+        params: its SamplingParams; None for a pooling request.
+        limit: the engine's num_speculative_tokens.
+    """
+    if getattr(params, "min_p", 0) or getattr(params, "logit_bias", None):  # vLLM verifies no drafts with these
+        return 0
+    given = getattr(params, "extra_args", None)
+    return limit if given is None else min(given.get(DRAFTS, limit), limit)
+
+
+def excludes_drafts(params: Any) -> bool:
+    """Return whether the whole batch of a request has no drafts: vLLM's verification has no `logprob_token_ids`."""
+    return bool(getattr(params, "logprob_token_ids", None))
+
+
+def check_request(params: Any, limit: int) -> None:
+    """Raise VLLMValidationError (HTTP 400) for SamplingParams that cannot be served.
+
+    Args:
+        params: vLLM's SamplingParams.
+        limit: the engine's num_speculative_tokens.
+    """
+    if (params.seed or 0) + params.n - 1 > _LARGEST_SEED:
+        raise VLLMValidationError(
+            f"seed={params.seed} with n={params.n}: sample i has seed + i; allowed are seeds up to "
+            f"{_LARGEST_SEED + 1 - params.n}; lower the seed",
+            parameter="seed",
+        )
+    for name, value in (params.extra_args or {}).items():
+        if not str(name).startswith("mtpc_"):  # another plugin's, or vLLM's own
+            continue
+        if name != DRAFTS:
+            raise VLLMValidationError(
+                f"vllm_xargs: {name!r} is not known; allowed: {DRAFTS!r}{did_you_mean(str(name), [DRAFTS])}; remove it",
+                parameter="vllm_xargs",
+            )
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
+            raise VLLMValidationError(
+                f"vllm_xargs: {DRAFTS}={value!r}; allowed are whole numbers from 0 (no drafts) to {limit} (the "
+                "engine's num_speculative_tokens); leave it out for the engine's own number",
+                parameter="vllm_xargs",
+            )
+    if not is_on(REQUEST_DRAFTS, "1") and (max_drafts(params, limit) < limit or excludes_drafts(params)):
+        raise VLLMValidationError(
+            f"a request with {DRAFTS}, min_p, logit_bias or logprob_token_ids: this server ({REQUEST_DRAFTS}=0) "
+            "drafts alike for all requests; remove it"
+        )
