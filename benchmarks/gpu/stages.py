@@ -214,11 +214,7 @@ def head_folders(programme: Programme) -> dict[tuple[str, int, int], Path]:
 
 
 def heads(programme: Programme) -> list[Part]:
-    """Every circuit on that target, then their speed with one client: verified, and the share of a step they take.
-
-    The paper's unverified throughput (all n tokens of every window) is rows_per_step / step_ms: a step
-    takes as long whatever is accepted.
-    """
+    """Every circuit on that target, then their speed with one client compared with plain vLLM."""
     folders = head_folders(programme)
     sizes = programme.size(
         {"learning_rate": 0.002, "windows_per_step": 1024, "max_steps": 1500}, {"windows_per_step": 16, "max_steps": 2}

@@ -79,7 +79,7 @@ def fit(target: Target, documents: Documents, out: Path, kind: dict) -> None:
         **{"components": 2, "window": WINDOW, **kind},
     )  # fmt: skip
     trainer = make_trainer(options, target, documents)
-    trainer.run()
+    trainer.train()
     assert losses(out)[-1] < 0.02, kind
     config = options.trainer(options, target).config
     head = build_head(config)
