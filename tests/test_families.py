@@ -14,7 +14,7 @@ from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.families import FAMILIES, Family
 
-PARTS = ("config", "check", "load", "facts", "evaluator", "job", "serving")
+PARTS = ("config", "check", "load", "facts", "evaluator", "trainer", "serving")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -24,8 +24,8 @@ def test_an_entry_has_all_parts(method):
     assert all(part in Family.__doc__ for part in PARTS)
     assert issubclass(family.config, AnyHeadConfig)
     assert list(inspect.signature(family.check).parameters) == ["folder", "config"]
-    with pytest.raises(AttributeError, match="no 'trainer'"):
-        family.trainer  # noqa: B018
+    with pytest.raises(AttributeError, match="no 'job'"):
+        family.job  # noqa: B018
 
 
 def test_a_family_of_the_table_is_read_by_it(monkeypatch, tmp_path: Path):

@@ -51,4 +51,4 @@ def test_text_after_the_end_of_a_grammar_is_that_without_drafts(runner: str, bac
 
 def test_grammar_backend_without_drafts_is_refused() -> None:
     refused = run({"ours": engine("lm-format-enforcer", True)}, "v1", fails=("ours",))["ours"]
-    assert "backend='lm-format-enforcer' with drafts" in refused
+    assert "backend='lm-format-enforcer' refuses drafts" in refused

@@ -160,7 +160,7 @@ def test_docs_name_existing_commands_and_flags(root: Path) -> None:
     from vllm_mtpc.cli import COMMANDS
 
     text = "".join((root / "docs" / name).read_text(encoding="utf-8") for name in ("training.md", "heads.md"))
-    assert set(re.findall(r"vllm-mtpc ([a-z]+)", text)) <= set(COMMANDS)
+    assert set(re.findall(r"vllm-mtpc ([a-z-]+)", text)) <= set(COMMANDS)
     typed = [line for line in text.splitlines() if re.search(r"(vllm-mtpc|vllm_mtpc) train", line)]
     flags = {flag.replace("-", "_") for line in typed for flag in re.findall(r"--([a-z][a-z-]+)", line)}
     assert flags - {"nproc_per_node", "config"} <= set(TrainOptions.model_fields)

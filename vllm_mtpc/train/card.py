@@ -70,9 +70,10 @@ The first form finds the target by the name in `config.json`{{ relative }}; it d
 - Data: `{{ data.names | join("`, `") }}`{% if data.tokens %}; {{ "{:,}".format(data.tokens) }} tokens of {{
   "{:,}".format(data.documents) }} documents, SHA-256 of the packed rows `{{ data.sha256 }}`{% endif %}
 {% if settings.regenerate %}- {{ settings.regenerate }} responses written by the target{% endif %}
-- {{ "{:,}".format(run.steps) }} steps of {{ settings.windows_per_step }} windows in {{ settings.precision }}, seed {{
-  settings.seed }}; start: {{ start }}
-{% if run.minutes is defined %}- {{ run.minutes }} minutes on {{ machine }}, {{ run.processes }} process(es), {{
+- {{ "{:,}".format(run.steps) }} steps of {{ "{:,}".format(settings.windows_per_step) }} windows in {{
+  settings.precision }}, seed {{ settings.seed }}; start: {{ start }}
+{% if run.minutes is defined %}- {{ "{:.1f}".format(run.minutes) }} minutes on {{ machine }}, {{
+  run.processes }} process(es), {{
   "{:,.0f}".format(run.tokens_per_second) }} window tokens/s, {{
   "{:.2f}".format(run.peak_memory_bytes / 2**30) }} GiB of memory{% endif %}
 
