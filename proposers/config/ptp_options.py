@@ -30,12 +30,11 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         max_aux_rows: auxiliary rows of a whole batch; larger batches draft less.
         aux_rows_per_request: the most auxiliary rows of one request (merged pass).
         group_sizes: one table of group sizes per batch size, or sizes by the confidence of each request's drafts.
-        u_table: 256 precomputed embeddings of u instead of one computed per u.
     """
 
     user_keys: ClassVar[tuple[str, ...]] = (
         *COMMON_KEYS,
-        *("draft_pass", "max_aux_rows", "aux_rows_per_request", "group_sizes", "u_table"),
+        *("draft_pass", "max_aux_rows", "aux_rows_per_request", "group_sizes"),
     )
     shown: ClassVar[tuple[str, ...]] = (
         *("model", "variant", "window", "lora_rank", "num_speculative_tokens", KEY),
@@ -51,7 +50,6 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     max_aux_rows: int = Field(default=256, ge=2)
     aux_rows_per_request: int | None = Field(default=None, ge=1)
     group_sizes: Literal["static", "dynamic"] = "static"
-    u_table: bool = False
 
     def plan(self, max_num_seqs: int) -> Plan:
         """Return the groups of auxiliary rows by batch size."""

@@ -66,7 +66,7 @@ def engine(folder, calls: list[Call], head: str | None = None, injected: str | N
     return Engine(str(folder / "target"), calls, {**SMALL, **arguments}, injected)
 
 
-OPTIONS = ("draft_pass", "num_speculative_tokens", "group_sizes", "max_aux_rows", "u_table", "aux_rows_per_request")
+OPTIONS = ("draft_pass", "num_speculative_tokens", "group_sizes", "max_aux_rows", "aux_rows_per_request")
 DRAFTED = {
     "merged 1": {"head": "o-ptp", "num_speculative_tokens": 1},
     "merged 3": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 24},
@@ -74,7 +74,7 @@ DRAFTED = {
     "merged c-ptp": {"head": "c-ptp", "num_speculative_tokens": 3},
     "dynamic": {"head": "o-ptp", "num_speculative_tokens": 3, "group_sizes": "dynamic", "max_aux_rows": 32},
     "two passes 3": {"head": "o-ptp", "num_speculative_tokens": 3, "draft_pass": "two-pass"},
-    "two passes c-ptp": {"head": "c-ptp", "num_speculative_tokens": 6, "draft_pass": "two-pass", "u_table": True},
+    "two passes c-ptp": {"head": "c-ptp", "num_speculative_tokens": 6, "draft_pass": "two-pass"},
     "two passes replayed": {
         "head": "o-ptp",
         "num_speculative_tokens": 3,

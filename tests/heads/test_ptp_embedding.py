@@ -1,4 +1,4 @@
-"""Embeddings of u: features against their definition number by number, dtypes, the table, refusals."""
+"""Embeddings of u: features against their definition number by number, dtypes, refusals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.ptp.embedding import EMBEDDING, EMBEDDINGS, build_embedding, check_embedding, lookup
+from vllm_mtpc.heads.ptp.embedding import EMBEDDING, EMBEDDINGS, build_embedding, check_embedding
 
 torch.set_num_threads(1)
 # 0, the largest u, powers of two (where bits and thresholds change) and their neighbours, and some in between.
@@ -94,17 +94,6 @@ def test_u_is_not_rounded_to_the_dtype_of_the_weights(name: str, dtype: torch.dt
     assert found.dtype is dtype
     assert torch.equal(found, exact(u).to(dtype))
     assert not torch.equal(found, exact(u.to(dtype).float()).to(dtype))
-
-
-@pytest.mark.parametrize("name", EMBEDDINGS)
-def test_the_table_holds_the_bins_centres(name: str) -> None:
-    embedding = build_embedding(name, SIZE)
-    table = embedding.table()
-    assert table.shape == (256, SIZE)
-    u = torch.tensor([[0.0, 1 - 2**-24], [0.5, 0.5 - 2**-24]])
-    assert torch.equal(lookup(table, u), table[torch.tensor([[0, 255], [128, 127]])])
-    centre = torch.tensor(77.5 / 256)
-    assert torch.allclose(lookup(table, centre), embedding(centre), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", EMBEDDINGS)

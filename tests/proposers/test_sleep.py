@@ -28,7 +28,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "shared": {"method": "mtpc"},
     "draft layers": {"method": "mtpc"},
     "o-ptp": {"method": "ptp", "draft_pass": "two-pass"},
-    "late": {"method": "ptp", "draft_pass": "merged", "u_table": True},
+    "late": {"method": "ptp", "draft_pass": "merged"},
 }
 
 

@@ -39,7 +39,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.checkpoint.ptp_head import load_ptp
 from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
-from vllm_mtpc.heads.ptp.embedding import lookup
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.config.switches import logger
 from vllm_mtpc.proposers.heads.load import kept
@@ -97,7 +96,6 @@ class PtpSpeculator(DraftModelSpeculator):
         head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
         self.target = target_model
         self.embedding, self.late = head.embedding, head.late
-        self.table = head.embedding.table() if self.speculative_config.u_table else None
         base = resolve_model_state_cls(self.vllm_config, target_model)
         on_sampler = partial(setattr, self, "sampler")
         state = with_verifier(CoupledRejectionSampler, base, self.speculative_config, self.device, on_sampler)
@@ -105,7 +103,7 @@ class PtpSpeculator(DraftModelSpeculator):
         scale = self.head.lora_alpha / self.head.lora_rank
         student = build_student(target_model, head.lora, scale, self.gate, self.writes)
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
-        student.kept = kept(parts if self.table is None else [*parts, self.table])
+        student.kept = kept(parts)
         return student
 
     @torch.inference_mode()
@@ -114,15 +112,12 @@ class PtpSpeculator(DraftModelSpeculator):
         head = load_ptp(made.model_folder, self.dtype, self.device)
         scale = made.head.lora_alpha / made.head.lora_rank
         copy_adapters = prepare_adapters(self.model, head.lora, scale, target_model)
-        table = None if self.table is None else head.embedding.table()
 
         def activate() -> None:
             copy_adapters()
             copy_tensors(self.embedding, head.embedding)
             if self.late is not None:
                 copy_tensors(self.late, head.late)
-            if self.table is not None:
-                self.table.copy_(table)
 
         return activate
 
@@ -344,7 +339,7 @@ class PtpSpeculator(DraftModelSpeculator):
     def _embed_u(self, keys: Tensor, slots: Tensor) -> Tensor:
         """Return the embeddings [R, A, D] of `_compute_u`."""
         u = self._compute_u(keys, slots) if self.head.informed else torch.full_like(keys, UNINFORMED, dtype=torch.float)
-        return self.embedding(u) if self.table is None else lookup(self.table, u)
+        return self.embedding(u)
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the target's logits [R, k, V] of states [R, k, D]."""

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from vllm_mtpc.errors import HeadConfigError
 
-TABLE_SIZE = 256
 MAX_FEATURES = 4096
 EMBEDDING = "ieee"
 EMBEDDINGS = (
@@ -47,16 +46,6 @@ class AuxEmbedding(nn.Module):
         """Return the embeddings, [..., D] in the dtype of the weights, of u [...]."""
         with torch.autocast(u.device.type, enabled=False):
             return self.embed(u.float()).to(next(self.parameters()).dtype)
-
-    def table(self) -> Tensor:
-        """Return the embeddings at the centres of 256 equal bins, [256, D], for `lookup`."""
-        device = next(self.parameters()).device
-        return self((torch.arange(TABLE_SIZE, dtype=torch.float32, device=device) + 0.5) / TABLE_SIZE)
-
-
-def lookup(table: Tensor, u: Tensor) -> Tensor:
-    """Return the row of `AuxEmbedding.table()` for the bin of u [...], [..., D]; for drafts only."""
-    return table[(u.float() * TABLE_SIZE).long().clamp(0, TABLE_SIZE - 1)]
 
 
 class _Features(AuxEmbedding):

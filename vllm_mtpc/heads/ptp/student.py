@@ -309,7 +309,8 @@ def _scaled_embedding(config: Any, backbone: nn.Module) -> AuxEmbedding:
     """An untrained embedding at the scale of the target's token embeddings."""
     embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
     wanted = backbone.get_input_embeddings().weight.float().std().cpu()
-    factor = wanted / embedding.table().std().clamp(min=1e-6)
+    centres = (torch.arange(256, dtype=torch.float32) + 0.5) / 256  # of equal bins of u
+    factor = wanted / embedding(centres).std().clamp(min=1e-6)
     scaled: Any = getattr(embedding, "outer", embedding)
     for value in scaled.parameters():
         value.mul_(factor)
