@@ -29,16 +29,15 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         draft_pass: whether drafts come from the target's own pass ("merged") or from a second one.
         max_aux_rows: auxiliary rows of a whole batch; larger batches draft less.
         aux_rows_per_request: the most auxiliary rows of one request (merged pass).
-        group_sizes: one table of group sizes per batch size, or sizes by the confidence of each request's drafts.
     """
 
     user_keys: ClassVar[tuple[str, ...]] = (
         *COMMON_KEYS,
-        *("draft_pass", "max_aux_rows", "aux_rows_per_request", "group_sizes"),
+        *("draft_pass", "max_aux_rows", "aux_rows_per_request"),
     )
     shown: ClassVar[tuple[str, ...]] = (
         *("model", "variant", "window", "lora_rank", "num_speculative_tokens", KEY),
-        *("draft_pass", "max_aux_rows", "group_sizes"),
+        *("draft_pass", "max_aux_rows"),
     )
     has_distribution: ClassVar[bool] = False
 
@@ -49,7 +48,6 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     draft_pass: Literal["merged", "two-pass"] = "two-pass"
     max_aux_rows: int = Field(default=256, ge=2)
     aux_rows_per_request: int | None = Field(default=None, ge=1)
-    group_sizes: Literal["static", "dynamic"] = "static"
 
     def plan(self, max_num_seqs: int) -> Plan:
         """Return the groups of auxiliary rows by batch size."""
@@ -60,10 +58,9 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         return scheduled_plan(lambda count: self._plan_for(count, max_num_seqs), by_batch)
 
     def _plan_for(self, drafts: int, max_num_seqs: int) -> Plan:
-        rows, is_dynamic = self.max_aux_rows, self.group_sizes == "dynamic"
         if self.draft_pass == "two-pass":
-            return two_pass_plan(self.head, drafts, max_num_seqs, rows)
-        return merged_plan(self.head, drafts, max_num_seqs, rows, self.aux_rows_per_request, is_dynamic)
+            return two_pass_plan(self.head, drafts, max_num_seqs, self.max_aux_rows)
+        return merged_plan(self.head, drafts, max_num_seqs, self.max_aux_rows, self.aux_rows_per_request)
 
     def default_schedule(self) -> Schedule:
         """Return as many drafts as the rows of each batch size give; on a GPU few lengths, each with its graphs."""

@@ -66,13 +66,12 @@ def engine(folder, calls: list[Call], head: str | None = None, injected: str | N
     return Engine(str(folder / "target"), calls, {**SMALL, **arguments}, injected)
 
 
-OPTIONS = ("draft_pass", "num_speculative_tokens", "group_sizes", "max_aux_rows", "aux_rows_per_request")
+OPTIONS = ("draft_pass", "num_speculative_tokens", "max_aux_rows", "aux_rows_per_request")
 DRAFTED = {
     "merged 1": {"head": "o-ptp", "num_speculative_tokens": 1},
     "merged 3": {"head": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 24},
     "merged 6": {"head": "o-ptp", "num_speculative_tokens": 6},
     "merged c-ptp": {"head": "c-ptp", "num_speculative_tokens": 3},
-    "dynamic": {"head": "o-ptp", "num_speculative_tokens": 3, "group_sizes": "dynamic", "max_aux_rows": 32},
     "two passes 3": {"head": "o-ptp", "num_speculative_tokens": 3, "draft_pass": "two-pass"},
     "two passes c-ptp": {"head": "c-ptp", "num_speculative_tokens": 6, "draft_pass": "two-pass"},
     "two passes replayed": {
@@ -87,7 +86,7 @@ DRAFTED = {
 }
 
 
-NIGHTLY = ("merged 1", "merged 6", "merged c-ptp", "dynamic", "two passes c-ptp")
+NIGHTLY = ("merged 1", "merged 6", "merged c-ptp", "two passes c-ptp")
 EVERY_RUN = [name for name in DRAFTED if name not in NIGHTLY]
 
 

@@ -113,7 +113,7 @@ CASES = [
     *[options(f"{key!r} .. draft_pass", "o-ptp", **{key: "x"})
       for key in ("draft_sample_method", "rejection_sample_method", "typo", "head")],
     *[options(key, "o-ptp", **{key: value}) for key, value in
-      {"draft_pass": "three", "group_sizes": "x", "max_aux_rows": 1, "aux_rows_per_request": 0}.items()],
+      {"draft_pass": "three", "max_aux_rows": 1, "aux_rows_per_request": 0}.items()],
     options("draft_sample_method", draft_sample_method="beam"),
     options("'verify'", verify="maybe"),
     options("Model Runner V1 .. 'standard'", rejection_sample_method="block"),
@@ -403,7 +403,7 @@ def test_defaults_of_a_ptp_head(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ptp_options, "choose_attention", lambda config, draft_pass: chosen.append(draft_pass))
     config = engine_config(place / "target", {"method": "ptp", "model": str(place / "o-ptp")})
     spec = config.speculative_config
-    assert spec.num_speculative_tokens == 4 and spec.draft_pass == "two-pass" and spec.group_sizes == "static"
+    assert spec.num_speculative_tokens == 4 and spec.draft_pass == "two-pass"
     assert "variant='o-ptp'" in repr(spec) and chosen == ["two-pass"]
     assert config.cache_config.block_size == 32  # on a CPU: groups own blocks, so small ones
     assert engine_config(place / "o-ptp", None).speculative_config.method == "ptp"

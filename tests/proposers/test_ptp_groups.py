@@ -1,4 +1,4 @@
-"""Group sizes of the merged pass: the best of all tables, a simulated chain, rows by confidence."""
+"""Group sizes of the merged pass: the best of all tables and a simulated chain."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from vllm_mtpc.errors import HeadConfigError, ServeConfigError
 from vllm_mtpc.plan.row_groups import choose_groups, merged_plan
-from vllm_mtpc.proposers.v2.ptp.groups import dynamic_sizes
 
 VARIANTS = ("o-ptp", "c-ptp")
 
@@ -86,30 +84,6 @@ def test_batches_share_the_rows():
     assert values == sorted(values, reverse=True) and plan.buckets[0].sizes == (8,) * 8
     assert all(bucket.rows <= 10 for bucket in merged_plan(head, 7, 8, 128, rows_per_request=10).buckets)
     assert merged_plan(head, 7, 256, 256).bucket(256) is None  # too large a batch to draft for
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_rows_by_confidence_are_best_for_a_step(variant):
-    """Against all allocations: never beaten without lead rows (a concave sum); with them, by what one row is worth."""
-    torch.manual_seed(0)
-    lead, losses = int(variant == "o-ptp"), []
-    for _ in range(60):
-        drafts = int(torch.randint(1, 4, ()))
-        confidence, survival = torch.rand(1, drafts), torch.cat([torch.ones(1), torch.rand(drafts).cumprod(0)])
-        budget = int(torch.randint(0, (drafts + 1) * (drafts + lead) + 3, ()))
-        sizes = dynamic_sizes(confidence, survival, budget, variant, drafts + 1)
-        assert sizes.shape == (1, drafts + 1) and sizes.dtype == torch.int64
-        assert int(sizes.sum()) == min(budget, (drafts + 1) * (drafts + lead)) and int(sizes.max()) <= drafts + lead
-        reach = [1.0, *confidence[0].cumprod(0).tolist(), 0.0]
-        exactly = [reach[d] - reach[d + 1] for d in range(drafts + 1)]
-
-        def gain(rows, exactly=exactly, survival=survival):
-            return sum(a * float(survival[1 : max(0, n - lead) + 1].sum()) for a, n in zip(exactly, rows, strict=True))
-
-        tables = itertools.product(range(drafts + lead + 1), repeat=drafts + 1)
-        best = max(gain(rows) for rows in tables if sum(rows) <= budget)
-        losses.append(best - gain(sizes[0].tolist()))
-    assert max(losses) < (0.1 if lead else 1e-6) and sum(losses) / len(losses) < 0.005
 
 
 @pytest.mark.parametrize(

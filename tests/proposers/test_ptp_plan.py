@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.plan.row_groups import Bucket, Plan, merged_plan, two_pass_plan
-from vllm_mtpc.proposers.v2.ptp.groups import (
-    GroupBlocks,
-    cumulative_acceptance,
-    make_dynamic_layout,
-    make_static_layout,
-)
+from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks, Layout
 
 CPU = torch.device("cpu")
 TARGET = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"]}
@@ -43,7 +38,7 @@ def test_plan_keeps_to_max_aux_rows(variant: str, drafts: int, seqs: int, rows: 
             continue
         # a batch below its bucket's size never has more rows than the bucket's largest one
         assert num_reqs * (bucket.rows + plan.leading) <= max(rows, 2)
-        assert num_reqs * plan.num_groups(bucket) <= plan.max_groups
+        assert num_reqs * len(bucket.groups) <= plan.max_groups
         assert num_reqs * (bucket.rows + plan.leading) <= plan.max_rows
         assert max(bucket.sizes) + plan.leading <= plan.max_group_rows
         if merged:
@@ -92,31 +87,14 @@ def test_groups_read_their_prefix_and_write_to_own_blocks(data: st.DataObject, b
         assert torch.equal(seen[length:], -1 - torch.arange(index * rows, (index + 1) * rows))
 
 
-def test_static_layout_has_the_bucket_sizes() -> None:
-    layout = make_static_layout(Bucket(4, (3, 0, 2)), CPU).expand(2)
-    assert layout.accepted.tolist() == [[0, 2]] * 2
-    assert layout.group.tolist() == [[0, 0, 0, 1, 1]] * 2
-    assert layout.offset.tolist() == [[0, 1, 2, 0, 1]] * 2
+def test_layout_has_the_bucket_sizes() -> None:
+    layout = Layout.create(Bucket(4, (3, 0, 2)), CPU)
+    assert layout.accepted.tolist() == [0, 2]
+    assert layout.group.tolist() == [0, 0, 0, 1, 1]
+    assert layout.offset.tolist() == [0, 1, 2, 0, 1]
     accepted = torch.tensor([0, 1])
     assert layout.find_group(accepted)[1].tolist() == [3, 0]
     assert layout.find_group(torch.tensor([2, 0]))[0].tolist() == [3, 0]
-
-
-@pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
-def test_dynamic_layout_follows_the_confidence(variant: str) -> None:
-    bucket = Bucket(2, (3, 2, 1, 1))
-    sure, unsure = torch.full((1, 3), 0.99), torch.full((1, 3), 0.05)
-    layout = make_dynamic_layout(
-        bucket, torch.cat([sure, unsure]), cumulative_acceptance(head(variant), CPU), head(variant)
-    )
-    assert layout.sizes.sum(1).tolist() == [bucket.rows] * 2
-    assert layout.sizes[0, 3] > layout.sizes[0, 0]  # all drafts will be accepted
-    assert layout.sizes[1, 0] > layout.sizes[1, 3]  # none will
-    for request in range(2):
-        for row in range(bucket.rows):
-            group, offset = int(layout.group[request, row]), int(layout.offset[request, row])
-            assert int(layout.find_group(torch.tensor([group] * 2))[0][request]) + offset == row
-            assert offset < int(layout.sizes[request, group])
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 32, 254, 1024])

@@ -68,32 +68,25 @@ class Plan(NamedTuple):
     Attributes:
         buckets: by increasing `max_batch`.
         leading: rows of real tokens at the start of each group (two passes: 1, merged: 0).
-        dynamic: whether the sizes of a request's groups depend on the confidence of its drafts.
     """
 
     buckets: tuple[Bucket, ...]
     leading: int
-    dynamic: bool = False
 
     def bucket(self, num_reqs: int) -> Bucket | None:
         """Return the groups for a batch of num_reqs; None if it has no drafts."""
         found = next((bucket for bucket in self.buckets if num_reqs <= bucket.max_batch), None)
         return found if found is not None and found.rows else None
 
-    def num_groups(self, bucket: Bucket) -> int:
-        """Return the groups per request; with dynamic sizes every d may have rows."""
-        return len(bucket.sizes) if self.dynamic and bucket.rows else len(bucket.groups)
-
     @property
     def max_groups(self) -> int:
         """Groups of the largest batch."""
-        return max((bucket.max_batch * self.num_groups(bucket) for bucket in self.buckets), default=0)
+        return max((bucket.max_batch * len(bucket.groups) for bucket in self.buckets), default=0)
 
     @property
     def max_group_rows(self) -> int:
         """Rows of the longest group, including leading ones."""
-        longest = max((bucket.rows if self.dynamic else max(bucket.sizes) for bucket in self.buckets), default=0)
-        return longest + self.leading
+        return max((max(bucket.sizes) for bucket in self.buckets), default=0) + self.leading
 
     @property
     def max_rows(self) -> int:
@@ -141,7 +134,6 @@ def merged_plan(
     max_num_seqs: int,
     max_aux_rows: int,
     rows_per_request: int | None = None,
-    dynamic: bool = False,
 ) -> Plan:
     """Return the plan of the merged pass for batches of 1, 2, 4, 8, ... from the head's measured acceptance.
 
@@ -151,7 +143,6 @@ def merged_plan(
         max_num_seqs: the largest batch.
         max_aux_rows: the most auxiliary rows of a batch.
         rows_per_request: the most of one request; None: as many as are useful.
-        dynamic: see `Plan`.
 
     Raises:
         ServeConfigError: an argument is out of range.
@@ -169,7 +160,7 @@ def merged_plan(
     }
     drafted = {batch: tables[budget] for batch, budget in rows.items() if tables[budget].expected_tokens > 1}
     buckets = [Bucket(batch, table.sizes) for batch, table in drafted.items()]
-    return Plan(_merged(buckets), leading=0, dynamic=dynamic)
+    return Plan(_merged(buckets), leading=0)
 
 
 def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int]) -> Plan:

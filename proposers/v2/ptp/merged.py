@@ -26,12 +26,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.plan.row_groups import Bucket
-from vllm_mtpc.proposers.v2.ptp.groups import (
-    Layout,
-    cumulative_acceptance,
-    make_dynamic_layout,
-    make_static_layout,
-)
+from vllm_mtpc.proposers.v2.ptp.groups import Layout
 from vllm_mtpc.proposers.v2.ptp.ptp_speculator import PtpSpeculator
 
 
@@ -52,8 +47,6 @@ class MergedSpeculator(PtpSpeculator):
         self.sequence_ends = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.starts = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
         self.layouts: dict[Bucket, Layout] = {}
-        self.acceptance = cumulative_acceptance(self.head, device)
-        self.confidence = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=device)  # by request slot
         self.step_batch: InputBatch | None = None
 
     def max_pass_rows(self) -> int:
@@ -86,12 +79,6 @@ class MergedSpeculator(PtpSpeculator):
                     f"draft_pass 'merged': attention backend {group.backend.get_name()} sorts a batch by length, which "
                     'groups of rows do not survive; add --attention-backend FLASH_ATTN, or "draft_pass": "two-pass"'
                 )
-            has_lengths = self.device.type == "cpu" or group.backend.supports_device_cpu_query_lens_mismatch()
-            if self.plan.dynamic and not has_lengths:
-                raise ServeConfigError(
-                    f"group_sizes 'dynamic': attention backend {group.backend.get_name()} wants the lengths on the "
-                    'host; use "group_sizes": "static"'
-                )
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor | None, positions: Tensor, **kwargs: Any) -> Tensor:
@@ -102,18 +89,12 @@ class MergedSpeculator(PtpSpeculator):
             return self.target_forward(input_ids, positions, **kwargs)
         embeds = kwargs.get("inputs_embeds")
         embeds = self.target.embed_input_ids(input_ids) if embeds is None else embeds
-        hidden = self._run_merged_pass(step, embeds, positions, self._choose_layout(bucket, step))
+        if bucket not in self.layouts:
+            self.layouts[bucket] = Layout.create(bucket, self.device)
+        hidden = self._run_merged_pass(step, embeds, positions, self.layouts[bucket])
         padding = positions.shape[-1] - step.num_tokens
         real = hidden[: step.num_tokens]
         return torch.cat([real, real.new_zeros(padding, real.shape[1])]) if padding else real
-
-    def _choose_layout(self, bucket: Bucket, step: InputBatch) -> Layout:
-        if self.plan.dynamic:
-            confidence = self.confidence[step.idx_mapping[: step.num_reqs]]
-            return make_dynamic_layout(bucket, confidence, self.acceptance, self.head)
-        if bucket not in self.layouts:
-            self.layouts[bucket] = make_static_layout(bucket, self.device)
-        return self.layouts[bucket].expand(step.num_reqs)
 
     def _run_merged_pass(self, step: InputBatch, embeds: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Return states of the target's rows, then of the groups' rows; keep the latter for `propose`."""
@@ -123,7 +104,7 @@ class MergedSpeculator(PtpSpeculator):
         position = step.positions[first]  # [R]
         drafted = (step.cu_num_logits[1 : num_reqs + 1] - step.cu_num_logits[:num_reqs] - 1).long()  # [R], drafts
         prefix = position[:, None] + 1 + torch.minimum(layout.accepted, drafted[:, None])  # [R, G]
-        row_prefix = prefix.gather(1, layout.group)  # [R, B]
+        row_prefix = prefix[:, layout.group]  # [R, B]
         at = row_prefix + layout.offset  # [R, B], index of the token whose u a row carries
         keys = at - 1
 
@@ -134,12 +115,13 @@ class MergedSpeculator(PtpSpeculator):
         self.row_positions[num_real:total] = (keys if self.lead else at).flatten().clamp(max=self.max_model_len - 1)
         self.gate.rows = self.row_index[num_real:total]
 
-        num_groups = num_reqs * layout.num_groups
+        groups = len(layout.sizes_cpu)  # of a request
+        num_groups = num_reqs * groups
         tables, writes = self.block_tables.input_block_tables[0][:num_reqs], self.writes
         group_tables, writes.source, writes.target = self.group_blocks.fill_tables(
-            prefix.flatten(), tables.repeat_interleave(layout.num_groups, dim=0)
+            prefix.flatten(), tables.repeat_interleave(groups, dim=0)
         )
-        group = (self.group_index[:num_reqs, None] * layout.num_groups + layout.group).flatten()
+        group = (self.group_index[:num_reqs, None] * groups + layout.group).flatten()
         self.row_slots[:num_real] = self.block_tables.slot_mappings[0, :num_real]
         self.row_slots[num_real:total] = self.group_blocks.slots(group, row_prefix.flatten(), at.flatten())
         writes.num_real, writes.real_slots = num_real, self.row_slots[:num_real]
@@ -152,14 +134,14 @@ class MergedSpeculator(PtpSpeculator):
         self.sequence_ends[num_reqs:sequences] = (prefix + layout.sizes).flatten()
         starts = starts_cpu = self.starts[: sequences + 1]
         starts[: num_reqs + 1] = step.query_start_loc[: num_reqs + 1]
-        starts[num_reqs + 1 :] = num_real + layout.sizes.flatten().cumsum(0)
+        starts[num_reqs + 1 :] = num_real + layout.sizes.repeat(num_reqs).cumsum(0)
         if self.device.type != "cpu":
             ends = num_real + layout.sizes_cpu.repeat(num_reqs).cumsum(0, dtype=torch.int32)
             starts_cpu = torch.cat([torch.from_numpy(step.query_start_loc_np[: num_reqs + 1]), ends])
         upper, is_prefilling = step.seq_lens_cpu_upper_bound[:num_reqs], torch.from_numpy(step.is_prefilling_np)
         self._build_metadata(
             total,
-            torch.cat([upper, (upper + layout.longest).repeat_interleave(layout.num_groups)]),
+            torch.cat([upper, (upper + layout.longest).repeat_interleave(groups)]),
             query_start_loc_gpu=starts,
             query_start_loc_cpu=starts_cpu,
             max_query_len=max(int(step.num_scheduled_tokens.max()), layout.longest),
@@ -186,11 +168,7 @@ class MergedSpeculator(PtpSpeculator):
         hidden = output.hidden[index]  # [R, K, D]
         keys = (output.position + 1 + accepted)[:, None] + self.draft_index
         if self.late is None:
-            logits = self._compute_logits(hidden)
-            tokens = self._sample_parallel(logits, keys, slots)
+            tokens = self._sample_parallel(self._compute_logits(hidden), keys, slots)
         else:
-            tokens, logits = self._sample_sequential(hidden, self.first_tokens[:num_reqs], keys, slots)
-        if self.plan.dynamic:
-            probs = logits.float().softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
-            self.confidence[slots] = torch.where(is_real, probs, 0.0)
+            tokens = self._sample_sequential(hidden, self.first_tokens[:num_reqs], keys, slots)
         drafts.copy_(torch.where(is_real, tokens, 0))

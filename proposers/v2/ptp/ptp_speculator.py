@@ -222,7 +222,7 @@ class PtpSpeculator(DraftModelSpeculator):
         if self.late is not None:
             drafts[:, 0] = self._sample_first_draft(self.target.compute_logits(hidden[:, 0]), input_batch)
             if count > 1:
-                drafts[:, 1:count], _ = self._sample_sequential(rows, drafts[:, 0], keys, slots)
+                drafts[:, 1:count] = self._sample_sequential(rows, drafts[:, 0], keys, slots)
             return
         logits = self._compute_logits(torch.cat([hidden[:, :1], rows], dim=1))  # one product for all
         drafts[:, 0] = self._sample_first_draft(logits[:, 0], input_batch)
@@ -374,7 +374,7 @@ class PtpSpeculator(DraftModelSpeculator):
         picked = draft_tokens(self.head, logits.flatten(0, 1), u).view_as(best)
         return torch.where(self._is_greedy(slots)[:, None], best, picked)
 
-    def _sample_sequential(self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample_sequential(self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
         """Draft with the late network, each draft conditioned on the one before.
 
         Args:
@@ -384,17 +384,15 @@ class PtpSpeculator(DraftModelSpeculator):
             slots: [R], request slots.
 
         Returns:
-            Drafts [R, k] and their logits [R, k, V].
+            Drafts [R, k].
         """
-        logits: list[Tensor] = []
 
         def choose(state: Tensor, k: int) -> Tensor:
-            logits.append(self.target.compute_logits(state))
-            return self._sample_parallel(logits[-1][:, None], keys[:, k : k + 1], slots)[:, 0]
+            logits = self.target.compute_logits(state)
+            return self._sample_parallel(logits[:, None], keys[:, k : k + 1], slots)[:, 0]
 
         assert self.late is not None  # the callers ask
-        drafts = self.late.draft(hidden, first, self.target.embed_input_ids, choose)
-        return drafts, torch.stack(logits, dim=1)
+        return self.late.draft(hidden, first, self.target.embed_input_ids, choose)
 
     def _is_greedy(self, slots: Tensor) -> Tensor:
         return self.sampler.sampling_states.temperature.gpu[slots] == 0
