@@ -22,8 +22,7 @@ from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, did_you_mean, one_line
 from vllm_mtpc.heads import needs_lm_head
-from vllm_mtpc.plan.draft_schedule import KEY, Schedule, default_schedule, expand_schedule, relative_load
-from vllm_mtpc.proposers.config.draft_memory import draft_memory
+from vllm_mtpc.plan.draft_schedule import KEY, Schedule, default_schedule, relative_load
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
 
@@ -191,14 +190,6 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         texts = [f"{k or 'none'} at {low}" + (f" to {high}" if high > low else "") for low, high, k in ranges]
         texts[-1] = f"{ranges[-1][2] or 'none'} from {ranges[-1][0]} on"
         return f"drafts per step by running requests: {', '.join(texts)}"
-
-    def device_bytes(self, vllm_config: Any) -> int:
-        """Return the estimated bytes of the head and its drafts on each device, before a worker starts."""
-        num_drafts, max_num_seqs = self.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
-        by_batch = expand_schedule(self.num_speculative_tokens_per_batch_size, max_num_seqs, num_drafts)
-        ranks, device = vllm_config.parallel_config.tensor_parallel_size, vllm_config.device_config.device_type
-        is_sampled, dtype = self.draft_sample_method == "probabilistic", vllm_config.model_config.dtype
-        return sum(draft_memory(self.head, by_batch, num_drafts, dtype, ranks, device, is_sampled))
 
     def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
         """Return the number of KV blocks that requests do not get; raise ServeConfigError where too few remain."""

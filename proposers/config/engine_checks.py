@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.proposers.config.draft_memory import weights_of
 
 
 def check_adaptive_verification(engine_args: Any) -> None:
@@ -28,30 +26,6 @@ def check_adaptive_verification(engine_args: Any) -> None:
                 f"enable_adaptive_verification with {reason}: vLLM needs Model Runner V2 on a GPU with full CUDA "
                 "graphs, no LoRA and one pipeline stage; drop either; on Model Runner V1 min_acceptance prunes drafts"
             )
-
-
-def check_memory(vllm_config: Any, target_folder: Path | None) -> None:
-    """Raise ServeConfigError where a head does not fit on the device next to its target, by the sizes of their files.
-
-    Args:
-        vllm_config: the engine's configuration.
-        target_folder: the target's files; None where they are not on this machine.
-    """
-    try:
-        total = current_platform.get_device_total_memory()
-    except NotImplementedError:
-        return
-    parallel, num_seqs = vllm_config.parallel_config, vllm_config.scheduler_config.max_num_seqs
-    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    target = weights_of(target_folder) / ranks if target_folder else 0
-    head = vllm_config.speculative_config.device_bytes(vllm_config)
-    usable = total * vllm_config.cache_config.gpu_memory_utilization
-    if target + head > usable:
-        raise ServeConfigError(
-            f"the target's {target / 2**30:.2f} GiB, and {head / 2**30:.2f} GiB of the head and its drafts at "
-            f"--max-num-seqs {num_seqs}, are more than the {usable / 2**30:.2f} GiB that vLLM may take of the device; "
-            "lower --max-num-seqs"
-        )
 
 
 def check_draft_layers(vllm_config: Any) -> None:

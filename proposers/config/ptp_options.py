@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SkipValidation
@@ -14,7 +13,6 @@ from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.plan.draft_schedule import KEY, Schedule, expand_schedule, limit_lengths, merge_ranges
 from vllm_mtpc.plan.row_groups import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
 from vllm_mtpc.proposers.config.circuit_options import COMMON_KEYS, MtpcSpeculativeConfig, check_final_norm
-from vllm_mtpc.proposers.config.draft_memory import weights_of
 from vllm_mtpc.proposers.config.engine_checks import check_second_pass, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
 
@@ -74,9 +72,6 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
 
     def speculator(self) -> str:
         return "ptp.merged.MergedSpeculator" if self.draft_pass == "merged" else "ptp.ptp_speculator.PtpSpeculator"
-
-    def device_bytes(self, vllm_config: Any) -> int:
-        return weights_of(Path(self.model_folder))  # its rows are rows of the target
 
     def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
         if not kv_cache_config.kv_cache_groups:

@@ -81,13 +81,9 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         vllm_config = original(self, *args, **kwargs)
         spec = vllm_config.speculative_config
         if getattr(spec, "method", None) in METHODS:
-            from vllm_mtpc.proposers.config.engine_checks import check_memory
             from vllm_mtpc.proposers.patches.engine_classes import name_our_classes
 
-            target = spec.target_model_config
             spec.restore_own_schedule()
-            if spec.is_bundled:
-                check_memory(vllm_config, engine_args.find_folder(target.model, target.revision))
             spec.check_engine(vllm_config)
             name_our_classes(vllm_config)
             apply(*WITH_HEAD)

@@ -157,23 +157,6 @@ def test_a_head_for_the_other_runner(made: Path, target: Path, said: Lines, monk
         spec_of(target, {"method": "ptp"})
 
 
-def test_a_head_that_does_not_fit_beside_its_target(
-    made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device that has room for the target, and not for the conditionals of 1,024 x 4 drafts of 32 tokens as well."""
-    from vllm.platforms import current_platform
-
-    bundle(made, target)
-    files = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    drafts = 1024 * 4 * 32 * 4
-    for more, is_served in ((4 * drafts, True), (drafts, False)):
-        monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda self, more=more: files + more)
-        said.clear()
-        spec = spec_of(target, gpu_memory_utilization=1.0, max_num_seqs=1024, max_num_batched_tokens=8192)
-        assert (spec is not None) == is_served
-    assert len(said) == 1 and "of the head and its drafts at --max-num-seqs 1024" in said[0]
-
-
 def test_an_error_of_the_target_is_its_own(made: Path, target: Path, said: Lines) -> None:
     """What fails with and without the head says what vLLM says, and nothing of a head."""
     bundle(made, target)

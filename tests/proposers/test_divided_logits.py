@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.support import forks, speculators, tp_ranks
-from tests.support.speculators import CPU, Setting, batch, drafted, made_heads, speculator
+from tests.support.speculators import Setting, batch, drafted, made_heads, speculator
 from tests.support.tp_ranks import KINDS, VOCAB, Target
-from vllm_mtpc.kernels.draft import naive
-from vllm_mtpc.proposers.config.draft_memory import LiveBytes, draft_memory
 
 # 32 components of the vocabulary are no small leaf.
 WINDOW, BATCH, DRAFTS = 5, 6, 4
@@ -36,7 +34,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def on_ranks(num_ranks: int, settings: dict[str, tuple[Setting, str]], store: Path) -> list[dict[str, Any]]:
-    """In a fork, by rank and case: drafts, confidences, conditionals; sizes of the gathers; memory."""
+    """In a fork, by rank and case: drafts, confidences, conditionals; sizes of the gathers."""
     return tp_ranks.on_ranks(num_ranks, next(iter(settings.values()))[0].place, store, 1200, _all_drafted, settings)
 
 
@@ -44,7 +42,7 @@ def _all_drafted(rank: int, settings: dict[str, tuple[Setting, str]]) -> dict[st
     return {name: _drafted(*setting) for name, setting in settings.items()}
 
 
-def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int], tuple[int, int]]:
+def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int]]:
     from vllm.distributed.parallel_state import GroupCoordinator
 
     gather, numbers = GroupCoordinator.all_gather, []
@@ -57,48 +55,12 @@ def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int
         stack.enter_context(mock.patch.object(Target, "kind", kind))
         stack.enter_context(mock.patch.object(speculators, "Target", Target))
         made = stack.enter_context(speculator(setting))
-        memory = _memory(made)
         stack.enter_context(mock.patch.object(GroupCoordinator, "all_gather", counting))
         if made.draft_logits is not None:
-            return drafted(made, BATCH, DRAFTS), numbers, memory
+            return drafted(made, BATCH, DRAFTS), numbers
         made.propose(**batch(made, BATCH), num_speculative_tokens=DRAFTS)
-        return (
-            [made.draft_tokens[:BATCH, :DRAFTS], made.draft_token_confidence_probs[:BATCH, :DRAFTS], None],
-            numbers,
-            memory,
-        )
-
-
-def _memory(made: Any) -> tuple[int, int]:
-    """Bytes that a draft allocates at once, and the predicted number."""
-    from vllm.distributed import get_tensor_model_parallel_world_size
-
-    head, drafter = made.model, made.drafter
-    given = made.hidden_states[:BATCH], made.first_tokens[:BATCH], DRAFTS
-    dtype = None if made.draft_logits is None else made.draft_logits.dtype
-    peaks = []
-    for _ in range(3):  # the minimum: gloo's thread frees gathered tensors later
-        with LiveBytes() as live, torch.inference_mode():
-            params = head.draft_params(*given)
-            if drafter is None:
-                naive.draft(
-                    head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard
-                )
-            else:  # the interpreter moves numbers that a kernel does not
-                *_, distribution = drafter.buffers(BATCH, DRAFTS, CPU, dtype, params.bigram is not None)
-                distribution is None or head.leaf_shard.gather(distribution.flatten(1))
-        peaks.append(live.peak)
-        params = distribution = None
-    predicted = draft_memory(
-        made.speculative_config.head,
-        [0, *[DRAFTS] * BATCH],
-        DRAFTS,
-        made.dtype,
-        get_tensor_model_parallel_world_size(),
-        "cpu",
-        is_drawn=dtype is not None,
-    )
-    return min(peaks), predicted.activation
+        confidences = made.draft_token_confidence_probs[:BATCH, :DRAFTS]
+        return [made.draft_tokens[:BATCH, :DRAFTS], confidences, None], numbers
 
 
 CASES = {
@@ -138,7 +100,7 @@ def test_two_ranks_draft_as_one_rank(name: str, found: dict[int, list[dict[str, 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "forbids" not in name])
 def test_communication_is_an_rth_of_the_logits(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
-    _, numbers, _ = found[2][0][name]
+    _, numbers = found[2][0][name]
     r, rows = COMPONENTS[name.partition(",")[0]], 576
     distribution = DRAFTS * (0 if "argmax" in name else rows)
     # x_1: two numbers per component. Per draft: a normaliser and the drafted token's evidence per component, and what
@@ -149,17 +111,9 @@ def test_communication_is_an_rth_of_the_logits(name: str, found: dict[int, list[
     assert sum(numbers) < gathered / (r / 1.3)
 
 
-@pytest.mark.parametrize("name", ["kernel, plain", "kernel, argmax", "definition, plain", "kernel with tokens, plain"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_memory_of_a_rank_equals_the_prediction(name: str, size: int, found: dict[int, list[dict[str, Any]]]) -> None:
-    for rank in found[size]:
-        allocated, predicted = rank[name][2]
-        assert allocated == predicted
-
-
 def test_logits_that_the_target_changes_are_gathered(found: dict[int, list[dict[str, Any]]]) -> None:
     """A token that the target forbids has no mass in the drafts."""
     for size in (1, 2):
-        (_, _, distribution), numbers, _ = found[size][0]["kernel, forbids a token"]
+        (_, _, distribution), numbers = found[size][0]["kernel, forbids a token"]
         assert (distribution[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()
         assert numbers == ([BATCH * (1 + DRAFTS) * 32 * 576] if size == 2 else [])

@@ -48,7 +48,7 @@ class Target(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         weight = torch.randn(vocab_size, hidden_size, generator=generator)
-        weight = nn.functional.pad(weight, (0, 0, 0, -vocab_size % memory.VOCAB_PADDING))
+        weight = nn.functional.pad(weight, (0, 0, 0, -vocab_size % 64))
         self.weight, self.vocab_size = nn.Parameter(weight, requires_grad=False), vocab_size
 
     def compute_logits(self, states: Tensor) -> Tensor:
