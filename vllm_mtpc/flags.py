@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import types
 from collections.abc import Collection
 from typing import Any, Literal, Union, cast, get_args, get_origin
@@ -55,6 +56,14 @@ def _kind(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
         return next(part for part in get_args(annotation) if part is not type(None))
     return annotation
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return the object of a JSON option, a `type` of argparse."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:

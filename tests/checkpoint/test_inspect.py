@@ -9,11 +9,8 @@ import pytest
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
-from vllm_mtpc.checkpoint.locate import SERVED_FILE
 from vllm_mtpc.cli import main
-from vllm_mtpc.engine import provenance
 from vllm_mtpc.eval.inspect_command import served_memory
-from vllm_mtpc.publish.head_card import PUBLISHED
 
 
 @pytest.fixture
@@ -168,13 +165,3 @@ def test_model_is_reported_with_heads_that_fit(tmp_path, show):
     assert json.loads(show(tmp_path, "--json"))["is"] == "model"
     (tmp_path / "config.json").write_text("{}")
     assert main(["inspect", str(tmp_path)]) != 0  # neither
-
-
-def test_served_speed_is_shown_until_the_weights_change(folder, tmp_path, new_head, show):
-    assert f"not measured on this machine, type: vllm-mtpc doctor {folder}" in " ".join(show(folder).split())
-    row = {"temperature": 1.0, "clients": 4, "speedup": 0.8}
-    (folder / SERVED_FILE).write_text(json.dumps({"hardware": provenance.hardware(), "rows": [row]}))
-    assert "do not serve it here" in " ".join(show(folder).split())
-    assert json.loads(show(folder, "--json"))["served"]["rows"] == [row] and SERVED_FILE in PUBLISHED
-    save_head(folder, *new_head(), {}, "card")
-    assert not (folder / SERVED_FILE).exists()

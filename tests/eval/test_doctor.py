@@ -23,7 +23,7 @@ from vllm_mtpc.data.sources import load_documents
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.eval import doctor, speed
+from vllm_mtpc.eval import doctor
 from vllm_mtpc.eval.acceptance import Rejection, collect, summarise
 from vllm_mtpc.eval.circuit_evaluator import MtpcEvaluator, noise_given_text
 from vllm_mtpc.eval.decode import continue_all
@@ -187,33 +187,25 @@ def arguments(*given: str) -> argparse.Namespace:
 
 def test_bad_requests_are_refused_before_anything_starts():
     for given, message in (
-        (["--engine", "[]"], "not a JSON object"),
         (["--prompts", "0"], "allowed are 1 and above"),
         (["--max-tokens", "1000"], "lower --max-tokens"),
         (["--num-drafts", "0"], "allowed are 1 to 7"),
     ):
         with pytest.raises(MtpcError, match=message):
             doctor.run(arguments(*given))
+    with pytest.raises(SystemExit):
+        arguments("--engine", "[]")
 
 
 def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    monkeypatch.setattr(speed, "CLIENTS", (1,))  # one pair of passes at each temperature: seconds, not minutes
-    monkeypatch.setattr(speed, "ROUNDS", 1)
     report = tmp_path / "report.json"
     few = ("--prompts", "8", "--max-tokens", "64", "--dtype", "float32")
-    record = tmp_path / "served.jsonl"
-    head, log = tmp_path / "btree", tmp_path / "vllm.log"  # a copy: doctor writes to it
-    shutil.copytree(demo.path("btree"), head)
+    record, log = tmp_path / "served.jsonl", tmp_path / "vllm.log"
     args = arguments(*few, "--json", str(report), "--record", str(record), "--log", str(log))
-    args.head, args.target = str(head), str(demo.path("target"))
     assert doctor.run(args) == 0
     printed = capsys.readouterr().out
-    assert "tokens/step:" in printed and "min_acceptance" not in printed and "_per_batch_size" not in printed
-    rows = json.loads((head / "served.json").read_text())["rows"]
-    assert [(row["temperature"], row["clients"]) for row in rows][:2] == [(0, 1), (1, 1)] and rows[0]["speedup"] > 0
-    assert ("\nhealthy" in printed) == (min(row["speedup"] for row in rows) >= speed.SLOWER)  # a busy machine may lose
-    assert speed.worth({}, head).partition(";")[2] in printed
+    assert "tokens/step:" in printed and "\nhealthy" in printed
     started = "Model Runner V1, CUDA graphs of the target: NONE, of drafts: NONE; MtpcSpeculativeConfig("
     assert log.read_text().count(started) == 1
     found = json.loads(report.read_text())
@@ -229,7 +221,6 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 def test_vllm_serving_another_target_is_noticed(tmp_path, capsys):
     injected = str(other_target(tmp_path / "other"))
-    args = arguments("--prompts", "4", "--max-tokens", "32", "--temperature", "0", "--dtype", "float32")
-    diagnosis = doctor.diagnose(args, serve_target=injected)
-    assert not diagnosis.healthy and diagnosis.cause.name == "target"
-    assert "another target" in diagnosis.verdict
+    few = ("--prompts", "4", "--max-tokens", "32", "--temperature", "0", "--dtype", "float32")
+    diagnosis = doctor.diagnose(arguments(*few, "--engine", json.dumps({"model": injected})))
+    assert diagnosis.cause.name == "target" and "another target" in diagnosis.verdict

@@ -33,7 +33,7 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.passes import Engine, Prompt, Setting, launched
 from vllm_mtpc.errors import EngineFailed, UsageError
 from vllm_mtpc.eval.loading import resolve, target_of
-from vllm_mtpc.flags import check_positive
+from vllm_mtpc.flags import check_positive, json_object
 from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
 
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peer", type=named_json, action="append", default=[], metavar="NAME=JSON", help=PEER_HELP)
     add("--num-drafts", **n, help="drafts of every method (default: that of the head, 5 for peers)")
     add("--variant", type=named_json, action="append", default=[], metavar="NAME=JSON", help=VARIANT_HELP)
-    add("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine (of vllm.LLM)")
+    add("--engine", type=json_object, default={}, metavar="JSON", help="more arguments of every engine (of vllm.LLM)")
     add("--dtype", default=None, help="of the target (default: float32 on a CPU, else auto)")
     add("--data", nargs="+", default=[], metavar="FILE", help="Spec-Bench, jsonl or text (default: the demo's prompts)")
     add("--prompt-tokens", default=64, **n, help="of a piece of a text file (default: 64)")
@@ -136,8 +136,6 @@ def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
     check_positive(args, "prompts", "max_tokens", "rounds", "prompt_tokens", "num_drafts")
     if min(args.concurrency) < 1 or min(args.temperature) < 0:
         raise UsageError("--concurrency must be 1 or more, --temperature 0 or more")
-    if not isinstance(args.engine, dict):
-        raise UsageError("--engine: a JSON object is required")
     args.dtype = args.dtype or ("auto" if on_gpu else "float32")
     args.order = args.order or ("bracketed" if on_gpu else "interleaved")
 

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, SERVED_FILE, U_EMBED_FILE, WEIGHTS_FILE
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
@@ -111,7 +111,7 @@ def write_folder(
     with replacing(*(folder / name for name in files)) as unfinished:
         for file, data in zip(unfinished, files.values(), strict=True):
             file.write_bytes(data)
-    for name in {WEIGHTS_FILE, U_EMBED_FILE, SERVED_FILE, *ADAPTER_FILES} - files.keys():
+    for name in {WEIGHTS_FILE, U_EMBED_FILE, *ADAPTER_FILES} - files.keys():
         (folder / name).unlink(missing_ok=True)
 
 

@@ -79,7 +79,6 @@ class Comparison:
     predicted: Metrics
     noise: float  # standard error of the served tokens/step given the text
     chain: Chain
-    recorded: str = ""  # prefix of the metrics in the head's provenance that describe this way of serving
 
     @property
     def difference(self) -> float:

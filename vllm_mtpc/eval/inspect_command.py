@@ -30,14 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_positive(args, "max_num_seqs", "tensor_parallel_size")
-    from vllm_mtpc.eval.speed import read_served
-
     if lines := _of_model(args.path):
         print(json.dumps({"is": "model", "lines": lines}) if args.json else "\n".join(lines))
         return 0
     report = inspect_head(args.path)
-    if served := read_served(Path(report["path"])):
-        report["served"] = served
     if args.max_num_seqs is not None:
         report["memory"] = served_memory(Path(report["path"]), args.max_num_seqs, args.tensor_parallel_size)
     if args.json:
@@ -88,7 +84,6 @@ def _print_table(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from vllm_mtpc.eval.speed import worth
     from vllm_mtpc.report import console
 
     out = console()
@@ -104,7 +99,4 @@ def _print_table(report: Report) -> None:
     for row in rows_of(report):
         table.add_row(*map(plain, row))
     out.print(table)
-    names = {"t1": f"T={report['trained_sampling']['temperature']:g}", "t0": "T=0"}
-    expected = {names[key]: value for key, value in report["tokens_per_step"].items()}
-    out.print(plain(worth(expected, Path(report["path"]))))
     out.print(plain(f"weights: ok ({len(report['weights']['tensors'])} tensors, shapes as configured, all finite)"))

@@ -207,7 +207,6 @@ class PtpEvaluator(Evaluator):
             predict(windows, two_pass),
             noise=0.0,
             chain=check_chain(self.target, samples, sampling),
-            recorded="two_pass_" if two_pass else "",
             u=u,
             windows=windows,
             two_pass=two_pass,

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.checkpoint.load import ADAPTER_FILES, read_config
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, RECORDS, U_EMBED_FILE, WEIGHTS_FILE, hub_name, is_head
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE, hub_name, is_head
 from vllm_mtpc.checkpoint.metadata import (
     LICENSE_KEYS,
     PLOTS,
@@ -25,7 +25,7 @@ from vllm_mtpc.checkpoint.metadata import (
 from vllm_mtpc.errors import CheckpointError, UsageError, first_line
 
 # A head's folder may also hold the trainer's state, responses and the user's files: these are not sent.
-PUBLISHED = (CONFIG_FILE, WEIGHTS_FILE, U_EMBED_FILE, *ADAPTER_FILES, *RECORDS, *PLOTS, "LICENSE", "NOTICE")
+PUBLISHED = (CONFIG_FILE, WEIGHTS_FILE, U_EMBED_FILE, *ADAPTER_FILES, PROVENANCE_FILE, *PLOTS, "LICENSE", "NOTICE")
 
 
 def published_files(folder: Path) -> list[Path]:

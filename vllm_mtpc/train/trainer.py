@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.eval.loading import prompts
-from vllm_mtpc.eval.speed import worth
 from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.hf import Target, check_length
 from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
@@ -380,7 +379,7 @@ class Trainer(ABC):
             )
         for line in self.comments(results):
             print(line)
-        print(worth({labels[name]: values["tokens_per_step"] for name, values in results.items()}, out))
+        print(f"compare it with what vLLM serves: vllm-mtpc doctor {out}")
         print(serve_line(out, self.needs_v2))
 
     def validate(self, texts: list[Tensor], seconds: float) -> dict[str, Any]:
