@@ -47,7 +47,6 @@ EXTRAS = {
         "scipy>=1.11",
         "ruff>=0.14",
         "jsonschema>=4.23",
-        "tensorboard>=2.16",
         "openai>=2",
         "msgspec>=0.19",
         "compressed-tensors>=0.12",

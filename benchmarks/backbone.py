@@ -32,7 +32,7 @@ from vllm_mtpc.report import check_file, print_table, write_json
 from vllm_mtpc.train.losses import step_loss
 from vllm_mtpc.train.options import TrainOptions, parse
 from vllm_mtpc.train.run import read_data, read_target
-from vllm_mtpc.train.trainer import BETAS, held_out_prompts, learning_rate
+from vllm_mtpc.train.trainer import BETAS, MAX_NORM, held_out_prompts, learning_rate
 
 CIRCUITS = ("ff", "cp", "hmm", "btree")
 TOKEN_RANK = 32
@@ -136,7 +136,7 @@ def learn(head: Any, steps: list[tuple[Tensor, ...]], options: TrainOptions) -> 
         states, tokens, counts, log_p = steps[step % len(steps)]
         loss = step_loss(head, states.__getitem__, tokens, counts, log_p.__getitem__, options)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(learnt, options.grad_clip)
+        torch.nn.utils.clip_grad_norm_(learnt, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
     return options.max_steps

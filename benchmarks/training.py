@@ -246,11 +246,12 @@ class Job:
         import torch
 
         from vllm_mtpc.train.losses import step_loss
+        from vllm_mtpc.train.trainer import MAX_NORM
 
         counts = torch.full((self.shape.window,), self.shape.windows, device=self.tokens.device)
         loss = step_loss(self.head, self.hidden.__getitem__, self.tokens, counts, self._log_p, self.options)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.options.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item(), norm.item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def flags(place: Path, out: str, **changes: object) -> list[str]:
     words = []
     for name, value in (values | changes).items():
         flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
+        words += [flag] * bool(value) if isinstance(value, bool) else [flag, str(value)]
     return words
 
 
@@ -80,6 +81,18 @@ def make_trainer(options: TrainOptions, target: Target, documents: Documents | N
 def save_every(trainer: Trainer, steps: int) -> Trainer:
     """Make the trainer save its state every `steps` steps in place of minutes."""
     trainer.stopping.due = lambda: trainer.step % steps == 0
+    return trainer
+
+
+def end_after(trainer: Trainer, steps: int) -> Trainer:
+    """Make the trainer save its state and end after `steps` steps, as a signal does."""
+    update = trainer.train_step
+
+    def train_step(*args, **kwargs):
+        trainer.stopping._received = signal.SIGTERM if trainer.step + 1 == steps else 0
+        return update(*args, **kwargs)
+
+    trainer.train_step = train_step
     return trainer
 
 

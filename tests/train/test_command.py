@@ -201,17 +201,6 @@ def test_draft_layers_are_written_with_their_head(place, capsys):
     assert figures["t1"]["tokens_per_step"] >= 1
 
 
-def test_tensorboard_receives_metrics(place):
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install tensorboard")
-    assert main(["train", *flags(place, "tracked", track="tensorboard", evaluation_sequences=0)]) == 0
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logs = [EventAccumulator(str(events)).Reload() for events in (place / "tracked").rglob("events.out.*")]
-    (found,) = (log for log in logs if "loss" in log.Tags()["scalars"])  # another one holds the options
-    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4]
-    assert [event.value for event in found.Scalars("loss")] == pytest.approx(losses(place / "tracked"))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -253,7 +242,6 @@ def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch,
         ({"data": "{place}/chat.jsonl"}, "chat.jsonl:1: the target's tokenizer has no chat template"),
         ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
         ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
-        ({"track": "wandb"}, "track 'wandb' is not installed; type: pip install wandb"),
         ({"ray_workers": 2}, "pip install '.[ray]'"),
         ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),
         ({"target": "no/such-model"}, "causal language model"),

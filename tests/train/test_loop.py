@@ -68,11 +68,10 @@ def test_killed_run_resumes_bit_for_bit(tiny_target, tmp_path, case, monkeypatch
     assert same(again.weights(), whole.weights())
 
 
-@pytest.mark.parametrize("change", [{"grad_accumulation": 3}, {"chunk_windows": 7}, {"checkpoint_circuit": True}])
-def test_chunks_of_a_step_give_the_same_losses(tiny_target, tmp_path, change):
+def test_chunks_of_a_step_give_the_same_losses(tiny_target, tmp_path):
     case = {"beta": 1.0, "acceptance": 0.5}
     run(options_for(tiny_target, tmp_path / "one", max_steps=5, **case), tiny_target)
-    run(options_for(tiny_target, tmp_path / "other", max_steps=5, **case, **change), tiny_target)
+    run(options_for(tiny_target, tmp_path / "other", max_steps=5, chunk_windows=7, **case), tiny_target)
     # float32 sums in another order, five steps of Adam on them
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "one"), abs=2e-5)
 
@@ -243,13 +242,12 @@ def test_bar_shows_given_seconds_left(capsys):
 
 
 def test_learning_rate_rises_and_falls(tiny_target, tmp_path):
-    o = options_for(tiny_target, tmp_path, warmup_steps=10, learning_rate=1.0)
+    o = options_for(tiny_target, tmp_path, learning_rate=1.0)
     rates = [learning_rate(o, step, 1000) for step in range(1000)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) <= 1 and rates.index(max(rates)) in range(8, 12)
+    assert rates[0] == pytest.approx(1 / 30, rel=1e-4)
+    assert max(rates) <= 1 and rates.index(max(rates)) == 29
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
-    constant = options_for(tiny_target, tmp_path, warmup_steps=0, learning_rate=1.0, schedule="constant")
-    assert {learning_rate(constant, step, 1000) for step in range(1000)} == {1.0}
+    assert learning_rate(o, 1, 8) == pytest.approx(1.0, abs=0.1)  # at most a quarter of the steps
 
 
 def test_incomplete_metrics_line_is_left_out(tmp_path):

@@ -46,8 +46,8 @@ def test_help_starts_with_required_options(monkeypatch):
 
 def test_flags_are_converted():
     o = typed("--target", "t", "--data", "a", "b", "--out", "o", "--window", "8", "--gamma", "0.5", "--train-first",
-              "--track", "wandb", "--cache", "c", "--dry-run")  # fmt: skip
-    assert (o.data, o.window, o.gamma, o.train_first, o.track) == (["a", "b"], 8, 0.5, True, "wandb")
+              "--cache", "c", "--dry-run")  # fmt: skip
+    assert (o.data, o.window, o.gamma, o.train_first) == (["a", "b"], 8, 0.5, True)
     assert (o.cache, o.dry_run, o.out) == (Path("c"), True, Path("o"))
 
 
@@ -94,14 +94,7 @@ def test_errors_are_one_line(tmp_path, text, message):
     [
         ({"lora_rank": 8}, "lora_rank is of draft layers: remove lora_rank, or set lora_layers to 1, 2 or 4"),
         ({"lora_alpha": 8}, "lora_alpha is of draft layers"),
-        ({"init": "random", "init_from": "head"}, "init='random' and init_from both choose the start: remove one"),
-        (
-            {"validation_data": ["v"], "validation_share": 0.1},
-            "validation_share and validation_data both choose the held-out text: remove one",
-        ),
-        ({"regenerate_tokens": 64}, "regenerate_tokens without regenerate: remove regenerate_tokens, or set"),
-        ({"regenerate_greedy_share": 0.5}, "regenerate_greedy_share without regenerate"),
-        ({"head": "ptp", "regenerate_crops": 2}, "regenerate_crops without regenerate"),
+        ({"regenerate_greedy_share": 0.5}, "regenerate_greedy_share without regenerate: remove"),
         ({"data": ["a.txt", "b/*.jsonl"], "split": "test"}, "split='test' is an option of data sets"),
     ],
 )
@@ -116,9 +109,7 @@ def test_option_without_effect_is_refused(values, message):
     [
         {"lora_rank": 8, "lora_layers": 1},
         {"head": "ptp", "lora_rank": 8, "lora_alpha": 4},
-        {"init": "random"},
-        {"init": "lm-head", "init_from": "head"},  # the default, as it reaches a Ray worker
-        {"regenerate": 4, "regenerate_tokens": 64},
+        {"regenerate": 4, "regenerate_greedy_share": 0.5},
         {"data": ["a.txt", "name:config"], "split": "test"},
         {"data": ["."], "split": "test"},  # a folder may be of parquet files
     ],
@@ -142,19 +133,3 @@ def test_regeneration_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="type vllm-mtpc regenerate first"):
         command.with_responses(parse(REQUIRED | {"regenerate": 4}))
-
-
-@pytest.mark.parametrize(
-    ("old", "value", "new"),
-    [("law_trust", 0.5, {"distribution_trust": 0.5}), ("acceptance_form", "tv", {})],
-)
-def test_old_option_is_read_with_a_warning(old, value, new):
-    family = {"head": "ptp", "variant": "late"} if new else {}
-    with pytest.warns(UserWarning, match=f"{old} "):
-        options = parse(REQUIRED | family | {old: value})
-    assert options == parse(REQUIRED | family | new)
-
-
-def test_removed_loss_form_is_refused():
-    with pytest.raises(UsageError, match="acceptance_form='log' was removed; 'tv' is always used"):
-        parse(REQUIRED | {"acceptance_form": "log"})

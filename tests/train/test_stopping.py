@@ -108,7 +108,7 @@ def test_states_are_saved_by_minutes(tiny_target, tmp_path: Path, monkeypatch) -
 
 def test_minutes_end_run_with_state_and_lowered_rate(tiny_target, tmp_path: Path, monkeypatch) -> None:
     """A step takes a minute by this clock."""
-    options = options_for(tiny_target, tmp_path, minutes=5, epochs=None, max_steps=None, warmup_steps=30)
+    options = options_for(tiny_target, tmp_path, minutes=5, epochs=None, max_steps=None)
     trainer = make_trainer(options, tiny_target)
     trainer.stopping._began = 0.0
     monkeypatch.setattr(state.time, "monotonic", lambda: 60.0 * trainer.step)

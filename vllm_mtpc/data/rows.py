@@ -12,6 +12,8 @@ from torch import Tensor
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
 
+HELD_OUT = 0.02  # share of the documents
+
 
 class Rows(NamedTuple):
     """Packed rows.
@@ -82,19 +84,17 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     return rows, PackingReport(whole, len(documents) - whole, packed, count, padding, _warn_short(rows, window))
 
 
-def split_validation(documents: Documents, share: float, seed: int) -> tuple[Documents, Documents]:
-    """Return training documents and held-out ones: a share of them, one or more, chosen by the seed.
+def split_validation(documents: Documents, seed: int) -> tuple[Documents, Documents]:
+    """Return training documents and held-out ones: 2 %, one or more, chosen by the seed.
 
-    Of a single document the last `share` of its tokens is held out.
+    Of a single document the last 2 % of its tokens are held out.
 
     Raises:
         UsageError: One of the parts would be empty.
     """
-    if not 0 < share < 1:
-        raise UsageError(f"share {share} of held-out documents must be between 0 and 1")
     count = len(documents)
     if count > 1:
-        held = min(count - 1, max(1, round(share * count)))
+        held = min(count - 1, max(1, round(HELD_OUT * count)))
         chosen = np.zeros(count, bool)
         chosen[np.random.default_rng(seed).permutation(count)[:held]] = True
         return documents.select(~chosen), documents.select(chosen)
@@ -103,7 +103,7 @@ def split_validation(documents: Documents, share: float, seed: int) -> tuple[Doc
         raise UsageError(
             f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give two documents or more"
         )
-    size = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - share))))
+    size = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - HELD_OUT))))
     first, rest = (Documents.join([(tokens[part], trained[part])]) for part in (slice(size), slice(size, None)))
     return first, rest
 

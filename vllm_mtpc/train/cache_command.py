@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import argparse
 
 SHARED = (
-    "target", "data", "split", "validation_data", "validation_share", "seq_len", "seed", "target_dtype", "device",
-    "attention",
+    "target", "data", "split", "validation_data", "seq_len", "seed", "target_dtype", "device", "attention",
 )  # fmt: skip
 
 

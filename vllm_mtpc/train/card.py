@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 
+from vllm_mtpc.checkpoint.locate import HUB_NAME
 from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, measured_on, target_license
 from vllm_mtpc.engine.provenance import commit, hardware, public
 from vllm_mtpc.report import markdown
@@ -20,7 +21,6 @@ from vllm_mtpc.report import markdown
 if TYPE_CHECKING:
     from vllm_mtpc.train.options import TrainOptions
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 TEMPLATE = """\
 ---
 {{ card_data }}
@@ -165,7 +165,6 @@ def circuit_card(record: Mapping[str, Any]) -> str:
     kind = "" if head["head"] == "linear" else f", head `{head['head']}`"
     start = "the target's final norm and last layers" if is_backbone else "the target's lm_head"
     start += f" ({head['partial_start']})" if head.get("partial_start") else ""
-    start = start if settings["init"] == "lm-head" else "random weights"
     reads, needs_v2 = "the target's last hidden state", ""
     if head["lora_layers"]:
         needs_v2 = f"It has adapters for the target's last {head['lora_layers']} layers"

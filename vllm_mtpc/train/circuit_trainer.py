@@ -38,8 +38,8 @@ class CircuitTrainer(Trainer):
     """Trains a circuit's head."""
 
     own = (
-        "circuit", "components", *head_options(), "init", "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
-        "acceptance", "train_first", "checkpoint_circuit", "regenerate_greedy_share", "cache",
+        "circuit", "components", *head_options(), "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
+        "acceptance", "train_first", "regenerate_greedy_share", "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
     hints = {"ptp_loss": "; beta and acceptance choose the loss of a circuit"}  # noqa: RUF012
@@ -49,7 +49,7 @@ class CircuitTrainer(Trainer):
         self.head, self.layers = build_head(self.config), None
         if options.init_from:
             init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
-        elif options.init == "lm-head":
+        else:
             init_from_lm_head(self.head, target.unembedding.float().cpu(), options.seed)
             if isinstance(self.head, BackboneHead):
                 self.partial_start = init_backbone(self.head.backbone, target)

@@ -20,6 +20,8 @@ from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse, read_yaml
 from vllm_mtpc.train.state import latest_state
 
+RESPONSE_TOKENS, CROPS = 128, 8  # of a regenerated response; prompts cut from random places of each text
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=34)
@@ -95,11 +97,9 @@ def with_responses(options: TrainOptions) -> TrainOptions:
     sampled: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
     shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")} | {
-        "max_tokens": options.regenerate_tokens,
-        "prompt_tokens": options.regenerate_prompt_tokens,
-        "crops": options.regenerate_crops,
+        "max_tokens": RESPONSE_TOKENS,
+        "crops": CROPS,
         "dtype": options.target_dtype,
-        "kv_cache_memory": options.regenerate_memory,
     }
     files = [
         regenerate(RegenerateOptions(**shared, **how, out=options.out / "data" / f"{name}.jsonl", limit=count))

@@ -133,18 +133,15 @@ def step_loss(
             params = head(read(piece))
         return window_loss(head.circuit, params, tokens[piece], target, options, counts)
 
-    size = chunk_size(options, head)
-    return in_chunks(chunk_loss, len(tokens), size, options.checkpoint_circuit)
+    return in_chunks(chunk_loss, len(tokens), chunk_size(options, head))
 
 
-def in_chunks(loss: Callable[[slice], Tensor], windows: int, size: int, recompute: bool = False) -> Tensor:
-    """Return the sum of a loss over chunks of `size` windows.
-
-    With several chunks, or `recompute`, each chunk is computed again in the backward pass to save memory.
-    """
+def in_chunks(loss: Callable[[slice], Tensor], windows: int, size: int) -> Tensor:
+    """Return the sum of a loss over chunks of `size` windows; several are computed again in the backward pass."""
+    if windows <= size:
+        return loss(slice(0, windows))
     pieces = [slice(first, min(first + size, windows)) for first in range(0, windows, size)]
-    recompute = recompute or len(pieces) > 1
-    return sum(checkpoint(loss, piece, use_reentrant=False) if recompute else loss(piece) for piece in pieces)
+    return sum(checkpoint(loss, piece, use_reentrant=False) for piece in pieces)
 
 
 class Drafter(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,8 +15,6 @@ from vllm_mtpc.heads import option_fields
 
 STATE_FOLDER = "state"  # in the out folder
 DEFAULT_METHOD = "mtpc"  # family of the heads that are named by their own names; `head` names any other family
-RENAMED = {"law_trust": "distribution_trust"}  # old name -> new name, read for one release
-REMOVED = {"acceptance_form": "tv"}  # old option -> the only value that is left, read for one release
 
 
 class DataOptions(BaseModel):
@@ -28,7 +25,6 @@ class DataOptions(BaseModel):
     out: Path = Field(description="folder of the head; trainer state and plots go there too")
     split: str = Field("train", description="split of a datasets name")
     validation_data: list[str] = Field([], description="held-out data; without it a share of the data is held out")
-    validation_share: float = Field(0.02, gt=0, lt=0.5, description="share of documents held out")
     verifier: str | None = Field(None, description="the target's name in the head (default: relative path, or name)")
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
     dry_run: bool = Field(False, description="write the untrained head and stop")
@@ -41,7 +37,6 @@ class HeadOptions(BaseModel):
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
     head: str = Field("linear", description="linear, shared (large vocabularies), mlp, transformer or backbone; or ptp")
-    init: Literal["lm-head", "random"] = Field("lm-head", description="start of a new head")
     init_from: str | None = Field(None, description="head to start from: of the same kind and circuit, or of ff or cp")
     freeze_backbone: bool = Field(False, description="head backbone: its draft layers stay those of init_from")
     lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
@@ -97,14 +92,8 @@ class OptimizerOptions(BaseModel):
     max_steps: int | None = Field(None, ge=1, description="optimiser steps, in place of epochs")
     minutes: float | None = Field(None, gt=0, description="stop training after this time, and write the head")
     windows_per_step: int = Field(4096, ge=1, description="windows of one optimiser step, over all processes")
-    grad_accumulation: int = Field(1, ge=1, description="backward passes a step is split into")
     chunk_windows: int | None = Field(None, ge=1, description="windows whose logits exist at once (default: 1 GiB)")
-    checkpoint_circuit: bool = Field(False, description="recompute the circuit in the backward pass also for one chunk")
     learning_rate: float | None = Field(None, gt=0, description="peak rate of AdamW (default: 1.2 / hidden size)")
-    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
-    schedule: Literal["constant", "cosine"] = Field("cosine", description="after the warm-up")
-    warmup_steps: int = Field(30, ge=0, description="steps of linear warm-up, a quarter of the steps at most")
-    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
     seed: int = Field(0, ge=0, description="the run repeats with it")
 
@@ -116,11 +105,7 @@ class TextOptions(BaseModel):
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it does not exist")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
-    regenerate_prompt_tokens: int = Field(32, ge=1, description="tokens of a prompt cut from text")
-    regenerate_crops: int = Field(8, ge=0, description="prompts cut from random places of each text; 0: its beginning")
-    regenerate_tokens: int = Field(128, ge=1, description="tokens of a response")
     regenerate_greedy_share: float = Field(0.2, ge=0, le=1, description="share of the responses at temperature 0")
-    regenerate_memory: int | None = Field(None, ge=1, description="bytes of vLLM's KV cache (default on CPUs: 1 GiB)")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
@@ -139,7 +124,6 @@ class RecordOptions(BaseModel):
     save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
-    track: Literal["none", "tensorboard", "wandb"] = Field("none", description="also log there")
     evaluation_sequences: int | None = Field(None, ge=0, description="held-out texts (default: up to 64); 0: none")
     evaluation_prompt_tokens: int = Field(32, ge=1, description="tokens of a held-out prompt cut from text")
     evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
@@ -164,20 +148,7 @@ class TrainOptions(*reversed(SECTIONS)):  # type: ignore[misc]  # pydantic takes
 
     @model_validator(mode="before")
     @classmethod
-    def _read_old_names(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        values = dict(values)
-        for old, new in RENAMED.items():
-            if old in values:
-                warnings.warn(f"{old} is now {new}; the old name is read for one more release", stacklevel=2)
-                values[new] = values.pop(old)
-        for old, left in REMOVED.items():
-            if old in values:
-                if values[old] != left:
-                    raise ValueError(f"{old}={values[old]!r} was removed; {left!r} is always used: remove {old}")
-                warnings.warn(f"{old} was removed: {left!r} is always used; remove it", stacklevel=2)
-                del values[old]
+    def _add_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         return {**_trainer(values.get("head")).defaults, **values}
 
     @model_validator(mode="after")
@@ -187,12 +158,7 @@ class TrainOptions(*reversed(SECTIONS)):  # type: ignore[misc]  # pydantic takes
                 hint = self.trainer.hints.get(name, "")
                 advice = f"remove {name}, or set {trainer.chosen_by}{hint}"
                 raise ValueError(f"{name} is an option of {trainer.noun}: {advice}")
-        if self.init_from and self.given("init"):
-            raise ValueError(f"init={self.init!r} and init_from both choose the start: remove one")
-        if self.validation_data and self.given("validation_share"):
-            raise ValueError("validation_share and validation_data both choose the held-out text: remove one")
-        of_responses = [name for name in type(self).model_fields if name.startswith("regenerate_")]
-        if not self.regenerate and (name := self.given(*of_responses)):
+        if not self.regenerate and (name := self.given("regenerate_greedy_share")):
             raise ValueError(f"{name} without regenerate: remove {name}, or set regenerate to a number of responses")
         names = [*self.data, *self.validation_data]
         if self.given("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):

@@ -112,17 +112,11 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     plugin = None
     if options.parallel == "fsdp":
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-    accelerator = Accelerator(
+    return Accelerator(
         cpu=options.device.startswith("cpu"),
         mixed_precision="no",  # losses.py casts the head's products: the circuit stays in float32
-        log_with=None if options.track == "none" else options.track,
-        project_dir=str(options.out),
         fsdp_plugin=plugin,
     )
-    if options.track != "none":
-        values = {key: str(value) for key, value in options.model_dump(mode="json").items()}
-        accelerator.init_trackers("vllm_mtpc", config=values)
-    return accelerator
 
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:
@@ -160,7 +154,7 @@ def read_data(
     if options.validation_data:
         held_out = load(options.validation_data, MIN_BYTES)
     else:
-        documents, held_out = split_validation(documents, options.validation_share, options.seed)
+        documents, held_out = split_validation(documents, options.seed)
     assert options.seq_len is not None  # `settled`
     rows, report = pack(documents, options.seq_len, options.window, options.seed)
     log(f"data: {report.tokens:,} tokens of {report.documents:,} documents in {report.rows:,} rows, "
@@ -186,8 +180,6 @@ def settled(options: TrainOptions) -> TrainOptions:
                 raise UsageError(f"{key}={folder}: no right to write to {existing}; name another folder")
     names = [*options.data, *options.validation_data]
     size_of(names)
-    if options.track != "none" and find_spec(options.track) is None:
-        raise UsageError(f"track {options.track!r} is not installed; type: pip install {options.track}")
     choose_device(options.device)
     config = target_config(options.target)
     options.trainer.check_target(options, config)

@@ -36,8 +36,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 2.0  # torchrun's agent sends a signal to its processes a second time
 # Options that may change between a run and its continuation: duration, speed and place, not the trained weights.
 FREE = {
-    "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "track", "device", "ray_workers",
-    "chunk_windows", "checkpoint_circuit", "cache", "grad_accumulation", "evaluation_sequences", "evaluation_tokens",
+    "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "device", "ray_workers",
+    "chunk_windows", "cache", "evaluation_sequences", "evaluation_tokens",
     "evaluation_prompt_tokens", "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run", "minutes",
 }  # fmt: skip
 NAMES = ("target", "data", "validation_data", "init_from")  # may be paths, compared as absolute ones

@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -44,7 +43,8 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 UNLIMITED = sys.maxsize  # steps of a run that ends after its minutes
-BETAS = (0.9, 0.95)  # of the MtPC authors' code; their paper names Adam alone
+BETAS = (0.9, 0.95)  # of AdamW in the MtPC authors' code; their paper names Adam alone
+WARMUP_STEPS, MAX_NORM = 30, 1.0  # steps of linear warm-up, and the largest norm of the gradient
 BLOCK_BYTES = 1 << 30
 SEQUENCES, MIN_SEQUENCES = 64, 8  # default number of held-out texts, and the number that is always measured
 SEEDS = {"t1": 101, "t0": 102}
@@ -52,19 +52,16 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
 def learning_rate(options: TrainOptions, step: int, steps: int, share: float = 0.0) -> float:
-    """Return the rate of a step: linear warm-up, then constant or a cosine that ends at a tenth of the peak.
+    """Return the rate of a step: linear warm-up over at most a quarter of the run, and a cosine to a tenth of the peak.
 
     Args:
-        options: Peak rate, schedule and steps of warm-up (at most a quarter of the run).
+        options: Its `learning_rate` is the peak.
         step: Steps before this one.
         steps: Steps of the run.
         share: Share of the run's minutes that is over, 0 without a limit.
     """
     assert options.learning_rate is not None  # `settled`
-    warmup = min(options.warmup_steps, max(1, steps // 4))
-    rise = min(1.0, max((step + 1) / warmup, 4 * share)) if warmup else 1.0
-    if options.schedule == "constant":
-        return options.learning_rate * rise
+    rise = min(1.0, max((step + 1) / min(WARMUP_STEPS, max(1, steps // 4)), 4 * share))
     fall = 0.55 + 0.45 * math.cos(math.pi * min(1.0, max(step / max(1, steps), share)))
     return options.learning_rate * rise * fall
 
@@ -187,7 +184,7 @@ class Trainer(ABC):
         """Create AdamW over the trained parameters and prepare model and optimiser for the processes of the run."""
         options = self.options
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, betas=BETAS, weight_decay=options.weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(trained, betas=BETAS, weight_decay=0.0, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         self.stopping = state.Stopping(options.save_minutes, self.accelerator.num_processes, options.minutes)
 
@@ -241,17 +238,12 @@ class Trainer(ABC):
         """Take one optimiser step; return this process's share of the loss and, if asked, the watched sums."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parts, total, watched = self.options.grad_accumulation, torch.zeros((), device=self.accelerator.device), None
-        for number in range(parts):  # the same number in every process
-            part, is_last = batch.each(itemgetter(slice(number, None, parts))), number == parts - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                loss, watched = self.model(part, watch=watch and is_last)
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach()
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.grad_clip)
+        loss, watched = self.model(batch, watch=watch)
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total, watched
+        return loss.detach(), watched
 
     def save_state(self) -> None:
         """Save the trainer's state; raises CheckpointError for weights that are not finite and for a full disk."""
@@ -301,7 +293,7 @@ class Trainer(ABC):
         )
 
     def _log(self, loss: float, watched: Tensor, rate: float) -> dict[str, Any]:
-        """Write one line to metrics.jsonl and the trackers; the same for any number of processes."""
+        """Write one line to metrics.jsonl; the same for any number of processes."""
         watched = self.accelerator.reduce(watched, "sum")
         line = {
             "step": self.step,
@@ -314,7 +306,6 @@ class Trainer(ABC):
         if self.accelerator.is_main_process:
             with open(self.options.out / METRICS_FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            self.accelerator.log({key: value for key, value in line.items() if key != "step"}, step=self.step)
         return line
 
     def _start_metrics(self) -> None:
