@@ -26,7 +26,7 @@ from vllm_mtpc.cli import guard
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.loading import resolve
+from vllm_mtpc.eval.evaluator import resolve
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head

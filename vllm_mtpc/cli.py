@@ -41,7 +41,6 @@ COMMANDS = {
     "cache": Command("store a target's hidden states on disk", "vllm_mtpc.train.cache_command"),
     "eval": Command("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
     "doctor": Command("compare served acceptance with expected acceptance", "vllm_mtpc.eval.doctor"),
-    "generate": Command("continue a prompt: plain, unverified, or verified", "vllm_mtpc.eval.generate"),
     "batch": Command("complete files of prompts, on one engine or on Ray; resumable", "vllm_mtpc.batch.command"),
     "bench": Command("compare plain vLLM, its own methods and heads", "vllm_mtpc.bench"),
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),

@@ -18,7 +18,7 @@ class Family:
     check: (folder, config) -> AdapterInfo | None; raises CheckpointError for tensors that do not fit the config
     load: (folder, dtype, device) -> the head
     facts: (folder, config) -> facts of `vllm-mtpc inspect` about such heads, and the names of their weight files
-    evaluator: the Evaluator of `vllm-mtpc eval`, `generate` and `doctor`
+    evaluator: the Evaluator of `vllm-mtpc eval` and `doctor`
     trainer: the Trainer of `vllm-mtpc train`
     serving: the class of vLLM's speculative config, which names its speculator
     """

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.paper import heads, spec_bench, toy
+from benchmarks.paper.candidates import Written
 from benchmarks.paper.frame import Row, Table, listed
 from benchmarks.paper.ptp_figures import draw_pairs, pairs
 from benchmarks.paper.ptp_students import on_layers, own_weights
 from vllm_mtpc import demo
-from vllm_mtpc.eval.ptp_acceptance import Written
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
 from vllm_mtpc.heads.ptp.student import Student
@@ -144,7 +144,7 @@ def candidates(quick: bool) -> Iterator[Row]:
     for steps in (3,) if quick else (STEPS, 5000):
         trained = student("taxi", "o-ptp", steps, "lora", ())
         for count in (1, 4) if quick else (1, 4, 16, 64):
-            found = Written(trained, prompts, count, 40, Sampling(), WINDOW - 1).run().metrics()
+            found = Written(trained, prompts, count, 40, Sampling()).run().metrics()
             row = {"tokens_per_step": found.tokens_per_step, "standard_error": found.standard_error}
             yield {"steps": f"{steps:,}", "m": count, **row}
 

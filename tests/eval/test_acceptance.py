@@ -6,12 +6,10 @@ import math
 import pytest
 import torch
 
-from tests.support.tiny import D, N, TableSession, TableTarget, V, acceptance, tiny_head
+from tests.support.tiny import D, N, Rejection, TableSession, TableTarget, V, acceptance, counted, decode, tiny_head
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import acceptance as evaluate
-from vllm_mtpc.eval.acceptance import Rejection
-from vllm_mtpc.eval.decode import counted, decode
 from vllm_mtpc.eval.metrics import ratio
 from vllm_mtpc.eval.text import Samples, Sampling
 
@@ -149,8 +147,8 @@ def test_measure_agrees_with_a_simulated_server(temperature, drafts):
     texts = []
     for row in range(rows):
         drafting = Rejection(head, sampling, generator, drafts)
-        texts.append(decode("speculative", TableSession(target), samples.tokens[row, :2], drafting, length))
-    served = counted(texts)
+        texts.append(decode(TableSession(target), samples.tokens[row, :2], drafting, length))
+    served = counted(texts, drafts)
     if sampling.greedy:
         assert served.steps == measured.steps
         assert served.per_position == pytest.approx(measured.per_position, abs=1e-9)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny import TableTarget, tiny_head
+from tests.support.tiny import Rejection, TableTarget, continue_all, tiny_head
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.data.prompts import held_out
@@ -24,11 +24,9 @@ from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.eval import doctor
-from vllm_mtpc.eval.acceptance import Rejection, collect, summarise
+from vllm_mtpc.eval.acceptance import collect, summarise
 from vllm_mtpc.eval.circuit_evaluator import MtpcEvaluator, noise_given_text
-from vllm_mtpc.eval.decode import continue_all
-from vllm_mtpc.eval.evaluator import Asked
-from vllm_mtpc.eval.loading import attach, load
+from vllm_mtpc.eval.evaluator import Asked, attach, load
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -50,7 +48,7 @@ def prompts(loaded) -> list[list[int]]:
 def serve(head, target, prompts, temperature: float, num_drafts: int = K) -> Served:
     """Counters of the serving rule on the Hugging Face target, in vLLM's form."""
     drafting = Rejection(head, Sampling(temperature), torch.Generator().manual_seed(3), num_drafts)
-    texts = continue_all("speculative", target, [torch.tensor(p) for p in prompts], drafting, TOKENS)
+    texts = continue_all(target, [torch.tensor(p) for p in prompts], drafting, TOKENS)
     kept = [count for text in texts for count in text.accepted]
     reached = tuple(sum(count >= k for count in kept) for k in range(1, num_drafts + 1))
     counted = Acceptance(len(kept), num_drafts * len(kept), sum(kept), reached)

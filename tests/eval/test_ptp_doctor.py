@@ -37,7 +37,7 @@ def served(
 ) -> Served:
     """Return the answers and counters of a server of ``student``."""
     texts = [
-        continue_prompt("speculative", student, torch.tensor(prompt), tokens, sampling, seed, drafts)
+        continue_prompt(student, torch.tensor(prompt), tokens, sampling, seed, drafts)
         for prompt, seed in zip(PROMPTS, seeds, strict=True)
     ]
     kept = [count for text in texts for count in text.accepted]

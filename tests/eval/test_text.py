@@ -4,10 +4,11 @@ them."""
 import pytest
 import torch
 
-from tests.support.tiny import llama_target, tiny_head
-from vllm_mtpc.eval.acceptance import Rejection, measure
-from vllm_mtpc.eval.decode import continue_all, counted
+from tests.support.tiny import Rejection, continue_all, counted, llama_target, tiny_head
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import Sampling, ends, generate, join, stop_ids
+from vllm_mtpc.hf import Session
 
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7], [1], [2, 9, 9, 9, 30], [11, 12, 13])]
 
@@ -101,7 +102,7 @@ def test_measured_and_simulated_agree_on_a_transformers_model(temperature):
     samples = generate(target, prompts, 24, sampling, torch.Generator().manual_seed(5), overhang=3)
     measured = measure(head, target, samples, sampling)
     drafting = Rejection(head, sampling, torch.Generator().manual_seed(6))
-    served = counted(continue_all("speculative", target, prompts, drafting, 24))
+    served = counted(continue_all(target, prompts, drafting, 24), 3)
     if sampling.greedy:
         assert served.tokens_per_step == pytest.approx(measured.tokens_per_step, abs=1e-9)
         assert served.per_position == pytest.approx(measured.per_position, abs=1e-9)
@@ -109,3 +110,55 @@ def test_measured_and_simulated_agree_on_a_transformers_model(temperature):
     else:
         noise = (served.standard_error**2 + measured.standard_error**2) ** 0.5
         assert abs(served.tokens_per_step - measured.tokens_per_step) < 3 * noise < 0.5
+
+
+def test_rejected_drafts_are_cropped_from_a_full_sliding_window():
+    target, head = llama_target(seed=4, sliding_window=6), tiny_head("btree", hidden_size=32, vocab_size=32)
+    (text,) = continue_all(target, PROMPTS[2:3], Rejection(head, Sampling(0.0)), 60)
+    assert text.tokens == reference(target, PROMPTS[2], 60)[5:] and min(text.accepted) < 3
+
+
+def test_padding_at_the_left_changes_nothing():
+    target = llama_target()
+    prompts = [torch.tensor([5, 6, 7, 8, 9]), torch.tensor([1, 2])]
+    session = Session(target)
+    states = session.start(prompts)
+    more = session.read(torch.tensor([[3, 4], [3, 4]]))
+    session.crop(1)
+    again = session.read(torch.tensor([[4], [4]]))
+    for row, prompt in enumerate(prompts):
+        alone = target.backbone(torch.cat([prompt, torch.tensor([3, 4])])[None]).last_hidden_state[0]
+        got = torch.cat([states[row, 5 - len(prompt) :], more[row]])
+        torch.testing.assert_close(got, alone, atol=2e-5, rtol=1e-4)  # sums in another order
+        torch.testing.assert_close(again[row, 0], alone[-1], atol=2e-5, rtol=1e-4)
+
+
+def test_state_that_cannot_be_rolled_back_is_refused():
+    target = llama_target()
+    target.model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UsageError, match="linear_attention"):
+        Session(target)
+
+
+def test_bad_requests_are_refused():
+    with pytest.raises(UsageError, match="a token or more"):
+        Session(llama_target()).start([torch.tensor([], dtype=torch.long)])
+    for values, message in (((-1,), "temperature=-1"), ((1.0, 0), "top_p=0"), ((1.0, 1.0, False, -1), "top_k=-1")):
+        with pytest.raises(UsageError, match=message):
+            Sampling(*values)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "kept"),
+    [
+        (0.7, 0, [0.625, 0.375, 0, 0]),
+        (1e-6, 0, [1, 0, 0, 0]),
+        (1, 2, [0.625, 0.375, 0, 0]),
+        (0.6, 2, [1, 0, 0, 0]),  # after top-k the first token has 0.625; without top-k 0.5, so two are kept
+        (0.6, 0, [0.625, 0.375, 0, 0]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest_tokens(top_p, top_k, kept):
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    found = Sampling(1.0, top_p, top_k=top_k).log_probs(logits).exp()
+    torch.testing.assert_close(found, torch.tensor([kept], dtype=torch.float32))

@@ -1,15 +1,18 @@
-"""Targets and heads whose distributions can be enumerated."""
+"""Targets and heads whose distributions can be enumerated, and the decoding loop of a server."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.eval.acceptance import _at_contexts, along_text
-from vllm_mtpc.eval.text import Samples, Sampling
+from vllm_mtpc.eval.metrics import StepMetrics
+from vllm_mtpc.eval.text import Samples, Sampling, stop_ids
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.hf import Target
+from vllm_mtpc.hf import Session, Target
 
 V, N, D = 4, 4, 6
 
@@ -106,3 +109,81 @@ def llama_target(
     )
     model = build(config).eval().requires_grad_(False)
     return Target("tiny", model, None, model.base_model, model.get_output_embeddings(), "torch")
+
+
+@dataclass
+class Decoded:
+    """A continuation, and the number of accepted drafts of each step."""
+
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+
+class Rejection:
+    """Drafting and rejection sampling (Leviathan et al., 2023) of a circuit head, for one text after another."""
+
+    def __init__(self, head, sampling: Sampling, generator=None, num_drafts: int | None = None):
+        self.head, self.sampling, self.generator = head, sampling, generator
+        self.num_drafts = num_drafts or head.circuit.window - 1
+
+    def start(self, session, hidden: torch.Tensor, length: int) -> torch.Tensor:
+        """x_1 [1] after hidden[1, D] of the last of ``length`` tokens."""
+        self.session = session
+        return self.sampling.pick(self.sampling.log_probs(session.logits(hidden)), self.generator)
+
+    def step(self, hidden: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
+        """Drafts [K] after x_1 = first[1] at hidden[1, D], those accepted, the next x_1 [1], and states [1 + K, D]."""
+        drafts, log_q = self.draft(hidden, first)
+        states = self.session.read(torch.cat([first, drafts])[None])[0]
+        accepted, last = self.verify(self.sampling.log_probs(self.session.logits(states)), log_q, drafts)
+        return drafts, accepted, last, states
+
+    def draft(self, hidden: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        circuit = self.head.circuit
+        params = self.head(hidden.to(next(self.head.parameters()).dtype), self.num_drafts + 1)
+        state, tokens, log_q = circuit.start(params), [first], []
+        for k in range(1, self.num_drafts + 1):
+            state = circuit.observe(params, state, k - 1, tokens[-1])
+            log_q.append(self.sampling.draft_log_probs(circuit.next_log_probs(params, state, k)))
+            tokens.append(self.sampling.pick(log_q[-1], self.generator))
+        return torch.cat(tokens[1:]), torch.cat(log_q)
+
+    def verify(self, log_p: torch.Tensor, log_q: torch.Tensor, drafts: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Accepted drafts[K] and the token after them [1], by log_p[K + 1, V] and log_q[K, V]."""
+        choice = log_p.argmax(-1)
+        for k, token in enumerate(drafts.tolist()):
+            if self.sampling.greedy and token != choice[k]:
+                return k, choice[k : k + 1]
+            p, q = log_p[k].exp(), log_q[k].exp()
+            if not self.sampling.greedy and torch.rand((), generator=self.generator) * q[token] >= p[token]:
+                left = (p - q).clamp(min=0)
+                return k, torch.multinomial(left if left.any() else p, 1, generator=self.generator)
+        return len(drafts), self.sampling.pick(log_p[-1:], self.generator)
+
+
+def decode(session, prompt: torch.Tensor, drafting, new_tokens: int, stops=frozenset()) -> Decoded:
+    """Continue prompt[P] as a server with drafts does; a step is a forward pass of the target after the prompt's."""
+    hidden = session.start([prompt])[:, -1]
+    first = drafting.start(session, hidden, len(prompt))
+    text = Decoded(first.tolist())
+    while len(text.tokens) < new_tokens and not stops & set(text.tokens):
+        drafts, accepted, first, states = drafting.step(hidden, first)
+        session.crop(len(drafts) - accepted)
+        hidden = states[accepted : accepted + 1]
+        text.accepted.append(accepted)
+        text.tokens += [*drafts[:accepted].tolist(), int(first)]
+    ends = [at + 1 for at, token in enumerate(text.tokens) if token in stops]
+    text.tokens = text.tokens[: min([new_tokens, *ends])]
+    return text
+
+
+def continue_all(target: Target, prompts, drafting, new_tokens: int) -> list[Decoded]:
+    return [decode(Session(target), prompt, drafting, new_tokens, stop_ids(target)) for prompt in prompts]
+
+
+def counted(texts: list[Decoded], num_drafts: int) -> StepMetrics:
+    """Metrics of decoded texts, as a server counts them."""
+    steps = torch.tensor([len(text.accepted) for text in texts], dtype=torch.float64)
+    kept = torch.tensor([sum(text.accepted) for text in texts])
+    every = torch.tensor([count for text in texts for count in text.accepted])
+    return StepMetrics.of(steps, steps + kept, torch.bincount(every, minlength=num_drafts + 1))

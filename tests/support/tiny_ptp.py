@@ -1,16 +1,15 @@
-"""Students of tiny targets: with random adapters, and one that does what the rows of u ask for."""
+"""Students of tiny targets, with random adapters or picking as the target; texts and counters of a server."""
 
 from __future__ import annotations
 
 import torch
 
-from tests.support.tiny import llama_target
+from tests.support.tiny import Decoded, llama_target
 from vllm_mtpc.config.ptp_config import PtpConfig
-from vllm_mtpc.eval.decode import Decoded, decode
-from vllm_mtpc.eval.ptp_acceptance import Coupling
+from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows, picked, request_u
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.student import Prefix, Student
-from vllm_mtpc.hf import Session, Target
+from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
 
 VARIANTS = ("o-ptp", "c-ptp")
@@ -63,7 +62,20 @@ def oracle(variant: str, vocab_size: int = 6, window: int = 4) -> Oracle:
 
 
 def continue_prompt(
-    mode: str, student: Student, prompt: torch.Tensor, new_tokens: int, sampling: Sampling, *given: int, **more: object
+    student: Student, prompt: torch.Tensor, new_tokens: int, sampling: Sampling, seed: int, drafts: int | None = None
 ) -> Decoded:
-    """A text of a student; ``given``: its seed, drafts."""
-    return decode(mode, Session(student.target), prompt, Coupling(student, sampling, *given), new_tokens, **more)
+    """Write the text of a seed token by token, then draft along it as a two-pass server does."""
+    target, text, drafts = student.target, prompt.tolist(), drafts or student.config.num_speculative_tokens
+    u = request_u(sampling, [seed], 0, len(text) + new_tokens + drafts + 1, target.device)
+    for k in range(len(text), u.shape[1]):  # u_k is a hash of (seed, k - 1)
+        log_q = sampling.log_probs(target.logits(target.hidden(torch.tensor([text]))[:, -1]))
+        text.append(int(picked(sampling, log_q, u[:, k])))
+    tokens, at, accepted = torch.tensor(text), len(prompt), []  # x_1 of the first step
+    while at + 1 - len(prompt) < new_tokens:
+        rows, sure = draft_rows(student, drafts - 1), tokens[at + 1 : at + 2]  # x_2 is the target's own
+        first, prefix = torch.zeros(1, dtype=torch.long), student.prefix(tokens[None, : at + 1])
+        hidden = student.aux(prefix, first, first + at, u[:, at + 1 : at + 1 + rows.stop])[:, rows]
+        found = draft(student, hidden, u[:, at + 2 : at + 1 + drafts], sampling.greedy, sure)[0]
+        accepted.append(1 + int((found == tokens[at + 2 : at + 1 + drafts]).long().cumprod(0).sum()))
+        at += 1 + accepted[-1]
+    return Decoded(text[len(prompt) :][:new_tokens], accepted)

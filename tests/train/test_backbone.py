@@ -15,7 +15,6 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.data.rows import Rows, pack
 from vllm_mtpc.errors import MtpcError, UsageError
-from vllm_mtpc.eval.loading import load
 from vllm_mtpc.eval.text import Sampling, generate, with_backbone
 from vllm_mtpc.hf.attention import document_positions
 from vllm_mtpc.train.cache import Computed, write_cache
@@ -169,11 +168,6 @@ def test_circuit_trains_on_frozen_backbone(place, capsys):
     assert main(["inspect", str(place / "circuit")]) == 0
     data = ["--data", str(place / "text.jsonl"), "--sequences", "3", "--prompt-tokens", "8", "--new-tokens", "10"]
     assert main(["eval", str(place / "circuit"), *data, "--device", "cpu"]) == 0
-    capsys.readouterr()
-    assert main(["eval", str(place / "circuit"), *data, "--simulate"]) == 1
-    assert "has a backbone: --simulate does not run draft layers" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="a backbone: generate does not run"):
-        load(str(place / "circuit"), device="cpu").check_decoding("generate")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def find_heads(
     Raises:
         UsageError: a head is named twice.
     """
-    from vllm_mtpc.eval.loading import resolve
+    from vllm_mtpc.eval.evaluator import resolve
 
     configs = [(name, resolve(name)[1]) for name in names]
     found, missing = [], []

@@ -32,7 +32,7 @@ from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.passes import Engine, Prompt, Setting, launched
 from vllm_mtpc.errors import EngineFailed, UsageError
-from vllm_mtpc.eval.loading import resolve, target_of
+from vllm_mtpc.eval.evaluator import resolve, target_of
 from vllm_mtpc.flags import check_positive, json_object
 from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
 

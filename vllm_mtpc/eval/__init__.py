@@ -1,4 +1,4 @@
-"""Expected tokens/step of a head on the target's own text, generation, and a comparison with the served counters.
+"""Expected tokens/step of a head on the target's own text, and a comparison with the served counters.
 
 Plain torch and transformers; only the child process of ``doctor`` starts vLLM.
 """

@@ -1,8 +1,8 @@
-"""Expected tokens/step of circuits, computed on the target's own text, and rejection sampling of their drafts.
+"""Expected tokens/step of circuits, computed on the target's own text.
 
 A step at position t is conditioned on h_t and the target's token x_1; it drafts x_2..x_(1+K) from q(. | x_1.., h_t). A
-draft is accepted with probability min(1, p/q). The output has the target's distribution for any drafts, so the text can
-be drawn first: given that the token at k is x_k, it was an accepted draft with probability
+draft is accepted with probability min(1, p/q) (Leviathan et al., 2023). The output has the target's distribution for
+any drafts, so the text can be drawn first: given that the token at k is x_k, it was an accepted draft with probability
 P(x_k drafted and accepted) / P(x_k) = min(p, q) / p = min(1, q(x_k) / p(x_k)).
 Averaged over text of the target this equals the average of min(1, p/q) over drafts, product by product: both are the
 sum over paths of the product of min(p, q). No further target forward and no draft noise is needed. Greedy text:
@@ -16,10 +16,6 @@ Steps do not start everywhere equally often: an accepted draft is skipped over. 
 the steps through each continuation (exactly, by the probability that a step starts at each position) and is the
 number of tokens divided by the number of steps, as a server counts it. A server starts no step once a text has ended,
 and counts the accepted drafts of the last step also where its tokens are dropped: so do these metrics.
-
-``Rejection`` is the serving rule, standard rejection sampling (Leviathan et al., 2023): a forward pass of the target
-reads x_1 and its K drafts; drafts are accepted while u < p/q; the token that ends a step, recovered from max(p - q, 0)
-or drawn after the last draft, is the next x_1.
 """
 
 from __future__ import annotations
@@ -30,12 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.eval.metrics import Metrics, check_drafts, ratio
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.hf import Session, Target
+from vllm_mtpc.hf import Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
 
@@ -52,14 +47,10 @@ class Contexts:
     bytes_per_token: float | None = None
 
 
-def circuit_params(head: nn.Module, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
-    """Return the parameters of the circuits at hidden[B, D], in the head's dtype as in serving."""
-    return head(hidden.to(next(head.parameters()).dtype), num_positions)
-
-
 def along_text(head: nn.Module, hidden: Tensor, tokens: Tensor) -> Tensor:
     """Return log q [B, m, V], the distributions of drafts along tokens[B, m]."""
-    return conditionals(head.circuit, circuit_params(head, hidden, tokens.shape[1]), tokens)
+    params = head(hidden.to(next(head.parameters()).dtype), tokens.shape[1])  # in the head's dtype, as in serving
+    return conditionals(head.circuit, params, tokens)
 
 
 def exact_counts(alive: Tensor) -> Tensor:
@@ -166,69 +157,3 @@ def measure(
 ) -> Metrics:
     """Return the metrics of ``head`` on texts of ``target`` that were drawn with the same sampling."""
     return summarise(collect(head, target, samples, sampling, num_drafts))
-
-
-class Rejection:
-    """``decode.Drafting`` of a circuit; the noise of all texts comes from one generator."""
-
-    def __init__(
-        self,
-        head: nn.Module,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
-        num_drafts: int | None = None,
-    ) -> None:
-        self.head, self.sampling, self.generator = head, sampling, generator
-        self.num_drafts = check_drafts(head.circuit.window, num_drafts, head.circuit.window - 1)
-
-    def start(self, session: Session, hidden: Tensor, length: int) -> Tensor:
-        self.session = session
-        return self.sampling.pick(self.sampling.log_probs(session.logits(hidden)), self.generator)
-
-    def step(self, mode: str, hidden: Tensor, first: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
-        if mode == "stp":
-            drafts, log_q = first.new_empty(1, 0), None
-        else:
-            drafts, log_q = self._draft(hidden, first)
-        states = self.session.read(torch.cat([first[:, None], drafts], 1))  # [1, 1 + K, D]
-        log_p = self.sampling.log_probs(self.session.logits(states))
-        if mode == "speculative":
-            count, first = verify(log_p, log_q, drafts, self.sampling, self.generator)
-            return drafts[0], int(count), first, states[0]
-        return drafts[0], drafts.shape[1], self.sampling.pick(log_p[:, -1], self.generator), states[0]
-
-    def _draft(self, hidden: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Return drafts [1, K] after x_1 = first[1] at hidden[1, D], and the log q [1, K, V] of the draws."""
-        params, circuit = circuit_params(self.head, hidden, self.num_drafts + 1), self.head.circuit
-        state, token = circuit.start(params), first
-        log_q, tokens = [], []
-        for k in range(1, self.num_drafts + 1):
-            state = circuit.observe(params, state, k - 1, token)
-            log_q.append(self.sampling.draft_log_probs(circuit.next_log_probs(params, state, k)))
-            token = self.sampling.pick(log_q[-1], self.generator)
-            tokens.append(token)
-        return torch.stack(tokens, 1), torch.stack(log_q, 1)
-
-
-def verify(
-    log_p: Tensor, log_q: Tensor, drafts: Tensor, sampling: Sampling, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """Rejection sampling of drafts[B, K]; log_p: [B, K + 1, V] of the target, log_q: [B, K, V] they were drawn from.
-
-    Returns the number of accepted drafts [B], and the token after them [B]: recovered, or the bonus after K drafts.
-    """
-    if sampling.greedy:
-        choice = log_p.argmax(-1)  # [B, K + 1]
-        accepted = (choice[:, :-1] == drafts).long().cumprod(-1).sum(-1)
-        return accepted, choice.gather(1, accepted[:, None])[:, 0]
-    chosen = drafts[..., None]
-    keep = (log_p[:, :-1].gather(-1, chosen) - log_q.gather(-1, chosen))[..., 0].exp()  # [B, K]
-    uniform = torch.rand(keep.shape, generator=generator, device=keep.device)
-    accepted = (uniform < keep).long().cumprod(-1).sum(-1)
-    # After the last draft q = 0: the "recovered" token is a draw from p.
-    q = torch.cat([log_q.exp(), torch.zeros_like(log_p[:, :1])], 1)
-    at = accepted[:, None, None].expand(-1, 1, log_p.shape[-1])
-    left = (log_p.exp().gather(1, at) - q.gather(1, at))[:, 0].clamp(min=0)  # [B, V]
-    # Where p = q up to rounding, the rejection is rounding as well, and the token is drawn from p.
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, log_p.exp().gather(1, at)[:, 0])
-    return accepted, torch.multinomial(left, 1, generator=generator)[:, 0]

@@ -16,8 +16,7 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.acceptance import Contexts, Rejection, collect, exact_counts, step_starts, summarise
-from vllm_mtpc.eval.decode import bits, continue_all
+from vllm_mtpc.eval.acceptance import Contexts, collect, exact_counts, step_starts, summarise
 from vllm_mtpc.eval.evaluator import (
     Asked,
     Cause,
@@ -29,13 +28,12 @@ from vllm_mtpc.eval.evaluator import (
     nearest,
 )
 from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares, shown_tokens
-from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, with_backbone, with_draft_layers
+from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf import Target, bind
 
-UNVERIFIED = 16  # texts of mode mtp, written one after the other
 NEAR_CHANCE = 0.15  # fraction of the distance from chance to the prediction
 
 
@@ -46,10 +44,6 @@ class Evaluation:
     temperature: float
     expected: Metrics  # last factor of each product averaged over the target's distribution
     along_text: Metrics  # the expectation given these texts
-    simulated: Metrics | None
-    ceiling: float | None  # tokens/step of mode mtp
-    own_bits: float | None  # per token of the target's text, under the target
-    unverified_bits: float | None  # per token of the text of mode mtp, under the target
 
 
 @dataclass(frozen=True)
@@ -69,41 +63,17 @@ class MtpcEvaluator(Evaluator):
         return cls(folder, config, head, target, DraftLayers.load(folder, target) if config.lora_layers else None)
 
     @staticmethod
-    def check_options(args: Namespace) -> None:
-        if getattr(args, "candidates", None):
-            raise UsageError("--candidates: circuits draw no u to choose from; leave it out, or name a PTP head")
-        if getattr(args, "draft_pass", None):
-            raise UsageError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
-
-    @staticmethod
     def serving(args: Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
+        if args.draft_pass:
+            raise UsageError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
         return {"min_acceptance": 0}
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
         return Sampling(temperature, top_p, self.config.draft_sample_method == "greedy", top_k)
 
-    def check_decoding(self, what: str) -> None:
-        if self.config.has_draft_layers:
-            of_its_own = f"lora_layers={self.config.lora_layers}" if self.draft_layers else "a backbone"
-            raise UsageError(
-                f"head {self.folder} has {of_its_own}: {what} does not run draft layers; use vllm-mtpc eval without "
-                "--simulate, or vllm-mtpc doctor"
-            )
-
-    def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Rejection:
-        generator = torch.Generator(self.target.device).manual_seed(seed)
-        return Rejection(self.head, sampling, generator, num_drafts)
-
-    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> Evaluation:
+    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> Evaluation:
         contexts = collect(self.head, self.target, self._read(samples), sampling, num_drafts)
-        ceiling = own_bits = unverified_bits = None
-        if not self.config.has_draft_layers:
-            label, drafting = f"T={sampling.temperature:g} mtp", self.drafting(sampling, num_drafts, args.seed)
-            free = continue_all("mtp", self.target, samples.prompts[:UNVERIFIED], drafting, args.new_tokens, label)
-            ceiling, unverified_bits = float(1 + num_drafts), bits(free)
-            own_bits = bits_per_token(samples, self.target, len(free))
-        expected, along_text = summarise(contexts), summarise(contexts, overlap=False)
-        return Evaluation(sampling.temperature, expected, along_text, None, ceiling, own_bits, unverified_bits)
+        return Evaluation(sampling.temperature, summarise(contexts), summarise(contexts, overlap=False))
 
     def title(self, num_drafts: int) -> str:
         config = self.config
@@ -113,16 +83,10 @@ class MtpcEvaluator(Evaluator):
         return [
             ("tokens/step, expected ± s.e.", lambda r: shown_tokens(r.expected)),
             ("  given these texts", lambda r: shown_tokens(r.along_text)),
-            ("  simulated", lambda r: shown_tokens(r.simulated)),
             ("  from any position", lambda r: shown(r.expected.anywhere)),
             ("acceptance per position", lambda r: shown_shares(r.expected.per_position)),
-            ("unverified (mtp): tokens/step", lambda r: shown(r.ceiling)),
-            ("  bits per token of that text", lambda r: shown(r.unverified_bits)),
-            ("  of the target's own text", lambda r: shown(r.own_bits)),
             ("bits per token, target", lambda r: shown(r.expected.target_bits)),
             ("bits per token, circuit's joint", lambda r: shown(r.expected.joint_bits)),
-            ("bits per byte, target", lambda r: shown(r.expected.per_byte(r.expected.target_bits))),
-            ("bits per byte, circuit's joint", lambda r: shown(r.expected.per_byte(r.expected.joint_bits))),
             ("texts, contexts", lambda r: f"{r.expected.sequences}, {r.expected.contexts:,}"),
         ]
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.evaluator import Evaluator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SIMULATED = 16  # default of --simulate without a number
 
 
 def add_head(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +24,6 @@ def add_head(parser: argparse.ArgumentParser) -> None:
     add("--num-drafts", type=int, metavar="K", help="drafts per step (default: as the head says)")
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for top-k and top-p."""
-    add = parser.add_argument
-    add("--top-k", type=int, metavar="K", help="of sampled text (default: 0, off; PTP heads: as trained)")
-    add("--top-p", type=float, metavar="P", help="of sampled text (default: 1, off; PTP heads: as trained)")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_head(parser)
@@ -41,11 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, default=32, metavar="P", help="of a crop of text (default: 32)")
     add("--new-tokens", type=int, default=128, metavar="N", help="of a continuation (default: 128)")
     add("--temperature", type=float, nargs="+", metavar="T", help="default: 1 0 (PTP heads: as trained, and 0)")
-    add_sampling(parser)
-    simulated = f"also decode N texts by the serving rule (default: none; without N: {SIMULATED})"
-    add("--simulate", type=int, nargs="?", const=SIMULATED, default=0, metavar="N", help=simulated)
-    best = "PTP heads: tokens/step with the best of M u-sequences per step, too (default: none)"
-    add("--candidates", type=int, nargs="+", default=[], metavar="M", help=best)
+    add("--top-k", type=int, metavar="K", help="of sampled text (default: 0, off; PTP heads: as trained)")
+    add("--top-p", type=float, metavar="P", help="of sampled text (default: 1, off; PTP heads: as trained)")
     add("--batch", type=int, default=64, metavar="B", help="texts per batch (default: 64)")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the results to this file as well")
@@ -57,26 +46,28 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.engine import provenance
     from vllm_mtpc.engine.counters import DEFINITIONS
-    from vllm_mtpc.errors import UsageError
-    from vllm_mtpc.eval.loading import load, prepare, prompts
+    from vllm_mtpc.eval.evaluator import load, resolve
     from vllm_mtpc.eval.metrics import check_drafts
+    from vllm_mtpc.eval.text import Sampling, prompts
+    from vllm_mtpc.families import FAMILIES
     from vllm_mtpc.flags import check_positive
-    from vllm_mtpc.hf import check_length, choose_device
+    from vllm_mtpc.hf import check_length
     from vllm_mtpc.report import check_file, write_json
 
     check_positive(args, "sequences", "prompt_tokens", "new_tokens", "batch")
     check_file(args.json)
-    choose_device(args.device)
-    config = prepare(args)
-    if any(count < 1 for count in args.candidates):
-        raise UsageError(f"--candidates {min(args.candidates)}: allowed are 1 and above; give it a positive number")
+    config = resolve(args.head)[1]
+    temperature, top_k, top_p = FAMILIES[config.speculators_model_type].evaluator.default_sampling(config)
+    args.temperature = [temperature, 0.0] if args.temperature is None else args.temperature
+    args.top_k = top_k if args.top_k is None else args.top_k
+    args.top_p = top_p if args.top_p is None else args.top_p
+    for value in args.temperature:
+        Sampling(value, args.top_p, top_k=args.top_k)  # raises UsageError before anything is loaded
+    drafts = check_drafts(config.window, args.num_drafts, config.num_speculative_tokens)
     evaluator = load(args.head, args.target, args.dtype, args.device)
-    if args.simulate:
-        evaluator.check_decoding("--simulate")
     target = evaluator.target
     documents = load_documents(args.data, target.tokenizer, split=args.split, vocab_size=target.vocab_size)
     texts = prompts(documents, args.sequences, args.prompt_tokens, args.seed)
-    drafts = check_drafts(config.window, args.num_drafts, config.num_speculative_tokens)
     check_length(target.name, target.config, texts, args.new_tokens + drafts, "--new-tokens")
     results = [evaluator.measure(texts, temperature, drafts, args) for temperature in args.temperature]
     _print(evaluator, results, f"{evaluator.title(drafts)}\non {target.name}")
@@ -101,12 +92,10 @@ def _print(evaluator: Evaluator, results: list[Any], title: str) -> None:
     from vllm_mtpc.engine.counters import DEFINITIONS
     from vllm_mtpc.report import console
 
-    table = Table("", *(f"T={result.temperature:g}" for result in results), title=Text(title), title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table("", title=Text(title), title_justify="left")
+    for result in results:
+        table.add_column(f"T={result.temperature:g}", justify="right")
     for name, show in evaluator.rows(results):
-        values = [show(result) for result in results]
-        if set(values) != {"-"}:
-            table.add_row(name, *values)
+        table.add_row(name, *map(show, results))
     for part in (table, Text(DEFINITIONS), *map(Text, evaluator.warnings(results))):
         console().print(part)

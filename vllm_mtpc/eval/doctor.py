@@ -100,14 +100,12 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         check_file(getattr(args, name), f"--{name}")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {SETUP}")
-    from vllm_mtpc.eval.evaluator import Asked
-    from vllm_mtpc.eval.loading import load, resolve, target_of
+    from vllm_mtpc.eval.evaluator import Asked, load, resolve, target_of
     from vllm_mtpc.eval.metrics import check_drafts
     from vllm_mtpc.families import FAMILIES
 
     folder, config = resolve(args.head)
     family = FAMILIES[config.speculators_model_type].evaluator
-    family.check_options(args)
     target = target_of(folder, config, args.target)
     drafts = check_drafts(config.window, args.num_drafts, config.num_speculative_tokens)
     prompts, limit = _prompts(args, target, drafts)
@@ -162,7 +160,7 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     """
     from vllm_mtpc.data.prompts import held_out
     from vllm_mtpc.data.sources import load_documents
-    from vllm_mtpc.eval.loading import prompts
+    from vllm_mtpc.eval.text import prompts
     from vllm_mtpc.hf import check_length
     from vllm_mtpc.hf.model import target_config, target_tokenizer
 

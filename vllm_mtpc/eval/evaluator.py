@@ -1,14 +1,4 @@
-"""The interface of evaluators: a head attached to its target, as `vllm-mtpc eval`, `generate` and `doctor` use it.
-
-The commands do not depend on the family of a head (`vllm_mtpc.families`). Each family implements `Evaluator`:
-
-- `eval`: expected tokens/step on text that the target wrote, and the rows of the table that is printed;
-- `generate`: how a step of the decoding loop drafts and verifies (`decode.Drafting`);
-- `doctor`: options for serving the head, the expected counters along the text that vLLM served, and the cause where
-  the counters differ.
-
-A family refuses options of the other families (`check_options`). The defaults and the functions below are shared.
-"""
+"""A head attached to its target, as `vllm-mtpc eval` and `doctor` use it; each family of heads has an `Evaluator`."""
 
 from __future__ import annotations
 
@@ -23,11 +13,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm_mtpc.checkpoint import read_config, resolve_head, resolve_verifier
+from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.engine.served import Served
-from vllm_mtpc.eval.decode import Drafting, continue_all, counted
-from vllm_mtpc.eval.metrics import Metrics
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.metrics import StepMetrics
 from vllm_mtpc.eval.text import Samples, Sampling, generate, join
-from vllm_mtpc.hf import Target
+from vllm_mtpc.families import FAMILIES
+from vllm_mtpc.hf import Target, choose_device, load_target
 
 TOLERANCE = 0.02  # relative, of tokens/step
 ERRORS = 3.0  # standard errors that are still noise
@@ -76,7 +69,7 @@ class Comparison:
     served: Served
     sampling: Sampling
     samples: Samples
-    predicted: Metrics
+    predicted: StepMetrics
     noise: float  # standard error of the served tokens/step given the text
     chain: Chain
 
@@ -90,24 +83,23 @@ class Comparison:
         """Whether the difference exceeds both the tolerance and the noise."""
         return not self.agrees(self.predicted)
 
-    def agrees(self, predicted: Metrics) -> bool:
+    def agrees(self, predicted: StepMetrics) -> bool:
         """Whether the served tokens/step equals ``predicted`` up to tolerance or noise."""
         off = abs(self.served.acceptance.tokens_per_drafted_step - predicted.tokens_per_step)
         return off <= max(TOLERANCE * predicted.tokens_per_step, ERRORS * self.noise)
 
-    def distance(self, predicted: Metrics) -> float:
+    def distance(self, predicted: StepMetrics) -> float:
         """Return the largest difference of served and predicted acceptance over the positions."""
         pairs = zip(self.served.acceptance.per_position, predicted.per_position, strict=False)
         return max((abs(served - expected) for served, expected in pairs), default=0.0)
 
 
 class Evaluator(Protocol):
-    """A head attached to its target."""
+    """A head attached to its target. The commands do not depend on its family."""
 
     folder: Path
     config: Any  # of the family
     target: Target
-    step_note: ClassVar[str | None] = None  # note that ``generate`` prints about a step
     seeded: ClassVar[bool] = False  # served text is compared draft by draft, so requests need seeds
     refusal: ClassVar[str | None] = None  # text in vLLM's log where the family cannot be served on this machine
 
@@ -116,44 +108,33 @@ class Evaluator(Protocol):
         """Load the head of a folder for a loaded target of matching sizes."""
 
     @staticmethod
-    def check_options(args: Namespace) -> None:
-        """Raise UsageError for options that the family does not support."""
-
-    @staticmethod
     def default_sampling(config: Any) -> tuple[float, int, float]:
         """Return the default temperature, top-k and top-p."""
         return 1.0, 0, 1.0
 
     @staticmethod
     def serving(args: Namespace, config: Any, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
-        """Return the options of `speculative_config` with which vLLM verifies every draft."""
+        """Return the options of `speculative_config` with which vLLM verifies every draft.
+
+        Raises:
+            UsageError: an option of the command is not one of this family.
+        """
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
         """Return the sampling of text and drafts, as the head is served by default."""
         return Sampling(temperature, top_p, top_k=top_k)
 
-    def check_decoding(self, what: str) -> None:
-        """Raise UsageError where the command or option ``what`` cannot run the head."""
-
-    def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Drafting:
-        """Return the drafting of a decoding loop."""
-
-    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> Any:
-        """Evaluate the head at one temperature on text of the target; ``measure`` sets ``simulated``."""
+    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> Any:
+        """Evaluate the head at one temperature on text of the target."""
 
     def measure(self, prompts: Sequence[Tensor], temperature: float, num_drafts: int, args: Namespace) -> Any:
         """Let the target write text at one temperature, and evaluate the head on it."""
         target, sampling = self.target, self.sampling(temperature, args.top_p, args.top_k)
-        generator, label = torch.Generator(target.device).manual_seed(args.seed), f"T={temperature:g}"
-        with tqdm(total=len(prompts), desc=f"{label} text", unit="text", disable=None) as bar:
+        generator = torch.Generator(target.device).manual_seed(args.seed)
+        with tqdm(total=len(prompts), desc=f"T={temperature:g} text", unit="text", disable=None) as bar:
             how = {"overhang": num_drafts, "batch": args.batch, "progress": bar.update}
             samples = generate(target, prompts, args.new_tokens, sampling, generator, **how)
-        found = self.evaluate(samples, sampling, num_drafts, args)
-        if not args.simulate:
-            return found
-        drafting, some = self.drafting(sampling, num_drafts, args.seed), prompts[: args.simulate]
-        texts = continue_all("speculative", target, some, drafting, args.new_tokens, f"{label} speculative")
-        return replace(found, simulated=counted(texts))
+        return self.evaluate(samples, sampling, num_drafts, args.seed)
 
     def title(self, num_drafts: int) -> str:
         """Describe the head in one line."""
@@ -193,6 +174,38 @@ class Evaluator(Protocol):
 
     def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
         """Print the check that needs no vLLM where vLLM answered with ``refusal``; return the error message."""
+
+
+def resolve(name: str) -> tuple[Path, AnyHeadConfig]:
+    """Return folder and config of a head without loading it. Raises CheckpointError or HeadConfigError."""
+    folder = resolve_head(name)
+    return folder, read_config(folder)
+
+
+def target_of(folder: Path, config: AnyHeadConfig, given: str | None) -> str:
+    """Return the target's name: ``given``, or the head's verifier."""
+    return given or resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
+
+
+def load(name: str, target: str | None = None, dtype: str = "auto", device: str = "auto") -> Evaluator:
+    """Load a head and its target, which computes in ``dtype``. Raises MtpcError where either cannot be loaded."""
+    folder, config = resolve(name)
+    target_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    model = load_target(target_of(folder, config, target), target_dtype, choose_device(device), attention="torch")
+    return attach(folder, model)
+
+
+def attach(folder: Path, target: Target) -> Evaluator:
+    """Load the head of a folder for a loaded target. Raises UsageError where their sizes differ."""
+    config = read_config(folder)
+    for name in ("vocab_size", "hidden_size"):
+        ours, theirs = getattr(config, name), getattr(target, name)
+        if ours != theirs:
+            raise UsageError(
+                f"head {folder} has {name}={ours}, but target {target.name} has {theirs}; give --target the one it was "
+                f"trained for ({config.speculators_config.verifier.name_or_path})"
+            )
+    return FAMILIES[config.speculators_model_type].evaluator.attach(folder, target)
 
 
 def continue_served(
@@ -269,7 +282,7 @@ def _lost_positions(comparison: Comparison) -> Cause | None:
     return Cause("drafts", lost)
 
 
-def nearest(comparisons: Sequence[Any], rivals: Iterable[tuple[Cause, Callable[[Any], Metrics]]]) -> Cause | None:
+def nearest(comparisons: Sequence[Any], rivals: Iterable[tuple[Cause, Callable[[Any], StepMetrics]]]) -> Cause | None:
     """Return the cause whose prediction is nearest to the served counters; None where none explains them."""
     found: list[tuple[float, Cause]] = []
     for cause, predict in rivals:

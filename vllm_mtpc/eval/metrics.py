@@ -45,12 +45,6 @@ class Metrics(StepMetrics):
     joint_bits: float | None = None  # per token, under the circuit's joint over the window
     bytes_per_token: float | None = None  # of the text; None where its tokenizer is not known
 
-    def per_byte(self, bits_per_token: float | None) -> float | None:
-        """Convert bits per token to bits per UTF-8 byte; None where either is not known."""
-        if bits_per_token is None or not self.bytes_per_token:
-            return None
-        return bits_per_token / self.bytes_per_token
-
 
 def check_drafts(window: int, num_drafts: int | None, default: int) -> int:
     """Return the number of drafts K, by default ``default``. Raises UsageError outside 1 .. window - 1."""

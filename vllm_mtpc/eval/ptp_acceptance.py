@@ -1,4 +1,4 @@
-"""Expected tokens/step of PTP heads, computed on the target's own text, and coupled decoding.
+"""Expected tokens/step of PTP heads, computed on the target's own text.
 
 A server picks token x_k by u_k: x_k = Pick(u_k, Q_k), Q_k the target's processed distribution (Parallel Token
 Prediction, section 2.1). Given the text, u_k is uniform on the interval of x_k and independent of everything else; so a
@@ -16,12 +16,6 @@ Steps follow each other through each continuation; tokens/step is the number of 
 
 A server starts no step once a text has ended and counts the drafts of its last step also past the end: so do these
 metrics.
-
-``Coupling`` carries the serving rule out: u_k is a hash of (seed, k - 1), so the text is a function of prompt and seed
-and independent of the drafts. A step is two passes: x_1 is read, its row gives x_2, the student drafts the tokens after
-it (pass 1; here two calls that read one cache), then the target reads the drafts (pass 2). Drafts are accepted while
-they equal the target's picks, and its next pick is the next x_1. ``Written`` decodes with several candidates per step,
-of which one is kept.
 """
 
 from __future__ import annotations
@@ -33,14 +27,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, ratio
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.ptp.distribution import STEPS, draft_tokens, edges, u_inside
-from vllm_mtpc.heads.ptp.student import UNINFORMED, Prefix, Student
-from vllm_mtpc.hf import Session
+from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 
@@ -60,13 +51,6 @@ class PtpMetrics(StepMetrics):
     shuffled_tokens_per_step: float  # merged, likewise
     anywhere: float  # expected tokens of a step started at a uniformly chosen position
     contexts: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CandidateMetrics(StepMetrics):
-    """Metrics of decoding with M candidates per step."""
-
-    candidates: int
 
 
 class Windows(NamedTuple):
@@ -208,28 +192,21 @@ def _shifted(values: Tensor, row: Tensor, start: Tensor, count: int) -> Tensor:
     return values[row[:, None], at.clamp(max=values.shape[1] - 1)]
 
 
-def follow(windows: Windows, two_pass: bool = False, after: Tensor | None = None) -> Steps:
-    """Count the steps through each text.
-
-    ``after``[K + 1]: drafts of the next step by the number of accepted drafts (None: always K). The first step of a
-    text has ``after``[0] drafts, as if the step before it had accepted none.
-    """
+def follow(windows: Windows, two_pass: bool = False) -> Steps:
+    """Count the steps through each text."""
     leading, valid = windows.leading, torch.nn.functional.pad(windows.valid, (0, 1))
     texts, drafts = len(leading), windows.right.shape[-1]
     if two_pass:  # window t + 1 has its first draft, x_2, from the target's own row
         leading = 1 + torch.nn.functional.pad(leading[:, 1:], (0, 1)).clamp(max=drafts - 1)
-    after = torch.full((drafts + 1,), drafts) if after is None else after
     row, at = torch.arange(texts), torch.zeros(texts, dtype=torch.long)
-    state = after[at]
     count, tokens = torch.zeros(2, texts, dtype=torch.float64)
     histogram = torch.zeros(drafts + 1, dtype=torch.float64)
     while bool((runs := valid[row, at]).any()):
-        accepted = torch.minimum(leading[row, at], state)
+        accepted = leading[row, at]
         count += runs
         tokens += runs * (1 + accepted)
         histogram.index_add_(0, accepted[runs], torch.ones(int(runs.sum()), dtype=torch.float64))
         at = (at + torch.where(runs, 1 + accepted, 0)).clamp(max=valid.shape[1] - 1)
-        state = torch.where(runs, after[accepted], state)
     return Steps(count, tokens, histogram)
 
 
@@ -270,173 +247,3 @@ def request_u(sampling: Sampling, seeds: Sequence[int], first: int, count: int, 
 def picked(sampling: Sampling, log_q: Tensor, u: Tensor) -> Tensor:
     """Return the target's tokens [m] for log_q[m, V] of ``sampling`` and u[m]."""
     return log_q.argmax(-1) if sampling.greedy else pick(log_q, u)
-
-
-class Coupling:
-    """``decode.Drafting`` of a PTP head. The first text has ``seed``, every further one the next."""
-
-    def __init__(self, student: Student, sampling: Sampling, seed: int = 0, num_drafts: int | None = None) -> None:
-        self.student, self.sampling, self.seed = student, sampling, seed
-        self.num_drafts = student.config.num_speculative_tokens if num_drafts is None else num_drafts
-
-    def start(self, session: Session, hidden: Tensor, length: int) -> Tensor:
-        self.session, self.length, self.request = session, length, [self.seed]  # length: tokens that are read
-        self.seed += 1
-        return self._picked(hidden)
-
-    def step(self, mode: str, hidden: Tensor, first: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
-        states = self.session.read(first[None])[0]  # [1, D]: x_1 at index `length` is read
-        self.length += 1
-        drafts = first.new_empty(0)
-        if mode != "stp":
-            drafts = self.draft(states)
-            states = torch.cat([states, self.session.read(drafts[None])[0]])  # [1 + K, D]
-        chosen = self._picked(states)  # [1 + K]
-        kept = int((chosen[:-1] == drafts).long().cumprod(0).sum()) if mode == "speculative" else len(drafts)
-        self.length += kept
-        return drafts, kept, chosen[kept : kept + 1], states
-
-    def draft(self, state: Tensor) -> Tensor:
-        """Return drafts [K] after the tokens that were read, the last of them with state[1, D]."""
-        sure = self._picked(state)
-        if self.num_drafts == 1:
-            return sure
-        rows, u = draft_rows(self.student, self.num_drafts - 1), self._u(self.num_drafts)  # u [1, K] of the drafts
-        zero = torch.zeros(1, dtype=torch.long, device=state.device)
-        hidden = self.student.aux(self._prefix(), zero, zero + self.length - 1, u[:, : rows.stop])[:, rows]
-        return torch.cat([sure, draft(self.student, hidden, u[:, 1:], self.sampling.greedy, sure)[0]])
-
-    def _u(self, count: int) -> Tensor:
-        """Return u [1, count] of the next tokens."""
-        return request_u(self.sampling, self.request, self.length, count, self.student.target.device)
-
-    def _picked(self, states: Tensor) -> Tensor:
-        """Return the target's tokens [m] after states[m, D]; states[0] belongs to the last token that was read."""
-        log_q = self.sampling.log_probs(self.student.logits(states))
-        return picked(self.sampling, log_q, self._u(len(log_q))[0])
-
-    def _prefix(self) -> Prefix:
-        """Return the contents of the cache as a prefix of the student's windows."""
-        layers = self.session.cache.layers
-        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        at = torch.arange(self.length, device=keys[0].device)[None]
-        return Prefix(keys[0].new_empty(1, self.length, 0), keys, values, at, torch.zeros_like(at))
-
-
-def choose(off: Tensor, accepted: Tensor) -> Tensor:
-    """Return the candidate [R] to keep by the criterion off[R, M]; depending on accepted[R, M] would bias the text."""
-    return off.argmin(1)
-
-
-class Written:
-    """Texts written with several candidates per step, of which one is kept (PTP paper, appendix E).
-
-    A step starts from the text up to x_1 and the u that picked it. Each of M candidates draws u for the next tokens,
-    drafts x_2..x_(1+K) from them, and is verified in one pass of the target: t_k = Pick(u_k, Q_k(. | drafts before k)).
-    The candidate whose u are nearest to the middle of their intervals is kept,
-
-        argmin_m sum_k |f_k - 1/2|,   f_k = (u_k - F_left) / (F_right - F_left) of t_k
-
-    (the paper's equation 18 has argmax and the ends exchanged). Its accepted drafts and the t_k after them, which is
-    the next x_1, become text; every later u is drawn again.
-
-    The distribution of the text is the target's: given all drafts and tokens before k, f_k is uniform and independent
-    of t_k. So the f of a candidate are independent of the text it writes, and choosing by any function of the f does
-    not change its distribution. A choice that depends on tokens does, and so would the u after the first wrong draft if
-    they were kept: their f belong to another text.
-
-    tokens: [S, L] int64, prompts included, -1 after the end; histogram: [S, K + 1] float64, steps by accepted drafts.
-    """
-
-    def __init__(
-        self,
-        student: Student,
-        prompts: Sequence[Tensor],
-        candidates: int,
-        new_tokens: int,
-        sampling: Sampling,
-        num_drafts: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        if candidates < 1 or sampling.greedy:
-            raise UsageError(
-                f"{candidates} candidates at temperature {sampling.temperature:g}: allowed are 1 and above; greedy "
-                "text has no u to choose; raise --candidates, or leave it out"
-            )
-        drafts = check_drafts(student.config.window, num_drafts, student.config.num_speculative_tokens)
-        self.student, self.candidates, self.drafts, self.sampling = student, candidates, drafts, sampling
-        self.generator = torch.Generator().manual_seed(seed)
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # x_1 included, once it is picked
-        self.longest = self.lengths + new_tokens
-        self.tokens = torch.zeros(len(prompts), int(self.longest.max()) + drafts + 2, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = prompt
-        self.histogram = torch.zeros(len(prompts), drafts + 1, dtype=torch.float64)
-
-    @torch.inference_mode()
-    def run(self) -> Written:
-        """Write all texts; no token ends one."""
-        running = torch.arange(len(self.tokens))
-        hidden = self.student.prefix(self.tokens[:, : int(self.lengths.max())]).hidden
-        states = hidden[running.to(hidden.device), (self.lengths - 1).to(hidden.device)]
-        self.u = self._numbers(len(running))  # [S], of the last token
-        self.tokens[running, self.lengths] = pick(self._log_probs(states), self.u.to(states.device)).cpu()
-        self.lengths += 1
-        label = f"T={self.sampling.temperature:g} M={self.candidates}"
-        with tqdm(total=len(running), desc=label, unit="text", disable=None) as bar:
-            while len(running):
-                self._step(running)
-                running = running[self.lengths[running] < self.longest[running]]
-                bar.update(len(self.tokens) - len(running) - bar.n)
-        self.tokens[torch.arange(self.tokens.shape[1]) >= self.longest[:, None]] = -1
-        return self
-
-    def metrics(self) -> CandidateMetrics:
-        """Return tokens/step over all texts."""
-        steps, drafts = self.histogram.sum(1), torch.arange(self.drafts + 1, dtype=torch.float64)
-        tokens = steps + self.histogram @ drafts
-        return CandidateMetrics.of(steps, tokens, self.histogram.sum(0), candidates=self.candidates)
-
-    def _step(self, running: Tensor) -> None:
-        """Carry out one step of the texts in running[R]."""
-        count, candidates, drafts = len(running), self.candidates, self.drafts
-        prefix = self.student.prefix(self.tokens[running, : int(self.lengths[running].max())])
-        row = torch.arange(count).repeat_interleave(candidates)  # [R * M]
-        u = self._numbers(count, candidates, drafts + 1)  # of x_2..x_(2+K)
-        u = torch.cat([self.u[running, None, None].expand(-1, candidates, 1), u], 2).flatten(0, 1)  # [R * M, K + 2]
-        start = self.lengths[running][row] - 2  # x_1 follows
-        parts = []
-        for part in chunks(self.student, prefix.hidden.shape[1], drafts + 1, len(row)):
-            first = self.tokens[running[row[part]], start[part] + 1]
-            parts.append(self._verified(prefix, row[part], start[part], u[part], first))
-        tokens, accepted, off = (torch.cat(values).unflatten(0, (count, -1)) for values in zip(*parts, strict=True))
-        at, best = torch.arange(count), choose(off, accepted)  # [R]
-        accepted = accepted[at, best]
-        self.u[running] = u.unflatten(0, (count, candidates))[at, best, accepted + 1]
-        columns = self.lengths[running][:, None] + torch.arange(drafts + 1)
-        # Tokens after the accepted drafts are overwritten or dropped.
-        self.tokens[running[:, None], columns] = tokens[at, best]
-        self.lengths[running] += 1 + accepted
-        self.histogram[running, accepted] += 1
-
-    def _verified(
-        self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor, first: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return picked tokens [B, K + 1], accepted drafts [B] and criterion [B] of candidates with u[B, K + 2]."""
-        student, rows = self.student, draft_rows(self.student, self.drafts)
-        hidden = student.aux(prefix, row, start, u[:, : rows.stop])[:, rows]
-        drafted = draft(student, hidden, u[:, 1 : self.drafts + 1], False, first).cpu()
-        states = student.plain(prefix, row, start, torch.cat([first[:, None], drafted], 1))  # [B, K + 1, D]
-        log_q = self._log_probs(states)
-        mine = u[:, 1:].to(log_q.device)
-        tokens = pick(log_q.flatten(0, 1), mine.flatten()).view(mine.shape)
-        left, right = edges(log_q, tokens)
-        off = ((mine.double() - left) / (right - left) - 0.5).abs().sum(1)
-        accepted = (tokens[:, :-1].cpu() == drafted).long().cumprod(1).sum(1)
-        return tokens.cpu(), accepted, off.cpu()
-
-    def _log_probs(self, states: Tensor) -> Tensor:
-        return self.sampling.log_probs(self.student.logits(states))
-
-    def _numbers(self, *shape: int) -> Tensor:
-        return (torch.randint(STEPS, shape, generator=self.generator) / STEPS).float()

@@ -6,7 +6,6 @@ the predicted counters equal the served ones.
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,15 +30,14 @@ from vllm_mtpc.eval.evaluator import (
     first_cause,
     nearest,
 )
-from vllm_mtpc.eval.metrics import Metrics, ratio, shown, shown_shares, shown_tokens
-from vllm_mtpc.eval.ptp_acceptance import CandidateMetrics, Coupling, PtpMetrics, Windows
-from vllm_mtpc.eval.text import Samples, Sampling, bits_per_token, generate
+from vllm_mtpc.eval.metrics import StepMetrics, shown, shown_shares, shown_tokens
+from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
+from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.plan.row_groups import VARIANTS, GroupTable, choose_groups, drafts_of_rows
+from vllm_mtpc.plan.row_groups import VARIANTS
 
-ROWS_PER_DRAFT = (2, 4)  # budgets in the table: auxiliary rows per draft of a step
 NOT_PICKED = 0.01  # share of tokens that may differ from the token u picks, by rounding
 SHIFTS = {
     "the u of the position before the right one": 1,
@@ -49,25 +47,11 @@ SHIFTS = {
 
 
 @dataclass(frozen=True)
-class Merged:
-    """The merged pass with a budget of auxiliary rows per request."""
-
-    rows: int
-    table: GroupTable  # chosen from this head's histogram, with its expected tokens/step
-    tokens_per_step: float  # along the texts
-    standard_error: float
-
-
-@dataclass(frozen=True)
 class PtpEvaluation:
     """One temperature."""
 
     temperature: float
     figures: PtpMetrics
-    merged: list[Merged]
-    simulated: Metrics | None  # two passes carried out, u by hash
-    candidates: list[CandidateMetrics]
-    own_bits: float
     uses_u: bool
 
 
@@ -90,7 +74,6 @@ class PtpEvaluator(Evaluator):
     student: Student
     target: Target
 
-    step_note = "here a step is two passes: one of the student after x_1, one of the target over its drafts."
     refusal = "method 'ptp' on Model Runner V1"
     seeded = True
 
@@ -111,30 +94,9 @@ class PtpEvaluator(Evaluator):
             rows *= num_drafts + VARIANTS[config.variant]
         return {"draft_pass": args.draft_pass or "two-pass", "max_aux_rows": max_num_seqs * rows}
 
-    def drafting(self, sampling: Sampling, num_drafts: int, seed: int) -> Coupling:
-        return Coupling(self.student, sampling, seed, num_drafts)
-
-    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, args: Namespace) -> PtpEvaluation:
-        windows = rule.collect(self.student, samples, sampling, num_drafts, args.seed)
-        metrics = rule.summarise(windows)
-        counts = [] if sampling.greedy else args.candidates
-        asked = (args.new_tokens, sampling, num_drafts, args.seed)
-        return PtpEvaluation(
-            sampling.temperature,
-            metrics,
-            [self._merged(windows, metrics, factor * num_drafts) for factor in ROWS_PER_DRAFT],
-            None,
-            [rule.Written(self.student, samples.prompts, count, *asked).run().metrics() for count in counts],
-            bits_per_token(samples, self.target, len(samples.tokens)),
-            rule.uses_u(metrics),
-        )
-
-    def _merged(self, windows: Windows, metrics: PtpMetrics, rows: int) -> Merged:
-        config, num_drafts = self.config, windows.right.shape[-1]
-        groups = choose_groups(metrics.histogram, num_drafts, rows, config.variant, config.window)
-        after = drafts_of_rows(torch.tensor(groups.sizes), config.variant)
-        steps = rule.follow(windows, after=after)
-        return Merged(rows, groups, *ratio(steps.tokens, steps.count))
+    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> PtpEvaluation:
+        metrics = rule.measure_ptp(self.student, samples, sampling, num_drafts, seed)
+        return PtpEvaluation(sampling.temperature, metrics, rule.uses_u(metrics))
 
     def title(self, num_drafts: int) -> str:
         config = self.config
@@ -145,28 +107,14 @@ class PtpEvaluator(Evaluator):
         def two_passes(r: PtpEvaluation) -> str:
             return shown(r.figures.two_pass_tokens_per_step, r.figures.two_pass_standard_error)
 
-        longest: list[CandidateMetrics] = max((r.candidates for r in results), key=lambda found: len(found))
         return [
             ("tokens/step, merged pass, ideal ± s.e.", lambda r: shown_tokens(r.figures)),
-            *(
-                (f"  with {merged.rows} auxiliary rows", lambda r, at=at: shown_tokens(r.merged[at]))
-                for at, merged in enumerate(results[0].merged)
-            ),
             ("tokens/step, two passes", two_passes),
-            ("  simulated", lambda r: shown_tokens(r.simulated)),
             ("acceptance per position", lambda r: shown_shares(r.figures.per_position)),
             ("P(exactly g drafts accepted)", lambda r: shown_shares(r.figures.histogram)),
             ("right drafts, of all", lambda r: shown(r.figures.accuracy)),
             ("  with the u of other windows", lambda r: shown(r.figures.shuffled_accuracy)),
-            ("bits per token of the text", lambda r: shown(r.own_bits)),
             ("texts, contexts", lambda r: f"{r.figures.sequences}, {r.figures.contexts:,}"),
-            *(
-                (
-                    f"tokens/step, best of {metrics.candidates} candidates",
-                    lambda r, at=at: shown_tokens(r.candidates[at] if r.candidates else None),
-                )
-                for at, metrics in enumerate(longest)
-            ),
         ]
 
     def warnings(self, results: Sequence[PtpEvaluation]) -> list[str]:
@@ -277,11 +225,11 @@ class PtpEvaluator(Evaluator):
             "Triton), so nothing was compared; the check above needs no vLLM; run doctor on a GPU"
         )
 
-    def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[PtpComparison], Metrics]]]:
+    def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[PtpComparison], StepMetrics]]]:
         """Yield wrong numbers on the rows, each with a function that predicts the counters under it."""
         for what, shift in SHIFTS.items():
 
-            def predicted(one: PtpComparison, shift: int | None = shift) -> Metrics:
+            def predicted(one: PtpComparison, shift: int | None = shift) -> StepMetrics:
                 if shift is None:
                     windows = one.windows._replace(right=one.windows.shuffled)
                 else:
@@ -304,9 +252,9 @@ class _Coupled:
         return rule.picked(self.sampling, log_probs, u)
 
 
-def predict(windows: Windows, two_pass: bool) -> Metrics:
+def predict(windows: Windows, two_pass: bool) -> StepMetrics:
     """Predict the counters of a server that has rows for every group."""
-    return Metrics.of(*rule.follow(windows, two_pass), anywhere=math.nan, contexts=int(windows.valid.sum()))
+    return StepMetrics.of(*rule.follow(windows, two_pass))
 
 
 def _sampled(comparisons: Sequence[PtpComparison]) -> list[PtpComparison]:

@@ -6,7 +6,6 @@ kept, and the measurement needs no further forward pass of the target.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
@@ -115,6 +115,33 @@ class Samples:
             yield slice(start, end), self.tokens[row, start:end].to(target.device), logits
 
 
+def prompts(documents: Documents, count: int, prompt_tokens: int, seed: int) -> list[Tensor]:
+    """Return ``count`` prompts (1-D int64): the tokens before a document's first trained one, else a crop of its text.
+
+    Crops have ``prompt_tokens`` tokens and start anywhere; shorter documents are skipped. The seed fixes the order of
+    documents, which are used again where there are too few. Raises UsageError where no document gives a prompt.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Tensor] = []
+    while len(found) < count:
+        before = len(found)
+        for index in torch.randperm(len(documents), generator=generator).tolist():
+            tokens, trained = documents[index]
+            first = int(trained.argmax()) if trained.any() else 0
+            if first:
+                found.append(torch.from_numpy(tokens[:first].copy()).long())
+            elif len(tokens) >= prompt_tokens:
+                start = int(torch.randint(len(tokens) - prompt_tokens + 1, (), generator=generator))
+                found.append(torch.from_numpy(tokens[start : start + prompt_tokens].copy()).long())
+            if len(found) == count:
+                break
+        if len(found) == before:
+            raise UsageError(
+                f"no document has {prompt_tokens} tokens to be a prompt; give longer text or lower --prompt-tokens"
+            )
+    return found
+
+
 def stop_ids(target: Target) -> set[int]:
     """Return the tokens at which a server ends a text: the end-of-text ids of model and tokenizer."""
     found: set[int] = set()
@@ -210,15 +237,6 @@ def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
     places = zip(joined.tokens, joined.prompt_lengths.tolist(), joined.lengths.tolist(), strict=True)
     texts = [target.tokenizer.decode(row[start:end].tolist()) for row, start, end in places]
     return replace(joined, bytes_per_token=sum(len(text.encode("utf-8", "replace")) for text in texts) / count)
-
-
-def bits_per_token(samples: Samples, target: Target, count: int) -> float:
-    """Return the bits per token of the first ``count`` texts under the target at temperature 1."""
-    nats, written = 0.0, 0
-    for _, (_, tokens, logits) in zip(range(count), samples.continuations(target), strict=False):
-        nats -= logits.log_softmax(-1).gather(-1, tokens[:, None]).sum().item()
-        written += len(tokens)
-    return nats / written / math.log(2)
 
 
 @torch.inference_mode()

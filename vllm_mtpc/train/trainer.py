@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from vllm_mtpc.checkpoint.locate import verifier_name
-from vllm_mtpc.eval.loading import prompts
-from vllm_mtpc.eval.text import Samples, Sampling, generate
+from vllm_mtpc.eval.text import Samples, Sampling, generate, prompts
 from vllm_mtpc.hf import Target, check_length
 from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
 from vllm_mtpc.progress import Bar

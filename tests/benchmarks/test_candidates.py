@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.paper import candidates
+from benchmarks.paper.candidates import Written
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
-from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import ptp_acceptance
-from vllm_mtpc.eval.ptp_acceptance import Written, measure_ptp
+from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 from vllm_mtpc.eval.text import Sampling, generate
 
 V, LENGTH, TEXTS = 3, 3, 4000
@@ -36,8 +36,8 @@ def test_the_choice_does_not_bias_the_text_and_an_injected_one_does(variant, mon
     student = random_student(target, variant, window=4)
     distribution = {}
     longest = lambda off, accepted: accepted.argmax(1)  # noqa: E731  the candidate with most accepted drafts
-    for choice, choose in (("centre", ptp_acceptance.choose), ("longest", longest)):
-        monkeypatch.setattr(ptp_acceptance, "choose", choose)
+    for choice, choose in (("centre", candidates.choose), ("longest", longest)):
+        monkeypatch.setattr(candidates, "choose", choose)
         found = Written(student, [PROMPT] * TEXTS, 6, LENGTH, Sampling(1.0), seed=1).run()
         distribution[choice] = chi_square(target, found.tokens)
     assert distribution["centre"] < 60  # 99.98 % of texts of the distribution itself
@@ -49,14 +49,14 @@ def test_kept_candidate_has_more_accepted_drafts_than_the_mean(monkeypatch):
 
     The seed is fixed. The gain is about 0.5 drafts per step; the worst candidate's is about -0.4.
     """
-    gains, choose = [], ptp_acceptance.choose
+    gains, choose = [], candidates.choose
 
     def noting(off: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         best = choose(off, accepted)
         gains.append(accepted[torch.arange(len(best)), best] - accepted.double().mean(1))
         return best
 
-    monkeypatch.setattr(ptp_acceptance, "choose", noting)
+    monkeypatch.setattr(candidates, "choose", noting)
     Written(oracle("o-ptp"), [PROMPT] * 8, 4, 10, Sampling(0.7), seed=1).run()
     assert torch.cat(gains).mean() > 0.2
 
@@ -79,10 +79,3 @@ def test_texts_are_as_long_as_asked_and_a_student_that_is_right_is_right():
     found = Written(student, prompts, 2, 7, Sampling(1.0)).run()
     assert (found.tokens >= 0).sum(1).tolist() == [9, 8] and found.tokens[1, 0] == 3
     assert found.histogram.tolist() == [[0, 0, 2], [0, 0, 2]]  # 1 + 3 + 3 tokens
-
-
-@pytest.mark.parametrize(("count", "temperature"), [(0, 1.0), (4, 0.0)])
-def test_candidates_of_no_use_are_refused(count, temperature):
-    with pytest.raises(UsageError, match="allowed are 1 and above") as caught:
-        Written(random_student(llama_target()), [PROMPT], count, 4, Sampling(temperature))
-    assert "\n" not in str(caught.value)
