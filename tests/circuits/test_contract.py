@@ -23,7 +23,6 @@ def test_complete_circuit_is_constructed():
 @pytest.mark.parametrize(
     "parts, words",
     [
-        ({"name": None}, "circuit Mine has no name"),
         ({}, "latents.*program"),
         ({"latents": CHAIN}, "program"),
         ({"num_inner": 0, "advance": None, "joint": None}, "latents.*program"),

@@ -20,14 +20,7 @@ CIRCUITS = {  # paths, not classes: help texts name circuits without importing t
 
 
 def circuit_class(name: str) -> type[Circuit]:
-    """Return the class of a circuit.
-
-    Args:
-        name: a key of CIRCUITS.
-
-    Raises:
-        HeadConfigError: the name is unknown.
-    """
+    """Return the class of a key of CIRCUITS; raises HeadConfigError for another name."""
     from pkgutil import resolve_name
 
     if name not in CIRCUITS:
@@ -36,15 +29,10 @@ def circuit_class(name: str) -> type[Circuit]:
 
 
 def get_circuit(name: str, window: int, num_components: int) -> Circuit:
-    """Return a circuit.
-
-    Args:
-        name: a key of CIRCUITS.
-        window: n, tokens.
-        num_components: r, latent states.
+    """Return a circuit of `window` tokens and `num_components` latent states.
 
     Raises:
-        HeadConfigError: the name is unknown or a size out of range.
+        HeadConfigError: the name is not in CIRCUITS or a size is out of range.
     """
     return circuit_class(name)(window, num_components)
 

@@ -5,19 +5,15 @@ leaf[k, z, v] = log p(x_k = v | z, h) every circuit is a filter over log weights
 
     q(x_k = v | x_<k, h) = sum_z exp(pi_k[z] + leaf[k, z, v])
 
-A leaf may be conditioned on the token before it (`Bigram`). Along given tokens it is still one number per latent, so
-the filter holds; the marginal over a token in the middle of the window is not available.
-
-A subclass defines how its latents are connected (`latents`) and which instructions move the weights from token to token
-(`program`; run here in PyTorch, by the kernels on a GPU). Conditionals, joint log-probability, sampling and greedy
-decoding are implemented once, here. All arithmetic is float32 log space with the maximum subtracted.
+A leaf may be conditioned on the token before it (`Bigram`); the marginal over a token in the middle of the window is
+then not available. All arithmetic is float32 log space with the maximum subtracted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +29,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class CircuitParams(NamedTuple):
-    """Normalised parameters of a batch of circuits; float32 log probabilities.
-
-    `leaf` may hold only the first m <= n positions: later ones are then marginalised.
-    """
+    """Normalised float32 log probabilities of B circuits; positions without a leaf are marginalised."""
 
     leaf: Tensor  # [B, m, r, V], log-softmax over V
     root: Tensor  # [B, r], log-softmax
@@ -64,9 +57,7 @@ class Latents(NamedTuple):
 
 
 class Circuit(ABC):
-    """A structure over `window` tokens with `num_components` latent states; holds no parameters.
-
-    A subclass sets `name` and defines `latents` and `program`.
+    """A structure without parameters. A subclass sets `name`; it defines `latents`, and `program` to filter over them.
 
     Args:
         window: n, 2 to MAX_WINDOW.
@@ -74,17 +65,12 @@ class Circuit(ABC):
 
     Raises:
         HeadConfigError: a size is out of range.
-        TypeError: the subclass has no `name` (where it is defined), no `latents` or no `program`.
+        TypeError: the subclass has no `latents` or no `program`.
         ValueError: `latents` or `program` do not fit the window.
     """
 
     name: ClassVar[str]
     max_components: ClassVar[int] = MAX_COMPONENTS  # with 1 the root has no parameters
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        if not isinstance(getattr(cls, "name", None), str):
-            raise TypeError(f"circuit {cls.__name__} has no name; write name = ... into the class, as in CIRCUITS")
 
     def __init__(self, window: int, num_components: int) -> None:
         if not 2 <= window <= MAX_WINDOW:
@@ -92,8 +78,7 @@ class Circuit(ABC):
         if not 1 <= num_components <= self.max_components:
             allowed = f"are 1 to {self.max_components}" if self.max_components > 1 else "is exactly 1; use 'cp'"
             raise HeadConfigError(f"circuit {self.name!r} with num_components={num_components}: allowed {allowed}")
-        self.window = window
-        self.num_components = num_components
+        self.window, self.num_components = window, num_components
         try:
             self._upward = _order_upward(self.latents, window)
             check_program(self.program, window, self.num_inner)
@@ -125,15 +110,7 @@ class Circuit(ABC):
         return FilterState(*naive.advance(self.program[0], params.root, (), params.root, params.inner))
 
     def leaf_at(self, params: CircuitParams, state: FilterState, k: int) -> Tensor:
-        """Return log p(x_k = . | z, x_(k-1)).
-
-        Args:
-            params: of B circuits.
-            state: at position k.
-            k: 0-based position.
-
-        Returns:
-            [B, r, V] float32, normalised over V.
+        """Return log p(x_k = . | z, x_(k-1)) [B, r, V] at `state`; k is 0-based.
 
         Raises:
             ValueError: the leaf is conditioned on a token that was marginalised.
@@ -149,14 +126,7 @@ class Circuit(ABC):
         return torch.logsumexp(state.weights.unsqueeze(-1) + self.leaf_at(params, state, k), dim=1)
 
     def observe(self, params: CircuitParams, state: FilterState, k: int, token: Tensor) -> FilterState:
-        """Return the state at position k + 1 after x_k = token; the state itself at the last position.
-
-        Args:
-            params: of B circuits.
-            state: at position k.
-            k: 0-based position.
-            token: [B] int64; -1 marginalises x_k.
-        """
+        """Return the state at position k + 1 after x_k = token [B] int64 (-1: marginalised); the last state stays."""
         if k == self.window - 1:
             return state
         evidence = evidence_of(self.leaf_at(params, state, k)[:, None], token[:, None])[:, 0]
@@ -164,14 +134,7 @@ class Circuit(ABC):
         return FilterState(weights, stack, token)
 
     def conditional_log_probs(self, params: CircuitParams, tokens: Tensor) -> Tensor:
-        """Return log q(x_k | x_<k) along given tokens.
-
-        Args:
-            params: of B circuits.
-            tokens: [B, m] int64, m <= n; -1 marginalises a position.
-
-        Returns:
-            [B, m]; 0 at marginalised positions.
+        """Return log q(x_k | x_<k) [B, m] along tokens [B, m] int64, m <= n; 0 at -1, which marginalises a position.
 
         Raises:
             ValueError: a token follows a marginalised one and its leaf is conditioned on that.
@@ -195,16 +158,7 @@ class Circuit(ABC):
     def sample(
         self, params: CircuitParams, prefix: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Exact draws from q(. | prefix).
-
-        Args:
-            params: of B circuits, with leaves of m positions.
-            prefix: [B, j] int64, the first j tokens of the result.
-            generator: of the random numbers; None: torch's own.
-
-        Returns:
-            [B, m] int64.
-        """
+        """Return exact draws [B, m] int64 from q(. | prefix), with leaves of m positions and prefix [B, j] int64."""
 
         def draw(log_probs: Tensor) -> Tensor:
             return torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
@@ -234,9 +188,7 @@ def evidence_of(leaf: Tensor, tokens: Tensor) -> Tensor:
 
 
 def condition_on_before(evidence: Tensor, leaf: Tensor, biases: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the evidence along tokens where leaves are conditioned on the token before them.
-
-    The normaliser is a product of matrices: sum_v p(v | z) exp(bias(v)).
+    """Return the evidence along tokens where leaves are conditioned on the token before; normaliser: a matrix product.
 
     Args:
         evidence: [B, m, r] without the token before.
@@ -260,11 +212,8 @@ def condition_on_before(evidence: Tensor, leaf: Tensor, biases: Tensor, tokens: 
 
 
 def _evidence_along(params: CircuitParams, tokens: Tensor) -> Tensor:
-    """Return log p(x_k | z, x_(k-1)) [B, m, r] along tokens [B, m]; 0 where x_k is -1.
-
-    One gather for all positions: one per position costs a full-size gradient of the leaves each.
-    """
-    evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)
+    """Return log p(x_k | z, x_(k-1)) [B, m, r] along tokens [B, m]; 0 where x_k is -1."""
+    evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)  # a gather per position costs a gradient each
     if params.bigram is None or tokens.shape[1] == 1:
         return evidence
     biases = params.bigram.biases(tokens[:, :-1])

@@ -50,7 +50,7 @@ COMPONENTS = Option(
 
 
 def _first_of(*names: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a function that returns the first of these numbers that a target's config has."""
+    """A function that returns the first of these numbers in a target's config."""
     return lambda target: next((target[name] for name in names if target.get(name)), None)
 
 
@@ -160,12 +160,7 @@ def check_head_name(name: str, *others: str) -> None:
 
 
 def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
-    """Validate the options of a head.
-
-    Args:
-        name: a key of HEADS.
-        hidden_size: D.
-        options: by name; None: not set.
+    """Validate the options of head `name` by name (None: not set), for hidden states of `hidden_size`.
 
     Raises:
         HeadConfigError: the name is unknown, an option belongs to another head, is missing, or does not divide.

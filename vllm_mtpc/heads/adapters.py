@@ -7,12 +7,9 @@
         │                              │
     head reads it                 lm_head reads it
 
-The draft layers share the target's weights and add low-rank ones. The target is not modified, so its states are bit for
-bit those without adapters. Every pass runs the target's own forward (masks, rotary positions, final norm) on a view of
-the backbone with other layers: no model is reimplemented here.
-
-On disk: PEFT's files, `adapter_config.json` and `adapter_model.safetensors`, as `PeftModel.from_pretrained` reads them;
-`vllm_mtpc.checkpoint.save_head` writes them with the head.
+The draft layers share the target's weights and add low-rank ones. The target is not modified: every pass runs its own
+forward (masks, rotary positions, final norm) on a view of the backbone with other layers. On disk: PEFT's files
+`adapter_config.json` and `adapter_model.safetensors`, written by `vllm_mtpc.checkpoint.save_head`.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ALLOWED_LAYERS = (1, 2, 4)
-# The projections of llama-like layers; a layer's own are adapted.
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of llama-like layers
 ADAPTER = "default"  # PEFT's name of a single adapter; saved tensors do not contain it
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -68,14 +64,7 @@ class Adapters(NamedTuple):
 
 
 def lora_config(rank: int, alpha: float, modules: list[str], layers: list[int] | None = None) -> LoraConfig:
-    """Return PEFT's config of adapters.
-
-    Args:
-        rank: r.
-        alpha: the update is alpha / rank * B A.
-        modules: names of the adapted projections.
-        layers: of the target, 0-based; None: all.
-    """
+    """Return PEFT's config of adapters alpha / rank * B A of `modules`, in 0-based `layers` (None: all)."""
     from peft import LoraConfig, TaskType
 
     some = {} if layers is None else {"layers_to_transform": layers, "layers_pattern": "layers"}
@@ -105,13 +94,7 @@ class AdaptedLayers(nn.Module):
         return self._target[0]
 
     def adapt(self, view: nn.Module, rank: int, alpha: float, layers: list[int] | None = None) -> None:
-        """Add adapters to the projections of a view of the target's backbone.
-
-        Args:
-            view: of `view_of`.
-            rank: r.
-            alpha: the update is alpha / rank * B A.
-            layers: 0-based; None: all.
+        """Add adapters to the projections of a view (`view_of`) of the target's backbone; arguments: `lora_config`.
 
         Raises:
             HeadConfigError: the layers have none of the projections MODULES.
@@ -160,10 +143,7 @@ class AdaptedLayers(nn.Module):
 
 
 class DraftLayers(AdaptedLayers):
-    """The last layers of a target with LoRA; its parameters are those of the adapters.
-
-    The update is alpha / rank * B A. B starts at zero, so the drafts start at the target's own states; A is initialised
-    from torch's generator.
+    """The last layers of a target with LoRA, its only parameters. B starts at 0: drafts read the target's own states.
 
     Args:
         target: a `vllm_mtpc.hf.Target`.
@@ -204,15 +184,7 @@ class DraftLayers(AdaptedLayers):
 
     @torch.no_grad()
     def trunk(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the input of the last K layers.
-
-        Args:
-            tokens: [B, S] integers.
-            documents: [B, S], as in `Target.hidden`; None: one document per row.
-
-        Returns:
-            [B, S, D].
-        """
+        """Return the input [B, S, D] of the last K layers; arguments as in `Target.hidden`."""
         return self._run("trunk", documents, input_ids=tokens.to(self.target.device, torch.long))
 
     def draft(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -229,10 +201,6 @@ class DraftLayers(AdaptedLayers):
     @classmethod
     def load(cls, folder: Path | str, target: Any) -> DraftLayers:
         """Load draft layers from a head's folder, whose files `vllm_mtpc.checkpoint.load_head` has checked.
-
-        Args:
-            folder: of the head.
-            target: a `vllm_mtpc.hf.Target`.
 
         Raises:
             HeadConfigError: they are of another target.
@@ -272,13 +240,7 @@ class _Skip(nn.Module):
 
 
 def view_of(backbone: nn.Module, layers: list[nn.Module], **replaced: nn.Module) -> nn.Module:
-    """Return a shallow copy of a backbone with other layers; all other modules and weights are shared.
-
-    Args:
-        backbone: has `layers`.
-        layers: of the copy.
-        replaced: other modules of the copy by name.
-    """
+    """Return a copy of a backbone with other layers and `replaced` modules; all others, and weights, are shared."""
     view = copy.copy(backbone)
     view.__dict__["_modules"] = {**backbone._modules, "layers": nn.ModuleList(layers), **replaced}
     return view
@@ -286,8 +248,7 @@ def view_of(backbone: nn.Module, layers: list[nn.Module], **replaced: nn.Module)
 
 def sharing_copy(layer: nn.Module) -> nn.Module:
     """Return a copy of a layer's modules that shares its weights."""
-    shared = [*layer.parameters(), *layer.buffers()]
-    return copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
+    return copy.deepcopy(layer, {id(tensor): tensor for tensor in (*layer.parameters(), *layer.buffers())})
 
 
 def layered_backbone(target: Any) -> nn.Module:

@@ -6,16 +6,13 @@
     states:                            norm(queries after the last layer), [n, D]
 
 As in DFlash, one pass over a block reads the target's states as keys and values; here a circuit follows. Its leaves are
-the target's own lm_head on the states, with components as in `vllm_mtpc.heads.components`; its sums are linear in the
-state of the first query, whose input is x_1. x_1 is given, so its leaf is the same for every component.
+the target's own lm_head on the states (`components.py`); its sums are linear in the state of the first query. x_1 is
+given, so its leaf is the same for every component. `sample_from_anchor` (DSpark's layout): n - 1 queries
+[x_1, n - 2 masks], each for the *next* token: states [n - 1, D].
 
-`sample_from_anchor` (DSpark's layout): n - 1 queries [x_1, n - 2 masks], each for the *next* token: states [n - 1, D].
-
-aux: the residual stream after the layers `aux_hidden_state_layer_ids` of the target (0: the embeddings). The embedding
-of x_1 and the lm_head are the target's: bound to the head, neither trained nor saved with it.
-
-In training, a text's context is computed once and its windows are blocks of one pass (`BackboneHead.read`). A dense
-mask hides the tokens after a window's start, other documents and other windows.
+aux: the residual stream after the layers `aux_hidden_state_layer_ids` of the target (0: the embeddings). The target's
+embedding and lm_head are bound to the head, neither trained nor saved with it. In training a text's context is computed
+once and its windows are blocks of one pass (`BackboneHead.read`).
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from vllm_mtpc.heads.base import INIT_STD
 from vllm_mtpc.heads.components import BorrowedLmHead
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
-CONTEXT_PER_QUERY = 4  # minimum keys of context per query of a pass, so that keys of other windows are few
+CONTEXT_PER_QUERY = 4  # minimum keys of context per query of a pass
 SMALL = 0.1  # factor of a new layer's output projections
 
 
@@ -155,14 +152,7 @@ class Backbone(nn.Module):
         return [layer.self_attn.keys_values(states, rope) for layer in self.layers]
 
     def forward(self, queries: Tensor, position: Tensor, context: list[KeysValues], mask: Tensor) -> Tensor:
-        """Return the states [B, Q, D] of queries.
-
-        Args:
-            queries: [B, Q, D].
-            position: [B, Q] int64.
-            context: of S tokens, from `context`.
-            mask: [B, 1, Q, S + Q] bool; True: the query reads that key.
-        """
+        """Return the states [B, Q, D] of queries [B, Q, D] at position [B, Q], reading where mask [B, 1, Q, S + Q]."""
         states, rope = queries, self.rope(position)
         for layer, theirs in zip(self.layers, context, strict=True):
             states = layer(states, rope, theirs, mask)
@@ -223,26 +213,18 @@ class BackboneHead(BorrowedLmHead):
         """Set the target's embeddings: token ids [...] -> [..., D], as they enter its first layer."""
         self._embedding = (embedding,)
 
-    # ---- states -------------------------------------------------------------------------------
-
     def context(self, aux: Tensor, position: Tensor, document: Tensor) -> Context:
         """Return the context of R rows of text from aux [R, S, m D], position [R, S] and document [R, S]."""
         return Context(self.backbone.context(aux.to(self.hidden_dtype), position), position, document)
 
     def read(self, context: Context, row: Tensor, start: Tensor, first: Tensor) -> Tensor:
-        """Return the states of windows that start after given tokens.
-
-        Up to W windows of a row are laid out next to each other, [groups, W, n], and read its context in one pass; a
-        group with fewer is padded.
+        """Return the states [B, n, D] of windows; up to W of a row read its context in one pass, [groups, W, n].
 
         Args:
             context: of R rows of text.
             row: [B] int64.
             start: [B] int64, index of the last token that a window reads.
             first: [B] int64, x_1.
-
-        Returns:
-            [B, n, D].
         """
         length = int(start.max()) + 1  # of the context that is read
         width = max(1, length // (CONTEXT_PER_QUERY * self.num_queries))
@@ -280,13 +262,11 @@ class BackboneHead(BorrowedLmHead):
 
     @property
     def window_bytes(self) -> int:
-        """Approximate size of a window's activations that a training step keeps for the backward pass, in float32."""
+        """Approximate bytes of float32 activations of a window that a training step keeps for the backward pass."""
         attention = self.backbone.layers[0].self_attn
         heads, width = 3 * attention.heads + 4 * attention.kv_heads, self.backbone.layers[0].mlp.down_proj.in_features
         per_layer = 6 * self.hidden_size + heads * attention.head_dim + 4 * width
         return 4 * self.num_queries * len(self.backbone.layers) * per_layer
-
-    # ---- the contract of Head, on states [B, n, D] instead of h [B, D] --------------------------
 
     @property
     def hidden_dtype(self) -> torch.dtype:

@@ -5,10 +5,8 @@ A head maps the target's last hidden state h to the parameters of a circuit (MtP
     leaf[k, z, :] = log_softmax(leaf_logits of position k, component z)       defined by the head
     root = log_softmax(R h)        inner[f, z, :] = log_softmax(W[f, z] h + b[f, z])       the same in every head
 
-With `token_rank` a leaf is also conditioned on the token before it (`kernels/bigram.py`), in every head alike.
-
-Training bounds its memory (n * r * V logits per context) by one call of `prepare` and one of `leaf_logits` per few
-positions. Calling the head computes all positions at once, normalised. Serving calls `draft_params`.
+With `token_rank` a leaf is also conditioned on the token before it (`kernels/bigram.py`). Training calls `prepare` once
+and `leaf_logits` for few positions at a time, because n * r * V logits are large. Serving calls `draft_params`.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.leaf import evidence_of
 from vllm_mtpc.kernels.shard import Shard
 
-# Probability of keeping the latent at initialisation: HMM and BTree then start (nearly) as the CP
-# with the same leaves, and the softmax is not yet so saturated that its rows cannot move.
-STAY_PROBABILITY = 0.95
+STAY_PROBABILITY = 0.95  # of keeping the latent at initialisation: nearly a CP, and the softmax is not saturated
 INIT_STD = 0.01
 TOKEN_STD = 0.1  # of token_source: rows must differ for token_target, which starts at 0, to learn anything
 
@@ -76,11 +72,8 @@ class Head(nn.Module, ABC):
         self, circuit: Circuit, vocab_size: int, hidden_size: int, token_rank: int = 0, **options: int
     ) -> None:
         super().__init__()
-        self.circuit = circuit
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.token_rank = token_rank
-        self.options = options
+        self.circuit, self.vocab_size, self.hidden_size = circuit, vocab_size, hidden_size
+        self.token_rank, self.options = token_rank, options
         self.add_leaves(**options)
         self.token_source = nn.Parameter(torch.empty(vocab_size, token_rank)) if token_rank else None
         shape = circuit.window - 1, token_rank, vocab_size
@@ -102,16 +95,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """Return the unnormalised leaves of a range of positions.
-
-        Args:
-            prepared: result of `prepare`.
-            start: first position, 0-based.
-            stop: position after the last.
-
-        Returns:
-            [B, stop - start, r, V], in the dtype of the product.
-        """
+        """Return the unnormalised leaves [B, k, r, V] of positions start .. stop - 1, from the result of `prepare`."""
 
     def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
         """Return `unembed` in float32."""
@@ -122,11 +106,7 @@ class Head(nn.Module, ABC):
         return hidden
 
     def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
-        """Set the target's lm_head, which the head reads; only for heads that need it.
-
-        Args:
-            logits: hidden [..., D] -> logits [..., V], or with a shard [..., shard.rows].
-            shard: this rank's columns of a divided vocabulary; the leaves then have the same columns.
+        """Set the target's lm_head: hidden [..., D] -> logits [..., V], or the columns [..., shard.rows] of a rank.
 
         Raises:
             HeadConfigError: the head has its own unembedding.
@@ -156,13 +136,7 @@ class Head(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
-        """Return the inputs of `kernels.draft`; only positions 1 .. 1 + num_drafts are computed.
-
-        Args:
-            hidden: [B, D] of any dtype.
-            first: [B] int64, x_1, the last token that the target sampled.
-            num_drafts: K.
-        """
+        """Return the inputs of `kernels.draft` for K drafts after first [B] int64, x_1; hidden [B, D] of any dtype."""
         hidden = hidden.to(self.hidden_dtype)
         evidence, drafted = self.draft_leaves(self.prepare(hidden), first, num_drafts)
         return DraftParams(evidence, drafted, *self.sum_logits(hidden), first, self.bigram(num_drafts))
@@ -174,10 +148,7 @@ class Head(nn.Module, ABC):
         return Bigram(self.token_source, self.token_target[:num_positions])
 
     def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """Return the evidence [B, r] of x_1 and the logits [B, K, r, V] of the drafts, as in `DraftParams`.
-
-        The default is one product for all positions; heads that compute less for x_1 override it.
-        """
+        """Return the evidence [B, r] of x_1 and the logits [B, K, r, V] of the drafts, as in `DraftParams`."""
         logits = self.unembed(prepared, 0, num_drafts + 1)
         return evidence_of(logits[:, 0], first), logits[:, 1:]
 

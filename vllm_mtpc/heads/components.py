@@ -3,12 +3,9 @@
 base[k] = lm_head(s_k)        leaf[k, z, :] = log_softmax(base[k] + (A[k, z] s_k) B[k])
 
 s_k [D] is the state that lm_head reads at position k; A [n, r, R_c, D]: `component_in`; B [n, R_c, V]: `component_out`.
-A position then costs one row of the lm_head and r R_c V more products; components with separate states cost r rows,
-r D V. With D = 4096 and R_c = 16 a component costs a 256th of a row.
+A position costs one row of the lm_head and r R_c V more products; components with separate states cost r rows, r D V.
 
-B starts as small noise and A at the size of the state. Every leaf then starts near the base, components differ, and
-both factors have a gradient: that of B is A s, different in every component and as large as the state; that of A is as
-small as B until B has grown. If both were small, both gradients would be.
+B starts as small noise and A at the size of the state: leaves start near the base, and both have a gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ class BorrowedLmHead(Head):
             n, r = self.circuit.window, self.circuit.num_components
             self.component_in = nn.Parameter(torch.empty(n, r, rank, self.hidden_size))
             self.component_out = nn.Parameter(torch.empty(n, rank, self.vocab_size))
-            # The class attributes hold for heads without a rank.
             self.component_dims = {**Head.component_dims, "component_in": (1,)}  # type: ignore[misc]
             self.noise_in = "component_in"  # type: ignore[misc]
 
@@ -96,7 +92,7 @@ class BorrowedLmHead(Head):
 
 
 def add_components(base: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
-    """Return base[k] + (A[k, z] s_k) B[k] for k positions and all components z.
+    """Return base[k] + (A[k, z] s_k) B[k] for all components z.
 
     Args:
         base: [B, k, V], logits of the lm_head.

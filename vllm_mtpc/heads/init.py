@@ -12,9 +12,8 @@ from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.backbone import Backbone
 from vllm_mtpc.heads.base import INIT_STD, Head, stay_bias
 
-# Probability s that an inner sum keeps its latent after a CP has become a circuit with F inner sums. The latent never
-# changes with probability s**F, so log q is nowhere more than -F log s (0.001 F nats) below the CP's, and the total
-# variation is at most 1 - s**F. A start at 0.95 (STAY_PROBABILITY) would lose the distribution that the CP has learnt.
+# Probability s that one of F inner sums keeps its latent when a circuit starts from a CP: log q is nowhere more than
+# -F log s (0.001 F nats) below the CP's, and the total variation is at most 1 - s**F.
 INHERITED_STAY = 0.999
 
 
@@ -22,12 +21,9 @@ INHERITED_STAY = 0.999
 def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
     """Start the leaves of a head at the target's lm_head; a head that reads that lm_head is not changed.
 
-    Block i of a target with several prediction heads (EvaByte: eight) predicts the token i + 1 ahead, so position i
-    starts from it; further positions start from the last block (the only one of most targets).
-
     Args:
         head: its leaves are written.
-        weight: [V, D] or [blocks * V, D].
+        weight: [V, D] or [blocks * V, D]: position i starts from block i, or the last (EvaByte predicts 8 tokens).
         seed: of the noise that makes components differ.
 
     Raises:
@@ -51,11 +47,7 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
 
 @torch.no_grad()
 def init_backbone(backbone: Backbone, target: Any) -> str:
-    """Start a backbone at a target's final norm and last layers, by parameter name and where the shapes agree.
-
-    Args:
-        backbone: its weights are written.
-        target: a `vllm_mtpc.hf.Target`. Fused projections (Phi-3: `qkv_proj`, `gate_up_proj`) are split.
+    """Start a backbone at the final norm and last layers of a `vllm_mtpc.hf.Target`, where names and shapes agree.
 
     Returns:
         A line that names the copied and the other weights; empty if all were copied.
@@ -81,7 +73,7 @@ def init_backbone(backbone: Backbone, target: Any) -> str:
 
 
 def _split_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a layer by name; fused projections are split into q, k and v, and into gate and up."""
+    """The weights of a layer by name; fused projections (Phi-3's) are split into q, k and v, and into gate and up."""
     if (fused := weights.pop("self_attn.qkv_proj.weight", None)) is not None:
         rows = weights["self_attn.o_proj.weight"].shape[1]
         queries, keys_values = fused[:rows], fused[rows:].chunk(2)
@@ -94,18 +86,11 @@ def _split_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
-    """Start `head` at the distribution of a trained head of the same kind, window and target.
+    """Start `head` at the distribution of a trained head `source` of the same kind, window and target.
 
-    The same circuit is copied. A source without inner sums (ff, cp) becomes any circuit with a root: leaves and root
-    are copied, inner sums keep the latent with probability INHERITED_STAY for any hidden state. A multiple of the
-    source's components repeats them, with noise in the leaves so that the copies can diverge. Where only `head` has a
-    token_rank, the bigram adds 0; where only it has a component_rank, its components are equal and diverge by
-    component_in.
-
-    Args:
-        head: its parameters are written.
-        source: the trained head.
-        seed: of the noise.
+    A source without inner sums (ff, cp) becomes any circuit with a root, whose sums keep the latent with probability
+    INHERITED_STAY. A multiple of the source's components repeats them, with noise from `seed` in the leaves. A bigram
+    that the source lacks adds 0; components that it lacks are equal and diverge by component_in.
 
     Raises:
         HeadConfigError: `head` cannot start from `source`.

@@ -4,14 +4,12 @@ linear       leaf[k, z, :] = log_softmax(U[k, z] h)                             
 mlp          x <- x + silu(A[l, k, z] x + c[l, k, z]) for l = 1 .. expander_layers from x = h, then U[k, z] x
 transformer  x[k] = h + query[k], x <- blocks(x): pre-norm, attention among the n positions of one window; U[k, z] x[k]
 
-Difference from the paper: its transformer attends over the text's hidden states and needs a separate KV cache when it
-is served; this one attends within the window only. It reads h alone, so it is served like every other head, without
-state between steps. Attention is full: positions hold queries, no tokens that could leak.
+Difference from the paper: its transformer attends over the text's hidden states, with a KV cache of its own; this one
+attends within the window only and has no state between steps. Blocks are initialised to the identity and queries near
+zero: a new head is (nearly) the linear one.
 
-Blocks are initialised to the identity and queries near zero: a new head is (nearly) the linear one.
-
-Reading the unembeddings is most of a draft's cost. A server may divide them over ranks (`shard_leaves`) and then lay
-out all weights for the processor (`pack`). Such a head can only draft.
+A server may divide the unembeddings over ranks (`shard_leaves`) and then lay out all weights for the processor
+(`pack`). Such a head can only draft.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from vllm_mtpc.kernels.shard import Shard
 
 FEEDFORWARD = 4  # width of a transformer block's MLP in hidden sizes
 # Minimum bytes of unembeddings that are divided over the ranks: reading them must cost more than the gather.
-# CPU: 22 GB/s against 0.24 ms to gather one request's logits of the demo and 0.6 ms for 16 (gloo, two ranks). GPU, not
-# measured: reading 64 MiB takes 20 us at 3.3 TB/s, as long as a small all-gather. The gather is B / D of the bytes
-# read, so the batch hardly matters there.
+# CPU: 22 GB/s against 0.24 to 0.6 ms of a gather (gloo, two ranks). GPU, not measured: 20 us at 3.3 TB/s.
 SHARD_BYTES = {"cpu": 16 << 20}
 SHARD_BYTES_GPU = 64 << 20
 
@@ -55,14 +51,7 @@ class LinearHead(Head):
 
     @torch.no_grad()
     def init_from_lm_head(self, weight: Tensor, seed: int) -> None:
-        """Start the leaves at an lm_head; noise makes components differ.
-
-        The noise moves a logit by INIT_STD times the root mean square of the state.
-
-        Args:
-            weight: [V, D], or [n, 1, V, D] of each position.
-            seed: of the noise.
-        """
+        """Start the leaves at an lm_head [V, D], or [n, 1, V, D] of each position; noise makes components differ."""
         noise = weight.new_zeros(())
         if self.circuit.num_components > 1:
             noise = torch.randn(self.leaf_weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -145,10 +134,7 @@ class LinearHead(Head):
 
 
 class MlpHead(LinearHead):
-    """Blocks per position and component before the unembedding.
-
-    Leaf parameters: block_weight [L, n, r, D, D], block_bias [L, n, r, D] and leaf_weight [n, r, V, D].
-    """
+    """Leaf parameters: block_weight [L, n, r, D, D], block_bias [L, n, r, D] and leaf_weight [n, r, V, D]."""
 
     component_dims: ClassVar = {**LinearHead.component_dims, "block_weight": (2,), "block_bias": (2,)}
 
@@ -175,27 +161,16 @@ class MlpHead(LinearHead):
 
 
 class TransformerHead(LinearHead):
-    """Attention among the positions of a window before the unembedding.
-
-    Leaf parameters: query [n, D], `expander_layers` blocks of torch's TransformerEncoderLayer, leaf_weight.
-    """
+    """Leaf parameters: query [n, D], `expander_layers` blocks of torch's TransformerEncoderLayer, leaf_weight."""
 
     def add_leaves(self, expander_layers: int, expander_heads: int) -> None:  # type: ignore[override]
         """As in Head."""
         super().add_leaves()
         self.query = nn.Parameter(torch.empty(self.circuit.window, self.hidden_size))
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                self.hidden_size,
-                expander_heads,
-                FEEDFORWARD * self.hidden_size,
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
-            for _ in range(expander_layers)
-        )
+        sizes = self.hidden_size, expander_heads, FEEDFORWARD * self.hidden_size
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        blocks = (nn.TransformerEncoderLayer(*sizes, **options) for _ in range(expander_layers))
+        self.blocks = nn.ModuleList(blocks)
 
     def reset_leaves(self) -> None:
         """As in Head."""

@@ -2,14 +2,10 @@
 
 state[k, z] = h + U[k, z] silu(P[k] h)      leaf[k, z, :] = log_softmax(lm_head(state[k, z]))
 
-P [n, m, D] projects to m = expander_rank numbers per position, U [n, r, D, m] back to D per component. U starts as
-small noise, so every leaf starts near the target's own distribution of the next token and components differ. The
-lm_head is the target's: it is bound to the head, neither trained nor saved with it.
-
-Parameters, V=128k (128,256), D=4096, n=8, r=8, m=64: n*m*D + n*r*D*m = 18.9M. The linear head has n*r*V*D = 33.6
-billion, so subword vocabularies need this head. The cost is arithmetic, not memory traffic: the lm_head is read once
-per step and multiplied with n*r states of each request. With component_rank it is multiplied with n states: U is
-[n, 1, D, m], and components are added after the lm_head (components.py).
+P [n, m, D] projects to m = expander_rank numbers per position, U [n, r, D, m] back to D per component; U starts as
+small noise. With V = 128,256, D = 4096, n = r = 8 and m = 64 these are 18.9M parameters, of a linear head 33.6 billion,
+so subword vocabularies need this head. The lm_head is multiplied with n*r states of each request, with component_rank
+with n: U is [n, 1, D, m], and components are added after the lm_head (components.py).
 """
 
 from __future__ import annotations
@@ -25,11 +21,7 @@ from vllm_mtpc.heads.components import BorrowedLmHead
 
 
 class SharedHead(BorrowedLmHead):
-    """An expander in front of the target's lm_head.
-
-    Leaf parameters: down_weight [n, m, D] and up_weight [n, r, D, m], in position order; with component_rank up_weight
-    is [n, 1, D, m], and there are component_in and component_out.
-    """
+    """Leaf parameters: down_weight [n, m, D] (P) and up_weight [n, r or 1, D, m] (U), and those of BorrowedLmHead."""
 
     component_dims: ClassVar = {**Head.component_dims, "up_weight": (1,)}
     noise_in = "up_weight"

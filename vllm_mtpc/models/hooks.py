@@ -51,10 +51,7 @@ class EvaByteHook(VerifyAndUpdateConfig):
 
 
 def check_limits(vllm_config: VllmConfig, model: str) -> None:
-    """Raise ServeConfigError for pipeline parallelism and for PTP heads, whose rows are no tokens.
-
-    model: name of the model in the message.
-    """
+    """Raise ServeConfigError for pipeline parallelism and for PTP heads, whose rows are no tokens."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
         raise ServeConfigError(

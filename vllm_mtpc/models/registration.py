@@ -1,7 +1,4 @@
-"""Registers the models of this package with vLLM: architecture, config class, tokenizer mode, configuration hook.
-
-Each registry is filled when vLLM imports it, so other processes pay nothing.
-"""
+"""Registers the models of this package with vLLM, each registry when vLLM imports it."""
 
 from __future__ import annotations
 

@@ -2,18 +2,14 @@
 
 A token at index k is Pick(u_k, Q_k), Q the target's processed distribution: the first token in vocabulary order whose
 cumulative probability exceeds u_k. Its interval is [left, right) = [F_(v-1), F_v), F the distribution function (arXiv
-2512.21323, section 2.1). Serving draws u from the multiples of 2^-24 below 1, so an interval that holds none of them
-belongs to a token that is never picked.
+2512.21323, section 2.1). Serving draws u from the multiples of 2^-24 below 1.
 
-Trust (an extension of the paper): a row gives P, near Q but not equal to it, and Pick(u, P) is wrong wherever an edge
-between P's intervals lies on the other side of u than the edge of Q. Trust r models that error. Let the target's token
-be Pick(u', P), with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the distribution function of P
-in vocabulary order,
+Trust r (an extension of the paper): a row gives P, near Q but not equal to it. Let the target's token be Pick(u', P),
+with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the distribution function of P,
 
     P(v | u) = Phi((a_v - r b) / sqrt(1 - r^2)) - Phi((a_(v-1) - r b) / sqrt(1 - r^2)),   a = Phi^-1(F), b = Phi^-1(u)
 
-u' is uniform for every r, so the mean of P(v | u) over u is P(v). r = 1 is Pick; r = 0 is P itself, whose most probable
-token is the best guess without u. The draft is the most probable token given u.
+The mean of P(v | u) over u is P(v); r = 1 is Pick, r = 0 is P itself. The draft is the most probable token given u.
 """
 
 from __future__ import annotations
@@ -30,10 +26,7 @@ EDGE = 1e-6  # minimum distance of an edge to 0 and 1 in training: the slope of 
 
 
 def processed(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Return log Q: temperature, then top-k, then top-p, as vLLM applies them.
-
-    Tokens that tie with the k-th stay. top-p renormalises the remaining tokens and keeps the smallest set of the most
-    probable ones with mass p or more.
+    """Return log Q: temperature, then top-k (ties with the k-th stay), then top-p of the rest, as vLLM applies them.
 
     Args:
         logits: [..., V].
@@ -76,18 +69,7 @@ def edges(log_probs: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def u_inside(left: Tensor, right: Tensor, inner: Tensor) -> Tensor:
-    """Return u at a fraction of the interval [left, right), rounded down to a multiple of 2^-24.
-
-    The result is inside the interval wherever that contains such a multiple.
-
-    Args:
-        left: [...] float64.
-        right: [...] float64.
-        inner: [...] in [0, 1), the fraction.
-
-    Returns:
-        [...] float32.
-    """
+    """Return u [...] float32 at a fraction `inner` [...] of [left, right): a multiple of 2^-24 inside, if any."""
     left, right = left.double() * STEPS, right.double() * STEPS  # exact
     at = (left + inner.double() * (right - left)).floor()
     at = torch.minimum(torch.maximum(at, left.ceil()), right.ceil() - 1)
@@ -139,16 +121,7 @@ def reads_u(config: Any) -> bool:
 
 
 def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
-    """Return the drafts of a head at a temperature above 0; at temperature 0 every head drafts the argmax.
-
-    Args:
-        config: the head's PtpConfig.
-        logits: [T, V].
-        u: [T].
-
-    Returns:
-        [T] int64.
-    """
+    """Return the drafts [T] of a PtpConfig from logits [T, V] and u [T], at a temperature above 0 (at 0: argmax)."""
     if not reads_u(config):  # the row has read its u (o-ptp), or the argmax is the best guess (independent)
         return logits.argmax(-1)
     if config.variant == "c-ptp":

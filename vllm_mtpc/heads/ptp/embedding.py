@@ -12,8 +12,7 @@ The default of the authors' code, so that their checkpoints can be converted:
 
     interpolation   n learned rows, linear between the two next to u (n - 1)
 
-u is used in float32 for weights of any dtype: in half precision, two values of u on either side of an edge of the
-target's distribution are equal. To add an embedding, add its name to EMBEDDINGS and its features to _FEATURES.
+u is used in float32 for weights of any dtype: in half precision two values on either side of an edge are equal.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """The late network of a PTP head: computed for the rows of drafts after the target's final norm, one after another.
 
-An extension of the paper (arXiv 2512.21323), whose rows run through the target's layers only, all at once. There a row
-in the middle of a window can depend on the tokens before it only if earlier rows have determined them some layers
-before the last, which a target that decides in its last layers does not allow. The late network is conditioned on these
-tokens. With h_k the state of the row of draft k, t_k the token before that draft (x_1, then the drafts; in training the
-text's) and E the target's own token embeddings,
+An extension of the paper (arXiv 2512.21323), whose rows run through the target's layers only, all at once: the late
+network is conditioned on the drafts before. With h_k the state of the row of draft k, t_k the token before that draft
+(x_1, then the drafts; in training the text's) and E the target's own token embeddings,
 
     x_k = h_k / rms(h_k)                        e_k = E[t_k] / rms(E[t_k])                        s_0 = 0
     y_k = x_k + C gelu(A [x_k ; e_k ; s_(k-1)] + a) + c
     s_k = y_k / rms(y_k)                        rms(h_k) y_k goes to the target's own lm_head
 
-No attention, no KV cache, nothing of the vocabulary's size. C and c start at zero, where the network changes nothing.
+C and c start at zero, where the network changes nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +23,7 @@ EPSILON = 1e-6
 
 
 class LateNetwork(nn.Module):
-    """The network above.
-
-    Args:
-        hidden_size: D.
-        width: of its hidden layer.
-    """
+    """The network above, on states of `hidden_size` D, with a hidden layer of `width`."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
@@ -63,15 +56,7 @@ class LateNetwork(nn.Module):
             return (size * values).to(hidden.dtype), values / _rms(values)
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return the states for lm_head of m rows whose tokens before are known.
-
-        Args:
-            hidden: [..., m, D].
-            tokens: [..., m, D], embeddings.
-
-        Returns:
-            [..., m, D].
-        """
+        """Return the states for lm_head [..., m, D] of hidden [..., m, D] after embeddings `tokens` [..., m, D]."""
         states, before = [], None
         for row, token in zip(hidden.unbind(-2), tokens.unbind(-2), strict=True):
             state, before = self.step(row, token, before)
@@ -79,22 +64,15 @@ class LateNetwork(nn.Module):
         return torch.stack(states, -2)
 
     def draft(
-        self,
-        hidden: Tensor,
-        first: Tensor,
-        embed: Callable[[Tensor], Tensor],
-        choose: Callable[[Tensor, int], Tensor],
+        self, hidden: Tensor, first: Tensor, embed: Callable[[Tensor], Tensor], choose: Callable[[Tensor, int], Tensor]
     ) -> Tensor:
-        """Draft K tokens, each conditioned on the one before it.
+        """Draft K tokens [R, K] int64, each conditioned on the one before it.
 
         Args:
             hidden: [R, K, D] of the rows of the drafts.
             first: [R], x_1.
             embed: the target's token embeddings.
             choose: (states for lm_head [R, D], k) -> draft k [R].
-
-        Returns:
-            [R, K] int64.
         """
         drafts, token, before = [], first, None
         for k in range(hidden.shape[1]):

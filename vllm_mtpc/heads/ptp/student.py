@@ -1,8 +1,7 @@
 """The student of a PTP head: the target with a gated LoRA, read at rows that carry u in place of a token.
 
-Source: "Parallel Token Prediction for Language Models", arXiv 2512.21323. Real tokens run through the plain target, so
-one prefix serves every window that starts in it; auxiliary rows run through copies of the layers that share the
-target's weights and add low-rank ones (as in `vllm_mtpc.heads.adapters`).
+Source: "Parallel Token Prediction for Language Models", arXiv 2512.21323. Real tokens run through the plain target,
+auxiliary rows through copies of the layers that share the target's weights and add low-rank ones (`heads/adapters.py`).
 
 A window at index t holds rows j = 0 .. n - 1 that carry u_(t+1+j). The position of a row is the index of the token it
 predicts, less one: t + j where row j names token t + 1 + j itself (o-ptp), t + 1 + j where it gives the distribution of
@@ -11,8 +10,7 @@ the next token (c-ptp). After the final norm the rows of drafts may run through 
 
 Many short windows are computed in one pass. The rows of window b see the tokens of the document at (row_b, start_b) up
 to start_b, whose keys and values come from a pass over the packed rows, and the window's own rows up to themselves.
-Windows that share a packed row share one matrix product with its keys; no window reads another. This is registered as
-an attention function of transformers, so every layer's projections, norms and rotary positions are the model's.
+This is an attention function of transformers: projections, norms and rotary positions are the model's.
 """
 
 from __future__ import annotations
@@ -94,10 +92,7 @@ class Layout:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attention function of transformers: query [1, H, B * n, d], key and value [1, G, B * n, d].
-
-        Returns:
-            [1, B * n, H, d], and None for the weights.
+        """Return [1, B * n, H, d] and None for query [1, H, B * n, d], key and value [1, G, B * n, d].
 
         Raises:
             HeadConfigError: the target has attention sinks.
@@ -137,11 +132,7 @@ def windows_attention(*args: Any, windows: Record | Layout, **kwargs: Any) -> tu
 
 
 class Student(AdaptedLayers):
-    """A PTP head on its target.
-
-    Its parameters are float32: those of the adapters, the embedding and the late network. B of every adapter and the
-    output of the late network start at zero; the others come from torch's generator, the embedding at the scale of the
-    target's token embeddings.
+    """A PTP head on its target: adapters, embedding (at the scale of the target's) and late network, in float32.
 
     Args:
         target: a `vllm_mtpc.hf.Target`.
@@ -180,16 +171,13 @@ class Student(AdaptedLayers):
         return Prefix(hidden, record.keys, record.values, positions, documents)
 
     def aux(self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor) -> Tensor:
-        """Run the rows of windows through the adapted layers.
+        """Run the rows of windows through the adapted layers; [B, n, D] after the final norm.
 
         Args:
             prefix: of R packed rows.
             row: [B] int64.
             start: [B] int64, index of the last token that a window reads.
             u: [B, n] in [0, 1).
-
-        Returns:
-            [B, n, D], after the final norm.
         """
         u = u.to(self.target.device, torch.float32)
         embeds = self.embedding(u if self.config.informed else torch.full_like(u, UNINFORMED))
@@ -209,15 +197,7 @@ class Student(AdaptedLayers):
         return self.config.first_row
 
     def states(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return the states for lm_head of windows whose tokens are known, through the late network if there is one.
-
-        Args:
-            hidden: [B, m, D], of `aux`.
-            tokens: [B, n] int64, x_1 and the following ones.
-
-        Returns:
-            [B, m, D].
-        """
+        """Return hidden [B, m, D] of `aux` after the late network, if any, given tokens [B, n], x_1 and the next."""
         if self.late is None:
             return hidden
         before, rows = hidden.tensor_split([self.first_row], 1)
@@ -239,13 +219,7 @@ class Student(AdaptedLayers):
 
     @torch.no_grad()
     def take(self, lora: Mapping[str, Tensor], embedding: AuxEmbedding, late: LateNetwork | None = None) -> None:
-        """Copy weights into this student; raises HeadConfigError if the adapters have other shapes.
-
-        Args:
-            lora: adapters by their names on disk.
-            embedding: of u.
-            late: None: the student's late network keeps its weights.
-        """
+        """Copy adapters (by their names on disk), embedding and late network; raises as `take_lora`."""
         self.take_lora(lora)
         self.embedding.load_state_dict(embedding.state_dict())
         if late is not None and self.late is not None:

@@ -4,9 +4,8 @@
 
 Weights have the names of the published checkpoint (`model.expand_embed_tokens.weight` is X).
 
-Token ids of committed tokens and drafts are kept in a paged cache next to the keys and values. A step writes the ids of
-its rows and reads the last L ids of each row. The next step overwrites the id of a rejected draft, and a block of the
-prefix cache holds the ids of its tokens. Both model runners and every attention backend work without changes.
+Token ids are kept in a paged cache next to the keys and values. A step writes the ids of its rows and reads the last L
+ids of each row; the next step overwrites the id of a rejected draft.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ class TokenCache(PagedCache):
         self.register_buffer("back", torch.arange(max_length), persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor | None:
-        """Store the ids [T] of a step; return the last L ids [T, L], int64, up to each row's own.
-
-        Ids before the start of a text are ABSENT. Returns None before vLLM has allocated the caches.
-        """
+        """Store the ids [T] of a step; return the last L ids [T, L], or ABSENT; None before there are caches."""
         plans = get_forward_context().attn_metadata
         if plans is None:
             return None

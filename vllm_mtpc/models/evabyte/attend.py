@@ -105,9 +105,8 @@ def attend_paged(
 ) -> Tensor:
     """Return `attend` from two calls of vLLM's paged FlashAttention, merged by log-sum-exp; padding rows are undefined.
 
-    One call reads the tokens of each segment's own window (causal), the other the summaries of earlier windows (not
-    causal). Both read the caches in place. Shapes are static and nothing waits for the host. The arguments are tested
-    against a paged attention in PyTorch; it has not run on a GPU.
+    One call reads the tokens of each segment's own window (causal), the other the summaries of earlier windows. Shapes
+    are static and nothing waits for the host. Tested against a paged attention in PyTorch; it has not run on a GPU.
     """
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
     from vllm.v1.attention.ops.merge_attn_states import merge_attn_states

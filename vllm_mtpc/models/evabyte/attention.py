@@ -1,9 +1,7 @@
 """EVA attention as a vLLM layer: two paged caches per decoder layer, of tokens and of a summary per chunk.
 
 By default each cache is a KV cache group with its own block table, and vLLM frees the tokens of finished windows
-(`window.py`). Else both specs are FullAttentionSpec of one block size with one block table and one slot mapping, and a
-block holds its tokens and their summaries. In both cases vLLM's managers do prefix caching, preemption and the
-rollback of drafts.
+(`window.py`). Else both specs are FullAttentionSpec of one block size with one block table and one slot mapping.
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder
 
 
 class _StepBuilder(PlanBuilder):
-    """Builds the plan that all layers of a step share.
-
-    Plans of decode steps have fixed addresses, where captured graphs read them. A graph is captured with the plan of
-    the longest text; padding rows belong to no request.
-    """
+    """Builds the plan that all layers of a step share, at fixed addresses for decode steps (CUDA graphs)."""
 
     make: Callable[..., Any]  # the plan of a step
 
@@ -101,14 +95,10 @@ class _StepBuilder(PlanBuilder):
 
 
 class EvaPlanBuilder(_StepBuilder):
-    """Builds the plan of the tokens."""
-
     make = staticmethod(make_plan)
 
 
 class SummaryPlanBuilder(_StepBuilder):
-    """Builds the plan of the summaries from their group's block table."""
-
     make = staticmethod(make_summary_plan)
 
 

@@ -2,9 +2,6 @@
 
 Weights have the names of the published checkpoints. The target uses the first of eight lm_heads, which predicts the
 next byte; head h is rows [V h, V (h + 1)) of lm_head.weight. The others can start a draft head (docs/models.md).
-
-The model is compiled as Llama is, around the attention. Decode steps run in vLLM's full CUDA graphs if FlashAttention
-can read the caches (`EvaByteHook`).
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ from vllm_mtpc.models.evabyte.attention import EvaAttention
 
 
 class EvaByteAttention(LlamaAttention):
-    """q, k, v, o projections and rotary embedding around EvaAttention.
-
-    Difference from LlamaAttention: the attention layer; others: arguments of the parent's, unused.
-    """
+    """q, k, v, o projections and rotary embedding around EvaAttention; others: the parent's arguments, unused."""
 
     def __init__(
         self, config: Any, hidden_size: int, num_heads: int, quant_config: Any, prefix: str, **others: Any

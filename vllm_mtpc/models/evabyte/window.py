@@ -6,13 +6,11 @@ tokens (vLLM's block size) and chunks of C, a block of summaries covers B tokens
     summaries   FullAttentionSpec, B tokens in B / C states: kept for the whole text
     tokens      WindowSpec, B / C tokens: freed when their window is finished
 
-vLLM frees by verified tokens (`processed_computed_tokens`), never by drafts. The next step starts at the first position
-that is not verified, so the window of a rejected draft still exists, and the chunk that the step completes lies in an
-unfinished window.
+vLLM frees by verified tokens, never by drafts, so the window of a rejected draft still exists.
 
 Prefix caching: a hit of L tokens needs all summaries before L, and the tokens of L's own window before L. vLLM's
 manager of chunked attention looks up the latter, but not for groups of different block sizes. B divides the window, so
-truncating a hit to a multiple of B never moves it into a window whose tokens were not looked up.
+truncating a hit to a multiple of B keeps it in a window whose tokens were looked up.
 """
 
 from __future__ import annotations
@@ -60,10 +58,7 @@ def frees_windows(vllm_config: VllmConfig, window_size: int) -> bool:
     if spec is not None and spec.use_eagle():  # would drop the last block of a hit, which vLLM cannot do in windows
         return False
     if window_size % block:
-        logger.info_once(
-            "EvaByte keeps the tokens of all windows: blocks of %d tokens do not divide its window of %d.",
-            block,
-            window_size,
-        )
+        text = "EvaByte keeps the tokens of all windows: blocks of %d tokens do not divide its window of %d."
+        logger.info_once(text, block, window_size)
         return False
     return True
