@@ -66,11 +66,6 @@ HEAD = "vllm_mtpc/demo/assets/btree"
         (["eval", HEAD, "--data", "x", "--json", "setup.py/x"], "--json setup.py/x: cannot be written"),
         (["doctor", HEAD, "--json", "setup.py/x"], "--json setup.py/x: cannot be written"),
         (["plot", HEAD, "--out", "setup.py/x"], "--out setup.py/x: cannot be written to"),
-        (
-            [*CACHE, "--rows-per-shard", "0"],
-            "--rows-per-shard 0: allowed",
-        ),
-        ([*CACHE, "--batch-rows", "-1"], "--batch-rows -1: allowed"),
         ([*CACHE, "--device", "foo"], "--device foo: allowed are"),
     ],
 )

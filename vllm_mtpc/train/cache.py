@@ -17,7 +17,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
@@ -33,8 +33,9 @@ from vllm_mtpc.progress import Bar
 if TYPE_CHECKING:
     from vllm_mtpc.hf import Target
 
-SHARD_BYTES = 1 << 29  # default size of a shard: the work that an interruption may lose
-SLOW_BATCHES = 8  # number of batches from which on progress is shown
+SHARD_BYTES = 1 << 29  # of a shard: the work that an interruption may lose
+BATCH_ROWS = 8  # rows of one forward pass
+SLOW_ROWS = 64  # number of rows from which on progress is shown
 SAMPLED_WEIGHTS = 64  # of each parameter, in a target's fingerprint
 INDEX_FILE = "index.json"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -98,8 +99,9 @@ class Index(BaseModel):
         return [range(row, min(row + self.rows_per_shard, self.num_rows)) for row in first]
 
     @property
-    def identity(self) -> dict[str, str]:
-        return {"data": self.data_fingerprint, "target": self.target_fingerprint}
+    def metadata(self) -> dict[str, str]:
+        """Metadata of the shards."""
+        return {"format": "pt", "data": self.data_fingerprint, "target": self.target_fingerprint}
 
     @property
     def row_bytes(self) -> int:
@@ -112,7 +114,6 @@ class Computed:
     Args:
         target: The target.
         rows: Packed rows, [N, S].
-        batch_rows: Rows of one forward pass.
         dtype: Of the states; None: the target's.
         layer: Return the input of this decoder layer (0 is the first) in place of the states after the final norm.
         layers: Return the states after these numbers of layers in front of the final ones: [B, S, (m + 1) D].
@@ -122,29 +123,24 @@ class Computed:
         self,
         target: Target,
         rows: Rows,
-        batch_rows: int = 8,
         dtype: torch.dtype | None = None,
         layer: int | None = None,
         layers: Sequence[int] = (),
     ) -> None:
-        shapes = {tuple(tensor.shape) for tensor in rows}
-        if len(shapes) != 1 or rows.tokens.ndim != 2 or not rows.tokens.numel():
-            raise UsageError(f"rows have shapes {sorted(shapes)}; allowed: one shape [N, S] with N, S >= 1")
-        if layer is not None and not 0 <= layer < len(target.backbone.layers):
-            last = len(target.backbone.layers) - 1
-            raise UsageError(f"layer {layer}: target {target.name} has layers 0 to {last}; name one of them")
-        self.target, self.rows, self.batch_rows = target, rows, max(1, batch_rows)
-        self.dtype, self.layer, self.layers = dtype or target.dtype, layer, list(layers)
-        self.num_rows, self.seq_len = rows.tokens.shape
+        self.target, self.rows, self.dtype = target, rows, dtype or target.dtype
+        self.layer, self.layers = layer, list(layers)
         self.hidden_size = (len(self.layers) + 1) * target.hidden_size
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """Return the states, [B, S, D], of rows[row_indices [B]] on the target's device; state t predicts t + 1."""
-        parts = [part for part in row_indices.cpu().split(self.batch_rows) if len(part)]
-        quick = len(parts) < SLOW_BATCHES
-        batches = [self._batch(part) for part in Bar(parts, "hidden states", leave=False, unit="batch", disable=quick)]
-        empty = torch.empty(0, self.seq_len, self.hidden_size, dtype=self.dtype, device=self.target.device)
-        return torch.cat(batches) if batches else empty
+        shape = len(row_indices), self.rows.tokens.shape[1], self.hidden_size
+        states = torch.empty(shape, dtype=self.dtype, device=self.target.device)
+        with Bar(total=shape[0], desc="hidden states", unit="row", leave=False, disable=shape[0] < SLOW_ROWS) as bar:
+            for first in range(0, shape[0], BATCH_ROWS):
+                part = self._batch(row_indices[first : first + BATCH_ROWS].cpu())
+                states[first : first + BATCH_ROWS] = part
+                bar.update(len(part))
+        return states
 
     def _batch(self, row_indices: Tensor) -> Tensor:
         tokens, document = self.rows.tokens[row_indices], self.rows.document[row_indices]
@@ -159,31 +155,21 @@ class Computed:
 class HiddenCache:
     """States of a cache folder; only the requested rows are read."""
 
-    def __init__(self, index: Index, rows: Rows, shards: list[Tensor], device: torch.device) -> None:
+    def __init__(self, index: Index, rows: Rows, shards: Sequence[Tensor], device: torch.device) -> None:
         self.index, self.rows, self.device = index, rows, device
-        self.dtype = DTYPES[index.dtype]
-        self.num_rows, self.seq_len, self.hidden_size = index.num_rows, index.seq_len, index.hidden_size
         self._shards = shards  # memory maps: pages are read on access
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """Return the states, [B, S, D], of rows[row_indices [B]] on `device`; hidden[b, t] predicts token t + 1."""
-        row_indices = row_indices.cpu().long()
-        states = torch.empty(len(row_indices), self.seq_len, self.hidden_size, dtype=self.dtype)
-        shards = row_indices // self.index.rows_per_shard
-        for shard in shards.unique().tolist():
-            chosen = shards == shard
-            states[chosen] = self._shards[shard][row_indices[chosen] - shard * self.index.rows_per_shard]
+        index = self.index
+        states = torch.empty(len(row_indices), index.seq_len, index.hidden_size, dtype=DTYPES[index.dtype])
+        for place, row in enumerate(row_indices.tolist()):
+            states[place] = self._shards[row // index.rows_per_shard][row % index.rows_per_shard]
         return states.to(self.device)
 
 
 def write_cache(
-    folder: Path | str,
-    target: Target,
-    rows: Rows,
-    rows_per_shard: int | None = None,
-    dtype: torch.dtype | None = None,
-    batch_rows: int = 8,
-    layers: Sequence[int] = (),
+    folder: Path, target: Target, rows: Rows, dtype: torch.dtype | None = None, layers: Sequence[int] = ()
 ) -> HiddenCache:
     """Write the states of `rows` into `folder`, or the missing ones, and return the cache. Call it in one process.
 
@@ -191,119 +177,97 @@ def write_cache(
         folder: Folder of the cache.
         target: The target without adapters: it is compared by config and a sample of its weights.
         rows: Packed rows.
-        rows_per_shard: Default: that of the folder, else about 0.5 GiB.
         dtype: Of the states on disk. Default: that of the folder, else the target's.
-        batch_rows: Rows of one forward pass.
         layers: As of `Computed`.
 
     Raises:
         UsageError: The folder holds other states, a shard is damaged, states are not finite in `dtype`, or the disk is
             full. Finished shards are kept.
     """
-    folder = Path(folder)
-    given = read_index(folder) if (folder / INDEX_FILE).is_file() else None
-    if given is not None:
-        rows_per_shard, dtype = rows_per_shard or given.rows_per_shard, dtype or DTYPES[given.dtype]
-    source = Computed(target, rows, batch_rows, dtype, layers=layers)
-    index = _index(source, rows_per_shard)
-    if given is not None:
-        _check_same(folder, given, index)
-    elif stray := sorted(path.name for path in folder.glob("shard-*.safetensors")):
+    file = folder / INDEX_FILE
+    given = read_index(file) if file.is_file() else None
+    source = Computed(target, rows, dtype or (DTYPES[given.dtype] if given else None), layers=layers)
+    index = _index(source, given)
+    if given is None and (stray := sorted(path.name for path in folder.glob("shard-*.safetensors"))):
         raise UsageError(f"{folder} has no {INDEX_FILE} but holds {stray[0]}; name another folder, or delete this one")
     try:
-        shards = [_shard(folder, index, shard) for shard in range(len(index.shards))]
+        shards = [_read_shard(folder, index, shard) for shard in range(len(index.shards))]
         missing = [shard for shard, states in enumerate(shards) if states is None]
         left = sum(len(index.shards[shard]) for shard in missing)
         _check_room(folder, left * index.row_bytes)
+        folder.mkdir(parents=True, exist_ok=True)
         if given is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / INDEX_FILE, (index.model_dump_json(indent=2) + "\n").encode())
+            replace_file(file, (index.model_dump_json(indent=2) + "\n").encode())
         with Bar(total=index.num_rows, initial=index.num_rows - left, desc="hidden states", unit="row") as bar:
             for shard in missing:
                 states = _finite_states(source, torch.tensor(index.shards[shard]), bar)
-                save_tensors(folder / shard_name(shard), {"hidden": states}, index.identity)
-                shards[shard] = _shard(folder, index, shard)
+                with replacing(folder / shard_name(shard)) as (partial,):
+                    save_file({"hidden": states}, partial, index.metadata)
+                    partial.chmod(0o644)  # safetensors gives access to the owner only
+                shards[shard] = _read_shard(folder, index, shard)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
         full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         raise UsageError(
             f"{folder}: hidden states cannot be written ({'the disk is full' if full else error}); finished shards "
             "are intact: free space and run again to continue"
         ) from None
-    return HiddenCache(index, rows, shards, target.device)
+    return HiddenCache(index, rows, cast(list[Tensor], shards), target.device)
 
 
-def read_index(folder: Path) -> Index:
+def read_index(file: Path) -> Index:
     """Return the index of a cache; raises UsageError."""
-    path = folder / INDEX_FILE
     try:
-        return Index.model_validate_json(path.read_bytes())
+        return Index.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        raise UsageError(f"{path}: {one_line(error, Index)}; delete the folder and make the cache again") from None
+        raise UsageError(f"{file}: {one_line(error, Index)}; delete the folder and make the cache again") from None
 
 
 def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.safetensors"
 
 
-def _index(source: Computed, rows_per_shard: int | None) -> Index:
-    """Return the index of a folder of these states."""
-    dtype: Any = str(source.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise UsageError(f"hidden states as {source.dtype}; allowed: {', '.join(DTYPES)}; give one of them as dtype")
-    row_bytes = source.seq_len * source.hidden_size * source.dtype.itemsize
-    return Index(
+def _index(source: Computed, given: Index | None) -> Index:
+    """Return the index of a folder of these states; raises UsageError if its index is `given` and of other states."""
+    num_rows, seq_len = source.rows.tokens.shape
+    row_bytes = seq_len * source.hidden_size * source.dtype.itemsize
+    index = Index(
         format_version=1,
         target=source.target.name,
         target_fingerprint=target_fingerprint(source.target),
         data_fingerprint=data_fingerprint(source.rows),
-        num_rows=source.num_rows,
-        seq_len=source.seq_len,
+        num_rows=num_rows,
+        seq_len=seq_len,
         hidden_size=source.hidden_size,
-        dtype=dtype,
+        dtype=cast(Any, str(source.dtype).removeprefix("torch.")),
         layer=None,
         layers=source.layers,
-        rows_per_shard=max(1, SHARD_BYTES // row_bytes if rows_per_shard is None else rows_per_shard),
+        rows_per_shard=given.rows_per_shard if given else max(1, SHARD_BYTES // row_bytes),
     )
-
-
-def _check_same(folder: Path, given: Index, wanted: Index) -> None:
-    """Raise UsageError if the folder's index is of other states; the target's name is not compared."""
-
-    def shown(value: object) -> str:
-        return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)  # sha256
-
+    theirs = given.model_dump(exclude={"target"}) if given else {}  # the target's name may differ
     differing = [
-        f"{key.removesuffix('_fingerprint')} {shown(value)} (requested: {shown(getattr(wanted, key))})"
-        for key, value in given.model_dump(exclude={"target"}).items()
-        if value != getattr(wanted, key)
+        f"{key.removesuffix('_fingerprint')} {value!s:.16} (requested: {getattr(index, key)!s:.16})"
+        for key, value in theirs.items()
+        if value != getattr(index, key)
     ]
     if differing:
         raise UsageError(
-            f"{folder} holds other hidden states: {', '.join(differing)}; name another folder, or delete this one"
+            f"the cache holds other hidden states: {', '.join(differing)}; name another folder, or delete this one"
         )
+    return index
 
 
 def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
     """Compute the states of some rows; raises UsageError if one is not finite."""
-    states = torch.empty(len(rows), source.seq_len, source.hidden_size, dtype=source.dtype)
-    for batch in torch.arange(len(rows)).split(source.batch_rows):
-        part = source.hidden(rows[batch])
-        if not bool(torch.isfinite(part).all()):
+    parts = []
+    for some in rows.split(BATCH_ROWS):
+        parts.append(source.hidden(some).cpu())
+        if not bool(torch.isfinite(parts[-1]).all()):
             raise UsageError(
-                f"the target's states of rows {rows[batch[0]]} to {rows[batch[-1]]} hold NaN or infinity as "
+                f"the target's states of rows {some[0]} to {some[-1]} hold NaN or infinity as "
                 f"{str(source.dtype).removeprefix('torch.')}; allowed: finite values; give dtype bfloat16 or float32"
             )
-        states[batch] = part.cpu()
-        bar.update(len(batch))
-    return states
-
-
-def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, complete or not at all."""
-    with replacing(path) as (partial,):
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, partial, {"format": "pt", **metadata})
-        partial.chmod(0o644)  # safetensors gives access to the owner only
+        bar.update(len(some))
+    return torch.cat(parts)
 
 
 def _check_room(folder: Path, needed: int) -> None:
@@ -316,21 +280,16 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _shard(folder: Path, index: Index, shard: int) -> Tensor | None:
+def _read_shard(folder: Path, index: Index, shard: int) -> Tensor | None:
     """Return the memory-mapped states of a shard, None if it is absent; raises UsageError if it is damaged."""
     path, shape = folder / shard_name(shard), (len(index.shards[shard]), index.seq_len, index.hidden_size)
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-            found = handle.metadata() or {}
-        given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        expected = {"hidden": (DTYPES[index.dtype], shape)}
-        if given != expected:
-            raise OSError(f"it holds {given}, {expected} is expected")
-        if not index.identity.items() <= found.items():
-            raise OSError(f"it belongs to other rows or another target than {INDEX_FILE} names")
+            states, metadata = handle.get_tensor("hidden"), handle.metadata()
+        if (states.dtype, tuple(states.shape), metadata) != (DTYPES[index.dtype], shape, index.metadata):
+            raise OSError(f"it holds {states.dtype} {tuple(states.shape)} of {metadata}, not those of {INDEX_FILE}")
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not usable ({error}); delete it and run the command that made it again") from None
-    return tensors["hidden"]
+    return states

@@ -23,24 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="continued if it exists")
     add_flags(parser, TrainOptions, only=SHARED)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="on disk")
-    parser.add_argument("--rows-per-shard", type=int, metavar="R", help="rows of a file (default: about 0.5 GiB)")
-    parser.add_argument("--batch-rows", type=int, default=8, metavar="B", help="rows computed at once (default: 8)")
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_mtpc.flags import check_positive
     from vllm_mtpc.hf import choose_device
     from vllm_mtpc.train.cache import DTYPES, write_cache
     from vllm_mtpc.train.run import read_data, read_target, settled
 
-    check_positive(args, "rows_per_shard", "batch_rows")
     shared = {name: value for name, value in typed(args, TrainOptions).items() if name in SHARED}
-    options = parse({**shared, "out": args.out, "evaluation_sequences": 0}, "cache")
-    device = choose_device(options.device)
-    options = settled(options)
-    target = read_target(options, device)
+    options = settled(parse({**shared, "out": args.out, "evaluation_sequences": 0}, "cache"))
+    target = read_target(options, choose_device(options.device))
     rows, report, _ = read_data(options, target, print)
-    index = write_cache(args.out, target, rows, args.rows_per_shard, DTYPES.get(args.dtype), args.batch_rows).index
+    index = write_cache(args.out, target, rows, DTYPES.get(args.dtype)).index
     size = index.num_rows * index.row_bytes
     print(f"{args.out}: {index.num_rows:,} rows, {report.tokens:,} tokens, {size / 1e9:.3f} GB, {index.dtype}")
     return 0
