@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
@@ -154,14 +153,3 @@ def test_memory_of_no_request_is_refused(folder, capsys):
     assert main(["inspect", str(folder), "--max-num-seqs", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "--max-num-seqs" in line
-
-
-def test_model_is_reported_with_heads_that_fit(tmp_path, show):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    text = show(tmp_path)
-    assert "a model (llama), not a head" in text and "none is known here" in text
-    assert f"type: vllm-mtpc train --target {tmp_path}" in text.replace("train one:", "type:")
-    assert str(demo.path("btree")) in show(demo.path("target"))
-    assert json.loads(show(tmp_path, "--json"))["is"] == "model"
-    (tmp_path / "config.json").write_text("{}")
-    assert main(["inspect", str(tmp_path)]) != 0  # neither

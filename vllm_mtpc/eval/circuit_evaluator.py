@@ -27,7 +27,7 @@ from vllm_mtpc.eval.evaluator import (
     first_cause,
     nearest,
 )
-from vllm_mtpc.eval.metrics import Metrics, shown, shown_shares, shown_tokens
+from vllm_mtpc.eval.metrics import Metrics, shown_shares, shown_tokens
 from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
@@ -79,16 +79,17 @@ class MtpcEvaluator(Evaluator):
         config = self.config
         return f"{self.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={num_drafts} drafts"
 
-    def rows(self, results: Sequence[Evaluation]) -> list[tuple[str, Callable[[Evaluation], str]]]:
-        return [
-            ("tokens/step, expected ± s.e.", lambda r: shown_tokens(r.expected)),
-            ("  given these texts", lambda r: shown_tokens(r.along_text)),
-            ("  from any position", lambda r: shown(r.expected.anywhere)),
-            ("acceptance per position", lambda r: shown_shares(r.expected.per_position)),
-            ("bits per token, target", lambda r: shown(r.expected.target_bits)),
-            ("bits per token, circuit's joint", lambda r: shown(r.expected.joint_bits)),
-            ("texts, contexts", lambda r: f"{r.expected.sequences}, {r.expected.contexts:,}"),
-        ]
+    def rows(self, result: Evaluation) -> dict[str, str]:
+        expected = result.expected
+        return {
+            "tokens/step, expected ± s.e.": shown_tokens(expected),
+            "  given these texts": shown_tokens(result.along_text),
+            "  from any position": f"{expected.anywhere:.3f}",
+            "acceptance per position": shown_shares(expected.per_position),
+            "bits per token, target": f"{expected.target_bits:.3f}",
+            "bits per token, circuit's joint": f"{expected.joint_bits:.3f}",
+            "texts, contexts": f"{expected.sequences}, {expected.contexts:,}",
+        }
 
     def compare(self, asked: Asked, served: Served) -> Comparison:
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)

@@ -95,7 +95,8 @@ def _print(evaluator: Evaluator, results: list[Any], title: str) -> None:
     table = Table("", title=Text(title), title_justify="left")
     for result in results:
         table.add_column(f"T={result.temperature:g}", justify="right")
-    for name, show in evaluator.rows(results):
-        table.add_row(name, *map(show, results))
+    columns = list(map(evaluator.rows, results))
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     for part in (table, Text(DEFINITIONS), *map(Text, evaluator.warnings(results))):
         console().print(part)

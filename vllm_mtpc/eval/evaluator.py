@@ -104,7 +104,7 @@ class Evaluator(Protocol):
     refusal: ClassVar[str | None] = None  # text in vLLM's log where the family cannot be served on this machine
 
     @classmethod
-    def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = ...) -> Evaluator:
+    def attach(cls, folder: Path, target: Target) -> Evaluator:
         """Load the head of a folder for a loaded target of matching sizes."""
 
     @staticmethod
@@ -124,9 +124,6 @@ class Evaluator(Protocol):
         """Return the sampling of text and drafts, as the head is served by default."""
         return Sampling(temperature, top_p, top_k=top_k)
 
-    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> Any:
-        """Evaluate the head at one temperature on text of the target."""
-
     def measure(self, prompts: Sequence[Tensor], temperature: float, num_drafts: int, args: Namespace) -> Any:
         """Let the target write text at one temperature, and evaluate the head on it."""
         target, sampling = self.target, self.sampling(temperature, args.top_p, args.top_k)
@@ -136,11 +133,14 @@ class Evaluator(Protocol):
             samples = generate(target, prompts, args.new_tokens, sampling, generator, **how)
         return self.evaluate(samples, sampling, num_drafts, args.seed)
 
+    def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> Any:
+        """Evaluate the head on text of the target; the result has the field `temperature`."""
+
     def title(self, num_drafts: int) -> str:
         """Describe the head in one line."""
 
-    def rows(self, results: Sequence[Any]) -> list[tuple[str, Callable[[Any], str]]]:
-        """Return the rows of the table: name, and the function that formats the result of one temperature."""
+    def rows(self, result: Any) -> dict[str, str]:
+        """Return the column of the table for the result of one temperature, by the names of the rows."""
 
     def warnings(self, results: Sequence[Any]) -> list[str]:
         """Return warnings about the head that follow from the results, a line each."""
@@ -217,8 +217,7 @@ def continue_served(
     the text for that step, with the sampling that ``sampling_of`` returns for (number of the first text, lengths).
     """
     texts = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(asked.prompts, served.outputs, strict=True)]
-    generator = torch.Generator(target.device).manual_seed(0)
-    pieces = []
+    generator, pieces = torch.Generator(target.device).manual_seed(0), []
     for start in range(0, len(texts), BATCH):
         part = texts[start : start + BATCH]
         sampling = sampling_of(start, [len(row) for row in part])

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.inspect import Report, inspect_head, measured_acceptance, rows_of
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, is_head, resolve_head
 from vllm_mtpc.errors import printable
-from vllm_mtpc.files import read_json
 from vllm_mtpc.flags import check_positive
 
 if TYPE_CHECKING:
@@ -30,9 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_positive(args, "max_num_seqs", "tensor_parallel_size")
-    if lines := _of_model(args.path):
-        print(json.dumps({"is": "model", "lines": lines}) if args.json else "\n".join(lines))
-        return 0
     report = inspect_head(args.path)
     if args.max_num_seqs is not None:
         report["memory"] = served_memory(Path(report["path"]), args.max_num_seqs, args.tensor_parallel_size)
@@ -41,21 +34,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(report)
     return 0
-
-
-def _of_model(path: str) -> list[str]:
-    """Describe a model without a head in its folder; empty for anything else."""
-    folder = resolve_head(path)
-    is_read = os.path.isfile(folder / CONFIG_FILE) and not is_head(folder)  # os.path: False, not an error, if shut
-    values = read_json(folder / CONFIG_FILE) if is_read else {}
-    if "speculators_model_type" in values or not isinstance(values.get("model_type"), str):
-        return []
-    heads = [demo.path(name) for name in demo.NAMES[1:]] if folder.resolve() == demo.path("target") else []
-    return [
-        printable(f"{path}: a model ({values['model_type']}), not a head; it has no head in its folder", MAX_CELL),
-        f"heads that fit: {', '.join(map(str, heads)) or 'none is known here'}",
-        f"train one: vllm-mtpc train --target {printable(path, MAX_CELL)} --data DATA --out HEAD",
-    ]
 
 
 def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
@@ -72,12 +50,10 @@ def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
     config = read_circuit_config(folder)
     drafts, is_drawn = config.num_speculative_tokens, config.draft_sample_method == "probabilistic"
     ranges = default_schedule(measured_acceptance(folder).values(), drafts, is_cpu=False)
-    found = draft_memory(
-        config, expand_schedule(ranges, max_num_seqs, drafts), drafts, torch.bfloat16, num_ranks, is_drawn=is_drawn
-    )
-    return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks} | {
-        f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()
-    }
+    schedule = expand_schedule(ranges, max_num_seqs, drafts)
+    found = draft_memory(config, schedule, drafts, torch.bfloat16, num_ranks, is_drawn=is_drawn)
+    sizes = {f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()}
+    return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks, **sizes}
 
 
 def _print_table(report: Report) -> None:
@@ -95,7 +71,6 @@ def _print_table(report: Report) -> None:
 
     table = Table(title=plain(report["path"]), title_justify="left", show_header=False)
     table.add_column(no_wrap=False, style="bold")
-    table.add_column()
     for row in rows_of(report):
         table.add_row(*map(plain, row))
     out.print(table)

@@ -37,12 +37,12 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(StepMetrics):
-    """Metrics of heads of every family."""
+    """Metrics of a circuit head."""
 
     anywhere: float  # expected tokens of a step started at a uniformly chosen position
     contexts: int
-    target_bits: float | None = None  # per token of the text, under the target at temperature 1
-    joint_bits: float | None = None  # per token, under the circuit's joint over the window
+    target_bits: float  # per token of the text, under the target at temperature 1
+    joint_bits: float  # per token, under the circuit's joint over the window
     bytes_per_token: float | None = None  # of the text; None where its tokenizer is not known
 
 
@@ -67,15 +67,8 @@ def ratio(numerator: Tensor, denominator: Tensor) -> tuple[float, float]:
 
 
 def shown_tokens(metrics: Any) -> str:
-    """Format tokens/step with its standard error; "-" without metrics."""
-    return "-" if metrics is None else shown(metrics.tokens_per_step, metrics.standard_error)
-
-
-def shown(value: float | None, error: float | None = None) -> str:
-    """Format a number with its standard error where one is given; "-" for None."""
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
+    """Format tokens/step with its standard error."""
+    return f"{metrics.tokens_per_step:.3f} ± {metrics.standard_error:.3f}"
 
 
 def shown_shares(values: Sequence[float]) -> str:

@@ -30,7 +30,7 @@ from vllm_mtpc.eval.evaluator import (
     first_cause,
     nearest,
 )
-from vllm_mtpc.eval.metrics import StepMetrics, shown, shown_shares, shown_tokens
+from vllm_mtpc.eval.metrics import StepMetrics, shown_shares, shown_tokens
 from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
 from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
@@ -78,8 +78,7 @@ class PtpEvaluator(Evaluator):
     seeded = True
 
     @classmethod
-    def attach(cls, folder: Path, target: Target, head_dtype: torch.dtype = torch.float32) -> PtpEvaluator:
-        """The adapters are float32 whatever ``head_dtype``."""
+    def attach(cls, folder: Path, target: Target) -> PtpEvaluator:
         return cls(folder, read_config(folder), load_student(folder, target), target)
 
     @staticmethod
@@ -100,22 +99,20 @@ class PtpEvaluator(Evaluator):
 
     def title(self, num_drafts: int) -> str:
         config = self.config
-        sizes = f"n={config.window}, r={config.lora_rank}, K={num_drafts} drafts"
-        return f"{self.folder}: {config.variant}, {sizes}"
+        return f"{self.folder}: {config.variant}, n={config.window}, r={config.lora_rank}, K={num_drafts} drafts"
 
-    def rows(self, results: Sequence[PtpEvaluation]) -> list[tuple[str, Callable[[PtpEvaluation], str]]]:
-        def two_passes(r: PtpEvaluation) -> str:
-            return shown(r.figures.two_pass_tokens_per_step, r.figures.two_pass_standard_error)
-
-        return [
-            ("tokens/step, merged pass, ideal ± s.e.", lambda r: shown_tokens(r.figures)),
-            ("tokens/step, two passes", two_passes),
-            ("acceptance per position", lambda r: shown_shares(r.figures.per_position)),
-            ("P(exactly g drafts accepted)", lambda r: shown_shares(r.figures.histogram)),
-            ("right drafts, of all", lambda r: shown(r.figures.accuracy)),
-            ("  with the u of other windows", lambda r: shown(r.figures.shuffled_accuracy)),
-            ("texts, contexts", lambda r: f"{r.figures.sequences}, {r.figures.contexts:,}"),
-        ]
+    def rows(self, result: PtpEvaluation) -> dict[str, str]:
+        figures = result.figures
+        two_passes = f"{figures.two_pass_tokens_per_step:.3f} ± {figures.two_pass_standard_error:.3f}"
+        return {
+            "tokens/step, merged pass, ideal ± s.e.": shown_tokens(figures),
+            "tokens/step, two passes": two_passes,
+            "acceptance per position": shown_shares(figures.per_position),
+            "P(exactly g drafts accepted)": shown_shares(figures.histogram),
+            "right drafts, of all": f"{figures.accuracy:.3f}",
+            "  with the u of other windows": f"{figures.shuffled_accuracy:.3f}",
+            "texts, contexts": f"{figures.sequences}, {figures.contexts:,}",
+        }
 
     def warnings(self, results: Sequence[PtpEvaluation]) -> list[str]:
         trained, found = self.default_sampling(self.config), []
