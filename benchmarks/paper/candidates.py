@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_mtpc.eval.metrics import StepMetrics
+from vllm_mtpc.eval.metrics import ratio
 from vllm_mtpc.eval.ptp_acceptance import chunks, draft, draft_rows
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.distribution import STEPS, edges
@@ -78,11 +78,10 @@ class Written:
         self.tokens[torch.arange(self.tokens.shape[1]) >= self.longest[:, None]] = -1
         return self
 
-    def metrics(self) -> StepMetrics:
-        """Return tokens/step over all texts."""
+    def tokens_per_step(self) -> tuple[float, float]:
+        """Return tokens/step over all texts and its standard error."""
         steps, drafts = self.histogram.sum(1), torch.arange(self.drafts + 1, dtype=torch.float64)
-        tokens = steps + self.histogram @ drafts
-        return StepMetrics.of(steps, tokens, self.histogram.sum(0))
+        return ratio(steps + self.histogram @ drafts, steps)
 
     def _step(self, running: Tensor) -> None:
         """Carry out one step of the texts in running[R]."""

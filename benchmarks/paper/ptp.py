@@ -144,9 +144,8 @@ def candidates(quick: bool) -> Iterator[Row]:
     for steps in (3,) if quick else (STEPS, 5000):
         trained = student("taxi", "o-ptp", steps, "lora", ())
         for count in (1, 4) if quick else (1, 4, 16, 64):
-            found = Written(trained, prompts, count, 40, Sampling()).run().metrics()
-            row = {"tokens_per_step": found.tokens_per_step, "standard_error": found.standard_error}
-            yield {"steps": f"{steps:,}", "m": count, **row}
+            value, error = Written(trained, prompts, count, 40, Sampling()).run().tokens_per_step()
+            yield {"steps": f"{steps:,}", "m": count, "tokens_per_step": value, "standard_error": error}
 
 
 def bytes_(quick: bool) -> Iterator[Row]:

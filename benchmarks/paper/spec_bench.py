@@ -23,8 +23,7 @@ from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
-from vllm_mtpc.eval.metrics import ratio
-from vllm_mtpc.eval.ptp_acceptance import collect, follow
+from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 from vllm_mtpc.eval.text import Samples, Sampling, generate, join
 from vllm_mtpc.hf import Target, bind, load_target
 
@@ -113,6 +112,5 @@ def rows(quick: bool) -> Iterator[Row]:
 def _accepted(target: Target, heads: dict[str, Any], samples: Samples, sampling: Sampling) -> dict[str, float]:
     found = {name: measure(heads[name], target, samples, sampling, WINDOW - 1).tokens_per_step for name in CIRCUITS}
     for name in STUDENTS:
-        steps = follow(collect(heads[name], samples, sampling, WINDOW - 1, shuffles=False))
-        found[name], _ = ratio(steps.tokens, steps.count)
+        found[name] = measure_ptp(heads[name], samples, sampling, WINDOW - 1).tokens_per_step
     return found

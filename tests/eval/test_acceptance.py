@@ -10,7 +10,7 @@ from tests.support.tiny import D, N, Rejection, TableSession, TableTarget, V, ac
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import acceptance as evaluate
-from vllm_mtpc.eval.metrics import ratio
+from vllm_mtpc.eval.metrics import ratio, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
 
 CIRCUITS = ["ff", "cp", "hmm", "btree"]
@@ -126,7 +126,7 @@ def test_step_starts_follow_the_jumps():
                 walk(position + 1 + accepted, probability * exactly[position, accepted].item())
 
     walk(0, 1.0)
-    torch.testing.assert_close(evaluate.step_starts(alive)[0], expected)
+    torch.testing.assert_close(step_starts(alive, torch.ones(1, 5))[0], expected)
 
 
 @pytest.mark.parametrize(("temperature", "drafts"), [(0.0, N - 1), (1.0, N - 1), (0.6, 1)])

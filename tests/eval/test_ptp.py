@@ -9,6 +9,7 @@ from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, continue_prompt, oracle, random_student
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import ptp_acceptance as ptp
+from vllm_mtpc.eval.metrics import exact_counts
 from vllm_mtpc.eval.ptp_acceptance import request_u
 from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import conditional
@@ -87,6 +88,13 @@ def test_a_student_that_picks_as_the_target_is_always_right(variant):
     assert few.tokens_per_step == 3 and few.two_pass_tokens_per_step == 3
 
 
+def counted(windows: ptp.Windows, two_pass: bool = False) -> tuple[list[float], list[float], list[float]]:
+    """Steps and tokens of each text, and all steps by accepted drafts."""
+    starts, alive = windows.steps(two_pass)
+    histogram = (starts[..., None] * exact_counts(alive)).sum((0, 1))
+    return starts.sum(1).tolist(), (starts * (1 + alive.sum(-1))).sum(1).tolist(), histogram.tolist()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.0)])
 def test_two_passes_are_predicted_to_the_step(variant, sampling):
@@ -101,12 +109,12 @@ def test_two_passes_are_predicted_to_the_step(variant, sampling):
     samples = Samples(padded, hidden, prompt_lengths, prompt_lengths + 30)
     u = torch.nn.functional.pad(request_u(sampling, seeds, 1, padded.shape[1] - 1, target.device), (1, 0))
     windows = ptp.collect(student, samples, sampling, u=u)
-    steps = ptp.follow(windows, two_pass=True)
+    steps, tokens, histogram = counted(windows, two_pass=True)
     accepted = [continue_prompt(student, p % 12, 30, sampling, s).accepted for p, s in zip(PROMPTS, seeds, strict=True)]
-    assert steps.count.tolist() == [len(row) for row in accepted]
-    assert steps.tokens.tolist() == [len(row) + sum(row) for row in accepted]
+    assert steps == [len(row) for row in accepted]
+    assert tokens == [len(row) + sum(row) for row in accepted]
     flat = torch.tensor([count for row in accepted for count in row])
-    assert steps.histogram.tolist() == torch.bincount(flat, minlength=5).tolist()
+    assert histogram == torch.bincount(flat, minlength=5).tolist()
 
 
 def test_drawn_u_and_seeds_give_equal_tokens_per_step():
@@ -131,11 +139,9 @@ def windows_of(leading: list[list[int]], steps: list[int], drafts: int) -> ptp.W
 
 def test_steps_follow_each_other():
     windows = windows_of([[2, 0, 1, 3, 0, 1, 0], [0, 3, 0, 0, 0, 0, 0]], [6, 3], 3)
-    merged = ptp.follow(windows)  # first text: starts 0, 3, 7; second: 0, 1
-    assert merged.count.tolist() == [2, 2] and merged.tokens.tolist() == [7, 5]
-    assert merged.histogram.tolist() == [1, 0, 1, 2]
-    two = ptp.follow(windows, two_pass=True)  # first: 0 (1 + 0), 2 (1 + 2), 6; second: 0 (1 + 2)
-    assert two.count.tolist() == [2, 1] and two.tokens.tolist() == [6, 4]
+    assert counted(windows) == ([2, 2], [7, 5], [1, 0, 1, 2])  # first text: starts 0, 3, 7; second: 0, 1
+    steps, tokens, _ = counted(windows, two_pass=True)  # first: 0 (1 + 0), 2 (1 + 2), 6; second: 0 (1 + 2)
+    assert (steps, tokens) == ([2, 1], [6, 4])
 
 
 def test_reading_of_u_is_distinguished_from_noise():

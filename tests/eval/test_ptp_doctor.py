@@ -19,8 +19,9 @@ from vllm_mtpc.checkpoint import save_ptp
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.eval import doctor, ptp_acceptance, ptp_evaluator
+from vllm_mtpc.eval import doctor, ptp_acceptance
 from vllm_mtpc.eval.evaluator import Asked
+from vllm_mtpc.eval.metrics import StepMetrics
 from vllm_mtpc.eval.ptp_evaluator import PtpComparison, PtpEvaluator
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.student import Student
@@ -96,7 +97,7 @@ def test_rows_with_the_wrong_u_are_named():
     before = ptp_acceptance.collect(
         right, comparison.samples, sampling, K, u=comparison.u, carried=comparison.u.roll(1, 1)
     )
-    figures = ptp_evaluator.predict(before, two_pass=True)
+    figures = StepMetrics.of(*before.steps(two_pass=True))
     reached = tuple(round(share * figures.steps) for share in figures.per_position)
     counted = Acceptance(round(figures.steps), K * round(figures.steps), sum(reached), reached)
     wrong = replace(comparison, served=replace(answer, acceptance=counted))

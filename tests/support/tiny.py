@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -183,7 +184,5 @@ def continue_all(target: Target, prompts, drafting, new_tokens: int) -> list[Dec
 
 def counted(texts: list[Decoded], num_drafts: int) -> StepMetrics:
     """Metrics of decoded texts, as a server counts them."""
-    steps = torch.tensor([len(text.accepted) for text in texts], dtype=torch.float64)
-    kept = torch.tensor([sum(text.accepted) for text in texts])
-    every = torch.tensor([count for text in texts for count in text.accepted])
-    return StepMetrics.of(steps, steps + kept, torch.bincount(every, minlength=num_drafts + 1))
+    kept = pad_sequence([torch.tensor(text.accepted) for text in texts], True, -1)  # [S, steps]
+    return StepMetrics.of((kept >= 0).double(), (kept[..., None] > torch.arange(num_drafts)).double())

@@ -12,10 +12,8 @@ a draft is accepted if the conditional argmax of q is the next greedy token.
 the expectation is the same and the noise less. Without it the metrics are the expectation *given* this text, which
 is compared with the counters of a server that wrote it.
 
-Steps do not start everywhere equally often: an accepted draft is skipped over. ``tokens_per_step`` therefore follows
-the steps through each continuation (exactly, by the probability that a step starts at each position) and is the
-number of tokens divided by the number of steps, as a server counts it. A server starts no step once a text has ended,
-and counts the accepted drafts of the last step also where its tokens are dropped: so do these metrics.
+A server starts no step once a text has ended, and counts the accepted drafts of the last step also where its tokens are
+dropped: so do these metrics.
 """
 
 from __future__ import annotations
@@ -27,12 +25,23 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mtpc.circuits.conditionals import conditionals
-from vllm_mtpc.eval.metrics import Metrics, check_drafts, ratio
+from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.hf import Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics(StepMetrics):
+    """Metrics of a circuit head."""
+
+    anywhere: float  # expected tokens of a step started at a uniformly chosen position
+    contexts: int
+    target_bits: float  # per token of the text, under the target at temperature 1
+    joint_bits: float  # per token, under the circuit's joint over the window
+    bytes_per_token: float | None  # of the text; None where its tokenizer is not known
 
 
 @dataclass(frozen=True)
@@ -51,26 +60,6 @@ def along_text(head: nn.Module, hidden: Tensor, tokens: Tensor) -> Tensor:
     """Return log q [B, m, V], the distributions of drafts along tokens[B, m]."""
     params = head(hidden.to(next(head.parameters()).dtype), tokens.shape[1])  # in the head's dtype, as in serving
     return conditionals(head.circuit, params, tokens)
-
-
-def exact_counts(alive: Tensor) -> Tensor:
-    """P(exactly k drafts are accepted) [S, T, K + 1], k = 0..K; alive[S, T, K]: P(the first k are)."""
-    at_least = torch.nn.functional.pad(torch.nn.functional.pad(alive, (1, 0), value=1.0), (0, 1))
-    return at_least[..., :-1] - at_least[..., 1:]
-
-
-def step_starts(alive: Tensor) -> Tensor:
-    """Probability that a step starts at each position, the first one certain.
-
-    alive[S, T, K] = P(the first k drafts of a step at t are accepted). Returns [S, T].
-    """
-    sequences, length, drafts = alive.shape
-    exactly = exact_counts(alive)  # the step advances by 1 + k
-    starts = alive.new_zeros(sequences, length + drafts + 1)
-    starts[:, 0] = 1
-    for t in range(length):
-        starts[:, t + 1 : t + drafts + 2] += starts[:, t : t + 1] * exactly[:, t]
-    return starts[:, :length]
 
 
 @torch.inference_mode()
@@ -131,23 +120,15 @@ def _at_contexts(log_q: Tensor, target: Target, states: Tensor, tokens: Tensor, 
 
 def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:
     """Return the metrics of all texts; ``overlap=False``: given the texts, as a server that wrote them counts."""
-    alive, valid = contexts.overlap if overlap else contexts.text, contexts.valid
-    starts = step_starts(contexts.text) * valid
-    steps = starts.sum(1)  # [S]
-    drafts, contexts_count = alive.shape[-1], int(valid.sum())
-    # Tokens of the counted steps, including those of the last step past the end of the text.
-    value, error = ratio((starts * (1 + alive.sum(-1))).sum(1), steps)
-    nats_to_bits = 1 / (math.log(2) * contexts_count)
-    return Metrics(
-        tokens_per_step=value,
-        standard_error=error,
-        per_position=((starts[..., None] * alive).sum((0, 1)) / steps.sum()).tolist(),
-        anywhere=1 + alive.sum().item() / contexts_count,
-        sequences=len(valid),
-        contexts=contexts_count,
-        steps=steps.sum().item(),
+    alive, count = contexts.overlap if overlap else contexts.text, int(contexts.valid.sum())
+    nats_to_bits = 1 / (math.log(2) * count)
+    return Metrics.of(
+        step_starts(contexts.text, contexts.valid),
+        alive,
+        anywhere=1 + alive.sum().item() / count,
+        contexts=count,
         target_bits=contexts.target_nats.sum().item() * nats_to_bits,
-        joint_bits=contexts.joint_nats.sum().item() * nats_to_bits / (1 + drafts),
+        joint_bits=contexts.joint_nats.sum().item() * nats_to_bits / (1 + alive.shape[-1]),
         bytes_per_token=contexts.bytes_per_token,
     )
 

@@ -16,7 +16,7 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.acceptance import Contexts, collect, exact_counts, step_starts, summarise
+from vllm_mtpc.eval.acceptance import Contexts, Metrics, collect, summarise
 from vllm_mtpc.eval.evaluator import (
     Asked,
     Cause,
@@ -27,7 +27,7 @@ from vllm_mtpc.eval.evaluator import (
     first_cause,
     nearest,
 )
-from vllm_mtpc.eval.metrics import Metrics, shown_shares, shown_tokens
+from vllm_mtpc.eval.metrics import exact_counts, shown_shares, shown_tokens, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
@@ -178,7 +178,7 @@ def noise_given_text(contexts: Contexts) -> float:
     Exact, by the first two moments of the sum over steps of (accepted - mean accepted). 0 for greedy text.
     """
     alive, valid = contexts.text, contexts.valid
-    starts = step_starts(alive) * valid
+    starts = step_starts(alive, valid)
     steps = starts.sum()
     mean = ((starts[..., None] * alive).sum() / steps).item()
     sequences, length, drafts = alive.shape

@@ -1,4 +1,9 @@
-"""Metrics of a head's drafts, and their formatting."""
+"""Metrics of a head's drafts: the steps of a server along texts, and formatting.
+
+Steps do not start everywhere equally often: an accepted draft is skipped over. The steps are followed through each text
+(exactly, by the probability that a step starts at each position); tokens/step is the number of tokens divided by the
+number of steps, as a server counts it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from vllm_mtpc.errors import UsageError
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +32,39 @@ class StepMetrics:
     steps: float  # counted or expected number
 
     @classmethod
-    def of(cls, steps: Tensor, tokens: Tensor, accepted: Tensor, **more: Any) -> Self:
-        """Compute metrics from steps[S] and tokens[S] of texts, and accepted[K + 1], the steps by accepted drafts."""
-        value, error = ratio(tokens, steps)
-        at_least = accepted.double().flip(0).cumsum(0).flip(0)
-        per_position, total = (at_least[1:] / at_least[0]).tolist(), steps.sum().item()
-        found = {"tokens_per_step": value, "standard_error": error, "per_position": per_position}
-        return cls(**found, sequences=len(steps), steps=total, **more)
+    def of(cls, starts: Tensor, alive: Tensor, **more: Any) -> Self:
+        """Compute metrics of texts.
+
+        Args:
+            starts: [S, T], P(a step starts at t).
+            alive: [S, T, K], P(drafts 1..k of a step at t are accepted), also past the end of a text.
+            more: fields of a subclass.
+        """
+        steps = starts.sum(1)  # [S]
+        value, error = ratio((starts * (1 + alive.sum(-1))).sum(1), steps)
+        total, per_position = steps.sum(), (starts[..., None] * alive).sum((0, 1))
+        found = {"tokens_per_step": value, "standard_error": error, "per_position": (per_position / total).tolist()}
+        return cls(**found, sequences=len(steps), steps=total.item(), **more)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metrics(StepMetrics):
-    """Metrics of a circuit head."""
+def exact_counts(alive: Tensor) -> Tensor:
+    """P(exactly k drafts are accepted) [S, T, K + 1], k = 0..K; alive[S, T, K]: P(the first k are)."""
+    at_least = torch.nn.functional.pad(torch.nn.functional.pad(alive, (1, 0), value=1.0), (0, 1))
+    return at_least[..., :-1] - at_least[..., 1:]
 
-    anywhere: float  # expected tokens of a step started at a uniformly chosen position
-    contexts: int
-    target_bits: float  # per token of the text, under the target at temperature 1
-    joint_bits: float  # per token, under the circuit's joint over the window
-    bytes_per_token: float | None = None  # of the text; None where its tokenizer is not known
+
+def step_starts(alive: Tensor, valid: Tensor) -> Tensor:
+    """Return P(a step starts at each position) [S, T], the first one certain, 0 outside of valid[S, T].
+
+    alive[S, T, K] = P(the first k drafts of a step at t are accepted).
+    """
+    sequences, length, drafts = alive.shape
+    exactly = exact_counts(alive)  # the step advances by 1 + k
+    starts = alive.new_zeros(sequences, length + drafts + 1)
+    starts[:, 0] = 1
+    for t in range(length):
+        starts[:, t + 1 : t + drafts + 2] += starts[:, t : t + 1] * exactly[:, t]
+    return starts[:, :length] * valid
 
 
 def check_drafts(window: int, num_drafts: int | None, default: int) -> int:

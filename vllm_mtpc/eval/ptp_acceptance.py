@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, ratio
+from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, exact_counts, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.ptp.distribution import STEPS, draft_tokens, edges, u_inside
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
@@ -60,18 +60,13 @@ class Windows(NamedTuple):
     shuffled: Tensor  # [S, T + 1, K] bool: the same with the u of other windows
     valid: Tensor  # [S, T] bool
 
-    @property
-    def leading(self) -> Tensor:
-        """Leading drafts that are right [S, T + 1], 0..K."""
-        return self.right.long().cumprod(-1).sum(-1)
-
-
-class Steps(NamedTuple):
-    """Counted steps of texts, the arguments of ``StepMetrics.of``."""
-
-    count: Tensor  # [S] float64
-    tokens: Tensor  # [S] float64, the drafts of a last step included where they pass the end
-    histogram: Tensor  # [K + 1] float64, steps by accepted drafts
+    def steps(self, two_pass: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the steps along the texts, the arguments of ``StepMetrics.of``."""
+        alive = self.right.cumprod(-1).double()
+        if two_pass:  # the first draft, x_2, is from the target's own row; the others are those of the next window
+            alive = torch.nn.functional.pad(alive[:, 1:, :-1], (1, 0), value=1.0)
+        alive = alive[:, : self.valid.shape[1]]
+        return step_starts(alive, self.valid), alive
 
 
 def measure_ptp(
@@ -94,14 +89,12 @@ def collect(
     seed: int = 0,
     u: Tensor | None = None,
     carried: Tensor | None = None,
-    shuffles: bool = True,
 ) -> Windows:
     """Draft at every position where a server may start a step (``Samples.starts``), and at one more of each text.
 
     Args:
         u: [S, L], u[:, k] picked tokens[:, k]; None: drawn inside the intervals.
         carried: [S, L], the numbers on the rows where they differ from ``u``.
-        shuffles: also draft with the u of other windows, at twice the time; else ``shuffled`` is False.
     """
     config = student.config
     drafts = check_drafts(config.window, num_drafts, config.num_speculative_tokens)
@@ -127,8 +120,6 @@ def collect(
         order = torch.randperm(len(on_rows), generator=generator)
         others = (on_rows[order], own if is_plain else own[order])
         for found, (shown, picks) in ((right, (on_rows, own)), (shuffled, others)):
-            if found is shuffled and not shuffles:
-                continue
             for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
                 hidden = student.aux(prefix, row[part], start[part], shown[part, : rows.stop])[:, rows]
                 drafted = draft(student, hidden, picks[part, 1 : drafts + 1], sampling.greedy, x_1[part]).cpu()
@@ -192,39 +183,21 @@ def _shifted(values: Tensor, row: Tensor, start: Tensor, count: int) -> Tensor:
     return values[row[:, None], at.clamp(max=values.shape[1] - 1)]
 
 
-def follow(windows: Windows, two_pass: bool = False) -> Steps:
-    """Count the steps through each text."""
-    leading, valid = windows.leading, torch.nn.functional.pad(windows.valid, (0, 1))
-    texts, drafts = len(leading), windows.right.shape[-1]
-    if two_pass:  # window t + 1 has its first draft, x_2, from the target's own row
-        leading = 1 + torch.nn.functional.pad(leading[:, 1:], (0, 1)).clamp(max=drafts - 1)
-    row, at = torch.arange(texts), torch.zeros(texts, dtype=torch.long)
-    count, tokens = torch.zeros(2, texts, dtype=torch.float64)
-    histogram = torch.zeros(drafts + 1, dtype=torch.float64)
-    while bool((runs := valid[row, at]).any()):
-        accepted = leading[row, at]
-        count += runs
-        tokens += runs * (1 + accepted)
-        histogram.index_add_(0, accepted[runs], torch.ones(int(runs.sum()), dtype=torch.float64))
-        at = (at + torch.where(runs, 1 + accepted, 0)).clamp(max=valid.shape[1] - 1)
-    return Steps(count, tokens, histogram)
-
-
 def summarise(windows: Windows) -> PtpMetrics:
     """Return the metrics of all texts."""
-    merged, valid = follow(windows), windows.valid
-    two_pass = follow(windows, two_pass=True)
-    shuffled = follow(windows._replace(right=windows.shuffled))
-    tokens_per_step, standard_error = ratio(two_pass.tokens, two_pass.count)
+    valid, (starts, alive) = windows.valid, windows.steps()
+    histogram = (starts[..., None] * exact_counts(alive)).sum((0, 1)) / starts.sum()
+    two_pass = StepMetrics.of(*windows.steps(two_pass=True))
     return PtpMetrics.of(
-        *merged,
-        histogram=(merged.histogram / merged.histogram.sum()).tolist(),
-        two_pass_tokens_per_step=tokens_per_step,
-        two_pass_standard_error=standard_error,
+        starts,
+        alive,
+        histogram=histogram.tolist(),
+        two_pass_tokens_per_step=two_pass.tokens_per_step,
+        two_pass_standard_error=two_pass.standard_error,
         accuracy=windows.right[:, :-1][valid].double().mean().item(),
         shuffled_accuracy=windows.shuffled[:, :-1][valid].double().mean().item(),
-        shuffled_tokens_per_step=(shuffled.tokens.sum() / shuffled.count.sum()).item(),
-        anywhere=1 + windows.leading[:, :-1][valid].double().mean().item(),
+        shuffled_tokens_per_step=StepMetrics.of(*windows._replace(right=windows.shuffled).steps()).tokens_per_step,
+        anywhere=1 + alive[valid].sum(-1).mean().item(),
         contexts=int(valid.sum()),
     )
 

@@ -149,7 +149,7 @@ class PtpEvaluator(Evaluator):
             served,
             sampling,
             samples,
-            predict(windows, two_pass),
+            StepMetrics.of(*windows.steps(two_pass)),
             noise=0.0,
             chain=check_chain(self.target, samples, sampling),
             u=u,
@@ -232,7 +232,7 @@ class PtpEvaluator(Evaluator):
                 else:
                     numbers = {"u": one.u, "carried": one.u.roll(shift, 1)}
                     windows = rule.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
-                return predict(windows, one.two_pass)
+                return StepMetrics.of(*windows.steps(one.two_pass))
 
             yield Cause("u", f"the served counters are those of the student with {what} on its rows"), predicted
 
@@ -247,11 +247,6 @@ class _Coupled:
         u = self.u.gather(1, self.at[:, None])[:, 0]
         self.at = self.at + 1
         return rule.picked(self.sampling, log_probs, u)
-
-
-def predict(windows: Windows, two_pass: bool) -> StepMetrics:
-    """Predict the counters of a server that has rows for every group."""
-    return StepMetrics.of(*rule.follow(windows, two_pass))
 
 
 def _sampled(comparisons: Sequence[PtpComparison]) -> list[PtpComparison]:
