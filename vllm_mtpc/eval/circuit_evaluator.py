@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -145,14 +144,14 @@ class MtpcEvaluator(Evaluator):
         """Yield faults of drafting, each with a function that predicts the counters under it."""
 
         def rival(
-            name: str, sentence: str, head: nn.Module, change: Callable[[Samples], Samples] = lambda same: same
+            name: str, sentence: str, head: Head, change: Callable[[Samples], Samples] = lambda same: same
         ) -> tuple[Cause, Callable[[Comparison], Metrics]]:
-            sentence = f"the served counters are those of the head {sentence}"
-            return Cause(name, sentence), lambda one: self._predict(one, head, change(one.samples), num_drafts)
+            cause = Cause(name, f"the served counters are those of the head {sentence}")
+            return cause, lambda one: self._predict(one, head, change(one.samples), num_drafts)
 
         for name in ("bfloat16", "float16"):
-            sentence = f"in {name}: precision costs this head its drafts; serve it in float32"
-            yield rival("precision", sentence, self.attach(self.folder, self.target, getattr(torch, name)).head)
+            rounded = self.attach(self.folder, self.target, getattr(torch, name)).head
+            yield rival("precision", f"in {name}: precision costs this head its drafts; serve it in float32", rounded)
         for shift, side in ((1, "before"), (-1, "after")):
             sentence = f"with the hidden state of the position {side} the right one"
             moved = lambda samples, by=shift: replace(samples, draft=samples.read.roll(by, 1))  # noqa: E731
@@ -161,7 +160,7 @@ class MtpcEvaluator(Evaluator):
             sentence = "with the target's own hidden state, without its draft layers"
             yield rival("hidden state", sentence, self.head, lambda samples: replace(samples, draft=None))
 
-    def _predict(self, comparison: Comparison, head: nn.Module, samples: Samples, num_drafts: int) -> Metrics:
+    def _predict(self, comparison: Comparison, head: Head, samples: Samples, num_drafts: int) -> Metrics:
         return summarise(collect(head, self.target, samples, comparison.sampling, num_drafts), overlap=False)
 
     def _chance(self, comparison: Comparison, num_drafts: int) -> float:
@@ -178,20 +177,13 @@ def noise_given_text(contexts: Contexts) -> float:
     Exact, by the first two moments of the sum over steps of (accepted - mean accepted). 0 for greedy text.
     """
     alive, valid = contexts.text, contexts.valid
-    starts = step_starts(alive, valid)
-    steps = starts.sum()
-    mean = ((starts[..., None] * alive).sum() / steps).item()
-    sequences, length, drafts = alive.shape
+    starts, (sequences, length, drafts) = step_starts(alive, valid), alive.shape
+    mean = ((starts[..., None] * alive).sum() / starts.sum()).item()
     exactly = exact_counts(alive) * valid[..., None]  # [S, T, K + 1]
     gain = torch.arange(drafts + 1, dtype=alive.dtype) - mean
-    moments = alive.new_zeros(3, sequences, length + drafts + 1)  # of the sum so far, on the event that a step starts
-    moments[0, :, 0] = 1
-    for t in range(length):
-        zeroth, first, second = (moments[order, :, t : t + 1] for order in range(3))
+    first, second = alive.new_zeros(2, sequences, length + drafts + 1)  # moments of the sum from a step at t on
+    for t in reversed(range(length)):
         ahead = slice(t + 1, t + drafts + 2)
-        moments[0, :, ahead] += zeroth * exactly[:, t]
-        moments[1, :, ahead] += (first + zeroth * gain) * exactly[:, t]
-        moments[2, :, ahead] += (second + 2 * first * gain + zeroth * gain**2) * exactly[:, t]
-    ended = torch.cat([~valid, valid.new_ones(sequences, drafts + 1)], 1)  # where no step starts any more
-    first, second = ((moments[order] * ended).sum(1) for order in (1, 2))
-    return math.sqrt(max(0.0, (second - first**2).sum().item())) / steps.item()
+        first[:, t] = (exactly[:, t] * (gain + first[:, ahead])).sum(1)
+        second[:, t] = (exactly[:, t] * (gain**2 + 2 * gain * first[:, ahead] + second[:, ahead])).sum(1)
+    return math.sqrt(max(0.0, (second - first**2)[:, 0].sum().item())) / starts.sum().item()

@@ -134,8 +134,9 @@ def load_target(
     name, attention, config = str(name), choose_attention(attention, device), target_config(name)
     # transformers' SDPA attention omits the soft cap of attention logits (Gemma 2); its eager attention does not
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    is_evabyte = config.model_type == EVABYTE  # implements EVA attention
-    implementation = "eager" if capped else IMPLEMENTATIONS["torch" if is_evabyte else attention]
+    if capped or config.model_type == EVABYTE:  # implements EVA attention
+        attention = "torch"
+    implementation = "eager" if capped else IMPLEMENTATIONS[attention]
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
@@ -146,21 +147,18 @@ def load_target(
             "name the folder or hub repository of one"
         ) from None
     kind, missing, lm_head = type(model).__name__, sorted(found["missing_keys"]), model.get_output_embeddings()
+    problem = None
     if lm_head is None or model.base_model is model:
+        problem = f"{kind} has no lm_head"
+    elif missing:  # transformers initialises missing weights at random
+        problem = f"its files have no {missing[0]} ({len(missing)} tensors of {kind} are missing)"
+    if problem:
         raise UsageError(
-            f"target {name}: {kind} has no lm_head, so it cannot verify drafts; "
-            "name a causal language model (…ForCausalLM)"
-        )
-    if missing:  # transformers initialises missing weights at random
-        raise UsageError(
-            f"target {name}: its files have no {missing[0]} ({len(missing)} tensors of {kind} are missing), "
-            "so it cannot verify drafts; name a causal language model (…ForCausalLM) with all its weights"
+            f"target {name}: {problem}, so it cannot verify drafts; name a causal language model (…ForCausalLM) with "
+            "all its weights"
         )
     model = model.to(device).eval().requires_grad_(False)
-    lm_head, attention = (
-        first_head(model.get_output_embeddings(), config),
-        "torch" if capped or is_evabyte else attention,
-    )
+    lm_head = first_head(model.get_output_embeddings(), config)
     return Target(name, model, tokenizer_if_any(name), model.base_model, lm_head, attention)
 
 

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.mistral.modeling_mistral import MistralMLP
 
 from vllm_mtpc.config.evabyte import EvaByteConfig, check_config
 from vllm_mtpc.hf.bytes.past import append_cached, positions_of
@@ -24,7 +27,7 @@ from vllm_mtpc.hf.bytes.past import append_cached, positions_of
 class Reads(NamedTuple):
     """Indices and masks of a forward pass, shared by all layers."""
 
-    cos: Tensor  # [B, 1, m, D / H], of the rows
+    cos: Tensor  # [B, m, D / H], of the rows
     sin: Tensor
     chunk: Tensor  # [B, M, C] tokens of each whole chunk
     mask: Tensor  # [B, 1, m, M + S] summaries, then tokens
@@ -49,22 +52,14 @@ def plan(positions: Tensor, rows: int, config: EvaByteConfig, dtype: torch.dtype
     width = config.hidden_size // config.num_attention_heads
     step = torch.arange(0, width, 2, device=positions.device)
     frequency = config.rope_parameters["rope_theta"] ** -(step / width)
-    angle = (at * frequency).repeat(1, 1, 2)[:, None]  # [B, 1, m, D / H]
+    angle = (at * frequency).repeat(1, 1, 2)  # [B, m, D / H]
     return Reads(angle.cos().to(dtype), angle.sin().to(dtype), chunk, torch.cat([is_past, is_near], 2)[:, None])
 
 
-class EvaByteNorm(nn.Module):
+class EvaByteNorm(GemmaRMSNorm):
     """RMS norm whose scale is 1 + weight, in float32."""
 
     unit_offset = True
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps)
-        return scaled.to(x.dtype)
 
 
 class EvaByteAttention(nn.Module):
@@ -83,7 +78,7 @@ class EvaByteAttention(nn.Module):
         query, key, value = (
             proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (_rotated(states, reads) for states in (query, key))
+        query, key = apply_rotary_pos_emb(query, key, reads.cos, reads.sin)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         mean_key, mean_value = self.summaries(key, value, reads.chunk)
@@ -102,31 +97,12 @@ class EvaByteAttention(nn.Module):
         return (alpha * keys).sum(3).to(key.dtype), (beta * values).sum(3).to(value.dtype)
 
 
-def _rotated(x: Tensor, reads: Reads) -> Tensor:
-    low, high = x.chunk(2, -1)
-    return x * reads.cos + torch.cat([-high, low], -1) * reads.sin
-
-
-class EvaByteMLP(nn.Module):
-    """Gated, with SiLU."""
-
-    def __init__(self, config: EvaByteConfig) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class EvaByteLayer(nn.Module):
     """A decoder layer."""
 
     def __init__(self, config: EvaByteConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = EvaByteAttention(config, layer), EvaByteMLP(config)
+        self.self_attn, self.mlp = EvaByteAttention(config, layer), MistralMLP(config)
         self.input_layernorm = EvaByteNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = EvaByteNorm(config.hidden_size, config.rms_norm_eps)
 
