@@ -206,7 +206,7 @@ def replaced(sources: Sources) -> Iterator[Finding]:
     for patch in (one for one in patches if sources.minor() >= one.since):
         found = sources.find(patch.module, patch.attribute)
         if found is None:
-            yield Finding("replaced", patch.key, "gone", patch.why)
+            yield Finding("replaced", patch.key, "gone", patch.function.__doc__ or "")
             continue
         missing = set(patch.needs or ()) - set(parameters(found[1]) or patch.needs or ())
         detail = f"no longer takes {', '.join(sorted(missing))}" if missing else ""

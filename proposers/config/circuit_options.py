@@ -20,7 +20,7 @@ from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import ServeConfigError, did_you_mean, one_line
+from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.heads import needs_lm_head
 from vllm_mtpc.plan.draft_schedule import KEY, Schedule, default_schedule, relative_load
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
@@ -305,7 +305,7 @@ def check_options(given: dict[str, Any], allowed: tuple[str, ...]) -> None:
     if unknown := next((key for key in given if key not in allowed), None):
         raise ServeConfigError(
             f"speculative_config: {unknown!r} is not an option of method {given['method']!r}; allowed: "
-            f"{', '.join(allowed)}; remove it{did_you_mean(unknown, allowed)}"
+            f"{', '.join(allowed)}; remove it"
         )
     rule = given.get("rejection_sample_method", "standard")
     if rule not in REJECTION_METHODS:

@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_mtpc.errors import did_you_mean
 from vllm_mtpc.proposers.config.switches import REQUEST_DRAFTS, is_on
 
 DRAFTS = "mtpc_drafts"  # the most drafts per step of this request; 0: none
@@ -53,7 +52,7 @@ def check_request(params: Any, limit: int) -> None:
             continue
         if name != DRAFTS:
             raise VLLMValidationError(
-                f"vllm_xargs: {name!r} is not known; allowed: {DRAFTS!r}{did_you_mean(str(name), [DRAFTS])}; remove it",
+                f"vllm_xargs: {name!r} is not known; allowed: {DRAFTS!r}; remove it",
                 parameter="vllm_xargs",
             )
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:

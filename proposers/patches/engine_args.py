@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
 from vllm_mtpc import METHODS
 from vllm_mtpc.families import FAMILIES
@@ -75,18 +75,6 @@ def create_bundled(engine_args: Any, head: Path, create: Callable[[], Any]) -> A
         engine_args.speculative_config = None  # as the user gave it
     setattr(engine_args, MARK, head)
     return made
-
-
-def refuse_misspelt(method: str | None) -> None:
-    """Raise ServeConfigError for a method that vLLM does not know and that is nearly one of ours."""
-    from vllm.config.speculative import SpeculativeMethod
-
-    if method is None or method in get_args(SpeculativeMethod):
-        return
-    from vllm_mtpc.errors import ServeConfigError, did_you_mean
-
-    if hint := did_you_mean(str(method), METHODS):
-        raise ServeConfigError(f"speculative_config: vLLM knows no method {method!r}{hint}")
 
 
 def is_head(folder: Path) -> bool:

@@ -36,7 +36,6 @@ class Patch:
         function: called as function(original, *args, **kwargs) in place of a function. If `needs` is None, the
             attribute becomes function(original).
         needs: parameters that the original must have.
-        why: the reason, for the log.
         since: the first minor release of vLLM with the attribute.
     """
 
@@ -44,7 +43,6 @@ class Patch:
     attribute: str
     function: Callable[..., Any]
     needs: tuple[str, ...] | None
-    why: str
     since: tuple[int, int]
 
     @property
@@ -67,52 +65,35 @@ class Patch:
 
 
 def patch(
-    module: str, attribute: str, needs: tuple[str, ...] | None = None, *, why: str, since: tuple[int, int] = (0, 0)
+    module: str, attribute: str, needs: tuple[str, ...] | None = None, since: tuple[int, int] = (0, 0)
 ) -> Callable[[Callable[..., Any]], Patch]:
-    """Make a Patch of the decorated function."""
-    return lambda function: Patch(module, attribute, function, needs, why, since)
+    """Make a Patch of the decorated function, whose docstring is the reason."""
+    return lambda function: Patch(module, attribute, function, needs, since)
 
 
 def apply(*patches: Patch) -> None:
-    """Apply the patches that exist in the installed vLLM, each once.
-
-    Raises:
-        RuntimeError: another patch has replaced the attribute.
-    """
+    """Apply the patches that exist in the installed vLLM, each once."""
     for one in patches:
-        holder = applied.get(one.key)
-        if holder is None and versions.vllm_minor() >= one.since:
+        if one.key not in applied and versions.vllm_minor() >= one.since:
             applied[one.key] = one
             when_imported(one.module, functools.partial(_patch_module, one))
-        elif holder not in (None, one):
-            ours, theirs = one.function.__name__, holder.function.__name__
-            raise RuntimeError(f"{one.key} is already replaced by {theirs}; {ours} would undo it")
 
 
 def _patch_module(patch: Patch) -> None:
-    why_not = _replace(patch)
-    if why_not:
-        problems.append(f"{patch.key} ({why_not})")
-    logger.debug("vllm_mtpc %s %s: %s", "did not replace" if why_not else "replaced", patch.key, why_not or patch.why)
-
-
-def _replace(patch: Patch) -> str:
-    """Apply a patch; return the reason if that is not possible."""
+    """Apply a patch; note the reason if that is not possible."""
     *path, name = patch.attribute.split(".")
     try:
         owner = functools.reduce(getattr, path, sys.modules[patch.module])
         original = inspect.getattr_static(owner, name)
-    except AttributeError:
-        return "this vLLM has no such attribute"
-    function = original.__func__ if isinstance(original, staticmethod) else original
-    if patch.needs and (missing := set(patch.needs) - set(inspect.signature(function).parameters)):
-        return f"it no longer takes {', '.join(sorted(missing))}"
-    try:
+        function = original.__func__ if isinstance(original, staticmethod) else original
+        if patch.needs and (missing := set(patch.needs) - set(inspect.signature(function).parameters)):
+            raise TypeError(f"it no longer takes {', '.join(sorted(missing))}")
         replacement = patch.replace(function)
     except Exception as error:  # raising here would fail vLLM's import, with or without a head
-        return f"{type(error).__name__}: {error}"
+        problems.append(f"{patch.key} ({type(error).__name__}: {error})")
+        return
     setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
-    return ""
+    logger.debug("vllm_mtpc replaced %s", patch.key)
 
 
 def refuse_moved(moved: list[str] | None = None) -> None:
@@ -143,23 +124,12 @@ def derived(ours: type[Head], theirs: type) -> type[Head]:
     for name, method in vars(ours).items():
         if not inspect.isfunction(method) or not any(hasattr(base, name) for base in ours.__bases__):
             continue
-        where = f"{theirs.__module__}:{theirs.__qualname__}.{name}"
         takes = next((found for one in theirs.__mro__ if (found := _names(vars(one).get(name)))), set())
-        if not takes:
-            moved.append(f"{where} (this vLLM has no such attribute)")
-        elif missing := _names(method) - takes:
+        if missing := _names(method) - takes:
+            where = f"{theirs.__module__}:{theirs.__qualname__}.{name}"
             moved.append(f"{where} (it no longer takes {', '.join(sorted(missing))})")
     refuse_moved(moved)
     return type(f"Head{theirs.__name__}", (ours, theirs), {"__module__": ours.__module__})
-
-
-def named(ours: type, name: str) -> type:
-    """Return the class for a module's `__getattr__(name)`: `ours` derived from the "module:Class" of `name`."""
-    if ":" not in name:
-        raise AttributeError(name)
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    return derived(ours, resolve_obj_by_qualname(name.replace(":", ".")))
 
 
 def _names(function: object) -> set[str]:
@@ -172,7 +142,7 @@ def _names(function: object) -> set[str]:
 
 
 class _AfterImport(MetaPathFinder):
-    """Runs callbacks after a named module is executed; leaves sys.meta_path when none is waiting."""
+    """Runs callbacks after a named module is executed."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
@@ -190,8 +160,6 @@ class _AfterImport(MetaPathFinder):
             execute(module)
             for callback in self.waiting.pop(fullname, ()):
                 callback()
-            if not self.waiting and self in sys.meta_path:
-                sys.meta_path.remove(self)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

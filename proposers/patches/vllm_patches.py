@@ -8,7 +8,6 @@ subclasses of vLLM's classes, which the configuration of an engine with a head n
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
 ARG_UTILS, CONFIG, LOGGERS = "vllm.engine.arg_utils", "vllm.config.vllm", "vllm.v1.metrics.loggers"
 
 
-@patch(ARG_UTILS, "EngineArgs.add_cli_args", needs=("parser",), why="let --spec-method name our methods")
+@patch(ARG_UTILS, "EngineArgs.add_cli_args", needs=("parser",))
 def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    """Let --spec-method name our methods."""
     parser = original(parser)
     action = parser._option_string_actions.get("--spec-method")
     if action is not None and action.choices is not None:
@@ -32,13 +32,9 @@ def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     return parser
 
 
-@patch(
-    ARG_UTILS,
-    "maybe_override_with_speculators",
-    needs=("model", "vllm_speculative_config"),
-    why="`vllm serve HEAD_FOLDER`: check the head first; its target may be a folder, relative to the head's",
-)
+@patch(ARG_UTILS, "maybe_override_with_speculators", needs=("model", "vllm_speculative_config"))
 def maybe_override_with_speculators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Serve `vllm serve HEAD_FOLDER`: check the head first; its target may be a folder, relative to the head's."""
     folder = Path(kwargs.get("model", args[0] if args else ""))
     if not engine_args.is_head(folder):
         model, tokenizer, speculative_config = original(*args, **kwargs)
@@ -56,25 +52,23 @@ def maybe_override_with_speculators(original: Callable[..., Any], *args: Any, **
     ARG_UTILS,
     "EngineArgs.create_speculative_config",
     needs=("self", "target_model_config", "target_parallel_config"),
-    why="build our config class for our methods, and for a head that the target bundles",
 )
 def create_speculative_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build our config class for our methods, and for a head that the target bundles."""
     method = (self.speculative_config or {}).get("method") or getattr(self, "spec_method", None)
     if method in METHODS:
         made = engine_args.create_config(self, original, *args, **kwargs)
         logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
         return made
-    engine_args.refuse_misspelt(method)
     head = engine_args.find_bundled_head(self, args[0] if args else kwargs.get("target_model_config"))
     if head is None:
         return original(self, *args, **kwargs)
     return engine_args.create_bundled(self, head, lambda: engine_args.create_config(self, original, *args, **kwargs))
 
 
-@patch(
-    ARG_UTILS, "EngineArgs.create_engine_config", needs=("self",), why="check the engine; name our worker and scheduler"
-)
+@patch(ARG_UTILS, "EngineArgs.create_engine_config", needs=("self",))
 def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check the engine, and name our worker and scheduler."""
     vars(self).pop(engine_args.MARK, None)  # of another configuration made from these arguments
     given = dict(vars(self))  # vLLM sets defaults in place
     try:
@@ -104,13 +98,16 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         return vllm_config
 
 
-@patch(CONFIG, "EagleModelTypes", why="keep asynchronous scheduling, which vLLM allows a list of methods")
+@patch(CONFIG, "EagleModelTypes")
 def eagle_model_types(original: Any) -> Any:
+    """Keep asynchronous scheduling, which vLLM allows a list of methods."""
     return Literal[(original, *METHODS)]
 
 
-@patch(CONFIG, "VllmConfig.num_lookahead_tokens", why="reserve KV slots for the queries of a backbone")
+@patch(CONFIG, "VllmConfig.num_lookahead_tokens")
 def num_lookahead_tokens(original: property) -> property:
+    """Reserve KV slots for the queries of a backbone."""
+
     def slots(config: Any) -> int:
         spec = config.speculative_config
         return spec.lookahead if getattr(spec, "method", None) in METHODS else original.__get__(config)
@@ -118,14 +115,9 @@ def num_lookahead_tokens(original: property) -> property:
     return property(slots, doc=original.__doc__)
 
 
-@patch(
-    CONFIG,
-    "VllmConfig._maybe_disable_dynamic_sd_for_v1",
-    needs=("self",),
-    why="keep drafts by batch size on V1, which vLLM allows a list of methods",
-    since=(0, 33),
-)
+@patch(CONFIG, "VllmConfig._maybe_disable_dynamic_sd_for_v1", needs=("self",), since=(0, 33))
 def maybe_disable_dynamic_sd_for_v1(original: Callable[..., Any], self: Any) -> None:
+    """Keep drafts by batch size on V1, which vLLM 0.33 allows a list of methods."""
     if getattr(self.speculative_config, "method", None) not in METHODS:
         original(self)
 
@@ -134,13 +126,13 @@ def maybe_disable_dynamic_sd_for_v1(original: Callable[..., Any], self: Any) -> 
     "vllm.v1.sample.rejection_sampler",
     "expand_batch_to_tokens",
     needs=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
-    why="vLLM's CPU kernel fills a copy of a float output, so V1 samples with uninitialised temperatures",
 )
 def expand_batch_to_tokens(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # utils/cpu_triton_utils.py:_expand_kernel_impl (vLLM 0.31 to 0.33) converts float32 and int32 outputs to int64
-    if x.is_cpu and is_broken(original):
-        return expand(x, *args, **kwargs)
-    return original(x, *args, **kwargs)
+    """Fill float outputs on a CPU, where vLLM's kernel fills a copy and V1 samples with uninitialised temperatures.
+
+    utils/cpu_triton_utils.py:_expand_kernel_impl (vLLM 0.31 to 0.33) converts float32 and int32 outputs to int64.
+    """
+    return (expand if x.is_cpu else original)(x, *args, **kwargs)
 
 
 def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
@@ -151,25 +143,9 @@ def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int 
     return x.repeat_interleave(counts, output_size=num_tokens)
 
 
-@cache
-def is_broken(original: Callable[..., Tensor]) -> bool:
-    """Return whether `original` loses float values on the CPU, which a call on three tokens shows."""
-    import torch
-
-    x, counts = torch.tensor([0.25, 0.75]), torch.tensor([1, 3], dtype=torch.int32)
-    try:
-        return original(x, counts, 3).tolist() != [0.25, 0.75, 0.75]
-    except Exception:  # a GPU build has no CPU kernel
-        return False
-
-
-@patch(
-    "vllm.sampling_params",
-    "SamplingParams._validate_spec_decode",
-    needs=("self", "speculative_config"),
-    why="check `mtpc_drafts`; serve without drafts the requests that vLLM refuses with drafts",
-)
+@patch("vllm.sampling_params", "SamplingParams._validate_spec_decode", needs=("self", "speculative_config"))
 def validate_spec_decode(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
+    """Check `mtpc_drafts`; serve without drafts the requests that vLLM refuses with drafts."""
     if getattr(speculative_config, "method", None) in METHODS:
         from vllm_mtpc.proposers.config.request_options import check_request, max_drafts
 
@@ -179,27 +155,25 @@ def validate_spec_decode(original: Callable[..., None], self: Any, speculative_c
     original(self, speculative_config)
 
 
-@patch(LOGGERS, "SpecDecodingLogging", why="log tokens/step over all steps, once a minute")
+@patch(LOGGERS, "SpecDecodingLogging")
 def spec_decoding_logging(original: type) -> type:
+    """Log tokens/step over all steps, once a minute."""
     from vllm_mtpc.proposers.patches.metrics import logging_class
 
     return logging_class(original)
 
 
-@patch(LOGGERS, "PrometheusStatLogger._spec_decoding_cls", why="count steps and pruned drafts in /metrics")
+@patch(LOGGERS, "PrometheusStatLogger._spec_decoding_cls")
 def spec_decoding_prom(original: type) -> type:
+    """Count steps and pruned drafts in /metrics."""
     from vllm_mtpc.proposers.patches.metrics import prometheus_class
 
     return prometheus_class(original)
 
 
-@patch(
-    "vllm.entrypoints.launchers.app",
-    "attach_endpoint_plugins",
-    needs=("app", "supported_tasks"),
-    why="serve POST /mtpc/head if MTPC_ALLOW_HEAD_SWAP is set; vLLM's plugins of endpoints log a warning for everybody",
-)
+@patch("vllm.entrypoints.launchers.app", "attach_endpoint_plugins", needs=("app", "supported_tasks"))
 def attach_endpoint_plugins(original: Callable[..., None], app: Any, supported_tasks: Any) -> None:
+    """Serve POST /mtpc/head; vLLM's own plugins of endpoints log a warning in every server."""
     from vllm_mtpc.proposers.patches.endpoint import HeadEndpoint
 
     original(app, supported_tasks)

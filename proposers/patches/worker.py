@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_mtpc.proposers.patches.patch import derived, named, refuse_moved
+from vllm_mtpc.proposers.patches.patch import derived, refuse_moved
 
 
 def __getattr__(name: str) -> Any:
     """Return the worker derived from "module:Class" of vLLM, which looks that name up here."""
-    return named(HeadWorker, name)
+    if ":" not in name:
+        raise AttributeError(name)
+    return derived(HeadWorker, resolve_obj_by_qualname(name.replace(":", ".")))
 
 
 class HeadWorker(Worker):

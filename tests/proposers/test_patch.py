@@ -41,7 +41,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def doubling(module_name: str, attribute_name: str = "work", needs: tuple[str, ...] = ("value",)) -> Patch:
-    @patch(module_name, attribute_name, needs=needs, why="a test")
+    @patch(module_name, attribute_name, needs=needs)
     def doubling(original: Callable, *args: object) -> tuple:
         return original(*args), "twice"
 
@@ -71,12 +71,6 @@ def test_the_same_patch_twice_is_applied_once(module: str) -> None:
     assert patched.work(3, 4) == (12, "twice")
 
 
-def test_a_second_patch_of_an_attribute_is_refused(module: str) -> None:
-    apply(doubling(module))
-    with pytest.raises(RuntimeError, match="already replaced by doubling"):
-        apply(doubling(module))
-
-
 def test_methods_and_static_methods_stay_what_they_are(module: str) -> None:
     patched = __import__(module)
     apply(doubling(module, "Box.make"))
@@ -87,7 +81,7 @@ def test_methods_and_static_methods_stay_what_they_are(module: str) -> None:
 
 @pytest.mark.parametrize(
     ("attribute", "needs", "said"),
-    [("gone", (), "no such attribute"), ("work", ("value", "temperature"), "no longer takes temperature")],
+    [("gone", (), "AttributeError"), ("work", ("value", "temperature"), "no longer takes temperature")],
 )
 def test_what_vllm_moved_is_reported_and_left_alone(module: str, attribute: str, needs: tuple, said: str) -> None:
     patched = __import__(module)
@@ -104,17 +98,8 @@ def test_other_imports_are_not_touched(module: str) -> None:
     assert "exec_module" not in vars(colorsys.__loader__)
 
 
-def test_the_hook_leaves_when_nothing_waits(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every import of the process goes through sys.meta_path."""
-    monkeypatch.setattr(machinery, "_after_import", hook := machinery._AfterImport())
-    apply(doubling(module))
-    assert hook in sys.meta_path
-    assert __import__(module).work(3, 4) == (12, "twice")
-    assert hook not in sys.meta_path
-
-
 def test_a_patch_that_cannot_be_made_does_not_fail_the_import(module: str) -> None:
-    @patch("mtpc_patched_module", "work", why="a test")
+    @patch("mtpc_patched_module", "work")
     def broken(original: Callable) -> Callable:
         raise ImportError("half an install")
 

@@ -10,13 +10,9 @@ from vllm_mtpc.proposers.patches.patch import patch
 MODEL_TYPE = "tpu_llama"
 
 
-@patch(
-    "vllm.config.model",
-    "ModelConfig.try_get_generation_config",
-    needs=("self",),
-    why="stop ids of the subword model in generation_config.json crash the engine once min_tokens is asked for",
-)
+@patch("vllm.config.model", "ModelConfig.try_get_generation_config", needs=("self",))
 def try_get_generation_config(original: Callable[..., Any], self: Any) -> dict[str, Any]:
+    """Drop stop ids of the subword model, which crash the engine once min_tokens is asked for."""
     values = original(self)
     if getattr(self.hf_config, "model_type", None) != MODEL_TYPE:
         return values
