@@ -198,13 +198,13 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     def check_target(self) -> None:
         """Raise ServeConfigError for a target or layout that heads of this method are not served on."""
         head, target, subject = self.head, self.target_model_config, f"speculative_config: head {self.model} has"
+        ours = head.transformer_layer_config.get("num_hidden_layers")
+        depth = getattr(target.hf_text_config, "num_hidden_layers", None)
         if head.lora_layers and target.architecture not in DRAFT_LAYER_TARGETS:
             raise ServeConfigError(
                 f"{subject} lora_layers={head.lora_layers}, and target {target.model} is {target.architecture}: draft "
                 f"layers are served on {', '.join(DRAFT_LAYER_TARGETS)}; use a head trained with lora_layers 0"
             )
-        ours = head.transformer_layer_config.get("num_hidden_layers")
-        depth = getattr(target.hf_text_config, "num_hidden_layers", None)
         if head.lora_layers and ours not in (None, depth):
             raise ServeConfigError(
                 f"{subject} draft layers of a target with {ours} layers, but {target.model} has {depth}; "
@@ -216,37 +216,32 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
     def _check_backbone(self) -> None:
         head, target, ranks = self.head, self.target_model_config, self.target_parallel_config.tensor_parallel_size
-        subject = f"speculative_config: head {self.model} has a backbone"
-        for reason, holds in (
-            ("keeps compressed keys and values (MLA)", target.use_mla),
-            ("has several positions per token", target.uses_mrope),
-            ("does not return the states of its layers (vLLM: SupportsEagle3)",
-             not _target_class_has(target, "set_aux_hidden_state_layers")),
-        ):  # fmt: skip
-            if holds:
-                raise ServeConfigError(
-                    f"{subject}, and target {target.model} {reason}: not served together in this version; "
-                    "use a head of another kind"
-                )
         depth, last = target.get_total_num_hidden_layers(), max(self.aux_layers)
-        if last > depth:
-            raise ServeConfigError(
-                f"{subject} that reads layer {last}, but target {target.model} has {depth}; "
-                "use a head trained for this target"
-            )
-        if self.head_dtype != "auto":
-            raise ServeConfigError(
-                f"{subject}, whose layers share the target's KV cache: allowed head_dtype: auto; given: "
-                f"{self.head_dtype}; remove head_dtype"
-            )
         sizes = {name: getattr(head, name) for name in ("backbone_heads", "backbone_kv_heads", "backbone_width")}
         if ranks % head.backbone_kv_heads == 0:  # ranks share key and value heads
             del sizes["backbone_kv_heads"]
-        if uneven := [f"{name}={size}" for name, size in sizes.items() if size % ranks]:
-            raise ServeConfigError(
-                f"{subject} with {', '.join(uneven)}, which tensor_parallel_size={ranks} does not divide; "
-                "lower tensor_parallel_size"
-            )
+        uneven = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
+        other_head = "not served together in this version; use a head of another kind"
+        for is_bad, reason in (
+            (target.use_mla, f"target {target.model} keeps compressed keys and values (MLA): {other_head}"),
+            (target.uses_mrope, f"target {target.model} has several positions per token: {other_head}"),
+            (
+                not _target_class_has(target, "set_aux_hidden_state_layers"),
+                f"target {target.model} does not return the states of its layers (vLLM: SupportsEagle3): {other_head}",
+            ),
+            (last > depth, f"reads layer {last}, but target {target.model} has {depth}; use a head of this target"),
+            (
+                self.head_dtype != "auto",
+                "its layers share the target's KV cache: allowed head_dtype: auto; given: "
+                f"{self.head_dtype}; remove head_dtype",
+            ),
+            (
+                bool(uneven),
+                f"with {', '.join(uneven)}, which tensor_parallel_size={ranks} does not divide; lower it",
+            ),
+        ):
+            if is_bad:
+                raise ServeConfigError(f"speculative_config: head {self.model} has a backbone: {reason}")
 
     def check_engine(self, vllm_config: Any) -> None:
         """Raise ServeConfigError for an engine this head is not served with; make V1's scheduling synchronous."""
@@ -266,8 +261,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         if vllm_config.lora_config is not None and needs_lm_head(head.head):
             raise ServeConfigError(
                 f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes "
-                "one row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop enable_lora or the "
-                "head"
+                "one row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop one of them"
             )
         if is_v2 and self.min_acceptance:
             raise ServeConfigError(
@@ -276,21 +270,21 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             )
         if is_v2:
             return
-        if self.verify == "coupled":
-            raise ServeConfigError(
-                "verify='coupled' on Model Runner V1, where requests without a seed have no noise that can be drawn "
-                f"again; allowed: 'rejection'; drop it, or {how_to_v2()}"
-            )
-        if rule == "block":
-            raise ServeConfigError(
-                "rejection_sample_method 'block' on Model Runner V1, which verifies token by token: allowed are "
-                "'standard' and 'synthetic'; drop it"
-            )
-        if rule == "synthetic" and current_platform.is_cpu():
-            raise ServeConfigError(
-                "rejection_sample_method 'synthetic' on Model Runner V1 on a CPU: vLLM's kernels there do not have it; "
-                "allowed: 'standard'; drop it, or use a GPU"
-            )
+        for is_bad, option, reason in (
+            (
+                self.verify == "coupled",
+                "verify='coupled'",
+                ": unseeded noise cannot be drawn again; allowed: 'rejection'",
+            ),
+            (rule == "block", "rejection_sample_method 'block'", ": it verifies token by token; allowed: 'standard'"),
+            (
+                rule == "synthetic" and current_platform.is_cpu(),
+                "rejection_sample_method 'synthetic'",
+                " on a CPU: vLLM's kernels there do not have it; allowed: 'standard'",
+            ),
+        ):
+            if is_bad:
+                raise ServeConfigError(f"{option} on Model Runner V1{reason}; drop it, or {how_to_v2()}")
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host
         if self.has_default_schedule and self.min_acceptance is None:  # the worker plans by measured costs
             self.num_speculative_tokens_per_batch_size = None

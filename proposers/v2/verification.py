@@ -48,13 +48,10 @@ from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.kernels.couple import accept, warm_up
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
-from vllm_mtpc.proposers.config.versions import TESTED, keys_noise_by_draft, vllm_version
+from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 
 # Added to a draft's position: noise that verification does not read. vLLM's own drafts add the same number.
 DRAFTING = 1 << 30
-# Tokens [2] of vLLM's noise alone over 1,024 tokens, at two positions of two seeds, by use_fp64
-NOISE_SEEDS, NOISE_POSITIONS = (7, (5 << 32) + 1), (3, 1 << 20)
-NOISE_TOKENS = {False: [358, 229], True: [886, 608]}
 GREEDY_U = 0.5  # inside the argmax's interval wherever the argmax has more than half of the mass
 
 Verify = Literal["coupled", "rejection"] | None  # coupled requests: all, none; None: those with a seed
@@ -98,23 +95,6 @@ def pick_tokens(processed_logits: Tensor, states: SamplingStates, slots: Tensor,
     return torch.where(temperature[slots] == 0, logits.argmax(dim=-1), picked)
 
 
-def check_noise(device: torch.device, use_fp64: bool) -> None:
-    """Compare two tokens of vLLM's noise with those of the versions that coupled drafts were tested with.
-
-    Raises:
-        ServeConfigError: vLLM has changed the keys of its noise.
-    """
-    seeds, pos = torch.tensor([NOISE_SEEDS, NOISE_POSITIONS], device=device)
-    slots, flat = torch.arange(2, device=device), torch.zeros(2, 1024, device=device)
-    how = {"apply_temperature": False, "is_drafting": False, "use_fp64": use_fp64}
-    found = gumbel_sample(flat, slots, torch.ones(2, device=device), seeds, pos, **how)
-    if found.tolist() != NOISE_TOKENS[use_fp64]:
-        raise ServeConfigError(
-            f"verify='coupled': vLLM {vllm_version()} draws other noise than the versions it was tested with "
-            f"({', '.join(TESTED)}); allowed here: 'rejection'; drop it, or install one of them"
-        )
-
-
 class CoupledStates(SamplingStates):
     """vLLM's states of requests, with the number that is added to positions of drafts: DRAFTING, or 0 if coupled."""
 
@@ -145,8 +125,6 @@ class Verifier(RejectionSampler):
 
     def __init__(self, sampler: Sampler, spec_config: SpeculativeConfig, device: torch.device) -> None:
         super().__init__(sampler, spec_config, device)
-        if spec_config.verify == "coupled":
-            check_noise(device, sampler.use_fp64_gumbel)
         self.seeds: Tensor | None = None  # [slots], of the step; None: those of the requests
         if is_stepped(spec_config):
             self.seeds = torch.zeros(sampler.sampling_states.max_num_reqs, dtype=torch.int64, device=device)

@@ -30,13 +30,9 @@ V, SLOTS, CPU = 5, 4, torch.device("cpu")
 DRAWN = torch.tensor([1, 2, 3, 4, 0, 1])  # the target's token at each row of the batch below
 
 
-@pytest.fixture(autouse=True, name="checked")
-def fixture_checked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Disable pinned memory; record the checks of vLLM's noise, which need Triton."""
+@pytest.fixture(autouse=True)
+def _no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
-    checks: list[bool] = []
-    monkeypatch.setattr(verification, "check_noise", lambda device, use_fp64: checks.append(use_fp64))
-    return checks
 
 
 class Base:
@@ -69,37 +65,6 @@ def test_requests_are_coupled_by_option_and_seed(verify: str | None, coupled: se
     states.add_request(1, SamplingParams(temperature=1.0))
     states.apply_staged_writes()
     assert states.stream.gpu[1] == (0 if verify == "coupled" else DRAFTING), "another request took the slot"
-
-
-@pytest.mark.parametrize(("verify", "checks"), [(None, []), ("coupled", [False]), ("rejection", [])])
-def test_noise_is_checked_if_all_requests_are_coupled(
-    verify: str | None, checks: list[bool], checked: list[bool]
-) -> None:
-    made(verify)
-    assert checked == checks
-
-
-def noise_refusals(keyed_by: list[int]) -> list[str]:
-    """In a fork: the errors for keys of vLLM's noise that are moved by these numbers, in float32 and float64."""
-    original, found = verification.gumbel_sample, []
-    for use_fp64 in (False, True):
-        for more in keyed_by:
-            verification.gumbel_sample = lambda logits, slots, temperature, seeds, pos, *args, more=more, **kwargs: (
-                original(logits, slots, temperature, seeds, pos + more, *args, **kwargs)
-            )
-            try:
-                verification.check_noise(CPU, use_fp64)
-                found.append("")
-            except ServeConfigError as error:
-                found.append(str(error))
-    verification.gumbel_sample = original
-    return found
-
-
-def test_changed_noise_is_refused_in_one_line() -> None:
-    same, moved, *of_float64 = forks.call("v2", "tests.proposers.test_seeded:noise_refusals", [0, 1])
-    assert same == "" and of_float64 == [same, moved]
-    assert moved.startswith("verify='coupled': vLLM ") and "allowed here: 'rejection'" in moved and "\n" not in moved
 
 
 @pytest.fixture
