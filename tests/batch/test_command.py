@@ -1,13 +1,8 @@
-"""`vllm-mtpc batch` on this machine, its engine a fake server: resume, faults, refusals, the summary."""
+"""`vllm-mtpc batch` on this machine, its engine a fake server: faults, refusals, the summary."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +10,6 @@ import pytest
 from tests.support.clusters import FAKE
 from vllm_mtpc.batch import worker
 from vllm_mtpc.cli import main
-
-# vLLM's parser is left out of a second process: importing it takes longer than all else here.
-WITH_FAKE = (
-    "import sys; from vllm_mtpc.batch import worker; from vllm_mtpc.engine import options; "
-    "from vllm_mtpc.cli import main; worker.PROGRAM = {fake}; options.check_flags = lambda words: None; "
-)
 
 
 @pytest.fixture
@@ -108,30 +97,3 @@ def test_refusals_are_one_line(job, capsys, more, message):
 def test_missing_options_are_named(capsys):
     assert main(["batch", "--model", "m", "--output", "o"]) == 1
     assert "input is missing; type: vllm-mtpc batch --input FILE" in capsys.readouterr().err
-
-
-def test_killed_job_is_resumed(job, tmp_path, capsys):
-    """SIGKILL after the first parts: no half line, no server left behind, and no finished line is asked again."""
-    prompts = [f"prompt {number}" for number in range(40)]
-    words = job(prompts, "--in-flight", "4", "--body", '{"max_tokens": 40}')
-    code = WITH_FAKE.format(fake=FAKE) + f"sys.exit(main({words}))"
-    with open(tmp_path / "log", "wb") as log:
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log)
-    deadline = time.monotonic() + 100
-    while len(list((tmp_path / "out").glob("part-*.jsonl"))) < 2:
-        assert child.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-        time.sleep(0.02)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    before = found(tmp_path / "out")
-    assert 8 <= len(before) < 40
-    servers = {answer["response"]["body"]["process"] for answer in before.values()}
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{server}").exists() for server in servers):
-        assert time.monotonic() < deadline, "its server outlives it"
-        time.sleep(0.1)
-    assert main(words) == 0
-    after = found(tmp_path / "out")
-    assert len(after) == 40
-    assert {name: after[name] for name in before} == before
-    assert f"{len(before)} of 40 lines are answered already" in capsys.readouterr().err

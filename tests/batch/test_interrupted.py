@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,21 +47,28 @@ class Job:
             command = [sys.executable, "-c", CODE, "batch", *where, *size, *more]
             return subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=on_start)
 
-    def found(self) -> dict[str, str]:
-        """Answers of the parts, each of which is whole; no line has two."""
+    def bodies(self) -> dict[str, dict[str, Any]]:
+        """Responses of the parts, each of which is whole; no line has two."""
         parts = [part.read_text() for part in self.output.glob("part-*.jsonl")]
         assert all(part.endswith("\n") for part in parts)
         lines = [json.loads(line) for part in parts for line in part.splitlines()]
-        answers = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
-        assert len(answers) == len(lines)
-        return answers
+        bodies = {line["custom_id"]: line["response"]["body"] for line in lines}
+        assert len(bodies) == len(lines)
+        return bodies
+
+    def found(self) -> dict[str, str]:
+        return {name: body["choices"][0]["text"] for name, body in self.bodies().items()}
 
     def wait_for(self, parts: int, child: subprocess.Popen[bytes]) -> None:
         """Until so many parts are there; none: until the output folder is."""
-        deadline = time.monotonic() + PATIENCE_S
-        while len(list(self.output.glob("part-*.jsonl"))) < parts or not self.output.exists():
-            assert child.poll() in (None, 0) and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
+        wait(lambda: self.output.exists() and len(list(self.output.glob("part-*.jsonl"))) >= parts, self.log, child)
+
+
+def wait(is_so: Callable[[], bool], log: Path, child: subprocess.Popen[bytes] | None = None) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert (child is None or child.poll() in (None, 0)) and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -79,8 +87,9 @@ def on_ray() -> Iterator[tuple[str, ...]]:
     "place", [pytest.param(nowhere, id="here"), pytest.param(on_ray, id="on Ray", marks=pytest.mark.slow)]
 )
 def test_job_killed_at_any_moment_is_resumed(place: Callable, tmp_path: Path) -> None:
-    """What a killed job has written stays; at the end every line has one answer, that of a job that nobody killed."""
+    """What a killed job has written stays, and its servers end; at the end every line has one answer."""
     job, chance, seen = Job(tmp_path), random.Random(0), [0]
+    kept: dict[str, dict[str, Any]] = {}
     with place() as where:
         for new_parts in (0, 3, 1, 4):
             child = job.start(*where)
@@ -88,9 +97,11 @@ def test_job_killed_at_any_moment_is_resumed(place: Callable, tmp_path: Path) ->
             time.sleep(chance.uniform(0, 0.2))
             child.send_signal(signal.SIGKILL)
             child.wait()
-            answers = job.found()
-            assert answers.items() <= ANSWERS.items() and len(answers) >= seen[-1]
-            seen.append(len(answers))
+            assert job.bodies().items() >= kept.items() and job.found().items() <= ANSWERS.items()
+            kept = job.bodies()
+            seen.append(len(kept))
+            servers = {body["process"] for body in kept.values()}
+            wait(lambda: not any(Path(f"/proc/{server}").exists() for server in servers), job.log)  # noqa: B023
         assert job.start(*where).wait(PATIENCE_S) == 0, job.log.read_text()
     assert job.found() == ANSWERS
     assert any(0 < count < len(PROMPTS) for count in seen), seen  # else no kill came while it answered

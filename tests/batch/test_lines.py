@@ -10,6 +10,8 @@ import pytest
 from vllm_mtpc.batch.lines import Line, Output, read, record, split_into_parts
 from vllm_mtpc.errors import UsageError
 
+BAD_URLS = ("/v1/../mtpc/head", "/v1/%2e%2e/mtpc/head", "/v1/.\t./x", "/v1//x", "/v1/a?b", "/v1/a#b", "/v1/a\n")
+
 
 def test_all_forms_are_read(tmp_path):
     lines = [
@@ -25,6 +27,9 @@ def test_all_forms_are_read(tmp_path):
         Line("line-5", "/v1/chat/completions", {**lines[2], "max_tokens": 9, "temperature": 0}),
     ]
     assert found.unnamed == 1
+    (tmp_path / "ids.jsonl").write_text('{"prompt": "a", "custom_id": 0, "id": 5}\n{"prompt": "b", "stream": false}\n')
+    zero, streaming = read(str(tmp_path / "ids.jsonl"), {"stream": True}).lines
+    assert zero.id == "0" and "a batch has no streams" in zero.fault and not streaming.fault
 
 
 @pytest.mark.parametrize(
@@ -36,18 +41,7 @@ def test_all_forms_are_read(tmp_path):
         ('{"url": "/v1/completions"}', "body: a JSON object is wanted"),
         ('{"url": "http://elsewhere/", "body": {}}', "POST to a url that begins with /v1/"),
         ('{"method": "GET", "url": "/v1/models", "body": {}}', "POST to a url that begins with /v1/"),
-        *(
-            (json.dumps({"url": url, "body": {}}), "POST to a url that begins with /v1/")
-            for url in (
-                "/v1/../mtpc/head",
-                "/v1/%2e%2e/mtpc/head",
-                "/v1/.\t./x",
-                "/v1//x",
-                "/v1/a?b",
-                "/v1/a#b",
-                "/v1/a\n",
-            )
-        ),
+        *((json.dumps({"url": url, "body": {}}), "POST to a url that begins with /v1/") for url in BAD_URLS),
         ('{"prompt": "a", "stream": true}', "a batch has no streams"),
     ],
 )
@@ -57,20 +51,6 @@ def test_line_that_is_not_a_request_keeps_its_fault(tmp_path, text, fault):
     assert not good.fault
     assert fault in bad.fault
     assert record(bad, None, None, bad.fault)["error"]["message"] == bad.fault
-
-
-def test_stream_in_the_defaults_is_refused(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "stream": false}\n')
-    bad, good = read(str(tmp_path / "in.jsonl"), {"stream": True}).lines
-    assert "a batch has no streams" in bad.fault
-    assert not good.fault
-
-
-def test_zero_is_an_id(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "custom_id": 0, "id": 5}\n{"prompt": "b", "id": 7}\n')
-    found = read(str(tmp_path / "in.jsonl"), {})
-    assert [line.id for line in found.lines] == ["0", "7"]
-    assert found.unnamed == 0
 
 
 def test_folders_globs_and_gzip(tmp_path):
